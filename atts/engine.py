@@ -543,17 +543,22 @@ class Speculated:
         """Summarise the counters in one line.
 
         >>> print(Speculated(100, 300, 240, (100, 90, 80), (90, 80, 70), choices=200, chosen=320))
-        300 tokens, 80% accepted (by position 0.90 0.89 0.88), 1.6 at a time
+        300 tokens proposed, 80 % accepted (by position 0.90 0.89 0.88), 1.6 per step
         """
         shares = " ".join(f"{share:.2f}" for share in self.accepted_share[:8])
-        saved = (
-            f", {self.saved_seconds:.1f} s saved of {self.came_seconds + self.saved_seconds:.1f}"
-        )
-        return (
-            f"{self.proposed:,} tokens, {self.accepted / max(1, self.proposed):.0%} accepted (by "
-            f"position {shares}), "
-            f"{self.chosen / max(1, self.choices):.1f} at a time{saved * bool(self.came_seconds)}"
-        )
+        words = [f"{self.proposed:,} tokens proposed"]
+        if self.proposed:
+            accepted = 100 * self.accepted / self.proposed
+            words.append(f"{accepted:.0f} % accepted (by position {shares})")
+        if self.choices:
+            words.append(f"{self.chosen / self.choices:.1f} per step")
+        if self.came_seconds:
+            plain = self.came_seconds + self.saved_seconds
+            change = "faster" if self.saved_seconds >= 0 else "slower"
+            words.append(
+                f"{abs(self.saved_seconds):.1f} s {change} than the {plain:.1f} s expected without"
+            )
+        return ", ".join(words)
 
     def _with(self, other: Speculated, sign: Any) -> Speculated:
         def both(mine: Any, theirs: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from atts.calibration.guarantees import TEXTS
+from atts.calibration.guarantees import TEXTS, with_spaced_percent
 from atts.calibration.rates import check_fraction
 from atts.errors import CalibrationInputError
 from atts.sampling import beta_quantile, beta_upper_quantile, binomial_cdf, normal_quantile
@@ -298,7 +298,7 @@ class Certificate:
         text = TEXTS[self.kind][outcome]
         if self.superior:
             text += TEXTS["net-certificate"]["superior"]
-        return text.format(certificate=self, kept=1 - self.delta)
+        return with_spaced_percent(text.format(certificate=self, kept=1 - self.delta))
 
     @property
     def voided_by(self) -> str:
@@ -458,7 +458,7 @@ class Abstention:
             outcome = "needs more"
         else:
             outcome = "hopeless"
-        return TEXTS["abstention"][outcome].format(abstention=self)
+        return with_spaced_percent(TEXTS["abstention"][outcome].format(abstention=self))
 
     @property
     def voided_by(self) -> str:

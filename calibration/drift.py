@@ -75,12 +75,15 @@ class DuplicateScores:
         questions may be that, so only live questions can tell (`copied_p_value`).
         """
         if self.across > FEW:
-            return f"{self.across:.0%} of the stored scores occur in another question as well: no two chunks score alike"
+            return (
+                f"{100 * self.across:.0f} % of the stored scores occur in another question as well, "
+                "though no two chunks score alike"
+            )
         if self.within > FEW and not self.clustered:
-            return f"{self.within:.0%} of the stored scores repeat another one, and their questions are not known"
+            return f"{100 * self.within:.0f} % of the stored scores repeat another one, and their questions are not known"
         if self.within > FEW and self.distinct >= 0.5:
-            few = f"{1 - self.distinct:.0%} of the questions"
-            return f"{self.within:.0%} of the stored scores are repeats, all in {few}: draws that were copied"
+            few = f"{100 * (1 - self.distinct):.0f} % of the questions"
+            return f"{100 * self.within:.0f} % of the stored scores are repeats, all in {few}: draws that were copied"
         return ""
 
     @property
@@ -92,7 +95,7 @@ class DuplicateScores:
         if self.fault or self.within <= FEW:
             return ""
         return (
-            f"{self.within:.0%} of the scores repeat another one of their question: siblings that "
+            f"{100 * self.within:.0f} % of the scores repeat another one of their question: siblings that "
             "wrote the same chunk, which is no fault, or copied draws"
         )
 
@@ -459,7 +462,7 @@ class DomainCheck:
         if p > LEVEL:
             return ""
         return (
-            f"out of domain: its {len(scores)} chunks score worse than those of {1 - p:.1%} of the "
+            f"out of domain: its {len(scores)} chunks score worse than those of {100 * (1 - p):.1f} % of the "
             f"{len(self.means)} questions that the stored scores come from; gate and models may "
             "know nothing of such text"
         )
@@ -676,7 +679,7 @@ class DriftMonitor(Persisted):
         p = copied_p_value(self._reference, live) if self._repeats.doubt else 1.0
         if p <= self.significance * _COPIED:
             message = (
-                f"{self._repeats.within:.0%} of the stored scores repeat another one of their "
+                f"{100 * self._repeats.within:.0f} % of the stored scores repeat another one of their "
                 "question, those of the run do not: draws that were copied"
             )
             self._alarm("duplicates", p, message)

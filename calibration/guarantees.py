@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,16 @@ TEXTS: dict[str, dict[str, str]] = tomllib.loads(
     Path(__file__).with_name("guarantees.toml").read_text(encoding="utf-8")
 )
 """What is promised and what voids it, by mode, as format strings over `Facts`."""
+
+
+def with_spaced_percent(text: str) -> str:
+    """Write every percentage with a space before its sign, which format strings cannot do.
+
+    >>> with_spaced_percent("2.0% of 7")
+    '2.0 % of 7'
+    """
+    return re.sub(r"(?<=\d)%", " %", text)
+
 
 # A run of known size may end when one in so many of its decisions was still expected: the estimate
 # of its length is off by some per cent at the end.
@@ -178,16 +189,22 @@ def _sub_gaussian_reach(variance: float) -> float:
 
 
 def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[str, str]:
-    """Return the promise of a mode and its additions with the numbers of now, and what voids it."""
+    """Return the promise of a mode and its additions, and what voids it.
+
+    The promise begins with what was escalated so far, in a sentence that can be quoted alone.
+    """
     names = ["question", mode] if mode == "question-turn" else [mode]
     texts = [TEXTS[name] for name in (*names, *additions)]
     guarantee = "".join(text["guarantee"] for text in texts).format(facts=facts)
     voided_by = "".join(text["voided_by"] for text in texts).format(facts=facts)
-    realised = "No decision yet."
+    realised = f"No chunk was decided on yet; the nominal rate is {100 * facts.rate:g} %."
     if facts.decided:
-        share = f"{facts.escalated / facts.decided:.4f}, nominal {facts.rate:g}"
-        realised = f"So far {facts.escalated:,} of {facts.decided:,} decisions escalated ({share})."
+        share = f"{100 * facts.escalated / facts.decided:.1f} %"
+        realised = (
+            f"{facts.escalated:,} of {facts.decided:,} chunks were escalated ({share}), at a nominal "
+            f"rate of {100 * facts.rate:g} %."
+        )
     for event in facts.events:
         # an alarm has already voided the promise
         voided_by += f"; ALREADY after {event.scores} scores: {event.message} ({event.action})"
-    return f"{guarantee}. {realised}", voided_by
+    return f"{realised} {guarantee[:1].upper()}{guarantee[1:]}", voided_by

@@ -76,11 +76,11 @@ class RateCheck:
 
     def __str__(self) -> str:
         share = (
-            f"{self.share:.3f} of {self.decisions:,} chunks were escalated, "
-            f"nominal {self.nominal:g}"
+            f"{self.share * self.decisions:,.0f} of {self.decisions:,} chunks were escalated "
+            f"({100 * self.share:.1f} %), nominal rate {100 * self.nominal:g} %"
         )
         if self.standing == "left":
-            return f"{share}: left its band, outside {_interval_text(self.band)}"
+            return f"{share}: off target, outside the band {_interval_text(self.band)}"
         if self.standing == "unclear":
             return (
                 f"{share}: too few questions to tell; coins would stay in "
@@ -91,7 +91,7 @@ class RateCheck:
         # With so few decisions being inside the band says little; then the text names the band.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
         width = f", so few allow {_interval_text(self.coin)}" if is_wide else ""
-        return f"{share}{width}: held"
+        return f"{share}{width}: on target"
 
 
 def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:

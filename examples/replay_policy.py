@@ -21,7 +21,7 @@ def main() -> None:
                 result.decisions
             )
             print(
-                f"rate {rate}: realised {result.replayed.rate}, {share:.0%} of decisions off-policy"
+                f"rate {rate}: realised {result.replayed.rate}, {100 * share:.0f} % of decisions off-policy"
             )
         print(f"two rollouts: {atts.replay(directory, samples=2).replayed.accuracy} right")
 

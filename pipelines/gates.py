@@ -391,7 +391,7 @@ class AgreementGate:
             and features.agreement >= self.agreement
         ):
             return _overruled(
-                decision, "accept", "budget", f"{decision.why}; spared: siblings agree"
+                decision, "accept", "budget", f"{decision.why}; accepted: siblings agree"
             )
         return decision
 

@@ -30,7 +30,7 @@ class Chunking:
         int | None, "tokens the draft may write before it is scored; none: by the models"
     ] = None
     target_tokens: Annotated[
-        int | None, "tokens the target may write when it takes over; none: by the models"
+        int | None, "tokens the target may write for an escalated chunk; none: by the models"
     ] = None
     stop: Annotated[
         tuple[str, ...] | None,

@@ -634,12 +634,12 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
         "Accuracies are of these problems and samples, counted over all subsets of the recorded "
         "rollouts; the best "
         f"of {len(found)} options looks a little better than it is.",
-        "Costs are before settled votes spare rollouts, so a run takes at most that; seconds are "
+        "Costs count rollouts that settled votes would cancel, so a run takes at most that; seconds are "
         "at the recorded load.",
     ]
     if censored := sum(data.censored for data in runs):
         notes.append(
-            f"{censored} rollouts that settled votes spared are left out: what is left came first "
+            f"{censored} rollouts that settled votes cancelled are left out: those left came first "
             f"and leans towards "
             "the quick. A run with --set early_stop=none has no such lean."
         )

@@ -43,7 +43,7 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
     yield (
         "Best of all: the share of problems that any rollout solved, which no vote can exceed; "
         "rollouts that a settled "
-        "vote spared count as unsolved there."
+        "vote cancelled count as unsolved there."
     )
     calls, shared = (
         sum(getattr(point, name) for point in report.points) for name in ("calls", "shared")
@@ -162,7 +162,7 @@ def headline(report: SweepReport) -> str:
         ),
         None,
     )
-    said = f"Best: {best.name}, {best.accuracy.brief()} right for {best.target_tokens:,.0f} target tokens a problem"
+    said = f"Best: {best.name}, accuracy {best.accuracy.brief()} for {best.target_tokens:,.0f} target tokens per problem"
     if target is None:
         return said
     return (
@@ -207,7 +207,7 @@ def _chart(
         (p.name, cost(p), p.accuracy.value, p.accuracy.low, p.accuracy.high, p.oracle.value)
         for p in drawn
     ]
-    columns = ("run", label, "accuracy", "from", "to", "any rollout right")
+    columns = ("run", label, "accuracy", "from", "to", "any rollout correct")
     legend = [(f"s{number % COLOURS}", name) for number, name in enumerate(report.curves)]
     words = (
         "Bands and whiskers are 95 % intervals over problems; dashed: the baselines; dotted: the "
@@ -292,7 +292,7 @@ def _ceiling(
             yield f'<g class="s{number % COLOURS}">{plot.line(line, "oracle")}</g>'
         elif line:
             yield from (
-                f'<g class="s{number % COLOURS}">{plot.dot(x, y, "oracle", "any rollout right", 2.5)}</g>'
+                f'<g class="s{number % COLOURS}">{plot.dot(x, y, "oracle", "any rollout correct", 2.5)}</g>'
                 for x, y in line
             )
 
@@ -310,7 +310,7 @@ def sweep_table(report: SweepReport) -> ReportTable:
     columns = (
         "run", "status", "problems", "accuracy", "from", "to", "difference to the target alone", "from", "to",
         "p (Holm)", "gain over a coin, single rollouts", "from", "to", "p (Holm)",
-        "any rollout right", "rate", "target tokens", "draft tokens", "scored tokens", "seconds of calls", "calls",
+        "any rollout correct", "rate", "target tokens", "draft tokens", "scored tokens", "seconds of calls", "calls",
         "shared calls",
     )  # fmt: skip
     rows = [

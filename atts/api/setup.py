@@ -122,7 +122,7 @@ class Setup:
     ] = "embedded"
     target: Annotated[str | Engine, "target model, in the same formats as draft"] = "embedded"
     method: Annotated[str, "method: atts, a baseline, or another paper's method"] = "atts"
-    rate: Annotated[float, "share of chunks that the target takes over"] = 0.2
+    rate: Annotated[float, "share of chunks to escalate to the target"] = 0.2
     # aci meets the rate over the run, and spends it where it helps
     rate_scope: Annotated[
         CalibrationMode,
@@ -131,7 +131,7 @@ class Setup:
     ] = "aci"
     by_length: Annotated[
         bool | None,
-        "whether scores are ranked among chunks of similar length; none: in mode marginal only",
+        "whether scores are ranked among chunks of similar length; none: with rate scope marginal only",
     ] = None
     cap: Annotated[
         float | None,

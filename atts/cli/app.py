@@ -65,8 +65,8 @@ def build(words: Sequence[str]) -> typer.Typer:
     codes = "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
     app = typer.Typer(
         name="atts",
-        help="Asynchronous test-time scaling: a small model drafts, a large one judges its chunks, and "
-        "guarantees are printed.\n\n"
+        help="Asynchronous test-time scaling: a draft model writes, and a target model rewrites the chunks that it "
+        "finds least plausible.\n\n"
         "Example: atts eval arithmetic --rate 0.2 --samples 8",
         epilog=f"Exit codes: {codes}.",
         no_args_is_help=True,

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from atts.calibration import Health, ReplayResult, StoredScores
 
 
-Rate = Annotated[float, typer.Option(help="Share of chunks that the target takes over.")]
+Rate = Annotated[float, typer.Option(help="Share of chunks to escalate to the target.")]
 OwnRate = Annotated[
     float | None,
     typer.Option(
-        help="Share of chunks that the target takes over; by default the run's own, for a file 0.4."
+        help="Share of chunks to escalate to the target; by default the run's own, for a file 0.4."
     ),
 ]
 Mode = Annotated[str, typer.Option(help="split, marginal, aci, question or question-turn.")]
@@ -236,7 +236,7 @@ def report(
     rate: Annotated[
         float | None,
         typer.Option(
-            help="Share of chunks that the target takes over; by default a run's or a calibrator's "
+            help="Share of chunks to escalate to the target; by default a run's or a calibrator's "
             "own, for scores 0.4."
         ),
     ] = None,
@@ -363,7 +363,8 @@ def check_run(directory: Path, as_json: bool) -> None:
         "standing": "held",
     }
     sentence = (
-        f"{share:.3f} of {calibration.decisions:,} chunks were escalated, no rate was promised"
+        f"{calibration.escalated:,} of {calibration.decisions:,} chunks were escalated "
+        f"({100 * share:.1f} %), no rate was promised"
     )
     check = calibration.check()
     if check:
@@ -461,9 +462,9 @@ def _print_health(health: Health) -> None:
         else f"{health.scores} scores whose questions are not known"
     )
     say(
-        f"  {'repeats in their question' if health.repeats.clustered else 'repeats':<28}{health.repeats.within:.1%}"
+        f"  {'repeats in their question' if health.repeats.clustered else 'repeats':<28}{100 * health.repeats.within:.1f} %"
     )
-    say(f"  repeats in another one      {health.repeats.across:.1%}")
+    say(f"  repeats in another one      {100 * health.repeats.across:.1f} %")
     say(f"  escalate above              {_threshold(health.threshold)} (rate {health.rate:g})")
     for words, (low, high) in (
         ("long-run rate, independent", health.long_run),

@@ -83,15 +83,15 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         first, second = comparison.unscored
         between = comparison.if_right.difference.signed()
         lines.append(
-            f"{'':16}unscored, counted wrong: {first} and {second}; were they right: difference "
+            f"{'':16}unscored, counted as wrong: {first} and {second}; if they were correct: difference "
             f"{between}"
         )
     if comparison.mcnemar is not None:
         pairs = comparison.mcnemar
         lines.append(
-            f"{'':16}right by both {pairs.both}, first alone {pairs.first_only}, second alone "
+            f"{'':16}correct in both {pairs.both}, in the first only {pairs.first_only}, in the second only "
             f"{pairs.second_only}, "
-            f"neither {pairs.neither}; exact McNemar p = {pairs.p_value:.3g}"
+            f"in neither {pairs.neither}; exact McNemar p = {pairs.p_value:.3g}"
         )
     if comparison.sequential is not None:
         lines.append(f"{'one by one':16}second {comparison.sequential}")
@@ -102,15 +102,14 @@ def _comparison_lines(comparison: Compared) -> list[str]:
     for cost in comparison.costs:
         ratio = f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
         if math.isinf(cost.ratio):
-            ratio = "first took none"
+            ratio = "none in the first"
         elif math.isnan(cost.ratio):
             ratio = "none in either"
         name = "seconds it took" if cost.name == "seconds" else cost.name.replace("_", " ")
         lines.append(f"{name:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
     if any(cost.name == "seconds" for cost in comparison.costs):
         lines.append(
-            "Seconds a problem took are its latency: problems run side by side, a run is shorter "
-            "than their sum."
+            "Problems run side by side, so a run takes less time than the sum of these seconds."
         )
     return [*lines, "Brackets are 95 % intervals over problems."]
 
@@ -180,7 +179,7 @@ def _certificate_lines(certificate: Certificate) -> list[str]:
         p = "-" if row.p is None else f"{row.p:.2g}"
         verdict = "yes" if row.certified else "no"
         lines.append(
-            f"{row.gate:<28}{row.rate:>6g}{row.loss:>+10.2%}{p:>10}{row.cost:>16,.1f}   {verdict}"
+            f"{row.gate:<28}{row.rate:>6g}{100 * row.loss:>+8.2f} %{p:>10}{row.cost:>16,.1f}   {verdict}"
         )
     return [
         *lines,
@@ -324,7 +323,7 @@ def _off_policy_lines(replayed: Replay) -> Iterator[str]:
     """Yield what the numbers rest on, where that is not the record alone."""
     if replayed.off_policy > 0:
         yield (
-            f"{replayed.off_policy:.1%} of the rollouts left the recorded path: what they would have "
+            f"{100 * replayed.off_policy:.1f} % of the rollouts left the recorded path: what they would have "
             "written is unknown."
         )
     if replayed.undecided:
@@ -381,7 +380,7 @@ def _advice_lines(advice: Advice) -> list[str]:
     if advice.other_rates:
         lines += ["", "Rates that were not run, decided again on the recorded scores:"]
         lines.append(
-            f"  {'rate':>5}{'realised':>10}{'target tokens':>15}   vote right between   rollouts "
+            f"  {'rate':>5}{'realised':>10}{'target tokens':>15}   accuracy between     rollouts "
             f"unknown"
         )
         for guess in advice.other_rates:
@@ -389,7 +388,7 @@ def _advice_lines(advice: Advice) -> list[str]:
             lines.append(
                 f"  {guess.rate:>5g}{guess.realised:>10.3f}{guess.target_tokens:>15,.0f}   "
                 f"{between:<21}"
-                f"{guess.off_policy:>16.1%}"
+                f"{100 * guess.off_policy:>14.1f} %"
             )
         lines.append("  Run one of them (--limit 20) and plan from both runs to know more.")
     if advice.chunks is not None:
@@ -406,22 +405,27 @@ def _advice_lines(advice: Advice) -> list[str]:
     return [*lines, "", *advice.notes]
 
 
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun, which is plural unless there is one."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def _best_lines(advice: Advice) -> list[str]:
     caps = " and ".join(f"{value:g} {name.replace('_', ' ')}" for name, value in advice.cap.given)
     under = f"Under {caps} per problem" if caps else "Without a cap"
     if advice.best is None:
         cheapest = advice.options[0]
         return [
-            f"{under}: nothing recorded stays below that.",
-            f"The cheapest way takes {cheapest.target_tokens:,.0f} target tokens, "
+            f"{under}: no recorded setting stays below that.",
+            f"The cheapest setting takes {cheapest.target_tokens:,.0f} target tokens, "
             f"{cheapest.tokens:,.0f} tokens, "
-            f"{cheapest.seconds:,.1f} s and is right on {cheapest.accuracy.value:.3f}.",
+            f"{cheapest.seconds:,.1f} s with accuracy {cheapest.accuracy.value:.3f}.",
         ]
     best = advice.best
     return [
-        f"{under}: {best.method} at rate {best.rate:g}, {best.samples} samples, {best.turns} turns "
+        f"{under}: {best.method} at rate {best.rate:g}, {_count(best.samples, 'sample')}, {_count(best.turns, 'turn')} "
         f"(from {best.run})",
-        f"  vote right  {best.accuracy}",
+        f"  accuracy    {best.accuracy}",
         f"  per problem {best.draft_tokens:,.0f} draft, {best.scored_tokens:,.0f} scored, "
         f"{best.target_tokens:,.0f} target tokens; {best.seconds:,.2f} s",
         f"  flags       --method {best.method} --rate {best.rate:g} --samples {best.samples} "
@@ -439,7 +443,7 @@ def _option_head() -> str:
             "target tokens",
             "all tokens",
             "seconds",
-            "vote right",
+            "accuracy",
         )
     )
 
@@ -460,8 +464,8 @@ def _option_columns(cells: tuple[str, ...]) -> str:
 
 def _chunk_lines(advice: ChunkAdvice) -> list[str]:
     lines = [
-        f"Chunks: the draft's limit of {advice.limit} tokens ended {advice.cut:.1%} of them; "
-        f"{advice.fixed:.0%} of a rollout's time is paid per turn (fit {advice.fit:.2f})."
+        f"Chunks: the draft's limit of {advice.limit} tokens ended {100 * advice.cut:.1f} % of them; "
+        f"{100 * advice.fixed:.0f} % of a rollout's time is paid per turn (fit {advice.fit:.2f})."
     ]
     for choice in advice.choices:
         lines.append(

@@ -262,7 +262,8 @@ def _words(summary: dict[str, Any]) -> str:
     counts = ", ".join(
         f"{summary[name]} {name.replace('_', ' ')}" for name in _COUNTS if summary[name]
     )
-    return f"{summary['n']} records: {counts}; equal {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson)"
+    records = "1 record" if summary["n"] == 1 else f"{summary['n']:,} records"
+    return f"{records}: {counts}; equal {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson)"
 
 
 _COUNTS = ("equal", "different", "unscored", "no_answer", "cut")

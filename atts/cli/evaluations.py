@@ -230,7 +230,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         (
             "tokens written",
             f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target "
-            f"({summary.target_share:.1%}); {usage.wasted_tokens:,} of them discarded",
+            f"({100 * summary.target_share:.1f} %); {usage.wasted_tokens:,} of them discarded",
         ),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
         ("speculation", "" if result.speculated is None else str(result.speculated)),
@@ -241,14 +241,17 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("out of domain", _doubts(result)),
         (
             "not complete",
-            f"{summary.failed} problems: rollouts of theirs failed" if summary.failed else "",
+            f"{_count(summary.failed, 'problem')} with failed rollouts" if summary.failed else "",
         ),
-        ("without an answer", f"{summary.unanswered} problems" if summary.unanswered else ""),
+        (
+            "without an answer",
+            f"{_count(summary.unanswered, 'problem')}" if summary.unanswered else "",
+        ),
     ]
     return [
-        f"{configuration['method']} on {configuration['dataset']}: {summary.problems}{of} "
-        f"problems, "
-        f"{summary.samples} rollouts, {summary.seconds:.1f} s",
+        f"{configuration['method']} on {configuration['dataset']}: "
+        f"{summary.problems}{of} {'problem' if summary.problems == 1 and not of else 'problems'}, "
+        f"{_count(summary.samples, 'rollout')}, {summary.seconds:.1f} s",
         "",
         *(f"{name:<20}{words}" for name, words in rows if words),
         "Brackets are 95 % intervals over problems.",
@@ -258,6 +261,15 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
     ]
 
 
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun, which is plural unless there is one.
+
+    >>> _count(1, "problem"), _count(1200, "rollout")
+    ('1 problem', '1,200 rollouts')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def _leaning(result: RunResult) -> str:
     """Return a warning where settled votes cancelled rollouts, which are in no pass@1."""
     spared = sum(
@@ -265,10 +277,7 @@ def _leaning(result: RunResult) -> str:
     )
     if not spared:
         return ""
-    return (
-        f"; without {spared:,} that settled votes cancelled, so it leans to quick ones (not with "
-        "--early-stop none)"
-    )
+    return f"; leaves out {spared:,} cancelled by settled votes, so it favours quick rollouts (--early-stop none runs all)"
 
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:
@@ -279,7 +288,7 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
     return [
         (
             "answered",
-            f"{_share(answered.share)}   of the problems; the others are counted as not right",
+            f"{_share(answered.share)}   of the problems; the others count as wrong",
         ),
         ("wrong of these", _share(answered.wrong)),
         ("promised", answered.guarantee),

@@ -57,7 +57,7 @@ _DATASET = typer.Argument(
 )
 OPTIONS: Mapping[str, Parameter] = {
     "method": _key("Method: atts, or a baseline such as draft-only, target-only, top-b.", "atts"),
-    "rate": _key("Share of chunks that the target takes over.", "0.2", kind=float),
+    "rate": _key("Share of chunks to escalate to the target.", "0.2", kind=float),
     "samples": _key("Rollouts per problem.", "8", "--samples", "--epochs", kind=int),
     "turns": _key(
         "Rounds of drafting and judging per rollout, at most.", "as --max-tokens needs", kind=int

@@ -234,7 +234,7 @@ def _details(
         yield f"  {key:<24} {json_line(value)}"
     for benchmark, row in pair.published.items():
         speeds = f"{row.marginal:g}x marginal, {row.conditional:g}x conditional"
-        yield f"  published {benchmark}: right in any of 16 {row.accuracy:.1%}, speed-up {speeds}"
+        yield f"  published {benchmark}: correct in any of 16 {100 * row.accuracy:.1f} %, speed-up {speeds}"
     for kind, placement in placed.items():
         yield f"  memory    {placement or _without(pair, kind)}"
         if card and placement:
@@ -377,7 +377,7 @@ def tune(
 
     The server's own counters say which proposed tokens were accepted, by place. Its step times and
     these shares forecast the tokens per second of each length; the forecast of the length in use
-    stands next to what was measured. A server that does not speculate yet is timed only.
+    is printed next to the measured speed. A server that does not speculate yet is timed only.
 
     Example: atts tune vllm:http://127.0.0.1:8000 --load 1,8,32
     """

@@ -193,7 +193,7 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
         f"{at['wait']} waiting, "
         f"{snapshot.rollouts_done:,} ended"
     )
-    share = f"{snapshot.target_share:.1%} by the target"
+    share = f"{100 * snapshot.target_share:.1f} % by the target"
     speed = f"draft {speeds['draft']:,.0f}/s, target {speeds['target']:,.0f}/s, scored {speeds['scored']:,.0f}/s"
     rows = [
         ("rollouts", busy if snapshot.state != "over" else f"{snapshot.rollouts_done:,} ended"),

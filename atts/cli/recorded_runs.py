@@ -335,9 +335,9 @@ def salvage(
 def _journal_lines(checked: JournalCheck) -> list[str]:
     """Return what was read of a journal, in lines for people."""
     after = "damaged" if checked.damage else "a torn last line"
+    sessions = "1 session" if checked.sessions == 1 else f"{checked.sessions:,} sessions"
     return [
-        f"{checked.directory}: {checked.lines:,} whole lines of {checked.sessions:,} sessions; "
-        f"{checked.complete:,} problems "
-        f"complete, {checked.open:,} open",
+        f"{checked.directory}: {checked.lines:,} whole lines of {sessions}; "
+        f"{checked.complete:,} {'problem' if checked.complete == 1 else 'problems'} complete, {checked.open:,} open",
         *([f"{checked.lost:,} bytes after them are {after}"] if checked.lost else []),
     ]

@@ -206,7 +206,7 @@ def written(contents: ZooContents) -> Iterator[str]:
     yield (
         f"{contents.zoo}: {len(contents.models)} models, {contents.blocks} blocks; "
         f"{megabytes(contents.stored)} stored, "
-        f"{megabytes(contents.apart)} apart ({contents.saved:.0%} less)"
+        f"{megabytes(contents.apart)} apart ({100 * contents.saved:.0f} % less)"
     )
     wide = max([len(model.name) for model in contents.models], default=0)
     for model in contents.models:

@@ -214,7 +214,7 @@ class Truncation:
     def __str__(self) -> str:
         """Return one sentence: how many were cut, at which limit, and what to do."""
         share = self.cut / self.rollouts if self.rollouts else 0.0
-        counts = f"{self.cut:,} of {self.rollouts:,} rollouts ({share:.1%})"
+        counts = f"{self.cut:,} of {self.rollouts:,} rollouts ({100 * share:.1f} %)"
         limits = list[str]()
         advice = list[str]()
         if self.at_tokens and 0 < self.context <= self.max_tokens:

@@ -176,19 +176,17 @@ PRESETS: tuple[Preset, ...] = (
         _conditional,
         departures=PAPER_DEPARTURES,
     ),
-    Preset(
-        "draft-only", "the small model alone", {}, lambda g: FixedGate("accept"), is_judged=False
-    ),
+    Preset("draft-only", "the draft alone", {}, lambda g: FixedGate("accept"), is_judged=False),
     Preset(
         "target-only",
-        "the large model alone",
+        "the target alone",
         {"drafter": "target"},
         lambda g: FixedGate("accept"),
         is_judged=False,
     ),
     Preset(
         "exact",
-        "the large model's own text, token for token, drafted by the small one",
+        "the target's own text, token for token, proposed by the draft",
         {"drafter": "target", "exact": True},
         lambda g: FixedGate("accept"),
         is_judged=False,
@@ -213,7 +211,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "speculative-thinking",
-        "the target takes over where the draft hesitates",
+        "chunks escalate where the draft hesitates",
         {"takeover": "continue", "answers": "stop"},
         lambda g: CueGate(),
     ),

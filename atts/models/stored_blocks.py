@@ -71,7 +71,7 @@ class Loss:
         """In one line, for people."""
         before, after = self.accuracy
         return (
-            f"{self.nats:.4g} nats a token, {self.flips:.2%} of {self.tokens:,} greedy tokens "
+            f"{self.nats:.4g} nats a token, {100 * self.flips:.2f} % of {self.tokens:,} greedy tokens "
             f"flip; accuracy "
             f"{before:.3f} to {after:.3f}, {after - before:+.3f} [{self.change[0]:+.3f}, "
             f"{self.change[1]:+.3f}] "

@@ -144,7 +144,7 @@ class Abstain:
         threshold = self.found.threshold
         if outcome.answer is None or threshold is None or outcome.agreement >= threshold - 1e-9:
             return outcome
-        why = f"abstained: {outcome.agreement:.0%} of the votes agree, an answer needs {threshold:.0%}"
+        why = f"abstained: {100 * outcome.agreement:.0f} % of the votes agree, an answer needs {100 * threshold:.0f} %"
         return replace(outcome, answer=None, status="unanswered", why=why)
 
 

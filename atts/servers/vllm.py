@@ -181,7 +181,7 @@ class VllmDialect(Scorer):
         if not proposed:
             return "it speculates"
         share = accepted / proposed
-        return f"it speculates, {share:.0%} of {proposed:,} proposed tokens accepted so far"
+        return f"it speculates, {100 * share:.0f} % of {proposed:,} proposed tokens accepted so far"
 
     async def drafted(self, client: Client) -> DraftCounts | None:
         """See `Dialect`."""

@@ -302,8 +302,10 @@ class Coverage:
     timed_out: int
 
     def __str__(self) -> str:
+        samples = "sample" if self.samples == 1 else "samples"
+        problems = "problem" if self.problems == 1 else "problems"
         return (
-            f"{self.samples:,} samples of {self.problems:,} problems: {self.cut:,} cut, "
+            f"{self.samples:,} {samples} of {self.problems:,} {problems}: {self.cut:,} cut, "
             f"{self.no_answer:,} without answer, {self.unscored:,} unscored, "
             f"{self.timed_out:,} timed out"
         )

@@ -307,7 +307,7 @@ def study_simulated(options: Options) -> list[Table]:
     sizes = options.pick((12,), (12, 64), (12, 24, 48, 64))
     loads = options.pick((0.7,), (0.3, 0.7), (0.3, 0.5, 0.7))
     for servers, load, kind in product(sizes, loads, get_args(Arrivals)):
-        say(f"{servers} GPUs at {load:.0%}, {kind}")
+        say(f"{servers} GPUs at {100 * load:.0f} %, {kind}")
         found = dict(compared(servers, load, kind, (0.8, 1.0, count, options.seed)))
         rows += [
             _row((servers, load, kind, name), one, found["models"]) for name, one in found.items()
@@ -326,8 +326,16 @@ def study_simulated(options: Options) -> list[Table]:
 
 def _row(lead: Row, one: Outcome, base: Outcome) -> Row:
     late, more = _beside(one, base)
-    busy = (f"{one.busy:.1%}", one.tokens_per_busy_second, f"{more:+.1%}")
-    return (*lead, one.p50, one.p95, f"{late:+.1%}", *busy, one.weights / 1e9, one.once / 1e9)
+    busy = (f"{100 * one.busy:.1f} %", one.tokens_per_busy_second, f"{100 * more:+.1f} %")
+    return (
+        *lead,
+        one.p50,
+        one.p95,
+        f"{100 * late:+.1f} %",
+        *busy,
+        one.weights / 1e9,
+        one.once / 1e9,
+    )
 
 
 def _beside(one: Outcome, base: Outcome) -> tuple[float, float]:
@@ -345,7 +353,16 @@ def _published(options: Options, count: int) -> Table:
             late, more = _beside(found["blocks"], found[base])
             reached = ("yes" if late <= -0.335 else "no", "yes" if more >= 0.201 else "no")
             rows.append(
-                (sharing, skew, load, base, f"{late:+.1%}", reached[0], f"{more:+.1%}", reached[1])
+                (
+                    sharing,
+                    skew,
+                    load,
+                    base,
+                    f"{100 * late:+.1f} %",
+                    reached[0],
+                    f"{100 * more:+.1f} %",
+                    reached[1],
+                )
             )
     header = "shared | skew | load | beside | p95 | -33.5 % reached | tokens a busy second | +20.1 % reached"
     return Table.of("What the published figures need, 12 GPUs", header, rows)
@@ -566,7 +583,7 @@ def study(options: Options) -> list[Table]:
             together, capacity = _at_once(one, four, rounds)
             at_once += [(shared, *row) for row in together]
             say(
-                f"{shared:.0%} of layers shared: four engines serve {capacity:.1f} requests a "
+                f"{100 * shared:.0f} % of layers shared: four engines serve {capacity:.1f} requests a "
                 f"second of processor time"
             )
             cells = [
@@ -658,7 +675,9 @@ def memory(options: Options) -> list[Table]:
                 for _ in range(rounds)
             )
             say(f"{words}: {together:.0f} MB, apart {alone:.0f}")
-            rows.append((words, len(names), together, alone, f"{together / alone - 1:+.0%}"))
+            rows.append(
+                (words, len(names), together, alone, f"{100 * (together / alone - 1):+.0f} %")
+            )
     title = f"Memory of a family's processes, MB, most of {rounds} rounds; {_REQUESTS} requests of {_TOKENS} tokens to each"
     return [Table.of(title, "models | engines | one loop | a process each | to these", rows)]
 

@@ -204,7 +204,14 @@ def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
         effect = _effect(*sides[0])
         best = _oracle(*sides[0])
         rows.append(
-            (name, len(stored), f"{DuplicateScores.of(stored).within:.0%}", effect, *shares, best)
+            (
+                name,
+                len(stored),
+                f"{100 * DuplicateScores.of(stored).within:.0f} %",
+                effect,
+                *shares,
+                best,
+            )
         )
     return Table.of(
         f"Share of {runs} runs of {own} that notice another array within 300 scores",

@@ -179,7 +179,7 @@ def beside(name: str, pairs: Sequence[Pair]) -> Table:
         times = (middle * 1e3, slow * 1e3, middle / base)
         rows.append((checker, score.right / len(pairs), score.false_equal, score.failed, *times))
     shares = ", ".join(
-        f"{checker} {score.right / len(pairs):.1%}" for checker, score in scores.items()
+        f"{checker} {100 * score.right / len(pairs):.1f} %" for checker, score in scores.items()
     )
     return Table.of(
         f"{name}: {len(pairs)} pairs",

@@ -299,7 +299,7 @@ def tables(job: Job, arms: Mapping[str, Measured]) -> list[Table]:
 def _paper(job: Job, arms: Mapping[str, Measured]) -> Table:
     target, *others = (arms[name] for name in _DEFAULT_ARMS)
     words = {
-        "any": f"right in any of {target.size}",
+        "any": f"correct in any of {target.size}",
         "vote": f"vote of {target.size}",
         "one": "one sample",
     }
@@ -360,7 +360,7 @@ def _runs(job: Job, arms: Mapping[str, Measured]) -> Table:
     whole = alone.usage.target_tokens if alone else 0
     for name, one in arms.items():
         tokens = (one.usage.draft_tokens, one.usage.scored_tokens, one.usage.target_tokens)
-        share = f"{one.usage.target_tokens / whole:.1%}" if whole else "-"
+        share = f"{100 * one.usage.target_tokens / whole:.1f} %" if whole else "-"
         accuracies = (*map(interval, one.accuracies.values()), one.minus(alone))
         seconds = Spread.of([run.seconds for run in one.runs]).fixed(1)
         rows.append((name, *accuracies, interval(one.rate), *tokens, share, seconds))

@@ -172,7 +172,7 @@ def _method_row(name: str, clock: Literal["seconds", "processor"], one: Sum, alo
     _, questions, turns, taken = zip(*sorted(made), strict=True) if made else [()] * 4
     metrics = rate_metrics(questions, turns, [1.0] * len(made), taken, RATE)
     errors = (metrics["turn_rms"], metrics["question_rms"], metrics["worst_rolling_500"])
-    target = f"{one.total('target') / alone.total('target'):.1%}"
+    target = f"{100 * one.total('target') / alone.total('target'):.1f} %"
     tokens = f"{one.total('draft')}, {one.total('scored')}"
     return (
         name,
@@ -234,7 +234,7 @@ def study_ablations(options: Options) -> list[Table]:
             verdicts,
             "An option wins where its votes are better (interval above 0) at no more arithmetic, "
             "or where it loses "
-            f"less than {-100 * _LOSS:g} point (low end) and saves {_WORTH:.0%} of arithmetic or "
+            f"less than {-100 * _LOSS:g} point (low end) and saves {100 * _WORTH:.0f} % of arithmetic or "
             f"time; else the "
             "default stays.",
             f"No default is changed on fewer than {_ENOUGH} problems; here are {count}. Several "
@@ -316,9 +316,9 @@ def _verdict(one: Sum, default: Sum) -> str:
     if votes.low > 0 and cost <= 1.0:
         return f"better votes {points(votes)}"
     if votes.low > _LOSS and cost <= 1 - _WORTH:
-        return f"arithmetic {cost:.0%} at {points(votes)}"
+        return f"arithmetic {100 * cost:.0f} % at {points(votes)}"
     if votes.low > _LOSS and seconds <= 1 - _WORTH:
-        return f"time {seconds:.0%} at {points(votes)}"
+        return f"time {100 * seconds:.0f} % at {points(votes)}"
     return ""
 
 

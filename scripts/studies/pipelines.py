@@ -328,7 +328,7 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
         spread.fixed(),
         used.fixed(),
         *(round(part, 3) for part in (*parts, bound, measured)),
-        f"{measured / bound - 1:+.0%}" if bound else "-",
+        f"{100 * (measured / bound - 1):+.0f} %" if bound else "-",
         *(one.total(kind) for kind in rates),
         one.total("drawn"),
     )
@@ -438,7 +438,7 @@ def _headline(ledger: Ledger, m: int) -> str:
     return (
         f"votes **{points(ours.minus(alone, right))}** points beside the target alone, which "
         f"writes "
-        f"{ours.each('target') / alone.each('target'):.1%} of the tokens it would write "
+        f"{100 * ours.each('target') / alone.each('target'):.1f} % of the tokens it would write "
         f"({len(alone.by_problem(right))} problems x {m} samples x {seeds} seeds)"
     )
 
@@ -594,7 +594,7 @@ async def certified(options: Options) -> list[Table]:
             )
     return [
         Table.of(
-            f"Certified policy: at most {EPSILON:.0%} of answers lost, confidence {1 - DELTA:.0%}",
+            f"Certified policy: at most {100 * EPSILON:.0f} % of answers lost, confidence {100 * (1 - DELTA):.0f} %",
             "problems | rate | escalated | lost answers | p | certified | target tokens per "
             "problem",
             rows,
@@ -656,7 +656,7 @@ def _method(name: str, one: Sum, alone: Sum) -> Row:
         round(one.each("scored"), 1),
         round(one.each("target"), 1),
     )
-    part = f"{one.each('target') / max(1e-9, alone.each('target')):.1%}"
+    part = f"{100 * one.each('target') / max(1e-9, alone.each('target')):.1f} %"
     seconds = f"{one.seconds:.1f}" if all(piece.seconds for piece in one.pieces) else None
     ratio = one.speed_up(alone)
     rate = None if one.rate is None else f"{one.rate:.3f}"
@@ -687,7 +687,7 @@ def scores_asked(
             round(one.each("judged"), 1),
             round(one.each("scored"), 1),
         )
-        change = f"{one.each('scored') / max(1e-9, alone.each('judged')) - 1:+.0%}"
+        change = f"{100 * (one.each('scored') / max(1e-9, alone.each('judged')) - 1):+.0f} %"
         rows.append(
             (name, *tokens, change, "-" if name == base else points(one.minus(alone, right)))
         )
@@ -744,7 +744,7 @@ def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
     part = found.each("target") / alone.each("target")
     rows: list[tuple[str, str, bool]] = [
         ("vote not below target-only: lower end above -1 point", points(vote), vote.low > -0.01),
-        ("target tokens at most 20 % of target-only's", f"{part:.1%}", part <= 0.2),
+        ("target tokens at most 20 % of target-only's", f"{100 * part:.1f} %", part <= 0.2),
         ("pass@1 at least target-only's", points(single), single.value >= 0),
     ]
     return Table.of(

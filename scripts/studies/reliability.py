@@ -63,7 +63,7 @@ def verdict(tally: Tally) -> Table:
         ),
         f"The first {_WARM_UP} runs are warm-up: every kind of run meets every set of problems, "
         f"caches fill. Memory "
-        f"and objects are flat where they rise by at most {_NOISE:.0%} over all that follows.",
+        f"and objects are flat where they rise by at most {100 * _NOISE:.0f} % over all that follows.",
     )
     measures_by_trend = dict[str, list[str]]()
     for row in rows:

@@ -617,13 +617,13 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
             processor,
             _percent(errors["processor"][-1]),
         )
-        walls = (wall / len(every), _percent(errors["wall"][-1]), f"{waited / wall:.0%}")
+        walls = (wall / len(every), _percent(errors["wall"][-1]), f"{100 * waited / wall:.0f} %")
         rows.append((*measured, *map(_percent, parts), *walls))
     runs = [one for every in seen.runs.values() for one in every]
     waited = sum(one.taken.waited for one in runs) / sum(one.taken.wall for one in runs)
     words = f"wall time {_words(errors['wall'])}" if waited < 0.05 else (
         f"wall time cannot be judged here: threads that were ready had to wait for a processor for "
-        f"{waited:.0%} of it "
+        f"{100 * waited:.0f} % of it "
         f"({_words(errors['wall'])})"
     )  # fmt: skip
     summary = (
@@ -658,12 +658,14 @@ def _off(guess: Sequence[float], real: Sequence[float]) -> float:
 
 
 def _percent(error: float) -> str:
-    return f"{error:+.1%}" if math.isfinite(error) else "-"
+    return f"{100 * error:+.1f} %" if math.isfinite(error) else "-"
 
 
 def _words(errors: Sequence[float]) -> str:
     rms = math.sqrt(sum(error**2 for error in errors) / len(errors))
-    return f"off by {rms:.1%} (root mean square), {max(map(abs, errors)):.1%} at most"
+    return (
+        f"off by {100 * rms:.1f} % (root mean square), {100 * max(map(abs, errors)):.1f} % at most"
+    )
 
 
 def _guess(seen: Seen, costs: Mapping[Role, Cost], live: Live, one: Run, seed: int) -> Taken:
@@ -1194,7 +1196,11 @@ class _Grids:
 
 
 def _reached(ratio: float, figure: float) -> str:
-    return f"reached ({figure:g}x)" if ratio >= figure else f"{ratio / figure:.0%} of {figure:g}x"
+    return (
+        f"reached ({figure:g}x)"
+        if ratio >= figure
+        else f"{100 * ratio / figure:.0f} % of {figure:g}x"
+    )
 
 
 def _compared(best: Mapping[str, float], kind: str, figure: float) -> str:

@@ -504,8 +504,8 @@ def _rows(pair: str, samples: int, found: Mapping[str, tuple[Came, Came]]) -> li
     return [
         (
             pair, samples, name, round(live.seconds, 2), round(base[1].seconds / live.seconds, 2),
-            round(base[0].seconds / predicted.seconds, 2), f"{live.seconds / predicted.seconds - 1:+.0%}",
-            f"{live.waiting:.0%}", f"{predicted.waiting:.0%}", live.right,
+            round(base[0].seconds / predicted.seconds, 2), f"{100 * (live.seconds / predicted.seconds - 1):+.0f} %",
+            f"{100 * live.waiting:.0f} %", f"{100 * predicted.waiting:.0f} %", live.right,
         )
         for name, (predicted, live) in found.items()
     ]  # fmt: skip

@@ -55,11 +55,13 @@ def of_run(run: Path) -> CalibrationReport:
 def test_a_run_is_told_at_its_own_rate(run: Path, of_run: CalibrationReport) -> None:
     """Its decisions are the report's of the run; its scores are judged at the rate it was made at."""
     held = build_report(run).report.calibration
+    assert held is not None
     assert of_run.control == held
     assert (of_run.kind, of_run.rate, of_run.mode) == ("run", 0.3, "question-turn")
     assert of_run.health == examine(scores_of(run), 0.3)
-    assert of_run.headline.sentence.startswith("the large model was handed ")
-    assert of_run.headline.sentence.endswith("steps, as asked (30 %)")
+    counts = f"{held.escalated} of {held.decisions} chunks were escalated"
+    assert of_run.headline.sentence.startswith(counts)
+    assert of_run.headline.sentence.endswith("at a nominal rate of 30 %: on target")
     assert of_run.standing == "good"
 
 
@@ -80,7 +82,7 @@ def test_scores_are_decided_one_by_one() -> None:
     assert (found.kind, found.control.decisions, found.control.questions) == ("scores", 240, 12)
     assert abs(found.control.escalated / 240 - 0.4) < 0.06
     assert found.headline.numbers[3].value == f"{found.health.clusters.effective:,.0f}"
-    assert f"So far {found.control.escalated} of 240 decisions escalated" in found.promise.guarantee
+    assert f"{found.control.escalated} of 240 chunks were escalated" in found.promise.guarantee
     low, high = found.health.long_run_clustered
     assert f"{100 * low:.1f} to {100 * high:.1f} %" in found.headline.sentence
     assert [chart.title for chart in calibration_charts(found.control)] == [
@@ -99,9 +101,9 @@ def test_what_is_seen_is_counted_and_said() -> None:
     assert drift.peak >= drift.alarm
     assert found.headline.numbers[4].value == "1"
     doubts = " ".join(text for _, text in found.points)
-    assert "the drift test reached its line" in doubts
-    assert "decided one by one in their order, 0.9" in doubts
-    assert "left its band" in doubts
+    assert "the drift statistic passed its alarm level" in doubts
+    assert "decided one by one in their order, 5" in doubts
+    assert "off target" in doubts
     assert found.standing == "care"
 
 
@@ -204,9 +206,8 @@ def test_a_broken_promise_comes_first(of_run: CalibrationReport) -> None:
     found = of_run
     groups = tuple(replace(group, escalated=group.decisions) for group in found.control.by_question)
     left = replace(found.control, escalated=found.control.decisions, by_question=groups)
-    assert (
-        "the promise was not kept" in calibration_headline("run", found.health, left, None).sentence
-    )
+    sentence = calibration_headline("run", found.health, left, None).sentence
+    assert sentence.endswith("nominal rate of 30 %: off target")
     assert calibration_points("run", found.health, left)[0][0] == "bad"
 
 

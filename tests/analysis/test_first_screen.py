@@ -38,19 +38,19 @@ def test_it_is_said_as_a_person_would(run: Path, other_run: Path) -> None:
     there = round(report.baselines[0].other.value * 12)
     times = f"{1 / report.baselines[0].target_token_ratio:.2g}"
     assert report.headline.sentence == (
-        f"the vote is right on {right} of 12 problems and the large model wrote "
+        f"the vote is correct on {right} of 12 problems, and the target wrote "
         f"{percent(report.spend.target_share)} "
-        f"of the text; target alone is right on {there} of 12 and had it write {times} times as "
-        f"much"
+        f"of the text; the vote of target alone is correct on {there} of 12, and its target wrote "
+        f"{times} times as many tokens"
     )
     assert _again(report, accuracy=()).startswith(
-        "12 problems went through, none of them graded and the large model"
+        "12 problems finished, none of them graded, and the target"
     )
     assert "wrote all of the text" in _again(report, cost=replace(report.spend, target_share=1.0))
     for ratio, said in (
-        (math.inf, "write nothing"),
-        (0.0, "tokens a problem"),
-        (1.02, "as much"),
+        (math.inf, "wrote no tokens"),
+        (0.0, "tokens per problem"),
+        (1.02, "as many tokens"),
         (math.nan, "of 12"),
     ):
         other = replace(report.baselines[0], target_token_ratio=ratio)
@@ -81,7 +81,9 @@ def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> No
     answers, text, steps = built.report.headline.numbers
     assert "95 % interval" in answers.note
     assert f"target alone {built.report.baselines[0].target_tokens_per_problem:,.0f}" in text.note
-    assert steps.note == f"{held.escalated} of {held.decisions}; 30 % asked for: held"
+    assert (
+        steps.note == f"{held.escalated} of {held.decisions} chunks; nominal rate 30 %: on target"
+    )
     page, words, data = (render(built, format) for format in ("html", "markdown", "json"))
     assert json.loads(data)["headline"]["numbers"][2]["note"] == steps.note
     for number in (answers, text, steps):

@@ -196,7 +196,7 @@ def test_nothing_certifiable_is_said_with_numbers() -> None:
     assert "no number would do" in hopeless.guarantee
     good = certify([Candidate("g", 0.4, [0] * 400, 1)], 0.02, 0.1)
     assert "at least 0.9" in good.guarantee
-    assert "2.0%" in good.guarantee
+    assert "2.0 %" in good.guarantee
     assert "samples of one problem" in good.voided_by
 
 
@@ -322,8 +322,8 @@ def test_a_worse_policy_is_hardly_ever_certified_and_a_better_one_is_superior() 
         [Candidate("a", 0.3, net_losses(*noisy(0.2, np.random.default_rng(1))).tolist(), 1.0)], 0.02
     )
     assert better.superior is not None
-    assert "right more often than the target alone" in better.guarantee
-    assert "at most 2.0% less often" in better.guarantee
+    assert "correct more often than the target alone" in better.guarantee
+    assert "at most 2.0 % less often" in better.guarantee
     few = certify_net([Candidate("a", 0.3, [0.0] * 20 + [1.0, -1.0] * 5, 1.0)], 0.02)
     assert few.chosen is None
     assert "you need about" in few.guarantee

@@ -39,8 +39,8 @@ def test_a_wrong_rate_is_called_left_once_there_are_enough_questions(
 
 def test_few_decisions_say_what_they_allow() -> None:
     """Held or not is not all there is to say about ten chunks; of a thousand it is."""
-    assert "so few allow [0.000, 0.500]: held" in str(check_rate(0.2, [(5, 1), (5, 1)]))
-    assert str(check_rate(0.2, [(50, 10)] * 20)).endswith("nominal 0.2: held")
+    assert "so few allow [0.000, 0.500]: on target" in str(check_rate(0.2, [(5, 1), (5, 1)]))
+    assert str(check_rate(0.2, [(50, 10)] * 20)).endswith("nominal rate 20 %: on target")
     # one question shows nothing about others
     assert check_rate(0.2, [(10, 10)]).standing == "unclear"
     assert check_rate(0.2, [(10, 10)] * 6).standing == "left"

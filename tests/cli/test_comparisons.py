@@ -107,7 +107,7 @@ def test_what_could_not_be_scored_stands_beside_what_it_could_change(
     assert found.if_right is not None
     assert found.if_right.difference.value == pytest.approx(0.25)
     assert (
-        "unscored, counted wrong: 1 and 2; were they right: difference +0.250 ["
+        "unscored, counted as wrong: 1 and 2; if they were correct: difference +0.250 ["
         in atts("compare", str(a), str(b)).out
     )
     assert (
@@ -387,7 +387,7 @@ def test_the_words_name_the_choice_and_how_it_was_found(atts: Any, runs: Path) -
         in said.out
     )
     assert "counted over all subsets" in said.out
-    assert "nothing recorded stays below" in atts("plan", "runs/atts", "--tokens", "1").out
+    assert "no recorded setting stays below" in atts("plan", "runs/atts", "--tokens", "1").out
 
 
 def test_a_rate_nobody_ran_is_held_below_the_runs_cap(tmp_path: Path) -> None:

@@ -184,12 +184,12 @@ def test_a_run_is_a_source_of_scores(atts: Atts, runs: Path) -> None:
 def test_check_says_whether_a_run_kept_its_promise(atts: Atts, runs: Path) -> None:
     """Held: 0 and a sentence; a rate outside its band, or an alarm: 5 and the reason."""
     run = runs / "atts"
-    assert "held; no alarm" in atts("calibration", "check", str(run)).out
+    assert "on target; no alarm" in atts("calibration", "check", str(run)).out
     journal = (run / JOURNAL).read_bytes()
     (shutil.copytree(run, run.parent / "bent") / JOURNAL).write_bytes(_bent(journal))
     said = atts("calibration", "check", str(run.parent / "bent"))
     assert said.code == 5
-    assert "left its band" in said.err
+    assert "off target" in said.err
     alone = atts("calibration", "check", str(runs / "alone"))
     assert (alone.code, "nothing to check" in alone.err) == (5, True)
 
@@ -472,7 +472,7 @@ def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path)
     said = atts("certify", alone, policy, "--epsilon", "0.6")
     assert said.code == 0
     assert "atts/aci" in said.out
-    assert "at most 60.0% less often than the target alone" in said.out
+    assert "at most 60.0 % less often than the target alone" in said.out
     (found,) = lines(atts("certify", alone, policy, "--epsilon", "0.6", "--lost", "--json"))
     assert (found["kind"], found["problems"], found["chosen"]["rate"]) == ("certificate", 12, 0.4)
     said = atts("certify", alone, policy)

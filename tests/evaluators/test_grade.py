@@ -79,7 +79,7 @@ def test_stdin_and_words(atts: Callable[..., Done]) -> None:
     done = atts("-", stdin=lines(RECORDS[:1]))
     assert done.returncode == 0, done.stderr
     assert "equal" in done.stdout.splitlines()[0]
-    assert "1 records: 1 equal" in done.stdout
+    assert "1 record: 1 equal" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_certified_gate_decides_as_tested_and_says_so(attempt: Solve) -> None:
         tested = plain.decide(Features("q", 1), score)
         assert (said.action, said.p) == (tested.action, tested.p)
         assert said.origin == "certificate"
-    assert "at most 50.0%" in gate.promise[0]
+    assert "at most 50.0 %" in gate.promise[0]
     assert gate.promise[1] == certificate.voided_by
     outcomes = attempt(POLICY, gate, problems=3)
     decisions = [

@@ -31,7 +31,7 @@ def told(engine: RemoteEngine) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("dialect", "words"),
     [
-        ("vllm", "75% of 1,200,"),
+        ("vllm", "75 % of 1,200,"),
         ("sglang", "it speculates by STANDALONE"),
     ],
 )

@@ -133,7 +133,11 @@ def test_counters_add_up_and_what_came_between_is_their_difference() -> None:
     )
     assert both - first == more
     assert both.accepted_share == pytest.approx((1.0, 2 / 3, 1.0))
-    assert "0.5 s saved of 0.8" in str(Speculated(1, 2, 2, came_seconds=0.25, saved_seconds=0.5))
+    faster = str(Speculated(1, 2, 2, came_seconds=0.25, saved_seconds=0.5))
+    assert faster.endswith("0.5 s faster than the 0.8 s expected without")
+    slower = str(Speculated(1, 2, 2, came_seconds=7.7, saved_seconds=-5.2))
+    assert slower.endswith("5.2 s slower than the 2.5 s expected without")
+    assert str(Speculated()) == "0 tokens proposed"
     assert together(None, first) == together(first, None) == first
     assert together(first, more) == both
     assert speculated_since(None, object()) is None

@@ -68,4 +68,4 @@ def test_the_claim_is_read_from_what_is_there() -> None:
     assert [row[2] for row in verdict.rows] == ["no", "yes", "yes"], (
         "equal votes of 8 problems prove no equality"
     )
-    assert verdict.rows[1][1] == "15.0%"
+    assert verdict.rows[1][1] == "15.0 %"

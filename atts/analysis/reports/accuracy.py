@@ -58,9 +58,7 @@ def answered(data: RunData) -> tuple[NamedRate, ...]:
     share = share_estimate((one.answer is not None, 1) for one in problems)
     words = f"{promise['guarantee']}. Voided by: {promise['voided_by']}"
     return (
-        NamedRate(
-            "answered", share, "problems whose answer was given; the others count as not right"
-        ),
+        NamedRate("answered", share, "problems with an answer; the others count as wrong"),
         NamedRate("wrong if answered", share_estimate(given), words),
     )
 
@@ -78,7 +76,10 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     left_out = Counter(
         sample.verdict for one in with_verdict for sample in one.brief.samples if sample.is_censored
     )
-    counts = ((left_out["spared"], "that settled votes spared"), (left_out["lost"], "that failed"))
+    counts = (
+        (left_out["spared"], "that settled votes cancelled"),
+        (left_out["lost"], "that failed"),
+    )
     notes = (f"; {count:,} rollouts {what} are left out" for count, what in counts if count)
     return (own, *_card_rates(card)), str(card.coverage) + "".join(notes)
 

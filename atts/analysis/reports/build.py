@@ -23,7 +23,7 @@ from atts.analysis.reports.accuracy import (
     spend,
     written,
 )
-from atts.analysis.reports.headline import caveats, headline
+from atts.analysis.reports.headline import caveats, headline, percent
 from atts.analysis.reports.numbers import (
     Caveat,
     EngineLanes,
@@ -257,9 +257,22 @@ def _facts(data: RunData) -> RunFacts:
         dataset=manifest.dataset,
         draft=_model(manifest.engines.get("draft")),
         target=_model(manifest.engines.get("target")),
+        what=_what(data),
         configuration=tuple(_settings(data)),
         versions=manifest.versions,
     )
+
+
+def _what(data: RunData) -> str:
+    """Return the method, the dataset and the models in one line, as far as the run names them."""
+    manifest = data.run.manifest
+    named = manifest.settings.get("dataset")
+    parts = [method(data) if named is None else f"{method(data)} on {named.value}"]
+    for role in ("draft", "target"):
+        engine = manifest.engines.get(role)
+        if engine is not None:
+            parts.append(f"{role} {engine.get('model', '?')}")
+    return " · ".join(parts)
 
 
 def _model(engine: Mapping[str, Json] | None) -> str:
@@ -306,19 +319,23 @@ def _verdict(
         known = accuracy[0].estimate.n_problems
         of = "" if known == count else f"{known:,} of "
         points.append(
-            ("good", f"the vote is right on {accuracy[0].estimate.brief()} of {of}{problems}")
+            ("good", f"accuracy of the vote {accuracy[0].estimate.brief()} over {of}{problems}")
         )
     else:
         points.append(("care", f"{problems}, none graded: there is no reference answer"))
     if not math.isnan(cost.target_share):
         points.append(
-            ("good", f"the target wrote {cost.target_share:.1%} of {written(cost.usage):,} tokens")
+            (
+                "good",
+                f"the target wrote {100 * cost.target_share:.1f} % of {written(cost.usage):,} tokens",
+            )
         )
     if calibration is not None:
         points.append(_rate_point(calibration))
     points.extend(("good", caveat.text) for caveat in warnings if caveat.code == COMPARED)
-    worst = [caveat for caveat in warnings if caveat.standing == "bad"]
-    points.extend((caveat.standing, caveat.sentence) for caveat in worst)
+    # A green tick above a warning that says "read with care" would contradict it.
+    weighing = [caveat for caveat in warnings if caveat.standing != "good"]
+    points.extend((caveat.standing, caveat.sentence) for caveat in weighing)
     return RunVerdict(worst_of(points), "; ".join(text for _, text in points[:3]), tuple(points))
 
 
@@ -328,7 +345,8 @@ def _rate_point(control: RateControl) -> Point:
         share = control.escalated / control.decisions
         return (
             "good",
-            f"{share:.3f} of {control.decisions:,} chunks were escalated; no rate was promised",
+            f"{control.escalated:,} of {control.decisions:,} chunks were escalated "
+            f"({percent(share)}); no rate was promised",
         )
     standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
     return standings[found.standing], str(found)

@@ -72,12 +72,12 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
         found.append(
             (
                 "care",
-                "the drift test reached its line: later questions score otherwise than earlier "
+                "the drift statistic passed its alarm level: scores of later questions differ from those of earlier "
                 "ones",
             )
         )
     if control.forced:
-        found.append(("care", f"{control.forced:,} decisions had no score to rest on"))
+        found.append(("care", f"{control.forced:,} decisions were made without a score"))
     if kind != "run":
         worst = health.repeats.fault
         found.extend(
@@ -89,23 +89,21 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
 def _sentence(kind: str, health: Health, control: RateControl) -> str:
     share = percent(control.escalated / control.decisions)
     check = control.check()
-    steps = f"{control.decisions:,} steps"
+    counts = f"{control.escalated:,} of {control.decisions:,} chunks were escalated ({share})"
     if kind == "run":
         if check is None:
-            return f"the large model was handed {share} of {steps}; no share was promised"
+            return f"{counts}; no rate was promised"
         asked = percent(check.nominal)
         ends = {
-            "held": f"as asked ({asked})",
-            "unclear": f"where {asked} were asked for, and so few questions cannot tell whether "
-            f"that is chance",
-            "left": f"where {asked} were asked for: the promise was not kept",
+            "held": "on target",
+            "unclear": "too few questions to tell whether the difference is chance",
+            "left": "off target",
         }
-        return f"the large model was handed {share} of {steps}, {ends[check.standing]}"
+        return f"{counts} at a nominal rate of {asked}: {ends[check.standing]}"
     low, high = health.long_run_clustered
     return (
-        f"asked to hand over {percent(health.rate)} of new steps, a threshold set by these "
-        f"{health.scores:,} scores "
-        f"would hand over {_SPAN.format(percent(low).removesuffix(' %'), percent(high))}"
+        f"at a nominal rate of {percent(health.rate)}, a threshold from these {health.scores:,} scores "
+        f"would escalate {_SPAN.format(percent(low).removesuffix(' %'), percent(high))} of new chunks"
     )
 
 
@@ -114,22 +112,22 @@ def _share(kind: str, control: RateControl) -> ShownNumber:
     nominal = control.nominal
     counts = f"{control.escalated:,} of {control.decisions:,}"
     if kind == "run":
-        asked = "no share was promised" if nominal is None else f"asked for: {percent(nominal)}"
-        note = f"{counts}; {asked}"
-        return ShownNumber(share, "of the steps were handed to the large model", note)
-    asked = "" if nominal is None else f"; asked for: {percent(nominal)}"
-    what = "of these steps would have been handed over, decided one by one"
-    return ShownNumber(share, what, f"{counts} in mode {control.promise.mode}{asked}")
+        asked = "no rate was promised" if nominal is None else f"nominal rate {percent(nominal)}"
+        note = f"{counts} chunks; {asked}"
+        return ShownNumber(share, "of the chunks were escalated", note)
+    asked = "" if nominal is None else f"; nominal rate {percent(nominal)}"
+    what = "of these chunks would have been escalated, decided one by one"
+    return ShownNumber(share, what, f"{counts}, rate scope {control.promise.mode}{asked}")
 
 
 def _worth(health: Health) -> ShownNumber:
     clusters = health.clusters
-    what = f"independent scores is what these {health.scores:,} are worth"
+    what = f"is the effective sample size of {health.scores:,} scores"
     if not health.repeats.clustered:
         return ShownNumber(
             f"{clusters.effective:,.0f}",
             what,
-            "at most: which question each belongs to is not known",
+            "at most: their questions are not known",
         )
     alike = (
         ""
@@ -137,7 +135,9 @@ def _worth(health: Health) -> ShownNumber:
         else f": scores of one question resemble each other ({clusters.icc:.2f})"
     )
     return ShownNumber(
-        f"{clusters.effective:,.0f}", what, f"they come from {clusters.clusters:,} questions{alike}"
+        f"{clusters.effective:,.0f}",
+        what,
+        f"they come from {clusters.clusters:,} question{'s' * (clusters.clusters != 1)}{alike}",
     )
 
 
@@ -184,21 +184,11 @@ def _is_reached(drift: DriftTest | None) -> bool:
 def _alarms(control: RateControl) -> ShownNumber:
     drift = control.drift
     count = len(control.alarms) + _is_reached(drift)
-    what = (
-        "alarm that scores changed on the way"
-        if count == 1
-        else "alarms that scores changed on the way"
-    )
+    what = "drift alarm" if count == 1 else "drift alarms"
     if drift is None:
-        return ShownNumber(
-            f"{count:,}", what, "too few questions to bet on a change between early and late ones"
-        )
-    won = (
-        f"{10 ** min(drift.peak, 9):,.1f} times its stake; {10**drift.alarm:,.0f} would be an alarm"
-    )
-    return ShownNumber(
-        f"{count:,}", what, f"a bet that late questions score otherwise won at most {won}"
-    )
+        return ShownNumber(f"{count:,}", what, "too few questions to compare early with late ones")
+    won = f"{10 ** min(drift.peak, 9):,.1f} (alarm at {10**drift.alarm:,.0f})"
+    return ShownNumber(f"{count:,}", what, f"largest drift statistic {won}")
 
 
 SourceKind = Literal["run", "scores", "calibrator"]
@@ -417,14 +407,13 @@ def calibration_figures(report: CalibrationReport) -> list[Chart]:
 
 def _first(report: CalibrationReport) -> Chart:
     """Return the picture of the first screen."""
-    asked = "" if report.control.nominal is None else " The dashed line is what was asked for."
+    asked = "" if report.control.nominal is None else " The dashed line is the nominal rate."
     caption = (
-        "A small model writes, a large one grades every step and takes over the worst. The thick "
-        "line is the share "
-        f"taken over so far, the thin one that of the latest {report.control.window} steps.{asked} "
+        "The thick line is the share of chunks escalated so far, the thin one that of the latest "
+        f"{report.control.window} chunks.{asked} "
         f"The grey band is "
         "where fair coins would be."
     )
     return replace(
-        over_time_chart(report.control), title="Steps handed to the large model", caption=caption
+        over_time_chart(report.control), title="Share of chunks escalated", caption=caption
     )

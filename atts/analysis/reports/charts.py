@@ -162,7 +162,7 @@ def over_time_chart(control: RateControl) -> Chart:
 
 def reliability_chart(found: Uniformity) -> Chart:
     """Draw the rate that p-values give over the nominal rate."""
-    plot = Plot(Axis(0, 1, "rate asked for"), Axis(0, 1, "rate these p-values give"))
+    plot = Plot(Axis(0, 1, "nominal rate"), Axis(0, 1, "rate these p-values give"))
     curve = [(1 - p, 1 - share) for p, share in reversed(found.curve)]
     grid = [asked for asked, _ in curve]
     marks = [
@@ -173,7 +173,7 @@ def reliability_chart(found: Uniformity) -> Chart:
         plot.line(curve, "main"),
     ]
     words = (
-        f"On the dashed line every rate asked for is the rate that comes out: the p-values are "
+        f"On the dashed line the realised rate equals the nominal rate: the p-values are "
         f"uniform. Largest "
         f"distance from it {found.distance:.3f}, {'inside' if found.inside else 'OUTSIDE'} the "
         f"simultaneous 95 % band "
@@ -183,14 +183,14 @@ def reliability_chart(found: Uniformity) -> Chart:
         f"describes, and the "
         f"guarantee does not rest on it."
     )
-    data = ("rate asked for", "rate these p-values give"), curve[::5]
+    data = ("nominal rate", "rate these p-values give"), curve[::5]
     return Chart.of(
         "Reliability",
         words,
         plot,
         marks,
         data,
-        "Rate asked for against the rate that p-values give",
+        "Nominal rate against the rate that the p-values give",
     )
 
 
@@ -223,7 +223,7 @@ def _p_histogram(found: Uniformity) -> Chart:
 
 def labelled_chart(found: LabelledScores) -> Chart:
     """Draw the share of correct answers by the p-value of their chunks."""
-    plot = Plot(Axis(0, 1, "p-value of the chunk"), Axis(0, 1, "answers that are right"))
+    plot = Plot(Axis(0, 1, "p-value of the chunk"), Axis(0, 1, "answers that are correct"))
     places = [((one.low + one.high) / 2, one.right) for one in found.bins]
     marks = [
         plot.line([(place, right.low), (place, right.high)], "whisker") for place, right in places
@@ -242,8 +242,8 @@ def labelled_chart(found: LabelledScores) -> Chart:
             f"{found.labelled:,} chunks. Whiskers are 95 % intervals over questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
-    columns = ("p-value from", "to", "answers that are right", "chunks")
-    return Chart.of("Right answers by p-value", words, plot, marks, (columns, rows))
+    columns = ("p-value from", "to", "answers that are correct", "chunks")
+    return Chart.of("Accuracy by p-value", words, plot, marks, (columns, rows))
 
 
 def _drift(found: DriftTest) -> Chart:
@@ -386,7 +386,7 @@ def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
         "Further up is better, further left is cheaper. Whiskers are 95 % intervals over problems."
     )
     return _drawn(
-        "Right answers against what the large model wrote", caption, runs, PlainAxis, WIDTH
+        "Accuracy against the tokens that the target wrote", caption, runs, PlainAxis, WIDTH
     )
 
 

@@ -44,7 +44,10 @@ def _session(data: RunData) -> Iterator[Caveat]:
     done = len(data.problems)
     is_decided = COMPARED in data.state.said and not data.state.open
     if planned is not None and done < planned and not is_decided:
-        text = f"problems of {planned:,} are not over: every number is of the {done:,} that are, the quick ones first"
+        text = (
+            f"problems of {planned:,} are not finished: every number is about the {done:,} that "
+            "are, which are the quick ones"
+        )
         yield Caveat("unfinished", "bad", planned - done, text)
     killed = data.state.killed + (data.state.ended is None)
     if killed:
@@ -110,7 +113,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
         return
     if calibration.forced:
         yield Caveat(
-            "forced decisions", "care", calibration.forced, "decisions had no score to rest on"
+            "forced decisions", "care", calibration.forced, "decisions were made without a score"
         )
     for alarm in calibration.alarms:
         acted = f"; {alarm.acted}" if alarm.acted else ""
@@ -118,7 +121,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
             "drift",
             "bad",
             alarm.scores,
-            f"scores in, the calibration no longer held: {alarm.text}{acted}",
+            f"scores after the start, an alarm reported drift: {alarm.text}{acted}",
         )
     outside = [group.name for group in calibration.turns if not group.inside]
     if outside:
@@ -146,7 +149,7 @@ def _own(data: RunData) -> Iterator[Caveat]:
         )
 
 
-_STANDINGS = {"held": "held", "unclear": "too few questions to tell", "left": "NOT held"}
+_STANDINGS = {"held": "on target", "unclear": "too few questions to tell", "left": "OFF target"}
 
 
 def headline(
@@ -156,11 +159,11 @@ def headline(
     baselines: Sequence[Baseline],
     count: int,
 ) -> Headline:
-    """Say the result as a person would, with the numbers behind it."""
+    """State the result in one sentence, with the numbers behind it."""
     vote = accuracy[0].estimate if accuracy else None
-    said = " and ".join(filter(None, (_answers(vote, count), _text(cost))))
+    said = ", and ".join(filter(None, (_answers(vote, count), _text(cost))))
     sentence = "; ".join((said, *map(_beside, baselines[:1])))
-    numbers = (_right(vote, count), _target(cost, baselines), _handed(cost, calibration))
+    numbers = (_right(vote, count), _target(cost, baselines), _escalated(cost, calibration))
     return Headline(sentence, (*_gains(baselines), *numbers))
 
 
@@ -201,34 +204,37 @@ def span(estimate: Estimate) -> str:
 def _answers(vote: Estimate | None, count: int) -> str:
     problems = f"{count:,} problem{'s' * (count != 1)}"
     if vote is None:
-        return f"{problems} went through, none of them graded"
-    return f"the vote is right on {right_of(vote)} problem{'s' * (vote.n_problems != 1)}"
+        return f"{problems} finished, none of them graded"
+    return f"the vote is correct on {right_of(vote)} problem{'s' * (vote.n_problems != 1)}"
 
 
 def _text(cost: Spend) -> str:
     if math.isnan(cost.target_share):
         return ""
     share = {0.0: "none", 1.0: "all"}.get(cost.target_share, percent(cost.target_share))
-    return f"the large model wrote {share} of the text"
+    return f"the target wrote {share} of the text"
 
 
 def _beside(other: Baseline) -> str:
     """Compare with the first other run, in the same words."""
     ratio = other.target_token_ratio
-    said = f"{other.name} is right on {right_of(other.other)}"
+    said = f"the vote of {other.name} is correct on {right_of(other.other)}"
     if math.isnan(ratio):
         return said
-    much = f"{1 / ratio:.2g} times as much" if 0 < ratio < math.inf else "nothing"
+    much = f"{1 / ratio:.2g} times as many tokens" if 0 < ratio < math.inf else "no tokens"
     if not ratio:
-        much = f"{other.target_tokens_per_problem:,.0f} tokens a problem"
-    return f"{said} and had it write {'as much' if 0.95 < ratio < 1.05 else much}"
+        much = f"{other.target_tokens_per_problem:,.0f} tokens per problem"
+    if 0.95 < ratio < 1.05:
+        much = "as many tokens"
+    return f"{said}, and its target wrote {much}"
 
 
 def _right(vote: Estimate | None, count: int) -> ShownNumber:
     if vote is None:
         return ShownNumber(f"{count:,}", "problems", "none graded: there is no reference answer")
-    note = f"{right_of(vote)} problems, each by the vote of its rollouts; {span(vote)}"
-    return ShownNumber(percent(vote.value), "of the answers are right", note)
+    problems = "problem" if vote.n_problems == 1 else "problems"
+    note = f"{right_of(vote)} {problems}, each by the vote of its rollouts; {span(vote)}"
+    return ShownNumber(percent(vote.value), "of the answers are correct", note)
 
 
 def _target(cost: Spend, baselines: Sequence[Baseline]) -> ShownNumber:
@@ -239,12 +245,12 @@ def _target(cost: Spend, baselines: Sequence[Baseline]) -> ShownNumber:
     )
     note = (
         f"{cost.usage.target_tokens:,} of {written(cost.usage):,} tokens; "
-        f"{cost.target_tokens_per_problem:,.0f} a problem{others}"
+        f"{cost.target_tokens_per_problem:,.0f} per problem{others}"
     )
-    return ShownNumber(percent(cost.target_share), "of the text is the large model's", note)
+    return ShownNumber(percent(cost.target_share), "of the text was written by the target", note)
 
 
-def _handed(cost: Spend, calibration: RateControl | None) -> ShownNumber:
+def _escalated(cost: Spend, calibration: RateControl | None) -> ShownNumber:
     if calibration is None:
         per_second = (
             ""
@@ -254,8 +260,8 @@ def _handed(cost: Spend, calibration: RateControl | None) -> ShownNumber:
         return ShownNumber(f"{cost.seconds:,.3g} s", "in all sessions", per_second)
     share = calibration.escalated / calibration.decisions
     found = calibration.check()
-    asked = "no share was asked for"
+    asked = "no rate was promised"
     if found is not None:
-        asked = f"{percent(found.nominal)} asked for: {_STANDINGS[found.standing]}"
-    note = f"{calibration.escalated:,} of {calibration.decisions:,}; {asked}"
-    return ShownNumber(percent(share), "of the steps were handed to the large model", note)
+        asked = f"nominal rate {percent(found.nominal)}: {_STANDINGS[found.standing]}"
+    note = f"{calibration.escalated:,} of {calibration.decisions:,} chunks; {asked}"
+    return ShownNumber(percent(share), "of the chunks were escalated", note)

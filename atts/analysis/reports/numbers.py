@@ -70,6 +70,7 @@ class RunFacts:
     dataset: str
     draft: str
     target: str
+    what: str  # method, dataset and models in one line
     configuration: tuple[tuple[str, str, str], ...]  # name, value, origin
     versions: Mapping[str, str]
 

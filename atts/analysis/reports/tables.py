@@ -90,6 +90,8 @@ def _number(value: float, style: str) -> str:
         return "undefined"
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
+    if style == "%":
+        return f"{100 * value:.1f} %"
     if style:
         return format(value, style)
     if isinstance(value, int):
@@ -105,8 +107,8 @@ def accuracy_table(report: RunReport) -> ReportTable:
         for rate in report.accuracy
     ]  # fmt: skip
     return ReportTable.of(
-        "How often answers are right",
-        ("rate", "with its 95 % interval", "problems", "samples", "what it is"),
+        "Accuracy",
+        ("rate", "value [95 % interval]", "problems", "samples", "what it is"),
         rows,
     )
 
@@ -118,7 +120,7 @@ def spend_table(report: RunReport) -> ReportTable:
     rows = [
         ("tokens written by the draft", cell(usage.draft_tokens)),
         ("tokens written by the target", cell(usage.target_tokens)),
-        ("target's share of them", cell(spend.target_share, ".1%")),
+        ("target's share of them", cell(spend.target_share, "%")),
         ("tokens scored by the target", cell(usage.scored_tokens)),
         (
             "prompt tokens read (draft / target)",
@@ -127,7 +129,7 @@ def spend_table(report: RunReport) -> ReportTable:
         ("tokens discarded", cell(usage.wasted_tokens)),
         ("engine calls", cell(usage.calls)),
         ("tokens written per problem", cell(spend.tokens_per_problem)),
-        ("tokens written per right answer", cell(spend.tokens_per_right)),
+        ("tokens written per correct answer", cell(spend.tokens_per_right)),
         ("seconds, all sessions", cell(spend.seconds)),
         ("tokens written per second", cell(spend.tokens_per_second)),
     ]
@@ -147,8 +149,8 @@ def speculation_table(report: RunReport) -> ReportTable:
         rows += [
             ("tokens proposed to the target", cell(found.proposed)),
             (
-                "of these, what it drew itself",
-                f"{found.accepted:,} ({found.accepted / max(1, found.proposed):.1%})",
+                "of these, accepted",
+                f"{found.accepted:,} ({100 * found.accepted / max(1, found.proposed):.1f} %)",
             ),
             (
                 "share accepted by position, if all earlier tokens were accepted",
@@ -159,8 +161,8 @@ def speculation_table(report: RunReport) -> ReportTable:
                 "tokens proposed to a sequence and step, on average",
                 found.chosen / max(1, found.choices),
             ),
-            ("tokens a second of these steps: expected, came", _rates(found)),
-            ("seconds saved, by what such steps take without proposals", cell(found.saved_seconds)),
+            ("tokens per second in steps with a proposal: expected, measured", _rates(found)),
+            ("seconds saved compared with steps without proposals", cell(found.saved_seconds)),
         ]
     return ReportTable.of(
         "Speculation: the same text in fewer steps", ("what", "how much"), rows, "facts"
@@ -188,7 +190,9 @@ def baseline_table(report: RunReport) -> ReportTable:
          "–" if b.problems_needed is None else b.problems_needed, b.token_ratio, b.target_token_ratio, b.second_ratio)
         for b in report.baselines
     ]  # fmt: skip
-    return ReportTable.of("This run beside others, on the problems that both have", columns, rows)
+    return ReportTable.of(
+        "This run compared with others, on the problems that both have", columns, rows
+    )
 
 
 def _signed(found: Estimate) -> Cell:
@@ -215,7 +219,7 @@ def calibration_table(control: RateControl) -> ReportTable:
         ),
         ("forced without a score", control.forced),
         ("effective sample size", control.effective),
-        ("mode", control.promise.mode),
+        ("rate scope", control.promise.mode),
         ("distance from nominal by question (RMS)", control.question_rms),
         ("the same for fair coins", control.coin_rms),
     ]
@@ -227,7 +231,7 @@ def calibration_table(control: RateControl) -> ReportTable:
     known = {name: value for name, value in control.metrics.items() if not math.isnan(value)}
     rows += [(words, known[name]) for name, words in WORDS.metrics.items() if name in known]
     return ReportTable.of(
-        "Chunks handed to the target: asked for and done", ("what", "value"), rows, "facts"
+        "Escalated chunks: nominal and realised", ("what", "value"), rows, "facts"
     )
 
 
@@ -238,7 +242,7 @@ def turn_table(control: RateControl) -> ReportTable:
         for g in control.turns
     ]
     return ReportTable.of(
-        "Chunks handed to the target, by turn",
+        "Escalated chunks, by turn",
         ("turn", "decisions", "escalated", "rate", "coin's band"),
         rows,
     )
@@ -251,17 +255,15 @@ def health_table(health: Health) -> ReportTable:
         ("questions", health.clusters.clusters if health.repeats.clustered else "not known"),
         ("resemblance within a question (intraclass correlation)", health.clusters.icc),
         ("effective sample size", cell(health.clusters.effective, ",.0f")),
-        ("scores that repeat another of their question", cell(health.repeats.within, ".1%")),
-        ("scores that another question has too", cell(health.repeats.across, ".1%")),
+        ("scores that repeat another of their question", cell(health.repeats.within, "%")),
+        ("scores that another question has too", cell(health.repeats.across, "%")),
         ("infinite scores", health.infinite),
-        ("threshold: hand over above", health.threshold),
+        ("threshold: escalate above", health.threshold),
         ("long-run rate of the threshold, were scores independent (90 %)", _range(health.long_run)),
         ("long-run rate of the threshold, as they are (90 %)", _range(health.long_run_clustered)),
         ("SD of the rate when half the questions judge the other half", health.half_split),
     ]
-    return ReportTable.of(
-        f"What the scores are worth at rate {health.rate:g}", ("what", "value"), rows, "facts"
-    )
+    return ReportTable.of(f"The scores at rate {health.rate:g}", ("what", "value"), rows, "facts")
 
 
 def _range(ends: tuple[float, float]) -> str:
@@ -272,7 +274,7 @@ def threshold_table(health: Health) -> ReportTable:
     """Scores and thresholds of each turn."""
     rows = [(cell(one.turn), one.scores, one.median, one.threshold) for one in health.turns]
     return ReportTable.of(
-        "Scores of each turn", ("turn", "scores", "median", "hand over above"), rows
+        "Scores of each turn", ("turn", "scores", "median", "escalate above"), rows
     )
 
 
@@ -309,14 +311,14 @@ def _examples(caveat: Caveat, places: Mapping[str, int]) -> Cell:
 def time_table(found: TimeBreakdown) -> ReportTable:
     """Return the numbers of the task graph."""
     rows: list[tuple[object, object, object]] = [
-        ("wall seconds", found.seconds, "from the first call asked for to the last one ended"),
+        ("wall seconds", found.seconds, "from the first call to the end of the last one"),
         ("critical path", found.critical_path, "no schedule and no number of slots ends sooner"),
         ("Tc, arithmetic", found.arithmetic_seconds, "scoring, summed over calls"),
         ("Tm, memory", found.memory_seconds, "decoding, summed over calls"),
         (
             "Ts, waiting for siblings",
             found.sibling_seconds,
-            "rounds, and equal chunks that wait for the score a sibling asked for",
+            "rounds, and equal chunks that wait for the same score",
         ),
         (
             "edges between siblings",
@@ -358,7 +360,7 @@ def stage_table(found: TimeBreakdown) -> ReportTable:
 def problem_table(report: RunReport) -> ReportTable:
     """Return one row per problem."""
     columns = (
-        "problem", "question", "verdict", "answer", "reference", "rollouts right", "agree", "chunks judged",
+        "problem", "question", "verdict", "answer", "reference", "correct rollouts", "agree", "chunks judged",
         "escalated", "draft tokens", "target tokens", "seconds", "flags",
     )  # fmt: skip
     return ReportTable(
@@ -377,13 +379,13 @@ def problem_digest(report: RunReport) -> ReportTable:
         if one.verdict != "correct"
     ]
     shown = min(len(kept), _PROBLEMS)
-    title = f"Problems that are not right: {shown} of {len(kept)}, of {len(table.rows)} in all"
+    title = f"Problems that are not correct: {shown} of {len(kept)}, of {len(table.rows)} in all"
     return ReportTable(title, table.columns, tuple(kept[:_PROBLEMS]))
 
 
 def _problem(place: int, row: ProblemRow) -> tuple[Cell, ...]:
     tone = {"correct": "good", "wrong": "bad", "unscored": "care"}.get(row.verdict or "", "")
-    said = {"correct": "right", None: row.status}.get(row.verdict, row.verdict)
+    said = row.status if row.verdict is None else row.verdict
     return (
         Cell(row.id, links=((row.id, f"problem-{place}"),)),
         Cell(row.question),
@@ -391,7 +393,7 @@ def _problem(place: int, row: ProblemRow) -> tuple[Cell, ...]:
         Cell(row.answer or "none"),
         Cell(row.reference or ""),
         Cell(f"{row.right} of {row.graded}", row.right / row.graded if row.graded else 0.0),
-        cell(row.agreement, ".0%"),
+        cell(row.agreement, "%"),
         cell(row.decisions),
         cell(row.escalated),
         cell(row.draft_tokens),

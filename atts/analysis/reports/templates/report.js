@@ -18,7 +18,7 @@
     const find = $("find").value.trim().toLowerCase(), show = $("show").value;
     let shown = 0;
     for (const row of table.tBodies[0].rows) {
-      const right = row.cells[2].textContent === "right", flagged = row.cells[12].textContent !== "";
+      const right = row.cells[2].textContent === "correct", flagged = row.cells[12].textContent !== "";
       const fits = !show || (show === "correct" ? right : show === "wrong" ? !right : flagged);
       row.hidden = !fits || (find !== "" && !row.textContent.toLowerCase().includes(find));
       shown += row.hidden ? 0 : 1;
@@ -41,7 +41,7 @@
     if (typeof value !== "number") return value ?? "none";
     return Math.abs(value) >= 1e6 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   };
-  const words = { correct: "right", wrong: "wrong", unscored: "unscored" };
+  const words = { correct: "correct", wrong: "wrong", unscored: "unscored" };
   const ends = {
     answer: "ended with its answer", end: "ended without an answer", turns: "cut at the limit of turns",
     tokens: "cut at the limit of tokens", settled: "spared: the vote was settled", cancelled: "cancelled",

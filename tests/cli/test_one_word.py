@@ -27,6 +27,7 @@ RIVALS = {
     r"\bstake\b|\bbet\b": "drift statistic",
     r"\b(?:is|are) worth\b": "effective sample size",
     r"\basked for\b": "nominal rate",
+    r"\brejected chunks?\b|\brejection\b": "escalate",
     r"\bshare was promised\b": "rate",
     r"\bbeside\b|\banew\b|\bowe[sd]?\b|\bwhoever\b": "a plain word",
     r"\bgoes? on\b|\bwent on\b": "continue",

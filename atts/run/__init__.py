@@ -8,6 +8,7 @@ Call it again with the same directory and it continues where it was, whatever en
 
 from atts.run.calls import (
     EngineCalls,
+    OnUnscored,
     SharingEngine,
     check_completion,
     check_scores,
@@ -42,7 +43,6 @@ from atts.run.recording import (
 from atts.run.result import INTERRUPTED, RunResult, RunStatus, Summary
 from atts.run.spec import Grade, Judgement, Pipeline, RunSpec
 from atts.run.stopping import Signals, Stop, StopWhen, watch_signals
-from atts.run.unscored import OnUnscored
 
 __all__ = [
     "Abstain",

@@ -38,7 +38,7 @@ from atts.journal import (
     open_journal,
 )
 from atts.pipelines import Context, DraftLength, RoundGate, WriterChoice, needed_logprobs
-from atts.run.calls import EngineCalls, check_scores
+from atts.run.calls import EngineCalls, UnscoredWatch
 from atts.run.conditions import check_conditions
 from atts.run.recording import (
     AlarmWatch,
@@ -57,7 +57,6 @@ from atts.run.recording import (
 from atts.run.result import IncompleteTally, RunResult, RunStatus
 from atts.run.spec import RunSpec, engine_warnings, verdict_by
 from atts.run.stopping import SequentialComparison, Signals, Stop, watch_signals
-from atts.run.unscored import UnscoredWatch
 
 Keep = Literal["lines", "nothing"]
 """What the result holds per problem; the journal has everything either way."""
@@ -201,7 +200,7 @@ class _Run:
             for problem in filter(state.is_over, state.finished):
                 left.conclude(problem)
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
-        self._unscored = UnscoredWatch(plan.on_unscored, check_scores)
+        self._unscored = UnscoredWatch(plan.on_unscored)
         self._draft_length = DraftLength()
         self._writers = WriterChoice()
         self._positions: dict[str, int] = {}  # of the problems in the dataset

@@ -25,11 +25,10 @@ from atts.pipelines import (
     check_engines,
     solve,
 )
-from atts.run.calls import engine_identity
+from atts.run.calls import OnUnscored, engine_identity
 from atts.run.conditions import Abstain, Conditions
 from atts.run.recording import RecallTiming
 from atts.run.stopping import StopWhen
-from atts.run.unscored import OnUnscored
 
 
 class Pipeline(Protocol):

@@ -40,7 +40,7 @@ from atts.engine import Engine
 from atts.evaluators import extract, judge
 from atts.local import LocalEngine, LocalOptions
 from atts.pipelines import Policy
-from atts.pipelines.questions import RATING
+from atts.pipelines.judging import RATING
 from atts.sampling import Seed
 from scripts.studies.harness import rows_of, say
 

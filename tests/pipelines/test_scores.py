@@ -15,7 +15,7 @@ from atts.engine import Capability, EngineAround, EngineSpec
 from atts.errors import OptionError, UnsupportedByEngine
 from atts.pipelines import FixedGate, Gate, Policy, ScoreRule, check_engines
 from atts.pipelines.gates import NonLearningGate
-from atts.pipelines.questions import rating_score, verdict_score
+from atts.pipelines.judging import rating_score, verdict_score
 from atts.pipelines.scores import ScoreKind, source_of
 from atts.testing import ScriptedEngine
 

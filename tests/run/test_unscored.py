@@ -17,7 +17,7 @@ from atts.engine import EngineAround
 from atts.errors import OptionError, UnusableScores
 from atts.pipelines import Policy
 from atts.run import RunResult
-from atts.run.unscored import IN_A_ROW, OnUnscored
+from atts.run.calls import IN_A_ROW, OnUnscored
 from atts.testing import ScriptedEngine, run_virtual, toy_problems
 
 Fault = Literal["nan", "short", "impossible", "positive"]

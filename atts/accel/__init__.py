@@ -13,8 +13,7 @@ from atts.accel.engine import accelerated
 from atts.accel.options import SpeculationOptions, StageOptions, options_of
 
 if TYPE_CHECKING:
-    from atts.accel.speculate.costs import StepCosts, condition
-    from atts.accel.speculate.survival import Survival
+    from atts.accel.speculate.estimates import StepCosts, Survival, condition
     from atts.accel.zoo.equivalence import BlockSimilarity, Divergence, divergence, substituted
     from atts.accel.zoo.folders import check_name
     from atts.accel.zoo.placement import replicated
@@ -41,8 +40,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "speculate.costs": "StepCosts condition",
-    "speculate.survival": "Survival",
+    "speculate.estimates": "StepCosts Survival condition",
     "zoo.equivalence": "BlockSimilarity Divergence divergence substituted",
     "zoo.folders": "check_name",
     "zoo.placement": "replicated",

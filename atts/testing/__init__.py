@@ -3,8 +3,13 @@ conformance suite.
 """
 
 from atts.testing.clock import Backend, run_virtual, virtual_options
-from atts.testing.conformance import CheckResult, ConformanceReport, check_engine
-from atts.testing.conformance_checks import CHECKS, CheckOptions
+from atts.testing.conformance import (
+    CHECKS,
+    CheckOptions,
+    CheckResult,
+    ConformanceReport,
+    check_engine,
+)
 from atts.testing.faults import FaultKind, Faults, FaultyEngine
 from atts.testing.language import ToyTokenizer, toy_answer, toy_groups, toy_problems
 from atts.testing.scripted import Latency, ScoreDrift, ScriptedEngine

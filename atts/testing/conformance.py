@@ -1,24 +1,916 @@
-"""The engine conformance suite: `check_engine` runs every check on a live engine and reports on each."""
+"""The checks of the conformance suite: what an engine answers, and how it works."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+import random
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial, wraps
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn, TypeVar
 
 import anyio
+import anyio.lowlevel
 
-from atts.engine import Engine
-from atts.errors import CheckFailed, OptionError
-from atts.testing.conformance_checks import (
-    CHECKS,
-    OPENING,
-    Broken,
-    CheckOptions,
-    NotApplicable,
-    Probe,
+from atts.concurrency import collect, task_group
+from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.engine import Capability, Engine, EngineStats
+from atts.errors import (
+    CheckFailed,
+    ContextOverflow,
+    EngineUnavailable,
+    OptionError,
+    UnsupportedByEngine,
+    UsageError,
 )
+from atts.sampling import Seed
+
+_Result = TypeVar("_Result")
+PLAIN = Sampling()
+GREEDY = Sampling(temperature=0.0)
+LOOSE = Sampling(temperature=1.5)  # so that even a sure model has something to draw
+
+
+class Broken(Exception):
+    """A promise was not kept; the message is a line of the report."""
+
+
+class NotApplicable(Exception):
+    """A check cannot be made of this engine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """The thoroughness and the patience of a conformance check.
+
+    The defaults suit engines of some thousand tokens a second.
+
+    `tolerance` is in nats per token, between a token's log-prob when sampled and when scored; `tie`
+    how close two best tokens may be before either counts as greedy. `tokens` bounds ordinary
+    requests, `long_tokens` those meant to be cancelled or to reach the model's end. `draws` is how
+    many single tokens test how they are drawn. `timeout_seconds` holds for each check,
+    `settle_seconds` for the release of cancelled work. `boundary` is the longest context that is
+    filled to the brim. `seeding` "none" is for engines that do not promise to reproduce a seed:
+    they are compared by greedy texts, up to ties. `skip` names checks to leave out.
+    """
+
+    tolerance: float = 1e-3
+    tie: float = 1e-4
+    tokens: int = 24
+    long_tokens: int = 256
+    draws: int = 96
+    timeout_seconds: float = 60.0
+    settle_seconds: float = 2.0
+    boundary: int = 2048
+    seeding: Literal["exact", "none"] = "exact"
+    skip: frozenset[str] = frozenset()
+    questions: tuple[str, ...] = (
+        "Start at 17. +5, -8, +11. What is the result?",
+        "Which is larger, 2 to the power of 5 or 5 squared? Think step by step.",
+        "Write a short sentence about the sea.",
+    )
+
+
+Need = Capability | Literal["seeds", "factory"]
+Check = Callable[["Probe"], Awaitable[None]]
+_registered: dict[str, Check] = {}
+CHECKS: Mapping[str, Check] = MappingProxyType(_registered)
+"""Every check by name, in the order they are made; the first line of its docstring is the promise.
+"""
+
+
+OPENING = "opening"
+"""The check without which no other can be made."""
+
+
+def check(*needs: Need) -> Callable[[Check], Check]:
+    """Register a function as the check of its name.
+
+    It is left out where the engine lacks what the check needs.
+    """
+
+    def register(function: Check) -> Check:
+        @wraps(function)
+        async def checked(probe: Probe) -> None:
+            probe.need(*needs)
+            await function(probe)
+
+        _registered[function.__name__.removeprefix("check_")] = checked
+        return checked
+
+    return register
+
+
+class Probe:
+    """An open engine, and the requests that its checks make."""
+
+    def __init__(
+        self, engine: Engine, options: CheckOptions, factory: Callable[[], Engine] | None = None
+    ) -> None:
+        self.engine = engine
+        self.options = options
+        self.factory = factory
+
+    @cached_property
+    def prompts(self) -> tuple[TokenIds, ...]:
+        """Return the questions as the engine's tokenizer renders them."""
+        return tuple(
+            self.engine.tokenizer.render([Message("user", text)]) for text in self.options.questions
+        )
+
+    @property
+    def prompt(self) -> TokenIds:
+        """Return the first of the prompts."""
+        return self.prompts[0]
+
+    def request(self, prompt: int = 0, seed: int = 0, sampling: Sampling = PLAIN) -> SampleRequest:
+        """Return a request whose answer can be asked for again.
+
+        It is a greedy one where seeds are not reproduced.
+        """
+        name = Seed(run=20_250_918, problem=f"check {prompt}", sample=seed)
+        sampling = sampling if self.options.seeding == "exact" else GREEDY
+        return SampleRequest(self.prompts[prompt], self.options.tokens, sampling, name)
+
+    def requests(self, seeds: int, sampling: Sampling = PLAIN) -> list[SampleRequest]:
+        """Return requests with several seeds for every prompt."""
+        return [
+            self.request(p, seed, sampling)
+            for p in range(len(self.prompts))
+            for seed in range(seeds)
+        ]
+
+    def long(self, request: SampleRequest) -> SampleRequest:
+        """Return the same request, as long as the options and the context allow."""
+        room = self.engine.spec.context_length - len(request.ids)
+        return replace(request, max_tokens=min(self.options.long_tokens, room))
+
+    async def sample_all(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Sample all requests at once; return the completions in the order given."""
+        return await collect([partial(self.engine.sample, request) for request in requests])
+
+    async def score(
+        self, prefix: TokenIds, suffix: TokenIds, rollout: str = ""
+    ) -> tuple[float, ...]:
+        """Return log-probabilities, after checking that they are one per token and possible."""
+        logprobs = (await self.engine.score(ScoreRequest(prefix, suffix, rollout))).logprobs
+        require(
+            len(logprobs) == len(suffix),
+            f"scoring {len(suffix)} tokens gave {len(logprobs)} log-probs",
+        )
+        wrong = [value for value in logprobs if not value <= 1e-6]  # NaN compares false
+        require(not wrong, f"scored log-probs must be numbers and at most 0, got {wrong[:3]}")
+        return logprobs
+
+    def new_engine(self) -> Engine:
+        """Return a second engine, not open yet, for checks that need a factory."""
+        assert self.factory is not None, "the check says that it needs a factory"
+        return self.factory()
+
+    def can(self, capability: Capability) -> bool:
+        """Return whether the engine says that it has this capability."""
+        return capability in self.engine.spec.capabilities
+
+    def need(self, *needs: Need) -> None:
+        """Leave the check out unless all of these are there."""
+        missing = {"sample", "score", "draw"}.intersection(needs) - self.engine.spec.capabilities
+        if missing:
+            raise NotApplicable(f"the engine does not {' or '.join(sorted(missing))}")
+        if "seeds" in needs and self.options.seeding != "exact":
+            raise NotApplicable("the engine does not promise to reproduce seeds")
+        if "factory" in needs and self.factory is None:
+            raise NotApplicable(
+                "a second engine is needed, and an open one is not closed: give a factory"
+            )
+
+    def require_close(self, what: str, ours: Iterable[float], theirs: Iterable[float]) -> None:
+        """Fail the check unless two series of log-probabilities agree position by position."""
+        for position, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+            close = abs(left - right) <= self.options.tolerance
+            require(
+                close,
+                f"{what}: at token {position} {left:.6f} is not {right:.6f} "
+                f"(+-{self.options.tolerance:g})",
+            )
+
+    async def require_same(
+        self, what: str, request: SampleRequest, ours: TokenIds, theirs: TokenIds
+    ) -> None:
+        """Fail the check unless two answers to a request are the same tokens.
+
+        Greedy answers are compared up to the first tie between best tokens.
+        """
+        if ours == theirs:
+            return
+        same = first_difference(ours, theirs)
+        greedy = request.sampling.temperature == 0 and self.can("score")
+        if greedy and same < min(len(ours), len(theirs)):
+            before = request.ids + ours[:same]
+            (left,) = await self.score(before, (ours[same],))
+            (right,) = await self.score(before, (theirs[same],))
+            if abs(left - right) <= self.options.tie:
+                return
+        fail(f"{what}: token {same} differs: {tail(ours, same)} is not {tail(theirs, same)}")
+
+
+def require(kept: bool, message: str) -> None:
+    """Fail the check unless a promise was kept."""
+    if not kept:
+        raise Broken(message)
+
+
+def fail(message: str) -> NoReturn:
+    """Fail the check."""
+    raise Broken(message)
+
+
+async def refused(
+    what: str, error: type[Exception], call: Callable[[], Awaitable[_Result]]
+) -> None:
+    """Fail the check unless a call raises this error and no other."""
+    try:
+        result = await call()
+    except error:
+        return
+    except Exception as other:
+        raise Broken(
+            f"{what}: expected {error.__name__}, got {type(other).__name__}: {other}"
+        ) from other
+    fail(f"{what}: expected {error.__name__}, got {str(result)[:120]}")
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many leading ids two sequences share."""
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def tail(ids: TokenIds, start: int) -> str:
+    """Return a few ids from a position on, for messages."""
+    more = ", ..." if len(ids) > start + 4 else ""
+    return f"[{', '.join(str(index) for index in ids[start : start + 4])}{more}]"
+
+
+_TEXTS = (
+    "Let x = 2.\n\nThen x + 1 = 3.\n",
+    "  two  spaces,\ttab; \\boxed{42}",
+    "naïve π ≤ 4 · 数 🙂",
+)
+
+
+_ASKED = {
+    "engine": ("spec", "tokenizer", "sample", "score", "stats"),
+    "tokenizer": ("digest", "encode", "decode", "render"),
+}
+
+
+@check()
+async def check_opening(probe: Probe) -> None:
+    """It opens and closes, and it and its tokenizer have everything that is asked of them."""
+    for whose, part in (("engine", probe.engine), ("tokenizer", probe.engine.tokenizer)):
+        missing = [name for name in _ASKED[whose] if not hasattr(part, name)]
+        require(
+            not missing,
+            f"the {whose} lacks {', '.join(missing)}: see `atts.engine.{whose.capitalize()}`",
+        )
+
+
+@check()
+async def check_spec(probe: Probe) -> None:
+    """The spec is about this engine and its tokenizer."""
+    spec = probe.engine.spec
+    tokenizer = probe.engine.tokenizer
+    require(spec.context_length > 0, f"context_length is {spec.context_length}")
+    require(spec.vocabulary > 0, f"vocabulary is {spec.vocabulary}")
+    require(bool(spec.capabilities), "an engine without capabilities is no use")
+    require(bool(spec.name and spec.model and spec.engine), "name, model and engine must be given")
+    outside = [index for index in spec.end_ids if not 0 <= index < spec.vocabulary]
+    require(not outside, f"end ids {outside} are outside the vocabulary of {spec.vocabulary}")
+    require(
+        spec.tokenizer == tokenizer.digest,
+        f"spec.tokenizer {spec.tokenizer!r} is not {tokenizer.digest!r}",
+    )
+
+
+@check()
+async def check_tokenizer(probe: Probe) -> None:
+    """Text goes to ids and back unchanged, and a rendered conversation is made of known ids."""
+    tokenizer = probe.engine.tokenizer
+    vocabulary = probe.engine.spec.vocabulary
+    for text in _TEXTS:
+        ids = tokenizer.encode(text)
+        require(tokenizer.decode(ids) == text, f"{text!r} came back as {tokenizer.decode(ids)!r}")
+        require(
+            all(0 <= index < vocabulary for index in ids),
+            f"{text!r} has ids outside 0..{vocabulary - 1}",
+        )
+    for prompt in probe.prompts:
+        require(bool(prompt), "render gave no ids")
+        require(
+            all(0 <= index < vocabulary for index in prompt),
+            f"render gave ids outside 0..{vocabulary - 1}",
+        )
+    require(
+        len(set(probe.prompts)) == len(probe.prompts),
+        "render gives different questions the same ids",
+    )
+
+
+@check("sample")
+async def check_ids(probe: Probe) -> None:
+    """A completion holds known ids, their exact text, and a log-prob for each or none."""
+    for request in probe.requests(1):
+        written = await probe.engine.sample(request)
+        _require_sound(probe, written)
+        positions = range(0, len(written.ids) - 1, 3)
+        later = [
+            replace(request, ids=request.ids + written.ids[:n], max_tokens=1 + n % 4)
+            for n in positions
+        ]
+        for completion in await probe.sample_all(later):
+            _require_sound(probe, completion)
+
+
+def _require_sound(probe: Probe, completion: Completion) -> None:
+    ids = completion.ids
+    logprobs = completion.logprobs
+    end = set(probe.engine.spec.end_ids)
+    require(bool(ids), "a completion without a single token")
+    require(
+        all(0 <= index < probe.engine.spec.vocabulary for index in ids),
+        f"ids outside the vocabulary: {ids}",
+    )
+    text = probe.engine.tokenizer.decode([index for index in ids if index not in end])
+    require(completion.text == text, f"text {completion.text!r} is not the ids' text {text!r}")
+    silent = not logprobs and probe.engine.spec.logprobs == "none"
+    require(silent or len(logprobs) == len(ids), f"{len(logprobs)} log-probs for {len(ids)} ids")
+    wrong = [value for value in logprobs if not (math.isfinite(value) and value <= 1e-6)]
+    require(not wrong, f"log-probs must be finite and at most 0, got {wrong[:3]}")
+
+
+@check("sample")
+async def check_length(probe: Probe) -> None:
+    """A token limit is kept exactly; the end is "length" only where it stopped the model."""
+    for limit in (1, 2, 5):
+        for completion in await probe.sample_all(
+            [replace(r, max_tokens=limit) for r in probe.requests(2)]
+        ):
+            count = len(completion.ids)
+            require(count <= limit, f"{count} tokens, {limit} were allowed")
+            require(
+                completion.ended in ("length", "end"),
+                f"ended by {completion.ended!r} without a stop string",
+            )
+            if completion.ended == "length":
+                require(count == limit, f'ended by "length" after {count} of {limit} tokens')
+
+
+@check("sample")
+async def check_stop(probe: Probe) -> None:
+    """A stop string ends the text at the token that completes it, even where it crosses tokens."""
+    stops = 0
+    for request in (probe.request(0, 0, GREEDY), *probe.requests(1), *probe.requests(1, LOOSE)):
+        free = await probe.engine.sample(request)
+        for what, stop, count in _stops(probe, free.ids):
+            stops += 1
+            cut = await probe.engine.sample(replace(request, stop=(stop,)))
+            what_differs = f"{what} stop {stop!r} ({len(cut.ids)} tokens came, expected {count})"
+            await probe.require_same(what_differs, request, cut.ids, free.ids[:count])
+            require(
+                cut.ended == "delimiter",
+                f"{what} stop {stop!r}: ended by {cut.ended!r}, not delimiter",
+            )
+            _require_sound(probe, cut)
+    if not stops:
+        raise NotApplicable("no text with a place for a stop string came")
+
+
+def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
+    """Return stop strings with the number of tokens that each must leave.
+
+    One goes across two tokens, one begins a longer token.
+    """
+    stops: dict[str, tuple[str, int]] = {}
+    before = ""
+    for count in range(1, len(ids) + 1):
+        text = probe.engine.tokenizer.decode(ids[:count])
+        new = text[len(before) :]
+        if new and text.startswith(before) and "\ufffd" not in text:
+            crossing = before[-1:] + new[0]
+            leading = new[0]
+            if before and crossing not in before:
+                stops.setdefault("crossing", (crossing, count))
+            if len(new) > 1 and leading not in before:
+                stops["inner"] = (leading, count)
+        before = text
+    return [(what, stop, count) for what, (stop, count) in stops.items()]
+
+
+@check("sample")
+async def check_stop_ids(probe: Probe) -> None:
+    """A stop id ends the text and stays in it."""
+    for request in probe.requests(1):
+        free = await probe.engine.sample(request)
+        stop = free.ids[len(free.ids) // 2]
+        if stop in probe.engine.spec.end_ids:
+            continue
+        cut = await probe.engine.sample(replace(request, stop_ids=(stop,)))
+        expected = free.ids[: free.ids.index(stop) + 1]
+        what = f"stop id {stop} ({len(cut.ids)} tokens came, expected {len(expected)})"
+        await probe.require_same(what, request, cut.ids, expected)
+        require(cut.ended == "delimiter", f"stop id {stop}: ended by {cut.ended!r}, not delimiter")
+
+
+@check("sample")
+async def check_end(probe: Probe) -> None:
+    """The model's own end comes once, last, inside the ids and outside the text."""
+    end = set(probe.engine.spec.end_ids)
+    seen = 0
+    for completion in await probe.sample_all(
+        [probe.long(request) for request in probe.requests(2)]
+    ):
+        inner = [index for index in completion.ids[:-1] if index in end]
+        require(not inner, f"the model went on after its end token {inner[:1]}")
+        ended = completion.ids[-1] in end
+        require(
+            (completion.ended == "end") == ended,
+            f"ended by {completion.ended!r}, last id {completion.ids[-1]}",
+        )
+        if ended:
+            seen += 1
+            _require_sound(probe, completion)
+    if not seen:
+        raise NotApplicable(f"no text ended by itself within {probe.options.long_tokens} tokens")
+
+
+@check("sample", "score")
+async def check_alignment(probe: Probe) -> None:
+    """Scoring a sampled text gives the log-probs it was sampled with, whole or in parts."""
+    settings = (Sampling(), Sampling(temperature=0.7, top_p=0.9), GREEDY)
+    for request in [
+        replace(r, sampling=sampling) for sampling in settings for r in probe.requests(1)
+    ]:
+        written = await probe.engine.sample(request)
+        whole = await probe.score(request.ids, written.ids)
+        probe.require_close(
+            f"scored against sampled at {request.sampling}", whole, written.logprobs
+        )
+        cut = len(written.ids) // 2
+        if cut:
+            rest = await probe.score(request.ids + written.ids[:cut], written.ids[cut:])
+            probe.require_close("scored in two parts against whole", rest, whole[cut:])
+
+
+@check("sample", "score")
+async def check_improbable(probe: Probe) -> None:
+    """A planted token scores lower than the greedy one, and changes nothing before it."""
+    written = await probe.engine.sample(probe.request(0, 0, GREEDY))
+    position = len(written.ids) // 2
+    plain = await probe.score(probe.prompt, written.ids)
+    lower = 0
+    for step in range(1, 9):
+        planted = (written.ids[position] + step * 37) % probe.engine.spec.vocabulary
+        if planted == written.ids[position]:
+            continue
+        spoilt = await probe.score(
+            probe.prompt, (*written.ids[:position], planted, *written.ids[position + 1 :])
+        )
+        probe.require_close("before a planted token", spoilt[:position], plain[:position])
+        gain = spoilt[position] - plain[position]
+        require(
+            gain <= probe.options.tolerance,
+            f"planted token {planted} scores {gain:.4f} nats above the greedy one",
+        )
+        lower += gain < -probe.options.tie
+    require(
+        lower > 0,
+        "eight planted tokens score no lower than the greedy one: is the right position scored?",
+    )
+
+
+@check("sample")
+async def check_greedy(probe: Probe) -> None:
+    """Temperature 0 is one text whatever the seed; top-k 1, top-p 0 and min-p 1 give it too."""
+    request = probe.request(0, 0, GREEDY)
+    best = (await probe.engine.sample(request)).ids
+    same = {
+        "temperature 0 with another seed": GREEDY,
+        "top_k 1": Sampling(top_k=1),
+        "top_p 1e-9": Sampling(top_p=1e-9),
+        "min_p 1": Sampling(min_p=1.0),
+    }
+    for number, (what, sampling) in enumerate(same.items(), start=1):
+        again = await probe.engine.sample(replace(probe.request(0, number), sampling=sampling))
+        await probe.require_same(f"{what} against temperature 0", request, again.ids, best)
+    cut = len(best) // 2
+    if cut:
+        rest = replace(
+            probe.request(0, 9, GREEDY), ids=probe.prompt + best[:cut], max_tokens=len(best) - cut
+        )
+        await probe.require_same(
+            "greedy in two parts", rest, (await probe.engine.sample(rest)).ids, best[cut:]
+        )
+
+
+@check("sample", "seeds")
+async def check_seeds(probe: Probe) -> None:
+    """A seed gives its text alone, in any company and in any order."""
+    requests = probe.requests(4, LOOSE)
+    alone = [await probe.engine.sample(request) for request in requests]
+    together = await probe.sample_all(requests)
+    order = list(range(len(requests)))
+    random.Random(7).shuffle(order)
+    company = [
+        replace(requests[0], seed=replace(requests[0].seed, run=n), max_tokens=1 + n)
+        for n in range(4)
+    ]
+    shuffled = await probe.sample_all([*company, *(requests[n] for n in order)])
+    back = dict(zip(order, shuffled[len(company) :], strict=True))
+    for number, request in enumerate(requests):
+        for what, other in (("together", together[number]), ("shuffled", back[number])):
+            require(
+                other.ids == alone[number].ids,
+                f"{request.seed} gives other tokens {what} than alone",
+            )
+            probe.require_close(
+                f"log-probs {what} against alone", other.logprobs, alone[number].logprobs
+            )
+
+
+@check("sample", "seeds")
+async def check_seed_fields(probe: Probe) -> None:
+    """Different seeds differ, whichever field they differ in."""
+    base = probe.request(0, 0, LOOSE)
+    changes: dict[str, list[Any]] = {
+        "run": [1, 2, 3, 4], "problem": ["a", "b", "c", "d"], "sample": [1, 2, 3, 4], "turn": [1, 2, 3, 4],
+        "role": ["target", "a", "b", "c"], "attempt": [1, 2, 3, 4],
+    }  # fmt: skip
+    first = await probe.engine.sample(base)
+    for field, values in changes.items():
+        others = [replace(base, seed=replace(base.seed, **{field: value})) for value in values]
+        texts = {completion.ids for completion in await probe.sample_all(others)}
+        require(
+            texts != {first.ids},
+            f"four seeds that differ in {field!r} alone all give the same text",
+        )
+
+
+@check("sample", "score")
+async def check_distribution(probe: Probe) -> None:
+    """Tokens are drawn as often as their log-probs say, also at a low temperature."""
+    written = await probe.engine.sample(probe.request(0, 1, GREEDY))
+    # chance is most telling here
+    position = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))
+    ids = probe.prompt + written.ids[:position]
+    token = written.ids[position]
+    (logprob,) = await probe.score(ids, (token,))
+    drawn = await _draws(probe, ids, Sampling())
+    _require_share(f"token {token}", drawn.count(token), len(drawn), math.exp(logprob))
+    for temperature in (1.0, 0.25):
+        drawn = await _draws(probe, ids, Sampling(temperature=temperature, top_k=2))
+        scores = sorted(
+            [((await probe.score(ids, (index,)))[0], index) for index in set(drawn)], reverse=True
+        )
+        if len(scores) < 2:
+            continue  # the second best is too rare to be seen
+        tied = scores[-1][0] >= scores[1][0] - probe.options.tie
+        require(tied, f"top_k 2 drew {len(scores)} different tokens")
+        lead = (scores[0][0] - scores[1][0]) / temperature
+        if len(scores) == 2:
+            what = f"the better of two tokens at temperature {temperature:g}"
+            _require_share(what, drawn.count(scores[0][1]), len(drawn), 1 / (1 + math.exp(-lead)))
+
+
+async def _draws(probe: Probe, ids: TokenIds, sampling: Sampling) -> list[int]:
+    one = replace(probe.request(), ids=ids, max_tokens=1, sampling=sampling)
+    seeds = [replace(one.seed, sample=100 + number) for number in range(probe.options.draws)]
+    return [
+        completion.ids[0]
+        for completion in await probe.sample_all([replace(one, seed=seed) for seed in seeds])
+    ]
+
+
+def _require_share(what: str, seen: int, draws: int, share: float) -> None:
+    slack = 4.5 * math.sqrt(share * (1 - share) / draws) + 1 / draws  # a false alarm in 10^5
+    require(
+        abs(seen / draws - share) <= slack,
+        f"{what} came {seen} times in {draws} draws, should have {share:.3f}",
+    )
+
+
+@check("sample")
+async def check_hints(probe: Probe) -> None:
+    """`rollout` and `priority` are hints: a wrong or missing one changes no answer."""
+    honest = [await probe.engine.sample(request) for request in probe.requests(1)]
+    for number, request in enumerate(probe.requests(1)):  # one rollout name for unrelated texts
+        hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
+        what = "a rollout hint that names another text's cache changed the answer"
+        await probe.require_same(what, request, hinted.ids, honest[number].ids)
+        if not probe.can("score"):
+            continue
+        for rollout in ("same", "never seen"):
+            scored = await probe.score(request.ids, hinted.ids, rollout)
+            probe.require_close(
+                f"scored under the rollout hint {rollout!r}", scored, hinted.logprobs
+            )
+
+
+@check("sample", "score", "draw", "seeds")
+async def check_drawing(probe: Probe) -> None:
+    """What is drawn while a text is scored begins the answer, and the rest can be asked for."""
+    for request in probe.requests(1, LOOSE):
+        whole = await probe.engine.sample(request)
+        other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))
+        mixed = whole.ids[: len(whole.ids) // 2] + other.ids
+        scores = await probe.engine.score(ScoreRequest(request.ids, mixed, draw=request))
+        begun = scores.beginning
+        if begun is None:
+            fail("it says that it draws, and told nothing of what it drew")
+        same = min(first_difference(whole.ids, mixed) + 1, len(whole.ids))
+        await probe.require_same("drawn while scoring", request, begun.ids, whole.ids[:same])
+        plain = await probe.score(request.ids, mixed)
+        probe.require_close("scores beside draws against scores alone", scores.logprobs, plain)
+        if len(begun.ids) == len(whole.ids):
+            require(
+                begun.ended == whole.ended,
+                f"what ended as {whole.ended!r} was said to end as {begun.ended!r}",
+            )
+            continue
+        left = request.max_tokens - len(begun.ids)
+        rest = replace(
+            request, ids=request.ids + begun.ids, max_tokens=left, num_begun=len(begun.ids)
+        )
+        done = await probe.engine.sample(rest)
+        await probe.require_same(
+            "the rest of what was begun", request, begun.ids + done.ids, whole.ids
+        )
+        require(
+            done.ended == whole.ended,
+            f"the rest ends as {done.ended!r}, the whole as {whole.ended!r}",
+        )
+
+
+@check("score")
+async def check_score_company(probe: Probe) -> None:
+    """A score is the same alone and among others."""
+    pairs = [(prompt, other[-8:]) for prompt in probe.prompts for other in probe.prompts]
+    alone = [await probe.score(prefix, suffix) for prefix, suffix in pairs]
+    together = await collect([partial(probe.score, prefix, suffix) for prefix, suffix in pairs])
+    for left, right in zip(alone, together, strict=True):
+        probe.require_close("scored in company against alone", right, left)
+
+
+@check()
+async def check_context(probe: Probe) -> None:
+    """A request longer than the context is a ContextOverflow; one that just fits is served."""
+    limit = probe.engine.spec.context_length
+    full = (probe.prompt * (1 + limit // len(probe.prompt)))[:limit]
+    if probe.can("sample"):
+        for ids, tokens in ((full, 1), (full[:-1], 2), (probe.prompt, limit)):
+            call = partial(probe.engine.sample, SampleRequest(ids, tokens))
+            await refused(
+                f"{len(ids)} ids and {tokens} tokens in a context of {limit}", ContextOverflow, call
+            )
+        if limit <= probe.options.boundary:
+            await probe.engine.sample(SampleRequest(full[:-2], 2))
+    if probe.can("score"):
+        long = ScoreRequest(full, probe.prompt[:1])
+        what = f"scoring {limit + 1} ids in a context of {limit}"
+        await refused(what, ContextOverflow, partial(probe.engine.score, long))
+        if limit <= probe.options.boundary:
+            await probe.score(full[:-1], full[-1:])
+
+
+@check()
+async def check_refusals(probe: Probe) -> None:
+    """Requests that mean nothing are UsageErrors, and leave nothing behind."""
+    engine = probe.engine
+    prompt = probe.prompt
+    unknown = probe.engine.spec.vocabulary
+    good = probe.request()
+    bad = {
+        "no ids": replace(good, ids=()),
+        "an id beyond the vocabulary": replace(good, ids=(*prompt, unknown)),
+        "a negative id": replace(good, ids=(*prompt, -1)),
+        "no tokens": replace(good, max_tokens=0),
+        "an empty stop string": replace(good, stop=("",)),
+        "a negative temperature": replace(good, sampling=Sampling(temperature=-1.0)),
+        "top_p 0": replace(good, sampling=Sampling(top_p=0.0)),
+        "min_p 2": replace(good, sampling=Sampling(min_p=2.0)),
+        "a negative top_k": replace(good, sampling=Sampling(top_k=-1)),
+    }
+    if probe.can("sample"):
+        for what, request in bad.items():
+            await refused(f"sampling with {what}", UsageError, partial(engine.sample, request))
+    if probe.can("score"):
+        for what, prefix, suffix in (
+            ("an empty prefix", (), prompt),
+            ("an empty suffix", prompt, ()),
+            ("an id beyond the vocabulary", prompt, (unknown,)),
+            ("a negative id", (-1,), prompt),
+        ):
+            await refused(
+                f"scoring {what}", UsageError, partial(engine.score, ScoreRequest(prefix, suffix))
+            )
+    if engine.stats().in_flight:
+        fail(f"refused requests left {engine.stats().in_flight} in flight")
+
+
+@check()
+async def check_capabilities(probe: Probe) -> None:
+    """What the spec does not list is refused as unsupported."""
+    engine = probe.engine
+    missing = {"sample", "score"} - engine.spec.capabilities
+    if not missing:
+        raise NotApplicable("the engine can do everything")
+    if "sample" in missing:
+        await refused("sampling", UnsupportedByEngine, partial(engine.sample, probe.request()))
+    if "score" in missing:
+        await refused(
+            "scoring",
+            UnsupportedByEngine,
+            partial(engine.score, ScoreRequest(probe.prompt, probe.prompt)),
+        )
+
+
+@check("sample")
+async def check_order(probe: Probe) -> None:
+    """Many more requests than are served at once are all answered, each with its own answer."""
+    requests = [replace(r, max_tokens=4) for r in probe.requests(24, LOOSE)]
+    answers = await probe.sample_all(requests)
+    for number in range(0, len(requests), 11):
+        again = await probe.engine.sample(requests[number])
+        what = f"request {number} of {len(requests)} was given an answer that is not its own"
+        await probe.require_same(what, requests[number], answers[number].ids, again.ids)
+
+
+@check()
+async def check_stats(probe: Probe) -> None:
+    """Counters only grow, count what was answered, and return to nothing in flight."""
+    engine = probe.engine
+    before = engine.stats()
+    require(before.in_flight == 0, f"{before.in_flight} in flight before anything was asked")
+    sampled = scored = requests = 0
+    if probe.can("sample"):
+        written = await probe.sample_all(probe.requests(2))
+        sampled = sum(len(completion.ids) for completion in written)
+        requests = len(written)
+    middle = engine.stats()
+    if probe.can("score"):
+        await collect([partial(probe.score, prompt, prompt[:5]) for prompt in probe.prompts])
+        scored = sum(len(prompt[:5]) for prompt in probe.prompts)
+        requests = requests + len(probe.prompts)
+    after = engine.stats()
+    _require_growth(before, middle)
+    _require_growth(middle, after)
+    require(after.in_flight == 0, f"{after.in_flight} in flight after everything was answered")
+    for name, grown in (
+        ("requests", requests),
+        ("sampled_tokens", sampled),
+        ("scored_tokens", scored),
+    ):
+        counted = getattr(after, name) - getattr(before, name)
+        require(counted == grown, f"{name} grew by {counted}, expected {grown}")
+
+
+def _require_growth(before: EngineStats, after: EngineStats) -> None:
+    for field in fields(EngineStats):
+        old = getattr(before, field.name)
+        new = getattr(after, field.name)
+        require(new >= 0, f"{field.name} is {new}")
+        require(new >= old or field.name == "in_flight", f"{field.name} fell from {old} to {new}")
+
+
+@check("factory")
+async def check_closing(probe: Probe) -> None:
+    """Closing twice is fine, and a closed engine says that it is unavailable."""
+    engine = probe.new_engine()
+    async with engine:
+        await _use(engine, probe)
+    await engine.__aexit__(None, None, None)
+    if probe.can("sample"):
+        await refused(
+            "sampling when closed", EngineUnavailable, partial(engine.sample, probe.request())
+        )
+    if probe.can("score"):
+        request = ScoreRequest(probe.prompt, probe.prompt)
+        await refused("scoring when closed", EngineUnavailable, partial(engine.score, request))
+
+
+async def _use(engine: Engine, probe: Probe) -> None:
+    if probe.can("sample"):
+        await engine.sample(replace(probe.request(), max_tokens=2))
+    else:
+        await engine.score(ScoreRequest(probe.prompt, probe.prompt[:2]))
+
+
+@check("sample", "factory")
+async def check_isolation(probe: Probe) -> None:
+    """A second engine, its settings and its closing change nothing about the first."""
+    settings = (LOOSE, GREEDY, Sampling(temperature=0.3, top_k=2))
+    requests = [request for sampling in settings for request in probe.requests(2, sampling)]
+    requests = [replace(r, stop=("e",) * (number % 2)) for number, r in enumerate(requests)]
+    alone = [(await probe.engine.sample(request)).ids for request in requests]
+    other = probe.new_engine()
+    async with other:
+        calls = [
+            partial(engine.sample, request)
+            for request in requests
+            for engine in (probe.engine, other)
+        ]
+        beside = [completion.ids for completion in await collect(calls)]
+    after = [completion.ids for completion in await probe.sample_all(requests)]
+    for number, request in enumerate(requests):
+        for what, answers in (
+            ("the answer changed among other settings", beside[::2]),
+            ("a second engine answers otherwise", beside[1::2]),
+            ("the answer changed after a second engine was closed", after),
+        ):
+            await probe.require_same(what, request, answers[number], alone[number])
+
+
+@dataclass(slots=True)
+class _Cancelled:
+    """The fates of the calls that were cancelled, summed over rounds."""
+
+    calls: int = 0  # begun
+    returned: int = 0  # of these, answered
+    running: int = 0  # in flight, by the engine's own count, when they were cancelled
+    late: int = 0  # answered after they were cancelled
+
+
+@check("sample")
+async def check_cancellation(probe: Probe) -> None:
+    """Cancelled work stops at once, wherever it was, and leaves room for the next request."""
+    expected = await probe.engine.sample(probe.request())
+    seen = _Cancelled()
+    before = probe.engine.stats().cancelled
+    for number, delay in enumerate((0.0, 0.002, 0.02, 0.1)):
+        await _cancel_some(probe, delay, seen)
+        await _settle(probe)
+        again = await probe.engine.sample(probe.request())
+        what = f"the answer changed after {number + 1} rounds of cancellation"
+        await probe.require_same(what, probe.request(), again.ids, expected.ids)
+    # some answers may have been on their way, however long that takes; never all of them in every
+    # round
+    ignored = seen.running and seen.late >= seen.running
+    require(
+        not ignored,
+        f"all {seen.running} requests that were cancelled in flight were answered all the same",
+    )
+    cancelled = probe.engine.stats().cancelled - before
+    what = f"of {seen.calls} calls {seen.returned} were answered and {cancelled} counted as cancelled: some are both"
+    require(seen.returned + cancelled <= seen.calls, what)
+
+
+async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
+    """Cancel many long requests after a delay: some are queued, some at work, some done."""
+    requests = [
+        replace(probe.long(request), rollout=str(request.seed)) for request in probe.requests(8)
+    ]
+
+    async def one(request: SampleRequest) -> None:
+        seen.calls += 1
+        written = await probe.engine.sample(request)
+        seen.returned += 1
+        seen.late += scope.cancel_called
+        if probe.can("score"):
+            seen.calls += 1
+            await probe.engine.score(ScoreRequest(request.ids, written.ids, request.rollout))
+            seen.returned += 1
+
+    cancelled_at = 0.0
+    with anyio.CancelScope() as scope:
+        async with task_group() as group:
+            for request in requests:
+                group.start_soon(one, request)
+            await anyio.sleep(delay)
+            # answers that came in the same pass of the loop are not late
+            await anyio.lowlevel.checkpoint()
+            cancelled_at = anyio.current_time()
+            seen.running += probe.engine.stats().in_flight
+            scope.cancel()
+    took = anyio.current_time() - cancelled_at
+    limit = probe.options.settle_seconds
+    require(
+        took <= limit, f"cancelled requests returned only after {took:.2f} s (limit {limit:g} s)"
+    )
+
+
+async def _settle(probe: Probe) -> None:
+    """Fail the check if anything stays in flight."""
+    with anyio.move_on_after(probe.options.settle_seconds):
+        while probe.engine.stats().in_flight:  # noqa: ASYNC110  # an engine has no event to wait for
+            await anyio.sleep(0.005)
+    left = probe.engine.stats().in_flight
+    require(
+        not left,
+        f"{left} requests still in flight {probe.options.settle_seconds:g} s after they were "
+        f"cancelled",
+    )
+
 
 DEFAULTS = CheckOptions()
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from atts.accel.speculate.costs import StepCosts, condition
+from atts.accel.speculate.estimates import Outcome, StepCosts, Survival, condition
 from atts.accel.speculate.goodput import GoodputControl, StepShape
-from atts.accel.speculate.survival import Outcome, Survival
 
 Table = Callable[[int], float]
 MOST = 16

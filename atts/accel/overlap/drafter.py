@@ -22,8 +22,8 @@ from atts.accel.overlap.outcomes import (
     most_worthwhile,
     ranked_outcomes,
 )
-from atts.accel.speculate.costs import Condition, StepCosts
 from atts.accel.speculate.drafter import DraftedRows, FedRow, ModelDrafter, fed_rows
+from atts.accel.speculate.estimates import Condition, StepCosts
 from atts.core import TokenIds
 from atts.local.batch import StepBatch, single_rows
 from atts.local.cache import SlotAllocator, SlotIds

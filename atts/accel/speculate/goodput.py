@@ -10,8 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.accel.speculate.costs import Condition, StepCosts, condition, size_class
-from atts.accel.speculate.survival import Outcome, Survival
+from atts.accel.speculate.estimates import (
+    Condition,
+    Outcome,
+    StepCosts,
+    Survival,
+    condition,
+    size_class,
+)
 from atts.local.batch import StepPlan
 from atts.local.seams import Forecast, Lengths, SpeculationRound
 

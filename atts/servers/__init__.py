@@ -7,7 +7,7 @@ from atts.servers.options import ApiKey, Prefill, RemoteOptions
 from atts.servers.pool import Replica, ReplicaLoad, ReplicaPool
 from atts.servers.probing import Finding
 from atts.servers.ray import RayEngine, RayOptions
-from atts.servers.versions import compatibility_table, lacking, read_version, start_flags
+from atts.servers.vllm import compatibility_table, lacking, read_version, start_flags
 
 __all__ = [
     "DIALECTS",

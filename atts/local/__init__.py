@@ -1,6 +1,5 @@
 """The local engine: models of this machine, decoded in shared steps over one prefix cache."""
 
-from atts.local.checking import check_adapter, check_model, check_weights
 from atts.local.engine import Accelerator, LocalEngine, RunDemand
 from atts.local.messages import LoopStats
 from atts.local.model_config import Family
@@ -20,8 +19,5 @@ __all__ = [
     "Proposer",
     "RunDemand",
     "TokenProposal",
-    "check_adapter",
-    "check_model",
-    "check_weights",
     "share_cards",
 ]

@@ -18,7 +18,6 @@ from atts.concurrency import loop_caller
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, Speculated, check_sample, check_score, counters_of
 from atts.errors import ContextOverflow, EngineUnavailable, MissingExtra
-from atts.local.checking import check_model
 from atts.local.messages import (
     Cancel,
     FailureReply,
@@ -31,7 +30,7 @@ from atts.local.messages import (
     WorkerConfig,
     WorkerReady,
 )
-from atts.local.model_config import ModelConfig, read_model_config
+from atts.local.model_config import ModelConfig, check_model, read_model_config
 from atts.local.options import LocalOptions
 from atts.local.placement import EngineSize, Room
 from atts.local.worker import LoopWorker, new_worker

@@ -593,3 +593,19 @@ class _TensorReader:
 def _in_order(whole: Tensor, rows: Tensor | None) -> Tensor:
     is_plain = rows is None or bool((rows == torch.arange(len(rows))).all())
     return whole if is_plain or rows is None else whole[rows.to(whole.device)]
+
+
+def check_weights(folder: Path, config: ModelConfig, name: str) -> None:
+    """See that the weights are all there, of the shapes that the configuration says; none is kept.
+
+    :raises ModelLoadError: see `load_weights`.
+    """
+    load_weights(folder, config, torch.float32, torch.device("meta"), name)
+
+
+def check_adapter(folder: Path, file: Path, config: ModelConfig, name: str) -> None:
+    """See that the folder holds an adapter for a model of this configuration.
+
+    :raises ModelLoadError: it does not.
+    """
+    read_adapter(TensorFile(file, None), folder, config, name)

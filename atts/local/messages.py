@@ -13,12 +13,13 @@ from typing import IO, Any, Literal, Protocol
 from atts.core import Beginning, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineCounters
 from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OutOfMemory
-from atts.local.cores import SMALL_MODEL
 from atts.local.model_config import ModelConfig
 from atts.local.options import LocalOptions
 from atts.local.placement import Room
 from atts.local.seams import SpeculationStats
 
+SMALL_MODEL = 10_000_000
+"""Weights below which a second thread costs more in waiting than it computes."""
 FailureKind = Literal["broken", "load", "memory", "closed"]
 _ERRORS: dict[FailureKind, type[EngineError]] = {
     "load": ModelLoadError,

@@ -12,13 +12,21 @@ from torch import Tensor
 
 from atts.local.batch import Floats, StepBatch
 from atts.local.cache import SlotIds
-from atts.local.cuda.graphs import Capture, StepGraphs
+from atts.local.device_steps import (
+    Blocks,
+    Capture,
+    DeviceStep,
+    RowBlocks,
+    StepGraphs,
+    layout_of,
+    packed,
+    unpacked,
+)
 from atts.local.grouping import AttentionGroup, attention_groups, joined
 from atts.local.loader import LayerWeights, Rope, Weights, paired_order
 from atts.local.logit_sampling import SampledTokens, SamplingBatch, raw_logprobs, sample
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.seams import LayerHook
-from atts.local.step_layout import Blocks, DeviceStep, RowBlocks, layout_of, packed, unpacked
 
 # A step is sent to the device as one array. Steps that only decode can be captured as graphs
 # (`StepGraphs`); attention over the cache is a function that is given (`MakeAttend`): gathered slots

@@ -13,6 +13,8 @@ from atts.concurrency import import_lock
 from atts.core import TokenIds
 from atts.errors import ModelLoadError
 from atts.models.folders import read_end_ids, read_object, refuse_code, refuse_gguf, shown
+from atts.models.stored_blocks import tensor_files
+from atts.models.tokenizers import ModelTokenizer
 
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
@@ -491,3 +493,17 @@ def _ropes(config: Any) -> list[Mapping[str, Any]]:
 
 def _is_long(rope: Mapping[str, Any]) -> bool:
     return rope.get("rope_type") == "longrope"
+
+
+def check_model(folder: Path, name: str) -> tuple[ModelConfig, ModelTokenizer]:
+    """Return the configuration and the tokenizer of a model folder, whose weight files are there.
+
+    :raises ModelLoadError: something is missing or cannot be read, or they are of different models.
+    """
+    config = read_model_config(folder, name)
+    tensor_files(folder, name)
+    tokenizer = ModelTokenizer(folder, name)
+    if tokenizer.vocabulary > config.vocabulary:
+        problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {config.vocabulary}"
+        raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
+    return config, tokenizer

@@ -32,11 +32,12 @@ from atts.accel.zoo.placement import Demand, Instance, dispatched, placed
 from atts.accel.zoo.shared_worker import AddModel
 from atts.concurrency import collect
 from atts.core import SampleRequest, Sampling
-from atts.local import LocalOptions, check_model
+from atts.local import LocalOptions
 from atts.local.builder import build_loop
 from atts.local.cpu.model import NativeModel
 from atts.local.loop import StepLoop
 from atts.local.messages import LoopReport, SampleReply, Submit, WorkerConfig
+from atts.local.model_config import check_model
 from atts.models import path
 from atts.sampling import Seed
 from scripts.studies.harness import Options, Row, Table, children, say

@@ -13,11 +13,10 @@ import pytest
 from atts.accel import SpeculationOptions, StageOptions
 from atts.accel.engine import Acceleration
 from atts.core import SampleRequest
-from atts.local import LocalEngine, LocalOptions, builder, cores, messages
-from atts.local.cores import OpenLoops, worker_environment
+from atts.local import LocalEngine, LocalOptions, builder, messages, worker
 from atts.local.messages import WorkerConfig
 from atts.local.model_config import read_model_config
-from atts.local.worker import ProcessWorker
+from atts.local.worker import OpenLoops, ProcessWorker, worker_environment
 from atts.models.tokenizers import ModelTokenizer
 
 Make = Callable[..., Path]
@@ -107,7 +106,7 @@ async def test_two_engines_opened_together_divide_the_cores(
     """The first one gives half of its threads up, and has them again when the second one closes."""
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
     monkeypatch.setattr(builder, "_MOST_THREADS", 6)
-    monkeypatch.setattr(cores.OPEN_LOOPS, "_listeners", [])
+    monkeypatch.setattr(worker.OPEN_LOOPS, "_listeners", [])
     counts: list[tuple[str, int]] = []
     monkeypatch.setattr(builder, "set_threads", lambda config: counts.append(key(config)))
 

@@ -15,14 +15,13 @@ import torch
 
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.batch import StepBatch
-from atts.local.cuda.graphs import StepGraphs
 from atts.local.cuda.model import disagreement, paged_attention
+from atts.local.device_steps import RowBlocks, StepGraphs, bucketed, layout_of, packed, unpacked
 from atts.local.loader import Weights
 from atts.local.logit_sampling import SampledTokens
 from atts.local.messages import Command, SampleReply, Submit
 from atts.local.model import GatheredAttention, TorchModel
 from atts.local.model_config import ModelConfig, read_model_config
-from atts.local.step_layout import RowBlocks, bucketed, layout_of, packed, unpacked
 from atts.models import path
 from atts.sampling import Seed
 from tests.local.speculating import ids_of
@@ -317,7 +316,7 @@ def test_the_graph_that_was_not_used_for_longest_makes_room(
 ) -> None:
     """A new layout is captured when there is no room, and a layout in use stays."""
     captures = list[int]()
-    monkeypatch.setattr("atts.local.cuda.graphs._MOST_GRAPHS", 2)
+    monkeypatch.setattr("atts.local.device_steps._MOST_GRAPHS", 2)
     graphs = graphs_of(captures)
     table = np.zeros((1, 4096), dtype=np.int32)
 

@@ -16,12 +16,12 @@ from atts.api.pairs import run_tokens
 from atts.errors import OptionError, OutOfMemory
 from atts.local import EngineSize, LocalOptions, RunDemand
 from atts.local.builder import build_loop
-from atts.local.checking import check_model
 from atts.local.devices import SPARE_SLOTS, allocate_cache, device_of, on_device
 from atts.local.engine import PlainDecoding, _prepare  # pyright: ignore[reportPrivateUsage]
 from atts.local.loader import Weights, load_weights
 from atts.local.messages import WorkerConfig
 from atts.local.model import TorchModel
+from atts.local.model_config import check_model
 from atts.local.placement import WORKSPACE, Room, cards_for
 
 Make = Callable[..., Path]

@@ -22,11 +22,11 @@ from atts.accel.overlap.outcomes import Guessing
 from atts.concurrency import python_command
 from atts.core import SampleRequest, TokenIds
 from atts.errors import EngineError
-from atts.local.cores import worker_environment
 from atts.local.messages import GONE, WorkerConfig, first_answer, write
 from atts.local.proposals import accepted_length
 from atts.local.seams import NOTHING, Ask, OverlapStats, Proposer, TokenProposal
 from atts.local.sequence import Sequence
+from atts.local.worker import worker_environment
 
 
 class DraftSetup(NamedTuple):

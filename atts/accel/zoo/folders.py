@@ -11,10 +11,10 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
+from atts.concurrency import import_lock
 from atts.errors import ModelLoadError, OptionError
 from atts.files import open_ordinary, storage, write_atomic
-from atts.local.checking import check_model, check_weights
-from atts.local.model_config import Family
+from atts.local.model_config import Family, check_model
 from atts.models.folders import WEIGHT_FILES, read_object, weight_files
 from atts.models.stored_blocks import (
     MANIFEST,
@@ -201,6 +201,8 @@ def checked(folder: Path, name: str) -> Family:
     :raises ModelLoadError: the folder holds no model that a local engine computes.
     """
     config, _ = check_model(folder, name)
+    with import_lock:
+        from atts.local.loader import check_weights  # imports torch
     check_weights(folder, config, name)
     return config.rules
 

@@ -27,8 +27,8 @@ from atts.concurrency import end_with, python_command
 from atts.errors import EngineUnavailable, UnsupportedByEngine
 from atts.local.batch import StepBatch
 from atts.local.cache import SlotIds
-from atts.local.cores import worker_environment
 from atts.local.messages import GONE
+from atts.local.worker import worker_environment
 
 _END_SECONDS = 1.0
 """For a process that says nothing any more to end."""

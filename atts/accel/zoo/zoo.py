@@ -28,10 +28,11 @@ from atts.accel.zoo.folders import (
     unadapted,
     whole_block,
 )
+from atts.concurrency import import_lock
 from atts.errors import OptionError, ZooError
 from atts.files import storage, sync_directory, write_atomic
 from atts.journal import locked
-from atts.local.checking import check_adapter, check_model
+from atts.local.model_config import check_model
 from atts.models.folders import read_object, weight_files, weights_marks
 from atts.models.stored_blocks import (
     ADAPTER,
@@ -282,6 +283,8 @@ class Zoo:
             home = self._models / found.name
             file = folder / _ADAPTER_FILE
             config, _ = check_model(home, name)
+            with import_lock:
+                from atts.local.loader import check_adapter  # imports torch
             check_adapter(folder, file, config, name)
             with storage(folder):
                 mapped = WeightFile(file, stack)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from atts.local.batch import StepBatch
-from atts.local.cuda.graphs import cuda_capture
+from atts.local.device_steps import ALL_ROWS, Capture, RowBlocks, StepLayout, packed, unpacked
 from atts.local.loader import Weights
 from atts.local.model import GatheredAttention, MakeAttend, TorchModel
 from atts.local.model_config import ModelConfig
 from atts.local.options import Graphs
-from atts.local.step_layout import ALL_ROWS, RowBlocks, StepLayout, packed, unpacked
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 
@@ -88,3 +90,21 @@ def _spans(counts: tuple[int, ...], firsts: tuple[int, ...]) -> StepBatch:
         num_single=0,
         logit_rows=np.arange(len(rows)),
     )
+
+
+def cuda_capture() -> Capture:
+    """Make CUDA graphs that share one pool of memory; each is warmed up before it is captured."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            work()
+        torch.cuda.current_stream().wait_stream(beside)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    return capture

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atts.local.device_steps import Blocks, DeviceStep
 from atts.local.model_config import ModelConfig
-from atts.local.step_layout import Blocks, DeviceStep
 
 # A program computes one block's rows for the query heads of one key-value head, over a part of the
 # context: long contexts of few blocks are split, and the parts put together by their weights. All

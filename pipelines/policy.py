@@ -163,7 +163,7 @@ class Policy:
         "what is escalated: a chunk, a chunk and the rest of its rollout, or a problem on which the "
         "draft's rollouts disagree",
     ] = "chunk"
-    takeover: Annotated[Takeover, "what the target does with a rejected chunk"] = "replace"
+    takeover: Annotated[Takeover, "what the target does with an escalated chunk"] = "replace"
     answers: Annotated[
         AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"
     ] = "verify"

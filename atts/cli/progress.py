@@ -186,7 +186,7 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     if snapshot.forced:
         chunks += f" ({snapshot.forced:,} without a score)"
     if snapshot.rejected:
-        chunks += f", {snapshot.rejected:,} thrown away"
+        chunks += f", {snapshot.rejected:,} discarded"
     nominal = "" if snapshot.nominal is None else f", nominal {snapshot.nominal:g}"
     busy = (
         f"{at['draft']} drafting, {at['score']} being judged, {at['target']} with the target, "

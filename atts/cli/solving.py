@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _STYLES = {
     "draft": "dim",
     "accepted": "green",
-    "rejected": "red",
+    "escalated": "red",
     "target": "bold cyan",
     "answer": "bold",
 }
@@ -48,8 +48,8 @@ def solve(
 ) -> None:
     """Solve one problem and show the reasoning as it is written.
 
-    Each piece is labelled with its author: the draft, whose chunks are accepted or rejected, or the
-    target, which replaces rejected chunks. On a terminal the labels have colours.
+    Each piece is labelled with its author: the draft, whose chunks are accepted or escalated, or the
+    target, which replaces escalated chunks. On a terminal the labels have colours.
 
     Example: atts solve "What is (17 + 25) * 3?"
 
@@ -142,7 +142,9 @@ class StoryPrinter:
         ):
             decision = event.decision
             self._say(
-                "rejected" if decision.escalate else "accepted", decision.sample, _because(decision)
+                "escalated" if decision.escalate else "accepted",
+                decision.sample,
+                _because(decision),
             )
 
     def end(self, outcome: Outcome) -> None:
@@ -178,11 +180,11 @@ class StoryPrinter:
             lines = sanitized(text).rstrip("\n").split("\n")
         for line in lines:
             self._console.print(
-                Text.assemble((f"{number}{label:<9}│ ", "dim"), (line, _STYLES[label]))
+                Text.assemble((f"{number}{label:<10}│ ", "dim"), (line, _STYLES[label]))
             )
 
     def _fact(self, label: str, text: str) -> None:
-        self._console.print(f"{label:<9}  {sanitized(text)}", markup=False)
+        self._console.print(f"{label:<10}  {sanitized(text)}", markup=False)
 
 
 def _because(decision: Decision) -> str:
@@ -240,7 +242,7 @@ def _line(event: Notice) -> dict[str, Any] | None:
             name: getattr(decision, name)
             for name in ("sample", "turn", "score", "p", "rate", "why")
         }
-        return {"type": "rejected" if decision.escalate else "accepted", **facts}
+        return {"type": "escalated" if decision.escalate else "accepted", **facts}
     if isinstance(event, TurnFinished):
         turn = event.turn
         text = "".join(chunk.text for chunk in turn.chunks)

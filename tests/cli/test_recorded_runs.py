@@ -580,7 +580,7 @@ def test_a_problem_is_solved_before_ones_eyes(
     said = atts("solve", word, *words, "--follow", "all")
     assert said.code == 0
     labels = {line.split("│")[0].split()[-1] for line in said.out.splitlines() if "│" in line}
-    assert labels == {"draft", "accepted", "rejected", "target", "answer"}
+    assert labels == {"draft", "accepted", "escalated", "target", "answer"}
     assert "\x1b" not in said.out
     assert "votes" in said.out
 

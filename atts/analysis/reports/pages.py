@@ -124,13 +124,13 @@ def _turn(turn: Turn, limit: int) -> dict[str, Any]:
 
 def _chunks(turn: Turn, limit: int) -> Iterator[list[Any]]:
     """[who, what became of it, text, tokens, how it ended] of each chunk, what was discarded first."""
-    rejected = turn.decision is not None and turn.decision.escalate
+    escalated = turn.decision is not None and turn.decision.escalate
     for fate, chunks in (("discarded", turn.discarded), ("kept", turn.chunks)):
         for chunk in chunks:
             what = (
                 fate
-                if fate == "discarded" or not (rejected and chunk.author == "draft")
-                else "rejected"
+                if fate == "discarded" or not (escalated and chunk.author == "draft")
+                else "escalated"
             )
             yield [chunk.author, what, shorten(chunk.text, limit), chunk.tokens, chunk.ended]
 

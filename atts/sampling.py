@@ -132,9 +132,18 @@ def binomial_pmf(count: int, n: ArrayLike, chance: float) -> Floats:
 
 def binomial_quantile(share: float, n: int, chance: float) -> int:
     """Return the smallest count c with P(Bin(n, chance) <= c) >= `share`."""
-    import numpy as np
-
-    return int(np.searchsorted(binomial_cdf(np.arange(n + 1), n, chance), share))
+    if float(binomial_cdf(0, n, chance)) >= share:
+        return 0
+    # invariant: the distribution function is below `share` at `low`, and not below at `high`
+    low = 0
+    high = n
+    while high - low > 1:
+        middle = (low + high) // 2
+        if float(binomial_cdf(middle, n, chance)) >= share:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) -> Floats:

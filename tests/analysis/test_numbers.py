@@ -18,10 +18,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 import atts
-from atts.analysis import Standing, build_report, render
+from atts.analysis import Standing, build_report, render, save_report
 from atts.analysis.reports.build import timing
+from atts.analysis.reports.charts import calibration_charts
+from atts.analysis.reports.numbers import GroupRate, StatedGuarantee
 from atts.analysis.reports.pages import Pages, pack, shorten
+from atts.analysis.reports.rate_control import rate_control
 from atts.analysis.reports.run_data import read_run_data
+from atts.analysis.reports.steps import GateStep, StepLog
+from atts.analysis.reports.tables import shown_problems
 from atts.api import Setup
 from atts.calibration import Calibrator, coin_band
 from atts.cli.app import run as run_command
@@ -380,3 +385,99 @@ def test_the_command_writes_and_says_where(
     )
     assert command("--format", "md", "--out", "-")[1].startswith("# atts report")
     assert command("--format", "pdf")[0] == 2
+
+
+def test_a_large_run_shows_some_problems_and_links_to_all(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not right comes first; the numbers are those of all; every problem has its line."""
+    monkeypatch.setattr("atts.analysis.reports.pages.MOST", 5)
+    built = build_report(run)
+    rows = built.report.problems
+    shown = shown_problems(built.report)
+    assert len(shown) == 5
+    assert [place for place, _ in shown] == sorted(place for place, _ in shown)
+    wanted = {row.id for row in rows if row.verdict != "correct" or row.flags}
+    hidden = {row.id for row in rows} - {row.id for _, row in shown}
+    assert not (hidden & wanted) or len(wanted) >= 5
+    page = save_report(built, "html", tmp_path / "page.html").read_text()
+    for place, row in enumerate(rows):
+        is_shown = (place, row) in shown
+        assert (f'id="packed-{place}"' in page) == is_shown
+        assert bool(built.pages[row.id]) or not is_shown
+    assert "5 of 12 problems are on this page" in page
+    assert '<a href="page.problems.jsonl">' in page
+    lines = (tmp_path / "page.problems.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [row.id for row in rows]
+    assert "of 12 problems" in built.report.verdict.line
+    # alone, as on stdout, it links to nothing
+    assert "problems.jsonl" not in render(built, "html")
+
+
+def test_a_small_run_has_one_file(run: Path, tmp_path: Path) -> None:
+    """Nothing lies next to the page of a run whose problems all fit."""
+    page = save_report(build_report(run), "html", tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == [page]
+    assert "are on this page" not in page.read_text()
+
+
+def test_calls_beyond_what_a_report_times_are_counted(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of times says that it is about the first ones."""
+    whole = build_report(run).report.timing
+    assert whole is not None
+    assert whole.calls == whole.nodes
+    monkeypatch.setattr("atts.analysis.reports.run_data.TIMED", 20)
+    built = build_report(run)
+    assert built.report.timing is not None
+    assert (built.report.timing.nodes, built.report.timing.calls) == (20, whole.calls)
+    assert f"the first of {whole.calls:,}" in render(built, "html")
+
+
+_TEXTS = st.sampled_from(["", "a", "question 7", "π"])
+_VALUES = st.none() | st.floats(allow_nan=False)
+_STEPS = st.builds(
+    GateStep,
+    st.sampled_from(["decided", "observed"]),
+    st.builds(
+        Decision,
+        st.sampled_from(["accept", "verify", "escalate"]),
+        st.floats(allow_nan=False),
+        _TEXTS,
+        turn=st.integers(0, 1 << 40),
+        sample=st.integers(0, 1 << 40),
+        issue=st.none() | st.integers(0, 1 << 40),
+        score=_VALUES,
+        p=_VALUES,
+        why=_TEXTS,
+        origin=st.sampled_from(["gate", "forced", "budget"]),
+        length=_VALUES,
+    ),
+    st.booleans(),
+    _VALUES,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(_STEPS, max_size=12))
+def test_steps_come_back_from_their_columns(steps: list[GateStep]) -> None:
+    """None, infinities and zeros are told apart; slices and kinds are those of a list."""
+    log = StepLog()
+    for step in steps:
+        log.append(step)
+    assert len(log) == len(steps)
+    assert list(log.between(0, len(log))) == steps
+    assert list(log.between(2, len(log))[1:3]) == steps[2:][1:3]
+    assert list(log.of_kind("observed")) == [step for step in steps if step.kind == "observed"]
+
+
+def test_a_chart_of_many_questions_draws_some() -> None:
+    """Every so many by rank, over the whole axis."""
+    groups = tuple(GroupRate(f"q{n}", 10, n % 11, 0.0, 1.0) for n in range(4000))
+    steps = [GateStep("observed", Decision("accept", 0.2, "q"), False)]
+    few = rate_control(steps, StatedGuarantee("aci", "", "", ""), ())
+    control = replace(few, by_question=groups, questions=4000, decisions=40_000)
+    chart = next(one for one in calibration_charts(control) if one.title == "Rate by question")
+    assert 500 <= chart.picture.count("<circle") <= 1001
+    assert "one of 4 questions" in chart.caption

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,7 @@ from atts.analysis.reports.numbers import (
     TimeBreakdown,
     worst_of,
 )
-from atts.analysis.reports.pages import Pages, shorten
+from atts.analysis.reports.pages import Pages, looked_for, shorten
 from atts.analysis.reports.rate_control import realised_rate
 from atts.analysis.reports.run_data import ProblemFacts, RunData, read_run_data
 from atts.graph import CallSpan, measure, sibling_edges
@@ -51,8 +51,11 @@ _LANES = 12  # per engine that are drawn
 _PIXELS = 900  # calls closer than one of these are drawn as one
 
 
-def timing(nodes: Sequence[CallSpan]) -> TimeBreakdown | None:
-    """Take the run's time apart by its task graph; None if no call was timed."""
+def timing(nodes: Sequence[CallSpan], calls: int | None = None) -> TimeBreakdown | None:
+    """Take the run's time apart by its task graph; None if no call was timed.
+
+    `calls` counts all calls of a run, of which `nodes` are the first.
+    """
     if not nodes:
         return None
     whole = measure(nodes)
@@ -65,6 +68,7 @@ def timing(nodes: Sequence[CallSpan]) -> TimeBreakdown | None:
     return TimeBreakdown(
         whole.seconds,
         len(nodes),
+        calls=len(nodes) if calls is None else calls,
         stages=tuple(stages),
         engines=tuple(
             _lanes(engine, [n for n in nodes if n.engine == engine], begin, whole.seconds)
@@ -232,9 +236,9 @@ def build_report(
         baselines=baselines,
         calibration=calibration,
         frontier=frontier(data, others),
-        timing=timing(data.nodes),
+        timing=timing(data.nodes, data.calls),
         caveats=warnings,
-        problems=tuple(map(_row, problems)),
+        problems=_rows(problems, data.pages),
     )
     return BuiltReport(report, data.pages)
 
@@ -350,6 +354,12 @@ def _rate_point(control: RateControl) -> Point:
         )
     standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
     return standings[found.standing], str(found)
+
+
+def _rows(problems: Sequence[ProblemFacts], pages: Pages) -> tuple[ProblemRow, ...]:
+    rows = [_row(one) for one in problems]
+    shown = set(pages.shown([(row.id, looked_for(row.verdict, (row.flags,))) for row in rows]))
+    return tuple(row if row.id in shown else replace(row, is_shown=False) for row in rows)
 
 
 def _row(one: ProblemFacts) -> ProblemRow:

@@ -101,26 +101,37 @@ def _share_axis(groups: Sequence[GroupRate], nominal: float | None) -> Axis:
     return Axis(0.0, min(1.0, top * 1.08), "share escalated")
 
 
+_MOST_DOTS = 1000  # questions that a chart draws
+
+
 def _by_question(control: RateControl) -> Chart:
     """Sorted dots, the coin's band beside each: a rule that ignores the question would fill it."""
-    ordered = sorted(control.by_question, key=lambda group: (group.share, group.name))
+    everything = sorted(control.by_question, key=lambda group: (group.share, group.name))
+    # of many, every so many by rank: the picture is the same
+    step = -(-len(everything) // _MOST_DOTS) or 1
+    ordered = everything[::step]
     plot = Plot(
-        Axis(0, max(1, len(ordered)), "questions, by rate", values="whole"),
+        Axis(0, max(1, len(everything)), "questions, by rate", values="whole"),
         _share_axis(ordered, control.nominal),
     )
     marks = list[str]()
     if control.nominal is not None:
-        marks.append(plot.line([(0, control.nominal), (len(ordered), control.nominal)], "nominal"))
+        marks.append(
+            plot.line([(0, control.nominal), (len(everything), control.nominal)], "nominal")
+        )
     radius = 4.0 if len(ordered) <= 60 else 2.5 if len(ordered) <= 200 else 1.5
     marks += [
-        plot.dot(n + 0.5, group.share, "plain" if group.inside else "off", _tip(group), radius)
+        plot.dot(
+            n * step + 0.5, group.share, "plain" if group.inside else "off", _tip(group), radius
+        )
         for n, group in enumerate(ordered)
     ]
-    words = f"Each dot is a question. Root mean square distance from the nominal rate {control.question_rms:.3f}"
+    dots = "Each dot is a question" if step == 1 else f"Each dot is one of {step} questions"
+    words = f"{dots}. Root mean square distance from the nominal rate {control.question_rms:.3f}"
     words += (
         f"; fair coins would give {control.coin_rms:.3f}." if control.nominal is not None else "."
     )
-    data = _group_data(control.by_question)
+    data = _group_data(ordered if step > 1 else control.by_question)
     return Chart.of("Rate by question", words, plot, marks, data, "Realised rate by question")
 
 

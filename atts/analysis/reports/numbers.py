@@ -292,7 +292,8 @@ class TimeBreakdown:
     """Where the time went, by the task graph."""
 
     seconds: float
-    nodes: int
+    nodes: int  # calls that were measured: the first ones, of more than a report holds
+    calls: int
     stages: tuple[StageSeconds, ...]
     engines: tuple[EngineLanes, ...]
     critical_path: float
@@ -343,6 +344,7 @@ class ProblemRow:
     flags: tuple[str, ...]
     why: str
     question: str  # its first words
+    is_shown: bool = True  # on a page, which may have room for some problems only
 
 
 @dataclass(frozen=True, slots=True)

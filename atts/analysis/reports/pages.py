@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from atts.core import Outcome, Rollout, Turn
@@ -14,6 +14,8 @@ from atts.journal import FinishedProblem, FinishedSample
 
 _LIMITS = (4000, 1500, 600, 240, 80, 0)  # characters of a chunk that are kept, the more the better
 _FEWEST = 40  # problems a budget is shared by when their number is not known
+MOST = 5000
+"""Problems that a page shows; a browser sorts and filters so many rows without a pause."""
 
 
 class Pages:
@@ -23,8 +25,10 @@ class Pages:
 
     def __init__(self, budget: int, problems: int) -> None:
         """`budget` is in bytes, for all of `problems` together (0: their number is not known)."""
-        self._each = budget // max(problems, _FEWEST)
+        self._each = budget // max(min(problems, MOST), _FEWEST)
         self._packed: dict[str, str] = {}
+        # pages so far: of problems that a reader looks for first, and of others
+        self._counts = {True: 0, False: 0}
         self.shortened = 0  # pages whose texts were cut to fit
         # the shortest cut so far, in characters per chunk; set where something was cut
         self.limit = _LIMITS[0]
@@ -32,11 +36,14 @@ class Pages:
     def add(
         self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem
     ) -> None:
-        """Keep this problem's story, as whole as its share of the budget allows: nothing of it
-        where that is none.
+        """Keep this problem's story, as whole as its share of the budget allows.
+
+        Nothing is kept where that is none, or where the page is full of such problems.
         """
-        if not self._each:
+        is_wanted = looked_for(brief.verdict, flags.values())
+        if not self._each or self._counts[is_wanted] >= MOST:
             return
+        self._counts[is_wanted] += 1
         turns = (turn for rollout in outcome.rollouts for turn in rollout.turns)
         longest = max(
             (len(chunk.text) for turn in turns for chunk in (*turn.chunks, *turn.discarded)),
@@ -53,9 +60,26 @@ class Pages:
             self.limit = min(self.limit, limit)
         self._packed[outcome.problem.id] = packed
 
+    def shown(self, problems: Sequence[tuple[str, bool]]) -> Collection[str]:
+        """Choose the problems to show, of which each comes with whether a reader looks for it first.
+
+        Of more than a page holds, those are chosen that have a page.
+        """
+        names = [name for name, _ in problems]
+        if len(problems) <= MOST:
+            return names
+        wanted = [name for name, is_wanted in problems if is_wanted and name in self._packed]
+        others = [name for name, is_wanted in problems if not is_wanted and name in self._packed]
+        return [*wanted, *others][:MOST]
+
     def __getitem__(self, problem: str) -> str:
-        """Return the packed page of a problem."""
-        return self._packed[problem]
+        """Return the packed page of a problem; "" if it has none."""
+        return self._packed.get(problem, "")
+
+
+def looked_for(verdict: str | None, flags: Iterable[tuple[str, ...]]) -> bool:
+    """Return True for a problem that a reader looks for first: not correct, or with a flag."""
+    return verdict != "correct" or any(flags)
 
 
 def pack(story: Mapping[str, Any]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Literal
 
@@ -22,7 +22,8 @@ from atts.analysis.reports.numbers import (
     StatedGuarantee,
     Uniformity,
 )
-from atts.analysis.reports.run_data import AUDIT, GateStep, RunData
+from atts.analysis.reports.run_data import AUDIT, RunData
+from atts.analysis.reports.steps import GateStep
 from atts.analysis.run_replay import fresh_calibrator
 from atts.calibration import (
     MODES,
@@ -191,7 +192,7 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
 def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match | None:
     """Return the mode whose calibrator takes the journal's decisions again."""
     best: _Match | None = None
-    first = data.steps[: data.parts[1]] if len(data.parts) > 1 else data.steps
+    first = data.steps.between(0, data.parts[1] if len(data.parts) > 1 else len(data.steps))
     for mode in modes:
         trial = _replayed(data, first[:_TRIAL], mode, nominal, _TRIAL)
         if trial is not None and trial.checked and trial.same > 0.9 * trial.checked:
@@ -206,7 +207,7 @@ def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
     ends = [*data.parts[1:], len(data.steps)]
     whole: _Match | None = None
     for begin, end in zip(data.parts, ends, strict=True):
-        found = _replayed(data, data.steps[begin:end], mode, nominal, AUDIT - begin)
+        found = _replayed(data, data.steps.between(begin, end), mode, nominal, AUDIT - begin)
         if found is None:
             return None
         found.calibrator.settle()
@@ -277,12 +278,11 @@ def rate_control(
     scale: Scale | None = None,
 ) -> RateControl:
     """Return all numbers that at least one decision gives about the rate."""
-    nominal = _nominal(done)
-    by_question = _groups(done, lambda decision: decision.question)
+    columns = _columns(done, scale)
+    nominal = columns.nominal
+    by_question = _groups(columns.questions, columns.escalated)
     shares = [sum(flags) / len(flags) for flags in by_question.values()]
-    judged = [step for step in done if step.decision.score is not None]
-    bad = [_nonconformity(step.decision, scale) for step in judged]
-    summary = _clusters(judged, bad)
+    summary = _clusters(columns)
     window = max(20, min(500, len(done) // 6))
     rms = (
         math.sqrt(float(np.mean([(share - nominal) ** 2 for share in shares])))
@@ -292,40 +292,79 @@ def rate_control(
     return RateControl(
         nominal,
         decisions=len(done),
-        escalated=sum(step.escalated for step in done),
-        forced=sum(step.decision.origin == "forced" for step in done),
+        escalated=sum(columns.escalated),
+        forced=columns.forced,
         questions=len(by_question),
         rate=share_estimate((sum(flags), len(flags)) for flags in by_question.values()),
-        turns=_banded(_groups(done, lambda decision: decision.turn), nominal, "turn "),
+        turns=_banded(_groups(columns.turns, columns.escalated), nominal, "turn "),
         by_question=_banded(by_question, nominal),
         question_rms=rms,
         coin_rms=_coin_rms([len(flags) for flags in by_question.values()], nominal),
         window=window,
-        moments=_moments([step.escalated for step in done], nominal, window),
-        p_values=_uniformity(done),
-        drift=_drift(judged, bad),
+        moments=_moments(columns.escalated, nominal, window),
+        p_values=_uniformity(columns),
+        drift=_drift(columns),
         alarms=alarms,
         effective=str(summary) if summary else "no decision rests on a score",
         effective_n=summary.effective if summary else math.nan,
         promise=promise,
-        metrics=_metrics(judged, bad, nominal),
+        metrics=_metrics(columns),
     )
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What was done with each chunk, without objects: a run may have judged a million."""
+
+    questions: list[str] = field(default_factory=list[str])
+    turns: list[int] = field(default_factory=list[int])
+    escalated: list[bool] = field(default_factory=list[bool])
+    # where among them those are that have a score, and how bad each is
+    judged: list[int] = field(default_factory=list[int])
+    bad: list[float] = field(default_factory=list[float])
+    # where those are that have a p-value, and the p-values
+    ranked: list[int] = field(default_factory=list[int])
+    p: list[float] = field(default_factory=list[float])
+    forced: int = 0
+    nominal: float | None = None
+
+
+def _columns(done: Sequence[GateStep], scale: Scale | None) -> _Columns:
+    columns = _Columns()
+    rates = Counter[float]()
+    for place, step in enumerate(done):
+        decision = step.decision
+        columns.questions.append(decision.question)
+        columns.turns.append(decision.turn)
+        columns.escalated.append(step.escalated)
+        columns.forced += decision.origin == "forced"
+        rates[decision.rate] += math.isfinite(decision.rate)
+        if decision.score is not None:
+            columns.judged.append(place)
+            columns.bad.append(_nonconformity(decision, scale))
+        if decision.p is not None:
+            columns.ranked.append(place)
+            columns.p.append(decision.p)
+    columns.nominal = _most_named(rates)
+    return columns
 
 
 def _nominal(done: Sequence[GateStep]) -> float | None:
     """Return the rate that most decisions name; a gate without a rate names nan."""
-    named = Counter(
-        step.decision.rate for step in done if math.isfinite(step.decision.rate)
-    ).most_common(1)
+    return _most_named(
+        Counter(step.decision.rate for step in done if math.isfinite(step.decision.rate))
+    )
+
+
+def _most_named(rates: Counter[float]) -> float | None:
+    named = [(rate, count) for rate, count in rates.most_common(2) if count]
     return named[0][0] if named else None
 
 
-def _groups(
-    done: Sequence[GateStep], key: Callable[[Decision], Hashable]
-) -> dict[Hashable, list[bool]]:
+def _groups(keys: Sequence[Hashable], flags: Sequence[bool]) -> dict[Hashable, list[bool]]:
     found: dict[Hashable, list[bool]] = {}
-    for step in done:
-        found.setdefault(key(step.decision), []).append(step.escalated)
+    for key, flag in zip(keys, flags, strict=True):
+        found.setdefault(key, []).append(flag)
     return found
 
 
@@ -369,23 +408,20 @@ def _nonconformity(decision: Decision, scale: Scale | None) -> float:
     return (scale or likely).nonconformity(decision.score)
 
 
-def _clusters(judged: Sequence[GateStep], bad: Sequence[float]) -> ClusterSummary | None:
-    return (
-        summarise(by_cluster(bad, [step.decision.question for step in judged])) if judged else None
-    )
-
-
-def _uniformity(done: Sequence[GateStep]) -> Uniformity | None:
-    """Compare the p-values with the uniform distribution, in a Dvoretzky-Kiefer-Wolfowitz band."""
-    known = [
-        (step.decision.p, step.decision.question) for step in done if step.decision.p is not None
-    ]
-    if not known:
+def _clusters(columns: _Columns) -> ClusterSummary | None:
+    if not columns.judged:
         return None
-    values = np.sort(np.array([p for p, _ in known], float))
-    effective = summarise(
-        by_cluster([p for p, _ in known], [question for _, question in known])
-    ).effective
+    questions = [columns.questions[place] for place in columns.judged]
+    return summarise(by_cluster(columns.bad, questions))
+
+
+def _uniformity(columns: _Columns) -> Uniformity | None:
+    """Compare the p-values with the uniform distribution, in a Dvoretzky-Kiefer-Wolfowitz band."""
+    if not columns.ranked:
+        return None
+    values = np.sort(np.array(columns.p, float))
+    questions = [columns.questions[place] for place in columns.ranked]
+    effective = summarise(by_cluster(columns.p, questions)).effective
     n = len(values)
     grid = np.linspace(0, 1, _CURVE + 1)
     above = np.arange(1, n + 1) / n - values
@@ -400,7 +436,7 @@ def _uniformity(done: Sequence[GateStep]) -> Uniformity | None:
     )
 
 
-def _drift(judged: Sequence[GateStep], bad: Sequence[float]) -> DriftTest | None:
+def _drift(columns: _Columns) -> DriftTest | None:
     """Bets on the smoothed rank of each question's mean first-turn score among the questions before
     it.
 
@@ -408,9 +444,9 @@ def _drift(judged: Sequence[GateStep], bad: Sequence[float]) -> DriftTest | None
     would ever reach 1 / level with probability at most level.
     """
     first = dict[str, list[float]]()
-    for step, nonconformity in zip(judged, bad, strict=True):
-        if step.decision.turn == 0 and math.isfinite(nonconformity):
-            first.setdefault(step.decision.question, []).append(nonconformity)
+    for place, nonconformity in zip(columns.judged, columns.bad, strict=True):
+        if columns.turns[place] == 0 and math.isfinite(nonconformity):
+            first.setdefault(columns.questions[place], []).append(nonconformity)
     means = [math.fsum(scores) / len(scores) for scores in first.values()]
     if len(means) < 2:
         return None
@@ -429,15 +465,13 @@ def _drift(judged: Sequence[GateStep], bad: Sequence[float]) -> DriftTest | None
     )
 
 
-def _metrics(
-    judged: Sequence[GateStep], bad: Sequence[float], nominal: float | None
-) -> Mapping[str, float]:
-    if nominal is None or not judged:
+def _metrics(columns: _Columns) -> Mapping[str, float]:
+    if columns.nominal is None or not columns.judged:
         return {}
     return rate_metrics(
-        [step.decision.question for step in judged],
-        [step.decision.turn for step in judged],
-        bad,
-        [step.escalated for step in judged],
-        nominal,
+        [columns.questions[place] for place in columns.judged],
+        [columns.turns[place] for place in columns.judged],
+        columns.bad,
+        [columns.escalated[place] for place in columns.judged],
+        columns.nominal,
     )

@@ -36,14 +36,16 @@ FILE_NAMES: dict[Format, str] = {
 }
 
 
-def render(built: BuiltReport, format: Format) -> str:
+def render(built: BuiltReport, format: Format, problems: str = "") -> str:
     """Return the text of the report.
+
+    `problems` is the file with all problems to which a page links that cannot show them all.
 
     :raises OptionError: for an unknown format.
     """
     match as_format(format, FORMATS):
         case "html":
-            return _html(built)
+            return _html(built, problems)
         case "markdown":
             # the same numbers without pictures or texts of rollouts, short enough to be pasted into
             # an issue
@@ -57,13 +59,20 @@ def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> 
 
     :raises StorageError: the disk refuses.
     """
-    data = render(built, format).encode("utf-8", "replace")
-    if out is not None:
-        write_out(out, data)
-        return out
-    path = Path(built.report.run.directory) / FILE_NAMES[format]
-    write_atomic(path, data)  # whoever made the directory may have put a link there: it is replaced
+    path = out or Path(built.report.run.directory) / FILE_NAMES[format]
+    # Whoever made the run directory may have put links into it: they are replaced.
+    write = write_atomic if out is None else write_out
+    problems = f"{path.stem}.problems.jsonl"
+    if format == "html" and _is_large(built):
+        rows = (jsonable(row) for row in built.report.problems)
+        lines = "".join(f"{json.dumps(row, allow_nan=False, ensure_ascii=False)}\n" for row in rows)
+        write(path.with_name(problems), lines.encode("utf-8", "replace"))
+    write(path, render(built, format, problems).encode("utf-8", "replace"))
     return path
+
+
+def _is_large(built: BuiltReport) -> bool:
+    return len(tables.shown_problems(built.report)) < len(built.report.problems)
 
 
 def as_format(name: str, known: Sequence[F]) -> F:
@@ -77,7 +86,7 @@ def as_format(name: str, known: Sequence[F]) -> F:
     raise OptionError("format", f"{name!r} is not a format", known, name)
 
 
-def _html(built: BuiltReport) -> str:
+def _html(built: BuiltReport, problems: str) -> str:
     """Return one HTML file that needs no network, no server and no other file."""
     report = built.report
     created = datetime.fromtimestamp(report.run.created, UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -91,6 +100,8 @@ def _html(built: BuiltReport) -> str:
         frontier_chart=frontier_chart,
         runs_chart=runs_chart,
         axis=Axis,
+        is_large=_is_large(built),
+        problems_file=problems,
         created=created if report.run.created else "",
     )
 

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from atts.analysis.reports.pages import Pages
+from atts.analysis.reports.steps import GateStep, StepLog, Steps
 from atts.analysis.turns import tokens_written
 from atts.core import Decision, Outcome, Problem, Rollout, Usage
 from atts.journal import (
@@ -37,21 +37,13 @@ AUDIT = 4000
 """Steps of the gate that a report takes again; after them what was done is enough, where it is
 recorded.
 """
+TIMED = 200_000
+"""Calls whose times a report takes apart; more would fill the memory."""
 _KINDS: tuple[type[Event], ...] = (
     *FACTS, Decided, Observed, CallSpan, ProblemSpan, CallFailed, Warned, Drifted,
 )  # fmt: skip
 # characters at the end of a rollout in which an answer that was not extracted would stand
 _TAIL = 300
-
-
-@dataclass(frozen=True, slots=True)
-class GateStep:
-    """One step of the gate: it was asked for a decision, or told what was done."""
-
-    kind: Literal["decided", "observed"]
-    decision: Decision
-    escalated: bool
-    left: float | None = None  # the share of rollouts that had not ended, as the gate was told
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +84,9 @@ class RunData:
     run: RecordedRun
     pages: Pages
     problems: dict[str, ProblemFacts] = field(default_factory=dict[str, ProblemFacts])
-    steps: list[GateStep] = field(default_factory=list[GateStep])
-    nodes: list[CallSpan] = field(default_factory=list[CallSpan])
+    steps: StepLog = field(default_factory=StepLog)
+    nodes: list[CallSpan] = field(default_factory=list[CallSpan])  # the first `TIMED` calls
+    calls: int = 0
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
     failed_calls: Counter[str] = field(default_factory=Counter[str])
@@ -102,10 +95,9 @@ class RunData:
     state: RunState = field(default_factory=RunState)
 
     @property
-    def done(self) -> list[GateStep]:
+    def done(self) -> Steps:
         """Return what was done with every judged chunk, in order."""
-        observed = [step for step in self.steps if step.kind == "observed"]
-        return observed or [step for step in self.steps if step.kind == "decided"]
+        return self.steps.of_kind("observed") or self.steps.of_kind("decided")
 
     def take(self, entry: Entry) -> None:
         """Take in one entry, in order."""
@@ -120,7 +112,9 @@ class RunData:
             case Observed(decision, escalated):
                 self.steps.append(GateStep("observed", decision, escalated))
             case CallSpan(source="live", status="done" | "failed") as node:
-                self.nodes.append(self.state.clock.aligned(node, entry.at))
+                self.calls += 1
+                if self.calls <= TIMED:
+                    self.nodes.append(self.state.clock.aligned(node, entry.at))
             case CallFailed(error=error):
                 self.failed_calls[error] += 1
             case Warned() as warned:

@@ -292,7 +292,7 @@ def conditions_table(conditions: Mapping[str, object]) -> ReportTable:
 def caveat_table(report: RunReport) -> ReportTable:
     """Warnings, worst first."""
     words = {"good": "note", "care": "read with care", "bad": "serious"}
-    places = {row.id: number for number, row in enumerate(report.problems)}
+    places = {row.id: place for place, row in shown_problems(report)}
     rows = [
         (Cell(words[c.standing], None, c.standing), c.code, c.count, c.text, _examples(c, places))
         for c in report.caveats
@@ -327,6 +327,9 @@ def time_table(found: TimeBreakdown) -> ReportTable:
         ),
         ("r = Tc / (Tm + Ts)", found.intensity, "asynchronous arithmetic intensity"),
     ]
+    if found.calls > found.nodes:
+        meaning = f"the first of {found.calls:,}; all numbers of this table are about them"
+        rows.append(("calls", found.nodes, meaning))
     rows += [
         (f"{engine.engine}: share of time busy", engine.busy_share,
          f"{engine.mean_in_flight:.1f} calls in flight on average, at most {engine.peak}; longest "
@@ -357,30 +360,32 @@ def stage_table(found: TimeBreakdown) -> ReportTable:
     return ReportTable.of("Seconds of each stage, summed over calls", columns, rows)
 
 
+def shown_problems(report: RunReport) -> list[tuple[int, ProblemRow]]:
+    """Return the problems that a page shows, with their places among all."""
+    return [(place, row) for place, row in enumerate(report.problems) if row.is_shown]
+
+
 def problem_table(report: RunReport) -> ReportTable:
-    """Return one row per problem."""
+    """Return one row per problem that is shown."""
     columns = (
         "problem", "question", "verdict", "answer", "reference", "correct rollouts", "agree", "chunks judged",
         "escalated", "draft tokens", "target tokens", "seconds", "flags",
     )  # fmt: skip
     return ReportTable(
-        "One row per problem", columns, tuple(_problem(*row) for row in enumerate(report.problems))
+        "One row per problem", columns, tuple(_problem(*row) for row in shown_problems(report))
     )
 
 
 def problem_digest(report: RunReport) -> ReportTable:
     """Return all problems, or of many those that are not correct."""
     table = problem_table(report)
-    if len(table.rows) <= _PROBLEMS:
+    count = len(report.problems)
+    if count <= _PROBLEMS:
         return table
-    kept = [
-        row
-        for row, one in zip(table.rows, report.problems, strict=True)
-        if one.verdict != "correct"
-    ]
-    shown = min(len(kept), _PROBLEMS)
-    title = f"Problems that are not correct: {shown} of {len(kept)}, of {len(table.rows)} in all"
-    return ReportTable(title, table.columns, tuple(kept[:_PROBLEMS]))
+    kept = [(place, row) for place, row in enumerate(report.problems) if row.verdict != "correct"]
+    shown = tuple(_problem(*row) for row in kept[:_PROBLEMS])
+    title = f"Problems that are not correct: {len(shown)} of {len(kept)}, of {count} in all"
+    return ReportTable(title, table.columns, shown)
 
 
 def _problem(place: int, row: ProblemRow) -> tuple[Cell, ...]:

@@ -107,7 +107,7 @@
 
   const open = async (place, sample) => {
     const holder = $(`packed-${place}`);
-    if (!holder) return;
+    if (!holder || !holder.textContent) return;
     const page = await unpack(holder.textContent), target = $("page");
     const bar = make("div", "bar-of-page");
     bar.append(link("← All problems", "problems"));

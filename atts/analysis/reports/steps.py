@@ -1,0 +1,115 @@
+"""The steps of a run's gate, kept in columns: a report of a million of them fits into memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast, overload
+
+from atts.core import Action, Decision, Origin
+
+StepKind = Literal["decided", "observed"]
+
+
+@dataclass(frozen=True, slots=True)
+class GateStep:
+    """One step of the gate: it was asked for a decision, or told what was done."""
+
+    kind: StepKind
+    decision: Decision
+    escalated: bool
+    left: float | None = None  # the share of rollouts that had not ended, as the gate was told
+
+
+class Steps(Sequence[GateStep]):
+    """Some steps of a log, which makes each one again when it is read."""
+
+    def __init__(self, log: StepLog, places: Sequence[int]) -> None:
+        self._log = log
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> GateStep: ...
+    @overload
+    def __getitem__(self, index: slice) -> Steps: ...
+    def __getitem__(self, index: int | slice) -> GateStep | Steps:
+        if isinstance(index, slice):
+            return Steps(self._log, self._places[index])
+        return self._log.read(self._places[index])
+
+
+class StepLog:
+    """All steps of a run in the order of its journal, some 80 bytes each."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, int] = {}  # every text once, with its number
+        self._spellings: list[str] = []
+        self._codes = array("I")  # five texts a step: kind, question, action, origin, why
+        self._numbers = array("q")  # turn, sample, issue, and which of the values are there
+        self._values = array("d")  # rate, score, p, length, left
+
+    def __len__(self) -> int:
+        return len(self._codes) // 5
+
+    def append(self, step: GateStep) -> None:
+        """Keep a step."""
+        decision = step.decision
+        for text in (step.kind, decision.question, decision.action, decision.origin, decision.why):
+            self._codes.append(self._number(text))
+        known = int(step.escalated)
+        if decision.issue is not None:
+            known |= 2
+        optional = (decision.score, decision.p, decision.length, step.left)
+        self._values.append(decision.rate)
+        for place, value in enumerate(optional):
+            if value is not None:
+                known |= 4 << place
+            self._values.append(0.0 if value is None else value)
+        self._numbers.extend((decision.turn, decision.sample, decision.issue or 0, known))
+
+    def read(self, place: int) -> GateStep:
+        """Return the step at a place, equal to the one that was kept there."""
+        texts = [self._spellings[code] for code in self._codes[5 * place : 5 * place + 5]]
+        kind, question, action, origin, why = texts
+        turn, sample, issue, known = self._numbers[4 * place : 4 * place + 4]
+        rate, *values = self._values[5 * place : 5 * place + 5]
+        score, p, length, left = (
+            value if known & (4 << number) else None for number, value in enumerate(values)
+        )
+        decision = Decision(
+            cast("Action", action),
+            rate,
+            question,
+            turn=turn,
+            sample=sample,
+            issue=issue if known & 2 else None,
+            score=score,
+            p=p,
+            why=why,
+            origin=cast("Origin", origin),
+            length=length,
+        )
+        return GateStep(cast("StepKind", kind), decision, bool(known & 1), left)
+
+    def between(self, begin: int, end: int) -> Steps:
+        """Return the steps from one place up to another."""
+        return Steps(self, range(begin, end))
+
+    def of_kind(self, kind: StepKind) -> Steps:
+        """Return the steps of a kind."""
+        code = self._texts.get(kind)
+        places = array("I")
+        if code is not None:
+            places.extend(place for place, found in enumerate(self._codes[::5]) if found == code)
+        return Steps(self, places)
+
+    def _number(self, text: str) -> int:
+        number = self._texts.get(text)
+        if number is None:
+            number = self._texts[text] = len(self._spellings)
+            self._spellings.append(text)
+        return number

@@ -256,6 +256,19 @@ class Returning(Protocol):
         ...
 
 
+@runtime_checkable
+class Stepping(Protocol):
+    """An engine that computes all calls in common steps, and counts the steps.
+
+    A call may wait long for its turn at such an engine. The wait is not a fault while steps are
+    taken, so a call's deadline counts from the newest step.
+    """
+
+    def steps_taken(self) -> int:
+        """Return the number of steps so far."""
+        ...
+
+
 class EngineAround:
     """A wrapper that forwards every call to another engine; subclasses watch, record or disturb calls.
 

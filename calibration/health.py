@@ -17,7 +17,7 @@ from atts.calibration.conformal import (
 )
 from atts.calibration.drift import DriftMonitor, DuplicateScores
 from atts.calibration.rates import Rate, exact_rate
-from atts.calibration.scores import StoredScores
+from atts.calibration.scores import Measure, StoredScores
 from atts.errors import CalibrationInputError
 
 _HALVES = 400  # random splits of the questions in two
@@ -49,6 +49,8 @@ class Health:
     # SD of the rate when half of the questions set the threshold for the other half
     half_split: float
     turns: tuple[TurnHealth, ...]
+    measure: Measure  # whether differences of these scores are read on the logarithm
+    score_kind: str | None  # the rule that made the scores, if their conditions name it
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -106,6 +108,8 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
         long_run_clustered=long_run(max(1, int(summary.effective)), rate),
         half_split=_half_split_spread(list(clusters.values()), rate, seed),
         turns=_turn_health(stored, nonconformity, rate),
+        measure=stored.scale.measure,
+        score_kind=_kind_of(stored),
     )
 
 
@@ -156,6 +160,11 @@ def _turn_health(
         threshold = _as_score(stored, split_threshold(scores, rate))
         rows.append(TurnHealth(turn, len(scores), median, threshold))
     return tuple(rows)
+
+
+def _kind_of(stored: StoredScores) -> str | None:
+    kind = stored.fingerprint.get("score.kind")
+    return kind if isinstance(kind, str) else None
 
 
 def _as_score(stored: StoredScores, nonconformity: float) -> float:

@@ -33,7 +33,7 @@ from atts.pipelines.gates import (
 )
 from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
 from atts.pipelines.rollout import solve
-from atts.pipelines.scores import ScoreRule, evidence, mean_logprob
+from atts.pipelines.scores import ScoreRule, evidence, mean_logprob, score_words
 from atts.pipelines.speeds import DraftLength, WriterChoice
 from atts.pipelines.votes import (
     Ballot,
@@ -91,6 +91,7 @@ __all__ = [
     "let_go",
     "mean_logprob",
     "needed_logprobs",
+    "score_words",
     "prompt_of",
     "settled_probability",
     "solve",

@@ -210,9 +210,11 @@ class Policy:
         "Answer with the letter of the right choice."
     )
     confidence_stop: ConfidenceStop | None = None
-    timeout_seconds: Annotated[float, "of one engine call, its queue at the engine included"] = (
-        600.0
-    )
+    timeout_seconds: Annotated[
+        float,
+        "of one engine call, its queue at a server included; a local engine that takes steps is "
+        "never late",
+    ] = 600.0
     repeats: Annotated[int, "the same chunk this often in a row ends its rollout"] = 3
 
     def __post_init__(self) -> None:

@@ -26,6 +26,16 @@ _SOURCES: Mapping[ScoreKind, ScoreSource] = {
     "disagreement": "votes",
 }
 
+_UNITS: Mapping[ScoreKind, str] = {
+    "mean": "nats per token",
+    "worst": "nats at the least likely token",
+    "byte": "nats per byte",
+    "speculative": "nats per chunk",
+    "draft": "nats at the least likely token",
+    "verdict": "nats",
+}
+"""What the logarithm of a score is counted in. The other scores are read as they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
@@ -83,6 +93,23 @@ def _perplexity(nll: float) -> float:
     if math.isnan(nll):
         return math.nan
     return math.exp(nll) if nll < 700 else math.inf
+
+
+def score_words(score: float, kind: str | None) -> str:
+    """Describe a score as people read it: the logarithm of a chance in its unit.
+
+    A product over the tokens of a long chunk reaches e^190, which says little as a number. A score
+    of unknown kind is taken for such a product.
+
+    >>> score_words(1.5, "mean"), score_words(3.7e11, "speculative"), score_words(4.0, "rating")
+    ('0.405 nats per token', '26.6 nats per chunk', '4')
+    """
+    if math.isnan(score) or math.isinf(score):
+        return "none" if math.isinf(score) else "not a number"
+    if kind in SCORE_KINDS and kind not in _UNITS:
+        return f"{score:.4g}"
+    unit = next((words for name, words in _UNITS.items() if name == kind), "nats")
+    return f"{math.log(score):.3g} {unit}" if score > 0 else f"{score:.4g}"
 
 
 Rule = Callable[[Sequence[float], str], float]

@@ -30,6 +30,7 @@ from atts.analysis.reports.render import (
     save_sharing,
 )
 from atts.analysis.reports.svg import Axis, Plot
+from atts.analysis.reports.tables import shown_score
 from atts.analysis.run_replay import (
     PolicyChange,
     Replay,
@@ -107,6 +108,7 @@ __all__ = [
     "save_report",
     "save_run_set",
     "save_sharing",
+    "shown_score",
     "standing_of",
     "sweep_lines",
 ]

@@ -456,6 +456,8 @@ def _print_report(report: CalibrationReport) -> None:
 
 
 def _print_health(health: Health) -> None:
+    from atts.analysis import shown_score
+
     say(
         health.clusters
         if health.repeats.clustered
@@ -465,7 +467,9 @@ def _print_health(health: Health) -> None:
         f"  {'repeats in their question' if health.repeats.clustered else 'repeats':<28}{100 * health.repeats.within:.1f} %"
     )
     say(f"  repeats in another one      {100 * health.repeats.across:.1f} %")
-    say(f"  escalate above              {_threshold(health.threshold)} (rate {health.rate:g})")
+    say(
+        f"  escalate above              {shown_score(health, health.threshold)} (rate {health.rate:g})"
+    )
     for words, (low, high) in (
         ("long-run rate, independent", health.long_run),
         ("long-run rate, clustered", health.long_run_clustered),
@@ -477,12 +481,9 @@ def _print_health(health: Health) -> None:
             f"{health.half_split:.3f}"
         )
     for row in health.turns:
-        facts = f"{row.scores:>6} scores, median {_threshold(row.median)}, escalate above {_threshold(row.threshold)}"
-        say(f"  turn {row.turn:<4}{facts}")
-
-
-def _threshold(value: float) -> str:
-    """Return a score in few letters, or "none" where too few scores allow no threshold."""
-    if math.isinf(value):
-        return "none"
-    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
+        median = shown_score(health, row.median)
+        threshold = shown_score(health, row.threshold)
+        say(
+            f"  turn {row.turn:<4}{row.scores:>6} scores, median {median}, "
+            f"escalate above {threshold}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -187,11 +188,17 @@ class StoryPrinter:
         self._console.print(f"{label:<10}  {sanitized(text)}", markup=False)
 
 
+def _short(score: float) -> str:
+    """Return a score in few characters; a product over many tokens as a power of e."""
+    if score < 1000 or math.isinf(score):
+        return f"{score:.3f}"
+    return f"e^{math.log(score):.1f}"
+
+
 def _because(decision: Decision) -> str:
     parts = list[str]()
     if decision.score is not None:
-        digits = ".3f" if decision.score < 1000 else ".3g"
-        parts.append(f"score {decision.score:{digits}}")
+        parts.append(f"score {_short(decision.score)}")
     if decision.why:
         parts.append(decision.why)
     return ", ".join(parts)

@@ -199,6 +199,10 @@ class LocalEngine:
         """Return the counters so far."""
         return self._require().stats()
 
+    def steps_taken(self) -> int:
+        """Return the steps that the loop has taken; loops report them while they compute."""
+        return self._require().loop_stats.steps
+
     def speculated(self) -> Speculated | None:
         """Return what was proposed so far and what of it was accepted; None without a proposer."""
         found = self._require().loop_stats.speculation

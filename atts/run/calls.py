@@ -17,8 +17,17 @@ import anyio.lowlevel
 import msgspec
 
 from atts import errors
+from atts.concurrency import background
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
-from atts.engine import Engine, EngineAround, EngineSpec, EngineStats, Returning, Tokenizer
+from atts.engine import (
+    Engine,
+    EngineAround,
+    EngineSpec,
+    EngineStats,
+    Returning,
+    Stepping,
+    Tokenizer,
+)
 from atts.errors import BadReply, EngineError, EngineTimeout, EngineUnavailable, UnusableScores
 from atts.graph import Caller, CallSpan
 from atts.journal import (
@@ -46,6 +55,8 @@ _ADVICE = (
     "every chunk that has no score"
 )
 
+
+_CHECKS = 4  # looks at an engine's steps within a deadline
 
 Request = TypeVar("Request", SampleRequest, ScoreRequest)
 Result = TypeVar("Result", Completion, Scores)
@@ -205,18 +216,35 @@ class EngineCalls:
                 stop.report()
 
     async def _ask_in_time(self, call: _Call[Request, Result]) -> Result:
-        """Ask the engine within the deadline, and check what it replies."""
+        """Ask the engine within the deadline, and check what it replies.
+
+        The deadline of an engine that takes steps for all its calls counts from its newest step.
+        """
         late: TimeoutError | None = None
+        problem = f"no answer within {self._timeout_seconds:g} s"
         try:
-            with anyio.move_on_after(self._timeout_seconds):
-                reply = await call.ask(call.request)
+            with anyio.move_on_after(self._timeout_seconds) as scope:
+                if isinstance(self._engine, Stepping):
+                    problem = f"no step within {self._timeout_seconds:g} s"
+                    async with background(self._postpone, self._engine, scope):
+                        reply = await call.ask(call.request)
+                else:
+                    reply = await call.ask(call.request)
                 call.check(reply, call.request, self.spec)
                 return reply
         except TimeoutError as error:  # of the engine's own
             late = error
-        raise EngineTimeout(
-            self.spec.name, f"no answer within {self._timeout_seconds:g} s"
-        ) from late
+        raise EngineTimeout(self.spec.name, problem) from late
+
+    async def _postpone(self, engine: Stepping, scope: anyio.CancelScope) -> None:
+        """Move a call's deadline for as long as the engine takes steps."""
+        steps = engine.steps_taken()
+        while True:
+            await anyio.sleep(self._timeout_seconds / _CHECKS)
+            taken = engine.steps_taken()
+            if taken != steps:
+                steps = taken
+                scope.deadline = anyio.current_time() + self._timeout_seconds
 
     async def _record(
         self, log: ProblemLog, call: _Call[Any, Any], span: CallSpan | None, result: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -43,6 +44,7 @@ Flow = Literal["draft", "target", "scored"]
 """
 WINDOW_SECONDS = 15.0
 _ENOUGH = 0.01  # the part of the work that must be done before the rest is foretold
+_REMEMBERED = 512  # rollouts of this session whose durations are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,62 @@ class _Throughput:
         return self.in_window / max(1.0, min(WINDOW_SECONDS, now - since))
 
 
+@dataclass(slots=True)
+class _Durations:
+    """How long the rollouts of this session took, to estimate how long others will take.
+
+    The estimates are those of Kaplan and Meier, which count the rollouts in flight as rollouts that
+    last longer than their present age. Quick rollouts end first, so a mean of the ended ones alone
+    is too low. Beyond the greatest age nothing is known; a rollout of that age is taken to be half
+    done.
+    """
+
+    ended: deque[float] = field(default_factory=lambda: deque[float](maxlen=_REMEMBERED))
+    num_ended: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.ended.append(seconds)
+        self.num_ended += 1
+
+    def mean(self, ages: Sequence[float]) -> float:
+        """Return the mean duration of a rollout, given the ages of those in flight."""
+        return self._beyond([0.0], ages)[0]
+
+    def residuals(self, ages: Sequence[float]) -> list[float]:
+        """Return for each rollout in flight how much longer it is expected to take."""
+        return self._beyond(ages, ages)
+
+    def _beyond(self, starts: Sequence[float], ages: Sequence[float]) -> list[float]:
+        """Return the expected remaining seconds of rollouts that have lasted so long."""
+        last = max([*self.ended, *ages], default=0.0)
+        times = [(seconds, True) for seconds in self.ended] + [(age, False) for age in ages]
+        times.sort(key=lambda time: (time[0], not time[1]))  # at equal times the ended ones first
+        # by time: the share of rollouts that last longer, from that time to the next
+        steps: list[tuple[float, float]] = [(0.0, 1.0)]
+        share = 1.0
+        for number, (seconds, has_ended) in enumerate(times):
+            if has_ended:
+                share *= 1 - 1 / (len(times) - number)
+                steps.append((seconds, share))
+        # the area below the rest of the curve, from its end backwards
+        areas = [share * last] * len(steps)
+        until = last
+        area = share * last
+        for number in range(len(steps) - 1, -1, -1):
+            begin, height = steps[number]
+            area += height * (until - begin)
+            areas[number] = area
+            until = begin
+        found = list[float]()
+        begins = [begin for begin, _ in steps]
+        for start in starts:
+            number = bisect_right(begins, start) - 1
+            begin, height = steps[number]
+            rest = areas[number] - height * (start - begin)
+            found.append(max(0.0, rest / height) if height > 0 else 0.0)
+        return found
+
+
 class Progress:
     """A listener (`atts.run.Listener`) that knows how far the run is; `snapshot` says it at any
     time.
@@ -152,7 +210,9 @@ class Progress:
         self._awaited: Counter[Role] = Counter()
         self._nominal: float | None = None
         self._flows: dict[Flow, _Throughput] = {flow: _Throughput() for flow in get_args(Flow)}
-        self._done_at_start = 0.0
+        self._since: dict[str, float] = {}  # when the rollouts in flight began
+        self._most_in_flight = 1
+        self._durations = _Durations()
 
     def recalled(self, event: Event) -> None:
         """Count what an earlier session did; how fast it did it does not count."""
@@ -163,6 +223,8 @@ class Progress:
         match event:
             case CallBegun():
                 self._stages[event.rollout] = event.stage
+                self._since.setdefault(event.rollout, self._clock())
+                self._most_in_flight = max(self._most_in_flight, len(self._since))
             case EngineAwaited():
                 self._awaited[event.role] += event.more
             case Sampled():
@@ -253,21 +315,32 @@ class Progress:
             target_tokens=sum([usage.target_tokens for usage in usages]),
         )
 
-    def _done(self) -> float:
-        """Return how many problems are done, open ones by the share of their rollouts that ended."""
-        samples = max(1, self._begun.samples)
-        return len(self._over) + sum(min(1.0, ended / samples) for ended in self._ended.values())
-
     def _left(self, now: float) -> float | None:
+        """Estimate the seconds that the rest of the run takes, or None while too little is known.
+
+        Rollouts in flight are partly done. Counting only those that ended would make the first
+        estimates many times too long, because all rollouts of a run's beginning end late.
+        """
         total = self._begun.problems
-        done = self._done() - self._done_at_start
-        if (
-            total is None
-            or self._state == "over"
-            or done < max(0.5, _ENOUGH * (total - self._done_at_start))
-        ):
+        durations = self._durations
+        if total is None or self._state == "over" or not durations.ended:
             return None
-        return (total - self._done()) * (now - self._began) / done
+        ages = [now - since for since in self._since.values()]
+        unstarted = (total - len(self._over)) * self._rollouts_per_problem()
+        unstarted = max(0.0, unstarted - sum(self._ended.values()) - len(ages))
+        ended = durations.num_ended
+        if ended < _ENOUGH * (ended + len(ages) + unstarted):
+            return None
+        residuals = durations.residuals(ages)
+        places = max(len(ages), self._most_in_flight if unstarted else 1)
+        work = sum(residuals) + unstarted * durations.mean(ages)
+        return max(work / places, max(residuals, default=0.0))
+
+    def _rollouts_per_problem(self) -> float:
+        """Return the mean number of rollouts of a problem that is over, or the most it may have."""
+        if not self._over:
+            return self._begun.samples
+        return sum(self._over.values()) / len(self._over)
 
     def _run_begun(self, event: RunBegun) -> None:
         """Count speeds and the time left from here on."""
@@ -283,7 +356,8 @@ class Progress:
             del self._usage[problem]
         self._state = "running"
         self._note = ""
-        self._done_at_start = self._done()
+        self._since.clear()
+        self._durations = _Durations()
 
     def _called(self, rollout: str, flow: Flow | None = None, tokens: int = 0) -> None:
         if flow is not None:
@@ -299,7 +373,11 @@ class Progress:
             self._counts["forced"] += is_escalated and decision.origin == "forced"
 
     def _rollout_ended(self, event: RolloutSpan) -> None:
-        self._stages.pop(f"{event.problem}/{event.sample}", None)
+        name = f"{event.problem}/{event.sample}"
+        self._stages.pop(name, None)
+        began = self._since.pop(name, None)
+        if began is not None:
+            self._durations.add(self._clock() - began)
         if event.problem in self._open and event.status != "cancelled":
             self._ended[event.problem] += 1
 

@@ -282,6 +282,15 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     assert report["repeats"]["within"] == 0
     assert any("worth about" in warning for warning in report["warnings"])
     assert "escalate above" in atts("report", saved).stdout
+    long_chunks = tmp_path / "products.jsonl"
+    rows = [{"question": k // 16, "turn": 0, "score": math.exp(k % 190)} for k in range(640)]
+    long_chunks.write_text(lines_of(rows))
+    products = str(tmp_path / "products.json")
+    words = "--condition", "score.kind=speculative", "--out", products
+    assert atts("import", str(long_chunks), *words).returncode == 0
+    shown = atts("report", products, "--rate", "0.3").stdout
+    assert "e+" not in shown
+    assert "nats per chunk" in shown
     assert atts("check", saved).returncode == 0
     broken = atts("check", str(tmp_path / "bad.npy"), "--per-question", "16", "--json")
     assert broken.returncode == 5

@@ -126,20 +126,42 @@ def test_speed_is_of_late_and_of_this_session() -> None:
     assert progress.snapshot().tokens["draft"] == 600
 
 
-def test_the_time_left_is_what_the_rest_takes_at_this_pace() -> None:
-    """Half-done problems count by their rollouts; what an earlier session did does not make this
-    one fast.
+def test_the_time_left_counts_rollouts_in_flight_as_partly_done() -> None:
+    """All of 48 rollouts at once take 80 to 120 s; once a few of them ended, half of 96 are nearly
+    done.
     """
+    clock = Clock()
+    progress = Progress(clock)
+    progress.notify(RunBegun(24, 0, 4, 0.0, draft="small", target="large", directory=None))
+    assert progress.snapshot().left is None
+    began = clock.now
+    for number in range(48):
+        if number % 4 == 0:
+            progress.notify(ProblemStarted(Problem(str(number // 4), "?")))
+        progress.notify(CallBegun(str(number // 4), f"{number // 4}/{number % 4}", "draft"))
+    shown = dict[int, float]()
+    for number in range(48):
+        clock.now = began + 80 + 40 * number / 48
+        progress.notify(RolloutSpan(str(number // 4), number % 4, "done", 0.0, 0.0, 1.0, 1.0))
+        shown[number] = progress.snapshot().left or math.nan
+    truth = {number: 220 - (80 + 40 * number / 48) for number in shown}
+    assert all(0.6 < shown[number] / truth[number] < 2.0 for number in shown), shown
+    assert shown[47] == pytest.approx(100, rel=0.1)
+
+
+def test_the_time_left_is_of_this_session() -> None:
+    """What an earlier session did does not make this one fast."""
     clock = Clock()
     progress = Progress(clock)
     for event in (ProblemStarted(Problem("a", "?")), OutcomeReached("a", "answered", "1", (0, 1))):
         progress.recalled(event)
     progress.notify(replace(BEGUN, done=1, seconds=50.0))
     assert (progress.snapshot().left, progress.snapshot().done) == (None, 1)
-    clock.now += 10
     progress.notify(ProblemStarted(Problem("b", "?")))
+    progress.notify(CallBegun("b", "b/0", "draft"))
+    clock.now += 10
     progress.notify(RolloutSpan("b", 0, "done", 0.0, 0.0, 1.0, 1.0))
-    # half a problem in 10 s, two and a half are left
+    # one rollout at a time, each in 10 s, and five are left
     assert progress.snapshot().left == pytest.approx(50)
     assert progress.snapshot().seconds == pytest.approx(60)
     progress.over()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 from collections import Counter
@@ -16,11 +17,24 @@ import pytest
 
 from atts.api import Setup, answers_for
 from atts.calibration import Calibrator
-from atts.core import HOLD, Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn, Usage
+from atts.core import (
+    HOLD,
+    Chunk,
+    Completion,
+    Outcome,
+    Problem,
+    Prompt,
+    Role,
+    Rollout,
+    SampleRequest,
+    Turn,
+    Usage,
+)
 from atts.errors import DatasetError, OptionError
 from atts.evaluators import samples_of
 from atts.graph import Limit, ProblemScope, RetryPolicy, RolloutScope
 from atts.journal import (
+    CallFailed,
     CallSpan,
     Drifted,
     Event,
@@ -337,6 +351,44 @@ def test_out_of_time(world: Any) -> None:
         "cancelled"
     }
     assert world.run(world.plan(), world.session()).status == "finished"
+
+
+class Queue(ScriptedEngine):
+    """Answers after 30 seconds, and takes a step a second for as many of them as `works` says."""
+
+    def __init__(self, role: Role, works: float) -> None:
+        super().__init__(role)
+        self.works = works
+        self.began = math.nan
+
+    def steps_taken(self) -> int:
+        """Count the seconds since the first call."""
+        if math.isnan(self.began):
+            return 0
+        return int(min(anyio.current_time() - self.began, self.works))
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Wait for a turn, then answer."""
+        if math.isnan(self.began):
+            self.began = anyio.current_time()
+        await anyio.sleep(30.0)
+        return await super().sample(request)
+
+
+@pytest.mark.parametrize(("works", "failed"), [(1e9, False), (4.0, True)])
+def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
+    world: Any, works: float, failed: bool
+) -> None:
+    """The deadline of 6 s counts from the newest step of an engine that takes some."""
+    plan = world.plan(
+        draft=Queue("draft", works),
+        policy=replace(POLICY, timeout_seconds=6.0),
+        retries=RetryPolicy(calls=1, rollouts=1),
+    )
+    world.run(plan, world.session(), problems=1)
+    failures = [event for event in world.events() if isinstance(event, CallFailed)]
+    assert bool(failures) is failed
+    assert all("no step within 6 s" in event.text for event in failures)
 
 
 def test_recalled_turns_that_differ_are_told(world: Any) -> None:

@@ -19,6 +19,7 @@ from atts.analysis.reports.numbers import (
 from atts.calibration import Health
 from atts.engine import Speculated
 from atts.evaluators import Estimate
+from atts.pipelines import score_words
 
 TableKind = Literal["rows", "facts"]
 
@@ -258,7 +259,7 @@ def health_table(health: Health) -> ReportTable:
         ("scores that repeat another of their question", cell(health.repeats.within, "%")),
         ("scores that another question has too", cell(health.repeats.across, "%")),
         ("infinite scores", health.infinite),
-        ("threshold: escalate above", health.threshold),
+        ("threshold: escalate above", shown_score(health, health.threshold)),
         ("long-run rate of the threshold, were scores independent (90 %)", _range(health.long_run)),
         ("long-run rate of the threshold, as they are (90 %)", _range(health.long_run_clustered)),
         ("SD of the rate when half the questions judge the other half", health.half_split),
@@ -272,10 +273,25 @@ def _range(ends: tuple[float, float]) -> str:
 
 def threshold_table(health: Health) -> ReportTable:
     """Scores and thresholds of each turn."""
-    rows = [(cell(one.turn), one.scores, one.median, one.threshold) for one in health.turns]
+    rows = [
+        (
+            cell(one.turn),
+            one.scores,
+            shown_score(health, one.median),
+            shown_score(health, one.threshold),
+        )
+        for one in health.turns
+    ]
     return ReportTable.of(
         "Scores of each turn", ("turn", "scores", "median", "escalate above"), rows
     )
+
+
+def shown_score(health: Health, score: float) -> str:
+    """Describe a score of this report; "none" where too few scores allow no threshold."""
+    if health.measure == "log":
+        return score_words(score, health.score_kind)
+    return "none" if math.isinf(score) else f"{score:.4g}"
 
 
 def conditions_table(conditions: Mapping[str, object]) -> ReportTable:

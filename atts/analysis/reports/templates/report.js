@@ -41,6 +41,9 @@
     if (typeof value !== "number") return value ?? "none";
     return Math.abs(value) >= 1e6 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   };
+  // a product over the tokens of a long chunk is a power of e; its digits say nothing
+  const score = (value) =>
+    typeof value === "number" && value >= 1000 ? `e^${Math.log(value).toFixed(1)}` : number(value);
   const words = { correct: "correct", wrong: "wrong", unscored: "unscored" };
   const ends = {
     answer: "ended with its answer", end: "ended without an answer", turns: "cut at the limit of turns",
@@ -56,7 +59,7 @@
   const turn = (each) => {
     const node = make("div", "turn");
     const parts = [`Turn ${each.i}`];
-    if (each.score !== null) parts.push(`score ${number(each.score)}`);
+    if (each.score !== null) parts.push(`score ${score(each.score)}`);
     if (each.p !== null && !each.why) parts.push(`p ${number(each.p)}`);
     if (each.action) parts.push(each.action === "escalate" ? "escalated to the target" : "accepted");
     if (each.level) parts.push(each.level);

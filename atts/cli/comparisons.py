@@ -97,6 +97,7 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         lines.append(f"{'one by one':16}second {comparison.sequential}")
     if comparison.single is not None:
         lines += _accuracy_lines("one rollout", comparison.single)
+    lines += _coin_lines(comparison.methods)
     if comparison.costs:
         lines += ["", f"{'per problem':<16}{'first':>12}{'second':>12}   second / first"]
     for cost in comparison.costs:
@@ -112,6 +113,23 @@ def _comparison_lines(comparison: Compared) -> list[str]:
             "Problems run side by side, so a run takes less time than the sum of these seconds."
         )
     return [*lines, "Brackets are 95 % intervals over problems."]
+
+
+def _coin_lines(methods: tuple[str, str]) -> list[str]:
+    """Return what the difference says about the choice of chunks, which only a coin can show."""
+    first, second = methods
+    fair = "It is fair where both spent as many target tokens."
+    if first == "coin" and second not in ("coin", ""):
+        return [
+            "",
+            f"The first run is a coin: the difference is the gain of {second} over it. {fair}",
+        ]
+    if second == "coin" and first not in ("coin", ""):
+        return [
+            "",
+            f"The second run is a coin: the gain of {first} is the difference reversed. {fair}",
+        ]
+    return []
 
 
 def _accuracy_lines(name: str, accuracy: Comparison) -> list[str]:

@@ -162,6 +162,19 @@ def test_the_words_say_who_and_how_much(atts: Any, runs: Path) -> None:
     assert f"{costs['target_tokens']['ratio']:.3f}" in said.out
 
 
+def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
+    atts: Any, runs: Path, scripted: tuple[str, ...]
+) -> None:
+    """From either side; runs without a coin are not called so."""
+    coin = ("--method", "coin", "--out", "runs/coin")
+    assert atts("eval", "arithmetic[:3]", "--samples", "3", *scripted, *coin).code == 0
+    said = atts("compare", "runs/coin", "runs/atts").out
+    assert "the difference is the gain of atts over it" in said
+    reversed_order = atts("compare", "runs/atts", "runs/coin").out
+    assert "the gain of atts is the difference reversed" in reversed_order
+    assert "coin" not in atts("compare", "runs/alone", "runs/atts").out
+
+
 def test_problems_of_one_side_only_are_left_out_aloud(atts: Any, tmp_path: Path) -> None:
     """No problem is compared with nothing, and none is dropped in silence."""
     results(tmp_path / "a.jsonl", [{"id": n, "correct": 1} for n in range(5)])

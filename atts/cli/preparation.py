@@ -162,7 +162,7 @@ def _local_table(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
                 f"{share.weights / 1e9:.1f} + {share.cache / 1e9:.1f}"
                 for share in placement.shares.values()
             ]
-            cards = f"{placement.count} x"
+            cards = "1 GPU" if placement.count == 1 else f"{placement.count} GPUs"
             rest = f"{parts[0]:>12}{parts[1]:>13}{placement.rollouts:>10}"
             yield f"{pair.name:<26}{kind:<9}{cards:<10}{rest}"
     yield (

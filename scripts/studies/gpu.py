@@ -51,7 +51,7 @@ from atts.engine import Engine, EngineStats
 from atts.evaluators import compare_runs, extract, mean_estimate
 from atts.evaluators.datasets.arithmetic import problems
 from atts.graph import Caller, Graph
-from atts.local import LocalEngine
+from atts.local import LocalEngine, RunDemand
 from atts.local.builder import MakeModel
 from atts.local.cache import PrefixTree
 from atts.local.cuda.model import cuda_model, disagreement, paged_attention
@@ -692,12 +692,29 @@ def _stored() -> StoredScores:
     return StoredScores(scores, questions, turns, lengths=lengths)
 
 
+_PROBLEM_TOKENS = 2048
+"""The tokens of a problem, at most, when a cache is sized."""
+
+
 @asynccontextmanager
 async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
-    """Open the pair, padded to these sizes."""
-    small = accelerated(folder_of("draft", draft), name="draft", **options(lab))
-    large = accelerated(folder_of("target", target), name="target", **options(lab))
-    async with large, small:  # the large one first: what it needs is known, the other takes little
+    """Open the pair, padded to these sizes, as a run does: the draft first, with the target's room kept.
+
+    On a GPU each cache is what both models' sizes leave; on a processor it is the lab's own.
+    """
+    settings = options(lab, **({"kv_tokens": None} if lab.is_cuda else {}))
+    large_folder = folder_of("target", target)
+    rollouts = max(lab.sizes.samples)
+    tokens = SMALL.max_tokens + _PROBLEM_TOKENS
+    demands = [
+        RunDemand(
+            rollouts, tokens, card=1, other=str(large_folder), other_options=settings["options"]
+        ),
+        RunDemand(rollouts, tokens),
+    ]
+    small = accelerated(folder_of("draft", draft), name="draft", demand=demands[0], **settings)
+    large = accelerated(large_folder, name="target", demand=demands[1], **settings)
+    async with small, large:
         yield Pair(small, large)
 
 

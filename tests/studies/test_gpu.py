@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 gpu = pytest.importorskip("scripts.studies.gpu", reason="needs a checkout")
@@ -313,3 +314,38 @@ def test_all_of_it_runs_where_only_a_few_packages_are(checkout: Path, tmp_path: 
     equal = [(row[1], row[2]) for row in tables[2]["rows"] if str(row[0]).startswith("float32")]
     assert equal == [(3, 3)] * 4
     assert [row[2] for row in tables[5]["rows"]] == ["target-only", "atts", "exact", "draft-only"]
+
+
+def test_pairs_open_in_the_order_that_users_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft first, told of the target that follows; on a GPU no cache is fixed beforehand."""
+    own = lab(tmp_path)
+    monkeypatch.setattr(gpu.Lab, "is_cuda", property(lambda self: True))
+    opened: list[tuple[str, Any]] = []
+
+    class Recorded:
+        def __init__(
+            self, model: Any, *, name: str, demand: Any, options: Any, **rest: Any
+        ) -> None:
+            self.told = name, demand, options
+
+        async def __aenter__(self) -> Any:
+            opened.append(self.told)
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr(gpu, "accelerated", Recorded)
+
+    async def look() -> None:
+        async with gpu.opened(own, "", "8M"):
+            pass
+
+    anyio.run(look)
+    (first, draft_demand, options), (second, target_demand, _) = opened
+    assert (first, second) == ("draft", "target")
+    assert draft_demand.other
+    assert not target_demand.other
+    assert options.kv_tokens is None

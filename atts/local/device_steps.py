@@ -18,7 +18,7 @@ from atts.local.cache import SlotIds
 
 # A device is sent one array a step, whose layout is known by a few sizes. Steps of one layout can
 # share a captured graph: `bucketed` rounds a layout up, and what is added feeds a slot that is never
-# read.
+# read. Which slots a sequence reads is looked up on the device, in a table that is kept there.
 
 ALL_ROWS = -1
 _LEAST_LENGTH = 64
@@ -131,24 +131,60 @@ def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
     return StepLayout(_power(len(batch.tokens)), ALL_ROWS, (rounded,))
 
 
+class SlotTableCopy:
+    """A copy of the slot table on a device, which is sent what changed in it since the last step.
+
+    A table of 64 long rollouts is megabytes; a step that decodes changes one entry of each.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # what the device holds, to compare with
+        self._sent: SlotIds = np.zeros((0, 0), dtype=np.int32)
+        self.on_device = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self.num_sent = 0  # entries, since the start
+
+    def update(self, table: SlotIds, rows: Ints, length: int) -> Tensor:
+        """Return the table on the device, right for the first `length` entries of these rows.
+
+        It is another tensor than before where the table has grown.
+        """
+        width = max(_LEAST_LENGTH, _power(table.shape[1]))
+        if self._sent.shape[0] < table.shape[0] or self._sent.shape[1] < width:
+            self._sent = np.zeros((table.shape[0], width), dtype=np.int32)
+            self.on_device = torch.zeros(self._sent.shape, dtype=torch.int32, device=self._device)
+        # rows in between are compared as well: a view is read faster than rows are picked
+        first = int(rows.min(initial=table.shape[0]))
+        last = int(rows.max(initial=-1)) + 1
+        length = min(length, table.shape[1])
+        wanted = table[first:last, :length]
+        sent = self._sent[first:last, :length]
+        changed = np.flatnonzero(wanted != sent)
+        if len(changed):
+            changed_rows, columns = np.divmod(changed, length)
+            values = wanted[changed_rows, columns]
+            sent[changed_rows, columns] = values
+            flat = (changed_rows + first) * self._sent.shape[1] + columns
+            both = torch.from_numpy(np.stack([flat, values.astype(np.int64)]))
+            changes = both.to(self._device, non_blocking=True)
+            self.on_device.view(-1).index_copy_(0, changes[0], changes[1].int())
+            self.num_sent += len(values)
+        return self.on_device
+
+
 def packed(
-    batch: StepBatch, table: SlotIds, classes: list[RowBlocks], layout: StepLayout, spare_slot: int
+    batch: StepBatch, classes: list[RowBlocks], layout: StepLayout, spare_slot: int
 ) -> NDArray[np.int32]:
     """Pack a step's arrays end to end; rows that the layout adds feed token 0 into the spare slot."""
     rows = layout.rows
     places = _places(len(batch.tokens), classes, layout)
-    parts: list[Ints | SlotIds] = [_filled(batch.tokens, rows), _filled(batch.positions, rows)]
+    parts: list[Ints] = [_filled(batch.tokens, rows), _filled(batch.positions, rows)]
     parts += [_filled(batch.slots, rows, spare_slot), _filled(places, rows)]
     if layout.logits != ALL_ROWS:
         parts.append(batch.logit_rows)
     for own, size in zip(classes, layout.classes, strict=True):
-        slots = np.zeros((size.blocks, size.length), dtype=np.int32)
-        longest = min(size.length, table.shape[1])
-        slots[: len(own.starts), :longest] = table[own.table_rows, :longest]
-        parts += [
-            *(_filled(part, size.blocks) for part in (own.starts, own.counts, own.firsts)),
-            slots.ravel(),
-        ]
+        facts = own.starts, own.counts, own.firsts, own.table_rows
+        parts += [_filled(part, size.blocks) for part in facts]
     return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
@@ -190,7 +226,7 @@ class Blocks(NamedTuple):
 
 
 class DeviceStep(NamedTuple):
-    """A step's arrays on the device: views of one array."""
+    """A step's arrays on the device."""
 
     tokens: Tensor  # [rows] int32, as all but the slots
     positions: Tensor
@@ -200,21 +236,22 @@ class DeviceStep(NamedTuple):
     classes: tuple[Blocks, ...]
 
 
-def unpacked(array: Tensor, layout: StepLayout) -> DeviceStep:
-    """Return the arrays in what `packed` made, wherever that is now."""
+def unpacked(array: Tensor, layout: StepLayout, table: Tensor) -> DeviceStep:
+    """Return the arrays in what `packed` made, with the slots that the table on its device names."""
     rows = layout.rows
     logits = max(0, layout.logits)
     sizes = [rows, rows, rows, rows, logits]
     for size in layout.classes:
-        sizes += [size.blocks, size.blocks, size.blocks, size.blocks * size.length]
+        sizes += [size.blocks] * 4
     ends = list(accumulate(sizes))
     tokens, positions, slots, places, logit_rows, *rest = (
         array[end - size : end] for size, end in zip(sizes, ends, strict=True)
     )
     classes: list[Blocks] = []
     for at, size in enumerate(layout.classes):
-        starts, counts, firsts, own = rest[4 * at : 4 * at + 4]
-        classes.append(Blocks(size, starts, counts, firsts, own.view(size.blocks, size.length)))
+        starts, counts, firsts, table_rows = rest[4 * at : 4 * at + 4]
+        seen = table[:, : size.length].index_select(0, table_rows)
+        classes.append(Blocks(size, starts, counts, firsts, seen))
     kept = logit_rows if layout.logits != ALL_ROWS else None
     return DeviceStep(tokens, positions, slots.long(), places, kept, tuple(classes))
 
@@ -250,24 +287,31 @@ class StepGraphs:
         self._spare_slot = cache.shape[2] - 1
         self.captured: Recent[StepLayout, _Graph] = Recent(_MOST_GRAPHS)
         self._seen: Recent[StepLayout, bool] = Recent(_MOST_SEEN)
+        self._table: Tensor | None = None  # which all graphs read
         self.num_replayed = 0
         self.trouble = ""  # why nothing is captured any more
 
-    def run(self, batch: StepBatch, table: SlotIds, blocks: RowBlocks) -> Tensor | None:
-        """Replay a graph and return the hidden states of `logit_rows`; None: compute the step."""
+    def run(self, batch: StepBatch, table: Tensor, blocks: RowBlocks) -> Tensor | None:
+        """Replay a graph and return the hidden states of `logit_rows`; None: compute the step.
+
+        `table` is the slot table on the device. A graph reads it where it was when it was captured.
+        """
         if (
             self.trouble
             or batch.num_single < len(batch.table_rows)
             or len(batch.tokens) > MOST_CAPTURED_ROWS
         ):
             return None
+        if table is not self._table:
+            self.captured.clear()
+            self._table = table
         layout = bucketed(batch, blocks)
         graph = self.captured.get(layout)
         if graph is None and self._seen.get(layout) is None:
             self._seen[layout] = True
             return None
-        array = torch.from_numpy(packed(batch, table, [blocks], layout, self._spare_slot))
-        if graph is None and (graph := self._captured(layout, array)) is None:
+        array = torch.from_numpy(packed(batch, [blocks], layout, self._spare_slot))
+        if graph is None and (graph := self._captured(layout, array, table)) is None:
             return None
         self.captured[layout] = graph  # the one that is used stays longest
         graph.array.copy_(array, non_blocking=True)
@@ -277,16 +321,16 @@ class StepGraphs:
             return graph.hidden[: len(batch.tokens)]
         return graph.hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
-    def _captured(self, layout: StepLayout, array: Tensor) -> _Graph | None:
+    def _captured(self, layout: StepLayout, array: Tensor, table: Tensor) -> _Graph | None:
         """Capture a graph of this layout; its work is done once on the array that is given, and
         again later.
         """
         try:
             held = array.to(self._device, copy=True)
-            hidden = torch.empty_like(self._compute(unpacked(held, layout)))
+            hidden = torch.empty_like(self._compute(unpacked(held, layout, table)))
 
             def work() -> None:
-                hidden.copy_(self._compute(unpacked(held, layout)))
+                hidden.copy_(self._compute(unpacked(held, layout, table)))
 
             graph = _Graph(held, hidden, self._capture(work))
         except Exception as error:  # noqa: BLE001  whatever a driver says, the step can be computed without it

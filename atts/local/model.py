@@ -17,6 +17,7 @@ from atts.local.device_steps import (
     Capture,
     DeviceStep,
     RowBlocks,
+    SlotTableCopy,
     StepGraphs,
     layout_of,
     packed,
@@ -155,6 +156,7 @@ class TorchModel:
         self._rotations = {
             kind: _rotations(rope, rows).to(self._device) for kind, rope in weights.ropes.items()
         }
+        self._slots = SlotTableCopy(self._device)
         self.graphs = None if capture is None else StepGraphs(self._compute, capture, cache)
 
     @property
@@ -177,14 +179,15 @@ class TorchModel:
 
     def _forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None) -> Tensor:
         blocks = RowBlocks.of(batch, self._most_rows)
+        slots = self._slots.update(table, blocks.table_rows, int(blocks.lengths.max(initial=0)))
         if (
             self.graphs is not None
             and not self.is_grouped
             and tap is None
-            and (hidden := self.graphs.run(batch, table, blocks)) is not None
+            and (hidden := self.graphs.run(batch, slots, blocks)) is not None
         ):
             return hidden
-        return self._compute(self._sent(batch, table, blocks), tap)
+        return self._compute(self._sent(batch, slots, blocks), tap)
 
     @torch.inference_mode()
     def through(
@@ -193,7 +196,9 @@ class TorchModel:
         """Take rows through all layers, before that the embedding and behind it the last norm if
         `units` hold these.
         """
-        step = self._sent(batch, table, RowBlocks.of(batch, self._most_rows))
+        blocks = RowBlocks.of(batch, self._most_rows)
+        slots = self._slots.update(table, blocks.table_rows, int(blocks.lengths.max(initial=0)))
+        step = self._sent(batch, slots, blocks)
         given = (
             torch.from_numpy(rows[0]).to(self._cache, copy=True)
             if units[0]
@@ -203,12 +208,12 @@ class TorchModel:
         ends = units[1] > 1 + 2 * self._config.num_layers
         rows[1][:] = (self._norm(x, self._weights.norm) if ends else x).float().numpy(force=True)
 
-    def _sent(self, batch: StepBatch, table: SlotIds, blocks: RowBlocks) -> DeviceStep:
-        """Send a step to the device."""
+    def _sent(self, batch: StepBatch, slots: Tensor, blocks: RowBlocks) -> DeviceStep:
+        """Send a step to the device, whose slot table is there."""
         classes = blocks.classes() if self._most_rows is None else [blocks]
         layout = layout_of(batch, classes)
-        array = torch.from_numpy(packed(batch, table, classes, layout, self._cache.shape[2] - 1))
-        return unpacked(array.to(self._device, non_blocking=True), layout)
+        array = torch.from_numpy(packed(batch, classes, layout, self._cache.shape[2] - 1))
+        return unpacked(array.to(self._device, non_blocking=True), layout, slots)
 
     def _compute(self, step: DeviceStep, tap: LayerHook | None = None) -> Tensor:
         """Compute a step on the device; every operation depends on its arrays and sizes alone."""

@@ -27,6 +27,7 @@ Rows = NDArray[np.int64]
 RESAMPLES = 2_000
 RATES = (0.1, 0.2, 0.3, 0.5)
 LOOKED_AT = 12  # the first problems, of which both halves were looked at while this was written
+CHOSEN_ON = 60  # the first problems; the cascade was fixed before any later one was recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,15 +566,20 @@ def study(options: Options) -> list[Table]:
         )
         return []
     parts = json.loads((folder / "split.json").read_text(encoding="utf-8"))
-    problems = [problem for problem in whole if problem.name in parts["development"]]
-    fresh = [problem for problem in whole[LOOKED_AT:] if problem.name in parts["confirmation"]]
+    first = whole[:CHOSEN_ON]
+    later = whole[CHOSEN_ON:]
+    problems = [problem for problem in first if problem.name in parts["development"]]
+    fresh = [problem for problem in first[LOOKED_AT:] if problem.name in parts["confirmation"]]
     tables = [
         base_rates(whole),
-        mean_takeovers_table(whole),
+        mean_takeovers_table(first),
         rollouts_table(problems),
         takeovers_table(problems),
         cascade_table(problems),
     ]
     if fresh:
         tables.append(cascade_table(fresh, "Whole problems, on the confirmation half"))
+    if later:
+        tables.append(cascade_table(later, "Whole problems, on those recorded later"))
+        tables.append(cascade_table([*fresh, *later], "Whole problems, on all that were fresh"))
     return tables

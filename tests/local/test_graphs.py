@@ -16,7 +16,15 @@ import torch
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.batch import StepBatch
 from atts.local.cuda.model import disagreement, paged_attention
-from atts.local.device_steps import RowBlocks, StepGraphs, bucketed, layout_of, packed, unpacked
+from atts.local.device_steps import (
+    RowBlocks,
+    SlotTableCopy,
+    StepGraphs,
+    bucketed,
+    layout_of,
+    packed,
+    unpacked,
+)
 from atts.local.loader import Weights
 from atts.local.logit_sampling import SampledTokens
 from atts.local.messages import Command, SampleReply, Submit
@@ -190,7 +198,10 @@ def test_what_fills_a_step_up_changes_nothing(count: int) -> None:
     layout = bucketed(batch, blocks)
     spare = count * 300 + 1
     assert layout.rows == 1 << (count - 1).bit_length()
-    step = unpacked(torch.from_numpy(packed(batch, table, [blocks], layout, spare)), layout)
+    kept = SlotTableCopy(torch.device("cpu")).update(
+        table, blocks.table_rows, int(blocks.lengths.max())
+    )
+    step = unpacked(torch.from_numpy(packed(batch, [blocks], layout, spare)), layout, kept)
     assert step.slots[count:].tolist() == [spare] * (layout.rows - count)
     assert step.tokens[:count].tolist() == batch.tokens.tolist()
     assert spare not in step.classes[0].slots.flatten().tolist()
@@ -201,8 +212,9 @@ def test_what_fills_a_step_up_changes_nothing(count: int) -> None:
     values = torch.randn(spare + 1, 1, 8)
     query = torch.randn(layout.rows, 2, 8)
     exact = unpacked(
-        torch.from_numpy(packed(batch, table, [blocks], own := layout_of(batch, [blocks]), spare)),
+        torch.from_numpy(packed(batch, [blocks], own := layout_of(batch, [blocks]), spare)),
         own,
+        kept,
     )
     keys[spare] = values[spare] = torch.nan
     filled = GatheredAttention(step, config, 0)(query, keys, values)[:count]
@@ -266,6 +278,47 @@ def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.Mon
         paged_attention(config, torch.zeros(1, 2, 4, shared, dim))
 
 
+def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
+    """Whatever is written into the table between two steps, the copy equals it where steps read; a
+    step that decodes sends an entry a row, and a grown table is another tensor.
+    """
+    random = np.random.default_rng(3)
+    copy = SlotTableCopy(torch.device("cpu"))
+    table = np.zeros((8, 300), dtype=np.int32)
+    lengths = np.zeros(8, dtype=np.int64)
+    before = copy.update(table, np.arange(8), 1)
+    for _ in range(200):
+        row = int(random.integers(8))
+        if random.random() < 0.1:  # another sequence takes the row
+            lengths[row] = int(random.integers(1, 300))
+            table[row, : lengths[row]] = random.integers(1, 10_000, lengths[row])
+        elif lengths[row] < 300:
+            table[row, lengths[row]] = random.integers(1, 10_000)
+            lengths[row] += 1
+        rows = random.permutation(8)[: int(random.integers(1, 9))]
+        longest = int(lengths[rows].max())
+        kept = copy.update(table, rows, longest)
+        assert kept is before
+        assert np.array_equal(kept.numpy()[rows, :longest], table[rows, :longest])
+    copy.update(table, np.arange(8), 300)
+    sent = copy.num_sent
+    table[np.arange(8), 17] += 1
+    copy.update(table, np.arange(8), 300)
+    assert copy.num_sent - sent == 8
+    assert copy.update(np.zeros((9, 300), dtype=np.int32), np.arange(9), 5) is not before
+
+
+def test_graphs_of_a_table_that_has_moved_are_captured_anew() -> None:
+    """A graph reads the table where it was: with another one it must not be replayed."""
+    captures = list[int]()
+    graphs = graphs_of(captures)
+    batch = batch_of([(0, 50)])
+    for table in (torch.zeros(1, 64, dtype=torch.int32), torch.zeros(2, 64, dtype=torch.int32)):
+        for _ in range(3):
+            graphs.run(batch, table, RowBlocks.of(batch))
+    assert len(captures) == 2
+
+
 def speculative_load(steps: int, seed: int) -> list[StepBatch]:
     """Steps of up to 48 sequences that grow, begin anew, and have one to eight rows each."""
     random = np.random.default_rng(seed)
@@ -302,7 +355,7 @@ def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
     """Layouts are few enough, and those of an earlier load make room for those of a later one."""
     captures = list[int]()
     graphs = graphs_of(captures)
-    table = np.zeros((48, 4096), dtype=np.int32)
+    table = torch.zeros(48, 4096, dtype=torch.int32)
     batches = speculative_load(600, 1)
     for batch in batches:
         graphs.run(batch, table, RowBlocks.of(batch))
@@ -318,7 +371,7 @@ def test_the_graph_that_was_not_used_for_longest_makes_room(
     captures = list[int]()
     monkeypatch.setattr("atts.local.device_steps._MOST_GRAPHS", 2)
     graphs = graphs_of(captures)
-    table = np.zeros((1, 4096), dtype=np.int32)
+    table = torch.zeros(1, 4096, dtype=torch.int32)
 
     def step(length: int) -> bool:
         batch = batch_of([(0, length)])

@@ -63,8 +63,9 @@ def disagreement(config: ModelConfig, attention: MakeAttend, cache: Tensor, wind
     for counts in ((1, 1, 1), (4, 1, 3), (16, 9, 1)):
         batch = _spans(counts, firsts=(0, 130, 600))
         layout = StepLayout(sum(counts), ALL_ROWS, (RowBlocks.of(batch).size(),))
-        array = packed(batch, slots, [RowBlocks.of(batch)], layout, spare_slot=2049)
-        step = unpacked(torch.from_numpy(array).to(cache.device), layout)
+        array = packed(batch, [RowBlocks.of(batch)], layout, spare_slot=2049)
+        table = torch.from_numpy(slots).to(cache.device)
+        step = unpacked(torch.from_numpy(array).to(cache.device), layout, table)
         query = torch.randn(sum(counts), config.num_heads, config.head_dim, generator=random).to(
             keys
         )

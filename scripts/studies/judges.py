@@ -517,6 +517,14 @@ def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
     )
 
 
+def _at_equal_tokens(arm: Arm, coin: Arm, kept: Arm, rows: Rows) -> float:
+    """Return what a cascade gains over a coin that spends as many of the target's tokens."""
+    more = arm.target_tokens[rows].mean() / coin.target_tokens[rows].mean()
+    gained = arm.right[rows] - kept.right[rows]
+    by_coin = coin.right[rows] - kept.right[rows]
+    return float((gained - more * by_coin).mean())
+
+
 def cascade_table(
     problems: Sequence[BankProblem], title: str = "Whole problems, on the development half"
 ) -> Table:
@@ -528,8 +536,12 @@ def cascade_table(
     rows: list[Row] = []
     for index, arm in enumerate(arms):
         gain = "-"
+        fair = "-"
         if arm.name.startswith("cascade") and "coin" not in arm.name:
-            gain = shown(over_problems((arm.right - arms[index + 1].right).tolist()))
+            coin = arms[index + 1]
+            gain = shown(over_problems((arm.right - coin.right).tolist()))
+            kept = alone(problems, "draft", int(arm.rollouts.partition(" ")[0]))
+            fair = shown(bootstrap(partial(_at_equal_tokens, arm, coin, kept), len(problems)))
         accuracy = over_problems(arm.right.tolist())
         rows.append(
             (
@@ -539,17 +551,20 @@ def cascade_table(
                 round(accuracy[0], 4),
                 shown(accuracy),
                 gain,
+                fair,
                 round(float(arm.target_tokens.mean())),
                 round(float(arm.draft_tokens.mean())),
             )
         )
     return Table.of(
         title,
-        "arm | rollouts | rate | accuracy | with its interval | minus a coin's | target tokens | draft tokens",
+        "arm | rollouts | rate | accuracy | with its interval | minus a coin's | the same, equal target tokens | "
+        "target tokens | draft tokens",
         rows,
         f"{len(problems)} problems; tokens are those written per problem. A cascade of 4 + 4 lets "
         "four rollouts of the draft vote, and adds four of the target on the share of problems "
-        "where the four agree least.",
+        "where the four agree least. Problems on which rollouts disagree are long: a coin that "
+        "spends as many target tokens escalates some more of them.",
         chart=Chart("target tokens", "accuracy", "arm"),
     )
 

@@ -116,9 +116,51 @@ def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
         problems.append(judges.BankProblem(f"p{index}", "toy", drafts, targets))
     table = judges.cascade_table(problems)
     rows = {(row[0], row[2]): row for row in table.rows}
+    # each problem costs the same, so equal shares are equal tokens
+    assert rows["cascade 8 + 4", 0.5][6].startswith("0.250")
     assert rows["cascade 8 + 4", 0.5][3] == 1.0
     assert rows["cascade 8 + 4, by a coin", 0.5][3] == 0.75
     assert rows["cascade 8 + 4", 0.5][5].startswith("0.250")
+
+
+def test_a_coin_is_given_the_tokens_that_the_cascade_spends() -> None:
+    """Scattered problems cost three times as much: a coin of equal tokens escalates 3/4, not 1/2."""
+    problems = []
+    for index in range(40):
+        scattered = index % 2 == 0
+        drafts = [
+            rollout(str(sample) if scattered else "1", correct=not scattered, length=10)
+            for sample in range(8)
+        ]
+        length = 30 if scattered else 10
+        targets = [
+            rollout("77" if scattered else "1", correct=True, length=length) for _ in range(4)
+        ]
+        problems.append(judges.BankProblem(f"p{index}", "toy", drafts, targets))
+    rows = {(row[0], row[2]): row for row in judges.cascade_table(problems).rows}
+    # all 0.5 of gain, less the coin's 0.75 of it
+    assert rows["cascade 8 + 4", 0.5][6].startswith("0.125")
+
+
+def test_a_bank_of_rollouts_alone_has_what_cascades_need(tmp_path: Path) -> None:
+    """Neither scores nor takeovers, and the cascade's table can be made of it."""
+    path = tmp_path / "bank.jsonl"
+
+    async def record() -> None:
+        async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
+            recorder = bank.Recorder(draft, target, is_whole=False)
+            for problem in toy_problems(3, 5):
+                records = await recorder.records(problem)
+                bank.append(path, [*records, {"kind": "complete", "problem": problem.id}])
+
+    run_virtual(partial(record))
+    problems = judges.load(path)
+    assert len(problems) == 3
+    for problem in problems:
+        assert len(problem.drafts) == bank.SAMPLES
+        assert not problem.takeovers
+        assert all("target_logprobs" not in one for one in problem.drafts)
+    assert len(judges.cascade_table(problems).rows) == 22
 
 
 def test_auroc_counts_ties_half() -> None:

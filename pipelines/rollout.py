@@ -136,7 +136,8 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
     if builder.policy.takeover == "repair":
         # the chunk stays up to the first token that the target rejects
         part = first_tokens(chunk, proposal.first_rejected, builder.draft)
-        if part is not None and builder.room_left([part]) >= 1:
+        # The part is shorter than the chunk, which fitted: the target has room for a token at least.
+        if part is not None:
             written = await builder.write("target", [part])
             note = f"{part.tokens} of {chunk.tokens} tokens stay"
             builder.enter([part, written], [chunk], decision, score, note, part.tokens)

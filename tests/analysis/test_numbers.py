@@ -450,7 +450,6 @@ _STEPS = st.builds(
         issue=st.none() | st.integers(0, 1 << 40),
         score=_VALUES,
         p=_VALUES,
-        why=_TEXTS,
         origin=st.sampled_from(["gate", "forced", "budget"]),
         length=_VALUES,
     ),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atts.calibration import Calibrator, Mode
-from atts.calibration.pools import Fading, Ranks, ScoreHistory, Window
+from atts.calibration.pools import MINIMUM, ByTurn, Fading, Pooled, Ranks, ScoreHistory, Window
 from atts.errors import CalibrationInputError
 
 VALUES = st.one_of(
@@ -152,3 +152,36 @@ def test_only_a_mode_that_asks_by_turn_keeps_pools_of_turns() -> None:
             calibrator.observe(calibrator.decide(1.0 + place % 7, f"q{place % 5}", place % 3))
         turns[mode] = len(calibrator.state()["pool"]["base"]["ranks"]["turns"])
     assert turns == {"question": 0, "question-turn": 3}
+
+
+def test_a_turn_is_ranked_among_all_turns_until_its_pool_is_large_enough() -> None:
+    """Of turn 1, whose scores are far higher, the first few rank among those of turn 0 too."""
+    by_turn = ByTurn()
+    everything = Pooled()
+    for place in range(MINIMUM + 5):
+        for pool in (by_turn, everything):
+            pool.add(1.0 + place / 100, f"q{place}", 0)
+    for place in range(MINIMUM):
+        assert by_turn.rank(5.0, "new", 1) == everything.rank(5.0, "new", 1)
+        for pool in (by_turn, everything):
+            pool.add(4.0 + place / 10, f"q{place}", 1)
+    alone = Pooled()
+    for place in range(MINIMUM):
+        alone.add(4.0 + place / 10, f"q{place}", 1)
+    assert by_turn.rank(5.0, "new", 1) == alone.rank(5.0, "new", 1)
+    assert by_turn.rank(5.0, "new", 1) != everything.rank(5.0, "new", 1)
+    # a turn that nobody has seen, and none at all
+    assert by_turn.rank(5.0, "new", 9) == by_turn.rank(5.0, "new", None)
+
+
+def test_siblings_count_for_their_question_alone() -> None:
+    """The same score ranks otherwise where its siblings were all worse, and without a question."""
+    calibrator = Calibrator(0.3, "question-turn")
+    for place in range(40):
+        question = f"q{place % 8}"
+        score = 9.0 + place / 100 if question == "q0" else 2.0 + place / 100
+        calibrator.observe(calibrator.decide(score, question, 0))
+    hard = calibrator.p_value(5.0, ("q0", 0))
+    easy = calibrator.p_value(5.0, ("q1", 0))
+    unknown = calibrator.p_value(5.0, ("fresh", 0))
+    assert hard < unknown < easy

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from atts.calibration import MODES, Calibrator, Mode, StoredScores
+from atts.calibration.controllers import Adaptive
 from atts.calibration.scores import check_fingerprint, read_scores
 from atts.calibration.state import read_state, strict, write_state
 from atts.errors import CalibrationInputError, FingerprintError, StorageError
@@ -281,3 +282,26 @@ def test_a_long_run_costs_a_few_numbers_a_score(mode: Mode | Literal["by length"
     tracemalloc.stop()
     # with its length it is there three times
     assert held[1] - held[0] < (60 if by_length else 36) * 1200
+
+
+def test_merged_levels_add_up_as_distances_from_the_rate() -> None:
+    """Two shards that both fell short catch up for both, and opposite ones cancel."""
+
+    def level(deficits: list[bool]) -> tuple[Adaptive, float]:
+        controller = Adaptive(0.2, 0.01)
+        for escalated in deficits:
+            controller.update(None, "q", 0, escalated)
+        return controller, controller.current_rate(1.0, "q", 0)
+
+    short = [False] * 10
+    one, first = level(short)
+    assert first == pytest.approx(0.22)
+    other, _ = level(short)
+    one.merge(other.state())
+    assert one.current_rate(1.0, "q", 0) == pytest.approx(0.24)
+    over, _ = level([True] * 5)
+    one.merge(over.state())
+    assert one.current_rate(1.0, "q", 0) == pytest.approx(0.20)
+    fresh = Adaptive(0.2, 0.01)
+    fresh.merge(one.state())
+    assert fresh.current_rate(1.0, "q", 0) == one.current_rate(1.0, "q", 0)

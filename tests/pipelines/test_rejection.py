@@ -19,6 +19,7 @@ from atts.calibration import Calibrator
 from atts.core import Outcome, Rollout, Turn
 from atts.pipelines import (
     Answers,
+    Chunking,
     CoinGate,
     ConformalGate,
     FixedGate,
@@ -111,6 +112,41 @@ def test_repair_keeps_what_the_target_does_not_doubt(attempt: Solve, answers: An
     assert sum(o.usage.wasted_tokens for o in outcomes) == sum(wasted) - sum(
         t.chunks[0].tokens for t in mended
     )
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 11, 12, 13, 24, 25])
+@pytest.mark.parametrize("small", ["neither", "draft", "target"])
+def test_repair_fits_where_a_chunk_fills_what_is_left(
+    attempt: Solve, max_tokens: int, small: str
+) -> None:
+    """The limit of tokens or a context ends in the middle of a turn: nothing fails or grows longer."""
+    policy = Policy(
+        samples=3,
+        max_tokens=max_tokens,
+        chunking=Chunking(12, 12, ()),
+        takeover="repair",
+        score=ScoreRule("speculative"),
+        early_stop="none",
+    )
+    prompts = [line.prompt.target_ids for line in lines(attempt(policy, FixedGate("accept")))]
+    context = max(map(len, prompts)) + 11
+    outcomes = attempt(
+        policy,
+        ThresholdGate(0.0),
+        draft=ScriptedEngine("draft", context_length=context if small == "draft" else 1024),
+        target=ScriptedEngine("target", context_length=context if small == "target" else 1024),
+    )
+    assert lines(outcomes)
+    for rollout in lines(outcomes):
+        assert not rollout.error
+        written = len(rollout.ids("target")) - len(rollout.prompt.target_ids)
+        assert written <= max_tokens
+        if small != "neither":
+            assert len(rollout.ids("target")) <= context
+    for turn in turns(outcomes):
+        if turn.discarded and len(turn.chunks) == 2:
+            assert turn.chunks[0].tokens < turn.discarded[0].tokens
+            assert turn.chunks[1].tokens >= 1
 
 
 @given(st.lists(st.tuples(st.floats(-50, 0), st.floats(-50, 0)), min_size=1))

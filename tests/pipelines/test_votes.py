@@ -139,3 +139,33 @@ def test_waves_grow_until_they_agree(attempt: Solve) -> None:
     sizes = [len(outcome.rollouts) for outcome in attempt(policy, FixedGate("accept"), problems=20)]
     assert set(sizes) <= {2, 4, 8, 16}
     assert len(set(sizes)) > 2
+
+
+def test_the_heaviest_answer_wins_not_the_most_frequent() -> None:
+    """Two unsure ballots weigh less than a sure one; the count stays what it is."""
+    count = tally([Ballot("1", 0.2), Ballot("4", 0.3), Ballot("2", 0.9)], modulo)
+    assert count.winner == "2"
+    assert count.weights == pytest.approx((0.9, 0.5))
+    assert count.counts == (1, 2)
+    assert count.lead == pytest.approx(0.4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.floats(0.001, 1.0)), min_size=1, max_size=8))
+def test_weighted_votes_match_a_sum_by_hand(ballots: list[tuple[int, float]]) -> None:
+    """Each class weighs the sum of its ballots, and none is heavier than the winner's."""
+    count = tally([Ballot(str(number), share) for number, share in ballots], modulo)
+    sums = [0.0] * 3
+    for number, share in ballots:
+        sums[number % 3] += share
+    assert count.winner is not None
+    assert sums[int(count.winner) % 3] == pytest.approx(max(sums))
+    assert count.weights == pytest.approx(tuple(sorted((s for s in sums if s), reverse=True)))
+
+
+def test_a_lead_equal_to_what_is_left_is_not_settled() -> None:
+    """The rest could draw level, and a tie goes to the class seen first."""
+    ahead = tally([Ballot("1"), Ballot("1"), Ballot("2")], modulo)
+    assert not cannot_change(ahead, 1)
+    assert cannot_change(tally([Ballot("1"), Ballot("1")], modulo), 1)
+    assert not cannot_change(tally([], modulo), 0)

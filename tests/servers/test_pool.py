@@ -244,6 +244,51 @@ def test_calls_that_lost_the_only_replica_wait_until_it_was_checked(anyio_backen
     run_virtual(main, backend=anyio_backend)
 
 
+class Slow(Lost):
+    """A replica that answers some requests with a failure after a while."""
+
+    fails_after = 0.0
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Fail at once, later, or not at all."""
+        if self.fails_after and request.rollout == "late":
+            await anyio.sleep(self.fails_after)
+            raise EngineUnavailable("slow", "the connection broke")
+        return await super().sample(request)
+
+
+def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: Any) -> None:
+    """The call was lost with the connection from before; the replica was seen to be up since."""
+
+    async def main() -> None:
+        engine = Slow()
+        async with ReplicaPool([("only", engine)]) as pool:
+            engine.fails_after = 5.0
+            async with task_group() as group:
+
+                async def lose() -> None:
+                    with pytest.raises(EngineUnavailable):
+                        await pool.sample(request(1, "late"))
+
+                group.start_soon(lose)
+                await anyio.sleep(0.1)
+                engine.lost = True
+                with pytest.raises(EngineUnavailable):
+                    await pool.sample(request(2))
+                assert pool.load()[0].state == "down"
+                engine.lost = False
+                assert await pool.comes_back()
+                assert pool.load()[0].state == "up"
+                await anyio.sleep(10.0)
+            assert pool.load()[0].state == "up"
+            # One that is lost after the check counts.
+            with pytest.raises(EngineUnavailable):
+                await pool.sample(request(3, "late"))
+            assert pool.load()[0].state == "down"
+
+    run_virtual(main, backend=anyio_backend)
+
+
 @pytest.mark.anyio
 async def test_replicas_must_be_alike(serve: Serve, client: Connect) -> None:
     """Two versions cannot be one engine; no replicas are none."""

@@ -37,7 +37,7 @@ AUDIT = 4000
 """Steps of the gate that a report takes again; after them what was done is enough, where it is
 recorded.
 """
-TIMED = 200_000
+TIMED = 100_000
 """Calls whose times a report takes apart; more would fill the memory."""
 _KINDS: tuple[type[Event], ...] = (
     *FACTS, Decided, Observed, CallSpan, ProblemSpan, CallFailed, Warned, Drifted,

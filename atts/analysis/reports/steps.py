@@ -43,22 +43,22 @@ class Steps(Sequence[GateStep]):
 
 
 class StepLog:
-    """All steps of a run in the order of its journal, some 80 bytes each."""
+    """All steps of a run in the order of its journal, some 90 bytes each; reasons in words are left out."""
 
     def __init__(self) -> None:
         self._texts: dict[str, int] = {}  # every text once, with its number
         self._spellings: list[str] = []
-        self._codes = array("I")  # five texts a step: kind, question, action, origin, why
+        self._codes = array("I")  # four texts a step: kind, question, action, origin
         self._numbers = array("q")  # turn, sample, issue, and which of the values are there
         self._values = array("d")  # rate, score, p, length, left
 
     def __len__(self) -> int:
-        return len(self._codes) // 5
+        return len(self._codes) // 4
 
     def append(self, step: GateStep) -> None:
         """Keep a step."""
         decision = step.decision
-        for text in (step.kind, decision.question, decision.action, decision.origin, decision.why):
+        for text in (step.kind, decision.question, decision.action, decision.origin):
             self._codes.append(self._number(text))
         known = int(step.escalated)
         if decision.issue is not None:
@@ -72,9 +72,9 @@ class StepLog:
         self._numbers.extend((decision.turn, decision.sample, decision.issue or 0, known))
 
     def read(self, place: int) -> GateStep:
-        """Return the step at a place, equal to the one that was kept there."""
-        texts = [self._spellings[code] for code in self._codes[5 * place : 5 * place + 5]]
-        kind, question, action, origin, why = texts
+        """Return the step at a place, equal to the one that was kept there but for its `why`."""
+        texts = [self._spellings[code] for code in self._codes[4 * place : 4 * place + 4]]
+        kind, question, action, origin = texts
         turn, sample, issue, known = self._numbers[4 * place : 4 * place + 4]
         rate, *values = self._values[5 * place : 5 * place + 5]
         score, p, length, left = (
@@ -89,7 +89,6 @@ class StepLog:
             issue=issue if known & 2 else None,
             score=score,
             p=p,
-            why=why,
             origin=cast("Origin", origin),
             length=length,
         )
@@ -104,7 +103,7 @@ class StepLog:
         code = self._texts.get(kind)
         places = array("I")
         if code is not None:
-            places.extend(place for place, found in enumerate(self._codes[::5]) if found == code)
+            places.extend(place for place, found in enumerate(self._codes[::4]) if found == code)
         return Steps(self, places)
 
     def _number(self, text: str) -> int:

@@ -56,7 +56,7 @@ def run_tests(tree: Path, tests: str, seconds: float = SECONDS) -> tuple[Verdict
     """Run test files in the tree until the first one fails."""
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow"),
-        *("-p", "no:cacheprovider", "--timeout", "60"),
+        *("-p", "no:cacheprovider"),
         *tests.split(),
     ]
     environment = {

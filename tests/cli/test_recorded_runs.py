@@ -532,6 +532,8 @@ def test_what_is_no_evaluation_in_parts_is_refused(shards: Path, tmp_path: Path)
         merge([one], out)
     with pytest.raises(UsageError, match="shard 2/3 is missing"):
         merge([one, three], out)
+    with pytest.raises(UsageError, match="shard 3/3 is missing"):
+        merge([one, two], out)
     with pytest.raises(UsageError, match="there twice"):
         merge([one, two, two], out)
     with pytest.raises(UsageError, match="not shards of one evaluation"):

@@ -204,3 +204,17 @@ def test_shared_model_answers(shared_data: Path) -> None:
         equivalent(row["gold"], row["pred"]).is_equal == row["judged_equal"] for row in rows
     )
     assert right >= 0.99 * len(rows)
+
+
+@pytest.mark.parametrize("count", [3, 40, 200])
+def test_long_lists_are_compared_member_by_member(count: int) -> None:
+    """Any order of a set, with one member changed, and with one left out."""
+    numbers = list(range(1, count + 1))
+    gold = f"\\{{{','.join(map(str, numbers))}\\}}"
+
+    def status(members: list[int]) -> str:
+        return equivalent(gold, f"\\{{{','.join(map(str, members))}\\}}").status
+
+    assert status(numbers[::-1]) == "equal"
+    assert status([*numbers[:-1], 999]) == "different"
+    assert status(numbers[1:]) == "different"

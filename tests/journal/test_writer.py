@@ -331,3 +331,30 @@ async def test_a_first_line_may_be_torn(tmp_path: Path) -> None:
         os.truncate(tmp_path / JOURNAL, size)
         async with open_journal(tmp_path, SETTINGS) as journal:
             assert journal.session == 1
+
+
+async def test_an_interval_is_waited_for_between_syncs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten seconds of a hundred lines are a few syncs, not a hundred, and not one at the end."""
+    synced: list[int] = []
+    real = os.fsync
+
+    def counted(handle: int) -> None:
+        synced.append(handle)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    times = [0.0]
+    options = JournalOptions("interval", sync_seconds=1.0, clock=lambda: times[0])
+    async with open_journal(tmp_path / "run", SETTINGS, options) as journal:
+        before = len(synced)
+        for place in range(100):
+            times[0] = place / 10
+            journal.record(Warned("line", str(place)))
+            # a worker thread syncs, and has its turn
+            for _ in range(20):
+                await anyio.sleep(0.0005)
+        during = len(synced) - before
+    assert 3 <= during <= 25
+    assert len(texts(tmp_path / "run")) == 100

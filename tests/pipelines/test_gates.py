@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from bisect import bisect_left
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from atts.api import Setup
 from atts.calibration import Calibrator, StoredScores
-from atts.core import Chunk, Features
+from atts.core import Chunk, Features, Prompt, Rollout
 from atts.engine import EngineSpec
 from atts.errors import CalibrationInputError, OptionError, UnsupportedByEngine
 from atts.methods import PRESETS, GateInputs, preset
@@ -33,8 +34,10 @@ from atts.pipelines import (
     TopGate,
     check_engines,
 )
+from atts.pipelines.builder import Siblings
 from atts.pipelines.gates import NonLearningGate
 from atts.pipelines.scores import SCORE_KINDS, ScoreRule, evidence, mean_logprob, score_of
+from atts.testing import toy_groups
 
 SCORES = st.floats(1.0, 50.0, allow_nan=False)
 
@@ -325,3 +328,33 @@ def test_impossible_budgets_are_refused() -> None:
         with pytest.raises(OptionError, match="accept_when_agreeing"):
             setup.decider()
     assert isinstance(Setup(accept_when_agreeing=0.9).decider()[0], AgreementGate)
+
+
+def test_siblings_agree_by_their_answers_alone() -> None:
+    """A rollout's own earlier answer is no sibling's, and its new one is compared with theirs."""
+    siblings = Siblings(toy_groups)
+    for sample, answer in enumerate(["7", "7", "8", None]):
+        siblings.rollouts[sample] = Rollout(
+            "p", sample, Prompt(draft_ids=(1,), target_ids=(1,)), finish="answer", answer=answer
+        )
+    for answer, belongs in ((None, False), ("7", True), ("8", False)):
+        count, share, is_among = siblings.agreement(9, answer)
+        assert (count, is_among) == (3, belongs)
+        assert share == pytest.approx(2 / 3)
+    # without the first rollout's own answer, one of each is left
+    count, share, _ = siblings.agreement(0, "9")
+    assert count == 2
+    assert share == pytest.approx(1 / 2)
+    assert Siblings(toy_groups).agreement(0, "7") == (0, 0.0, False)
+
+
+def test_positions_in_the_tree_of_chunks_are_all_different() -> None:
+    """Equal chunks after equal beginnings share one position; the prompt is 0, which nothing else is."""
+    siblings = Siblings(toy_groups)
+    chunks = [Chunk("draft", str(n), (n,), (n,), "length") for n in range(3)]
+    paths = [path for size in range(4) for path in itertools.product(chunks, repeat=size)]
+    places = {path: siblings.position(path) for path in paths}
+    assert len(set(places.values())) == len(paths)
+    assert places[()] == 0
+    assert {path: siblings.position(path) for path in reversed(paths)} == places
+    assert siblings.position(chunks[1:], places[(chunks[0],)]) == places[tuple(chunks)]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from atts.analysis import replay_policy
 from atts.calibration import Calibrator
-from atts.core import Outcome, Rollout, Turn
+from atts.core import Completion, Outcome, Rollout, SampleRequest, Turn
+from atts.errors import EngineError
 from atts.pipelines import (
     Answers,
     Chunking,
@@ -296,6 +297,29 @@ def test_drafting_ahead_changes_nothing_but_time(attempt: Solve) -> None:
     ahead = attempt(replace(POLICY, optimistic=True), _scoring(gate))
     assert [r.text for r in lines(plain)] == [r.text for r in lines(ahead)]
     assert sum(o.usage.wasted_tokens for o in ahead) > 0
+
+
+class Broken(ScriptedEngine):
+    """A target that scores, slowly, and cannot write."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Refuse."""
+        raise EngineError("target", "it writes nothing")
+
+
+def test_what_was_drafted_ahead_is_wasted_once_where_the_takeover_fails(attempt: Solve) -> None:
+    """Everything that was written is in a turn or was wasted, the chunk ahead included."""
+    target = Broken("target", latency=Latency(per_score=5.0))
+    policy = replace(POLICY, optimistic=True, takeover="replace")
+    outcomes = attempt(policy, _scoring(CoinGate(0.9, seed=3)), target=target)
+    failed = [rollout for rollout in lines(outcomes) if rollout.error]
+    assert failed
+    for rollout in failed:
+        kept = sum(chunk.tokens for turn in rollout.turns for chunk in turn.chunks)
+        usage = rollout.usage
+        assert usage.draft_tokens + usage.target_tokens == kept + usage.wasted_tokens
+    # two chunks each: the one that was judged, and the one ahead of it
+    assert max(rollout.usage.wasted_tokens for rollout in failed) > 20
 
 
 def _scoring(gate: Gate) -> Gate:

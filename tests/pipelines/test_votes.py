@@ -169,3 +169,14 @@ def test_a_lead_equal_to_what_is_left_is_not_settled() -> None:
     assert not cannot_change(ahead, 1)
     assert cannot_change(tally([Ballot("1"), Ballot("1")], modulo), 1)
     assert not cannot_change(tally([], modulo), 0)
+
+
+def test_a_tie_is_never_settled() -> None:
+    """With nothing left, a rival that is level has drawn level; with something left, it may lead."""
+    level = Tally(("1", "2"), (2.0, 2.0), (2, 2))
+    assert settled_probability(level, 0) == 0.0
+    assert settled_probability(level, 3) < 0.5
+    ahead = Tally(("1", "2"), (3.0, 2.0), (3, 2))
+    assert settled_probability(ahead, 0) == 1.0
+    # three exchangeable chances with one ballot left: the rival draws level with (2 + 1) / (5 + 3)
+    assert settled_probability(ahead, 1) == pytest.approx(1 - 3 / 8)

@@ -30,7 +30,8 @@ from atts.core import (
     Turn,
     Usage,
 )
-from atts.errors import DatasetError, OptionError
+from atts.engine import EngineSpec
+from atts.errors import BadReply, DatasetError, OptionError
 from atts.evaluators import samples_of
 from atts.graph import Limit, ProblemScope, RetryPolicy, RolloutScope
 from atts.journal import (
@@ -61,6 +62,7 @@ from atts.run import (
     RunBegun,
     RunResult,
     Stop,
+    check_completion,
     evaluate,
 )
 from atts.sampling import Seed
@@ -661,3 +663,37 @@ def test_every_gate_lets_go_of_problems_that_are_over(world: Any, wants: dict[st
             filter(None, (getattr(gate, name, None) for name in ("inner", "gate", "calibrator"))),
             None,
         )
+
+
+_SPEC = EngineSpec("e", "m", "t", 100, (0,), 50)
+_ASKED = SampleRequest((1, 2), 3)
+
+
+def _completion(ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion:
+    return Completion(ids, "x" * len(ids), "length", logprobs)
+
+
+@pytest.mark.parametrize(
+    ("reply", "request_", "spec", "problem"),
+    [
+        (_completion((1, 2, 3), (-1.0, -1.0, -1.0)), _ASKED, _SPEC, ""),
+        (_completion((1, 2, 3, 4), (-1.0,) * 4), _ASKED, _SPEC, "3 were allowed"),
+        (_completion((1, 2), (-1.0,)), _ASKED, _SPEC, "1 log-probabilities came with 2 ids"),
+        (_completion((1, 2), ()), _ASKED, _SPEC, "0 log-probabilities came with 2 ids"),
+        (_completion((1, 2), ()), replace(_ASKED, logprobs="unneeded"), _SPEC, ""),
+        (_completion((1, 2), ()), _ASKED, replace(_SPEC, logprobs="none"), ""),
+        (_completion((1, 50), (-1.0, -1.0)), _ASKED, _SPEC, "outside the vocabulary"),
+        (_completion((1, -1), (-1.0, -1.0)), _ASKED, _SPEC, "outside the vocabulary"),
+        (_completion((1,), (math.nan,)), _ASKED, _SPEC, "not a number"),
+        (_completion((), ()), _ASKED, _SPEC, ""),
+    ],
+)
+def test_what_a_completion_may_be(
+    reply: Completion, request_: SampleRequest, spec: EngineSpec, problem: str
+) -> None:
+    """Its parts agree with each other and with the request, to the token."""
+    if not problem:
+        check_completion(reply, request_, spec)
+        return
+    with pytest.raises(BadReply, match=problem):
+        check_completion(reply, request_, spec)

@@ -145,10 +145,15 @@ async def _awaited(code: CodeType, namespace: dict[str, Any]) -> None:
 
 
 def run_console(example: Example, where: str) -> None:
-    """Run each command; `...` in what the page shows stands for anything."""
+    """Run each command and compare its output with the page, where `...` is for anything.
+
+    A page shows at least one line of what a command prints.
+    """
     for words, promised in commands(example.text):
         code, said = run_command(words)
         assert code == example.exit, f"{where}: `{words}` ended with {code}:\n{said}"
+        shown = [line for line in promised.splitlines() if line.strip() not in ("", "...")]
+        assert shown or not said.strip(), f"{where}: show lines of what `{words}` prints:\n{said}"
         if promised:
             # pages show a real run's output; its numbers vary with the machine and its load
             expect(NUMBER.sub("0", promised), NUMBER.sub("0", said), f"{where}: `{words}`")
@@ -235,6 +240,8 @@ def test_the_collector_sees_and_the_checker_can_fail(tmp_path: Path) -> None:
     ]
     with pytest.raises(AssertionError, match="printed"):
         run_console(Example("console", "$ echo one\ntwo\n", 1), "here")
+    with pytest.raises(AssertionError, match="show lines"):
+        run_console(Example("console", "$ echo one\n...\n", 1), "here")
     with pytest.raises(AssertionError, match="ended with 1"):
         run_console(Example("console", "$ false\n", 1), "here")
     with pytest.raises(AssertionError, match="printed"):

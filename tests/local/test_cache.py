@@ -22,7 +22,8 @@ from atts.local.devices import is_out_of_memory
 from atts.local.loader import Weights
 from atts.local.messages import Cancel, Command, FailureReply, Submit, WorkerConfig
 from atts.local.model import TorchModel
-from atts.local.sequence import Sequence, ending
+from atts.local.scheduler import Scheduler, SchedulerConfig
+from atts.local.sequence import Sequence, ending, new_sequence
 from atts.sampling import Seed, uniforms
 
 
@@ -87,6 +88,30 @@ def test_going_on_from_a_scored_chunk_starts_with_a_free_token(
     assert done.stats.prefilled_tokens == 40
     assert done.stats.free_tokens == 2
     assert done.stats.scored_tokens == 16
+
+
+def test_slots_of_running_requests_are_counted_as_locked() -> None:
+    """What running requests read or write cannot be given to others; when they end it can."""
+    tree = PrefixTree(0)
+    scheduler = Scheduler(SchedulerConfig(512, 4, 64, 256), tree)
+    request = SampleRequest(ids_of(6, 40), 4, Sampling(0))
+    for number in (1, 2):
+        scheduler.add(new_sequence(number, request, 0.0))
+    (chunk,) = scheduler.schedule().prefills
+    assert (chunk.start, chunk.stop) == (0, 40)
+    first = scheduler.sequence(1)
+    assert scheduler.num_locked == first.capacity >= 40
+    first.num_computed = 40
+    scheduler.cache_prefix(first)
+    scheduler.schedule()
+    second = scheduler.sequence(2)
+    written = second.capacity - second.num_shared
+    assert scheduler.num_locked == first.capacity + written, "a shared prompt counts once"
+    scheduler.cancel(1)
+    assert scheduler.num_locked == 40 + written, "the other one still reads the prompt"
+    scheduler.cancel(2)
+    assert scheduler.num_locked == 0
+    assert tree.num_evictable >= 39
 
 
 def _flip(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:

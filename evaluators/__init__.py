@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from atts.evaluators.datasets.tables import json_lines
     from atts.evaluators.equivalence.grouping import group
     from atts.evaluators.equivalence.pairs import equivalent
-    from atts.evaluators.grading import GradedRecord, GradeTally, grade, judge, reference
+    from atts.evaluators.grading import (
+        BadRecord,
+        GradedRecord,
+        GradeTally,
+        grade,
+        grade_all,
+        judge,
+        read_records,
+        reference,
+    )
     from atts.evaluators.metrics.intervals import (
         Estimate,
         accuracy_estimate,
@@ -42,7 +51,7 @@ if TYPE_CHECKING:
         gain_over_coin,
         within_question_auroc,
     )
-    from atts.evaluators.verdict import Limits, Status, Verdict
+    from atts.evaluators.verdict import RULES, Limits, Status, Verdict
 
     # isort: off
     from atts.evaluators.metrics.paired import (
@@ -62,7 +71,7 @@ _NAMES = {
     "equivalence.grouping": "group",
     "equivalence.pairs": "equivalent",
     "answers": "Extraction extract extraction unmarked",
-    "grading": "GradeTally GradedRecord grade judge reference",
+    "grading": "BadRecord GradeTally GradedRecord grade grade_all judge read_records reference",
     "metrics.intervals": "Estimate accuracy_estimate mean_estimate share_estimate",
     "metrics.paired": "Comparison ConfidenceSequence McNemar Sequential compare_in_order "
     "compare_runs holm mcnemar problems_needed",
@@ -70,18 +79,19 @@ _NAMES = {
     "maj_at_k pass_at_k pass_hat_k rate samples_of score votes",
     "metrics.power": "Power VarianceSplit difference_spread paired_power variance_split",
     "metrics.ranking": "LabelledChunk gain_over_coin within_question_auroc",
-    "verdict": "Limits Status Verdict",
+    "verdict": "Limits RULES Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
-    "BENCHMARKS", "Benchmark", "Columns", "Comparison", "ConfidenceSequence", "Counts", "Dataset", "Estimate",
-    "Exercise", "Extraction", "GradeTally", "GradedRecord", "LabelledChunk", "Limits", "LoadOptions", "McNemar",
-    "Power", "Samples", "Scorecard", "Selection", "Sequential", "Status", "VarianceSplit", "Verdict", "Votes",
-    "accuracy_estimate", "answer_classes", "avg_at_n", "cached_snapshot", "compare_in_order", "compare_runs", "count",
-    "difference_spread", "equivalent", "exercises", "extract", "extraction", "find_benchmark", "g_pass_at_k",
-    "gain_over_coin", "grade", "group", "holm", "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar",
-    "mean_estimate", "paired_power", "pass_at_k", "pass_hat_k", "problems_needed", "rate", "reference", "samples_of",
-    "score", "select", "share_estimate", "unmarked", "variance_split", "votes", "within_question_auroc",
+    "BENCHMARKS", "RULES", "BadRecord", "Benchmark", "Columns", "Comparison", "ConfidenceSequence", "Counts",
+    "Dataset", "Estimate", "Exercise", "Extraction", "GradeTally", "GradedRecord", "LabelledChunk", "Limits",
+    "LoadOptions", "McNemar", "Power", "Samples", "Scorecard", "Selection", "Sequential", "Status",
+    "VarianceSplit", "Verdict", "Votes", "accuracy_estimate", "answer_classes", "avg_at_n", "cached_snapshot",
+    "compare_in_order", "compare_runs", "count", "difference_spread", "equivalent", "exercises", "extract",
+    "extraction", "find_benchmark", "g_pass_at_k", "gain_over_coin", "grade", "grade_all", "group", "holm",
+    "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar", "mean_estimate", "paired_power", "pass_at_k",
+    "pass_hat_k", "problems_needed", "rate", "read_records", "reference", "samples_of", "score", "select",
+    "share_estimate", "unmarked", "variance_split", "votes", "within_question_auroc",
 ]  # fmt: skip
 
 

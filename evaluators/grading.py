@@ -10,6 +10,7 @@ from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.answers import Extraction, Fallback, extraction
 from atts.evaluators.datasets.catalogue import LETTERS
+from atts.evaluators.datasets.tables import json_line
 from atts.evaluators.equivalence.pairs import equivalent, matches_reference
 from atts.evaluators.metrics.wilson import wilson_interval
 from atts.evaluators.verdict import STRICT, Verdict, changed
@@ -20,8 +21,8 @@ _KINDS: dict[str, AnswerKind] = {
     "text": "text",
     "answer": "math",
 }
-# characters from which a reference is taken for a worked solution, to be extracted from
 _PERCENT_AFTER_BOX = re.compile(r"\}\$?\s*(?:\\?%|percent\b)[^{}]*\Z")
+# characters from which a reference is taken for a worked solution, to be extracted from
 _PROSE = 200
 
 
@@ -35,6 +36,8 @@ class GradedRecord:
     answer: str | None
     found_by: str  # "given", or the rule of the extraction
     expected: bool | None = None  # what the record itself says, if it says so
+    golds: tuple[str, ...] = ()  # the references, as they were compared
+    kind: AnswerKind = "math"
 
     def as_json(self) -> dict[str, object]:
         """Return the record as one line of output."""
@@ -43,9 +46,32 @@ class GradedRecord:
             "index": self.index,
             "id": self.id,
             **asdict(self.verdict),
+            "references": list(self.golds),
             "answer": self.answer,
             "found_by": self.found_by,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record that cannot be graded, and why."""
+
+    index: int
+    error: DatasetError
+
+    def as_json(self) -> dict[str, object]:
+        """Return the record as one line of output."""
+        return {"type": "bad_record", "index": self.index, "problem": str(self.error)}
+
+
+def read_records(lines: Iterable[str], source: str) -> Iterator[Mapping[str, Any] | DatasetError]:
+    """Yield the object on each line that is not blank, or the error of a line that is none."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield json_line(line, number, source)
+            except DatasetError as error:
+                yield error
 
 
 def grade(
@@ -60,33 +86,76 @@ def grade(
 
     A list as `gold` holds several references, any of which is right. A record's `kind`, `relative`,
     `absolute`, `units` and `rounding` take precedence over those given here. Raises DatasetError at
-    the first record that cannot be graded.
+    the first record that cannot be graded; `grade_all` reports such records and continues.
+    """
+    for each in grade_all(records, kind, fallback=fallback, grading=grading, source=source):
+        if isinstance(each, BadRecord):
+            raise each.error
+        yield each
+
+
+def grade_all(
+    records: Iterable[Mapping[str, Any] | DatasetError],
+    kind: AnswerKind = "math",
+    *,
+    fallback: Fallback = "statement",
+    grading: Grading = STRICT,
+    source: str = "records",
+) -> Iterator[GradedRecord | BadRecord]:
+    """Yield what `grade` does, and a BadRecord in the place of each that cannot be graded.
+
+    An error among the records is one that could not even be read.
     """
     for index, record in enumerate(records):
-        where = f"{source}, record {index + 1}"
-        golds = _references(record, where)
-        kind_of_record = _KINDS.get(str(record.get("kind", kind)))
-        if kind_of_record is None:
-            known = f"Known: {', '.join(_KINDS)}"
-            raise DatasetError(where, f"kind {record['kind']!r} is not one", known)
-        extracted = _answer(record, kind_of_record, fallback, where)
-        if "text" in record:
-            if kind_of_record == "text":
-                kind_of_record = "math"
-            golds = [reference(gold, kind_of_record) for gold in golds]
-        fields = ("relative", "absolute", "units", "rounding")
-        stated_policy = {name: record.get(name) for name in fields}
+        if isinstance(record, DatasetError):
+            yield BadRecord(index, record)
+            continue
         try:
-            policy = changed(grading, stated_policy)
-        except OptionError as error:
-            raise DatasetError(where, str(error)) from None
-        if extracted.answer is None:
-            verdict = Verdict("different", "cut" if extracted.rule == "cut" else "no answer")
-        else:
-            verdict = matches_reference(golds, extracted.answer, kind_of_record, grading=policy)
-        expected = record["expected"] if isinstance(record.get("expected"), bool) else None
-        name = str(record.get("id", index))
-        yield GradedRecord(index, name, verdict, extracted.answer, extracted.rule, expected)
+            yield _graded(index, record, kind, fallback, grading, source)
+        except DatasetError as error:
+            yield BadRecord(index, error)
+
+
+def _graded(
+    index: int,
+    record: Mapping[str, Any],
+    kind: AnswerKind,
+    fallback: Fallback,
+    grading: Grading,
+    source: str,
+) -> GradedRecord:
+    """Return the verdict on one record; raise DatasetError where it cannot be graded."""
+    where = f"{source}, record {index + 1}"
+    golds = _references(record, where)
+    kind_of_record = _KINDS.get(str(record.get("kind", kind)))
+    if kind_of_record is None:
+        known = f"Known: {', '.join(_KINDS)}"
+        raise DatasetError(where, f"kind {record['kind']!r} is not one", known)
+    extracted = _answer(record, kind_of_record, fallback, where)
+    if "text" in record:
+        if kind_of_record == "text":
+            kind_of_record = "math"
+        golds = [reference(gold, kind_of_record) for gold in golds]
+    fields = ("relative", "absolute", "units", "rounding")
+    stated_policy = {name: record.get(name) for name in fields}
+    try:
+        policy = changed(grading, stated_policy)
+    except OptionError as error:
+        raise DatasetError(where, str(error)) from None
+    if extracted.answer is None:
+        verdict = Verdict("different", "cut" if extracted.rule == "cut" else "no answer")
+    else:
+        verdict = matches_reference(golds, extracted.answer, kind_of_record, grading=policy)
+    return GradedRecord(
+        index,
+        str(record.get("id", index)),
+        verdict,
+        extracted.answer,
+        extracted.rule,
+        expected=record["expected"] if isinstance(record.get("expected"), bool) else None,
+        golds=tuple(golds),
+        kind=kind_of_record,
+    )
 
 
 @dataclass(slots=True)
@@ -96,6 +165,7 @@ class GradeTally:
     status: Counter[str] = field(default_factory=Counter[str])
     rules: Counter[str] = field(default_factory=Counter[str])
     agreed: Counter[str] = field(default_factory=Counter[str])
+    bad_records: int = 0
 
     def add(self, graded: GradedRecord) -> None:
         """Count one record."""
@@ -120,6 +190,8 @@ class GradeTally:
             "interval": None if share is None else wilson_interval(share, n),
             "no_answer": self.rules["no answer"],
             "cut": self.rules["cut"],
+            "judged": self.rules["judged"],
+            "bad_records": self.bad_records,
             "rules": dict(sorted(self.rules.items())),
         }
         if self.agreed:

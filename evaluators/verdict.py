@@ -13,6 +13,45 @@ from atts.errors import OptionError
 STRICT = Grading()
 Status = Literal["equal", "different", "unscored"]
 
+RULES = {
+    "same text": "both have one spelling, but for spacing and wrappers",
+    "text": "words were compared as words",
+    "choice": "the letters of two choices were compared",
+    "structure": "both have the same parts in the same order",
+    "exact": "exact rational or algebraic numbers were compared",
+    "value": "values were computed and compared, at several points where there are variables",
+    "rounding": "a decimal was compared with the exact value that it may stand for",
+    "tolerance": "the numbers are as near as the policy allows, or are not",
+    "algebra": "sympy compared the expressions",
+    "judged": "a model compared the answers, because the rules left them open",
+    "percent": "percentages were compared",
+    "degrees": "angles were compared",
+    "unit": "quantities with units, or what they count, were compared",
+    "base": "numerals of a base were compared",
+    "ratio": "ratios were compared as proportions",
+    "infinity": "an infinite value was compared",
+    "undefined": "a side has no value",
+    "name": "the names of what is given were compared",
+    "set": "lists or sets were compared, in any order",
+    "tuple": "tuples were compared, entry by entry",
+    "matrix": "matrices were compared, entry by entry",
+    "interval": "intervals were compared",
+    "relation": "equations or inequalities were compared",
+    "equation": "an equation was compared with a value",
+    "congruence": "classes of a modulus were compared",
+    "cases": "cases were compared with their conditions",
+    "logic": "one side says `and` where the other says `or`",
+    "prose": "words deny, condition or replace the value",
+    "malformed": "a side cannot be read: an argument or a bracket is missing",
+    "no answer": "there is no answer",
+    "cut": "the text ends inside its answer",
+    "no reference": "there is no reference",
+    "undecided": "no rule settles the pair",
+    "limits": "the pair exceeds a cap on size or work",
+    "time": "the comparison took too long",
+}
+"""What each rule of a verdict means, in words for people."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

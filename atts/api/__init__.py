@@ -40,6 +40,7 @@ from atts.api.setup import Setup, answers_for, load_problems
 from atts.concurrency import import_lock
 
 if TYPE_CHECKING:
+    from atts.api.answer_judge import judge_unscored, read_judge_prompt
     from atts.api.block_comparison import ComparedBlocks, MeasuredPair, compare_blocks
     from atts.api.piloting import PilotEnd, pilot, pilot_sync, run_pilot
     from atts.api.sweeping import (
@@ -95,6 +96,7 @@ __all__ = [
     "evaluate_sync",
     "find_pair",
     "gpu_placement",
+    "judge_unscored",
     "known_pairs",
     "load_problems",
     "local_placement",
@@ -103,6 +105,7 @@ __all__ = [
     "pilot_sync",
     "plan",
     "plan_sweep",
+    "read_judge_prompt",
     "replay",
     "report",
     "run_pilot",
@@ -120,6 +123,7 @@ __all__ = [
 
 # These load reports or local models, which few programs need.
 _NAMES = {
+    "atts.api.answer_judge": "judge_unscored read_judge_prompt",
     "atts.api.block_comparison": "ComparedBlocks MeasuredPair compare_blocks",
     "atts.api.piloting": "PilotEnd pilot pilot_sync run_pilot",
     "atts.api.tuning": "TuneAdvice tune",

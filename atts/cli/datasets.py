@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +13,11 @@ import typer
 
 from atts.cli.options import Json, named_values
 from atts.cli.terminal import print_json, print_result, say, tell
-from atts.errors import DatasetError
+from atts.errors import DatasetError, OptionError
 
 if TYPE_CHECKING:
     from atts.core import Problem
-    from atts.evaluators import Benchmark, Dataset
+    from atts.evaluators import BadRecord, Benchmark, Dataset, GradedRecord
 
 
 datasets_app = typer.Typer(invoke_without_command=True)
@@ -215,35 +216,103 @@ def grade(
         Literal["optional", "required"],
         typer.Option(help="Whether an answer may leave its unit out."),
     ] = "optional",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first record that cannot be graded.")
+    ] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Print what was compared under each verdict, and why."),
+    ] = False,
+    judge: Annotated[
+        str,
+        typer.Option(
+            help="Model that is asked about unscored answers, such as vllm:URL; same formats as the "
+            "target of a run. Its verdicts are marked `judged`."
+        ),
+    ] = "",
+    judge_prompt: Annotated[
+        Path | None,
+        typer.Option(help="File with the judge's prompt: text with {reference} and {answer}."),
+    ] = None,
 ) -> None:
     """Grade answers against references: equal, different or unscored, with the rule that decided.
+
+    A record that cannot be graded is reported on stderr, and the rest is graded.
 
     Example: atts grade answers.jsonl --json
 
     Example: echo '{"gold": "1/2", "answer": "0.5"}' | atts grade -
     """
     from atts.core import Grading
-    from atts.evaluators import GradeTally, json_lines
-    from atts.evaluators import grade as graded
+    from atts.evaluators import BadRecord, GradeTally, grade_all, read_records
 
+    if judge_prompt is not None and not judge:
+        raise OptionError("--judge-prompt", "there is no --judge to ask")
     tally = GradeTally()
     with _opened(file) as lines:
-        records = (record for _, record in json_lines(lines, file))
-        for each in graded(
-            records,
+        results = grade_all(
+            read_records(lines, file),
             kind,
             fallback=fallback,
             grading=Grading(relative, absolute, units),
             source=file,
-        ):
+        )
+        if judge:
+            results = iter(_judged(results, judge, judge_prompt, strict))
+        for each in results:
+            if isinstance(each, BadRecord):
+                if strict:
+                    raise each.error
+                tally.bad_records += 1
+                tell(f"not graded: {each.error}")
+                if as_json:
+                    print_json(each.as_json())
+                continue
             tally.add(each)
             if as_json:
                 print_json(each.as_json())
             else:
-                detail = f" ({each.verdict.detail})" if each.verdict.detail else ""
-                say(f"{each.id:<16}{each.verdict.status:<11}{each.verdict.rule}{detail}")
+                say(f"{each.id:<16}{each.verdict.status:<11}{each.verdict.rule}")
+            if explain and not as_json:
+                say("\n".join(f"    {line}" for line in _explained(each)))
     summary = tally.as_json()
     print_result(summary, as_json, lambda counted: [_words(counted)])
+    if tally.bad_records and not summary["n"]:
+        raise DatasetError(file, "no record could be graded")
+
+
+def _judged(
+    results: Iterable[GradedRecord | BadRecord], model: str, prompt: Path | None, strict: bool
+) -> list[GradedRecord | BadRecord]:
+    """Return all results in order, with a model's verdicts on those that are unscored."""
+    from functools import partial
+
+    import anyio
+
+    from atts.api import judge_unscored, read_judge_prompt
+    from atts.evaluators import BadRecord
+
+    instructions = read_judge_prompt(prompt)
+    everything: list[GradedRecord | BadRecord] = []
+    for each in results:
+        if strict and isinstance(each, BadRecord):
+            raise each.error  # before a model is opened
+        everything.append(each)
+    graded = [each for each in everything if not isinstance(each, BadRecord)]
+    judged = iter(anyio.run(partial(judge_unscored, graded, model, instructions)))
+    return [each if isinstance(each, BadRecord) else next(judged) for each in everything]
+
+
+def _explained(graded: GradedRecord) -> Iterator[str]:
+    """Yield what was compared, how the answer was extracted, and what the rule means."""
+    from atts.evaluators import RULES
+
+    for gold in graded.golds:
+        yield f"reference  {gold}"
+    yield f"answer     {graded.answer if graded.answer is not None else '-'} ({graded.found_by})"
+    yield f"rule       {graded.verdict.rule}: {RULES[graded.verdict.rule]}"
+    if graded.verdict.detail:
+        yield f"detail     {graded.verdict.detail}"
 
 
 def _opened(file: str) -> AbstractContextManager[IO[str]]:
@@ -256,14 +325,20 @@ def _opened(file: str) -> AbstractContextManager[IO[str]]:
 
 
 def _words(summary: dict[str, Any]) -> str:
+    bad = summary["bad_records"]
+    not_graded = f"; {_counted(bad)} not graded" if bad else ""
     if not summary["n"]:
-        return "no records"
+        return f"no records{not_graded}"
     low, high = summary["interval"]
     counts = ", ".join(
         f"{summary[name]} {name.replace('_', ' ')}" for name in _COUNTS if summary[name]
     )
-    records = "1 record" if summary["n"] == 1 else f"{summary['n']:,} records"
-    return f"{records}: {counts}; equal {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson)"
+    share = f"equal {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson)"
+    return f"{_counted(summary['n'])}: {counts}; {share}{not_graded}"
 
 
-_COUNTS = ("equal", "different", "unscored", "no_answer", "cut")
+def _counted(number: int) -> str:
+    return "1 record" if number == 1 else f"{number:,} records"
+
+
+_COUNTS = ("equal", "different", "unscored", "judged", "no_answer", "cut")

@@ -90,14 +90,18 @@ def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[t
     for a line that is no JSON object.
     """
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = from_json(line)
-        except ValueError as error:
-            problem = f"{place}line {number} is not JSON ({error})"
-            raise DatasetError(source, problem, "Each line must be one JSON object") from None
-        yield number, _row(value, f"{place}line {number}", source)
+        if line.strip():
+            yield number, json_line(line, number, source, place)
+
+
+def json_line(line: str, number: int, source: str, place: str = "") -> Row:
+    """Return the object on a line; raise DatasetError for a line that is no JSON object."""
+    try:
+        value = from_json(line)
+    except ValueError as error:
+        problem = f"{place}line {number} is not JSON ({error})"
+        raise DatasetError(source, problem, "Each line must be one JSON object") from None
+    return _row(value, f"{place}line {number}", source)
 
 
 def _bytes(path: Path, source: str) -> bytes:

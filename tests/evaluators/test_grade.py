@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
+import atts.evaluators as atts_evaluators
 from atts.cli.app import run
 from atts.errors import DatasetError
-from atts.evaluators import GradeTally, grade, reference
+from atts.evaluators import RULES, GradeTally, grade, reference
 
 RECORDS: list[dict[str, Any]] = [
     {"id": "a", "gold": r"\frac{1}{2}", "answer": "0.5"},
@@ -93,14 +95,62 @@ def test_stdin_and_words(atts: Callable[..., Done]) -> None:
         ('{"gold": "5", "answer": ["5"]}\n', "list"),
     ],
 )
-def test_what_is_no_record_is_a_usage_error(
+def test_what_is_no_record_is_a_usage_error_when_strict(
     stdin: str, word: str, atts: Callable[..., Done]
 ) -> None:
     """Exit code 2 and a message that names the record and what is wrong with it."""
-    done = atts("-", "--json", stdin=stdin)
+    done = atts("-", "--json", "--strict", stdin=stdin)
     assert done.returncode == 2
     assert word in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_bad_record_is_reported_and_the_rest_is_graded(atts: Callable[..., Done]) -> None:
+    """Each keeps its index; the summary counts what was not graded, outside of the accuracy."""
+    stdin = 'not json\n{"gold": "5"}\n{"gold": "5", "answer": "5"}\n'
+    done = atts("-", "--json", stdin=stdin)
+    assert done.returncode == 0
+    first, second, verdict, summary = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [first["type"], first["index"]] == ["bad_record", 0]
+    assert [second["type"], second["index"]] == ["bad_record", 1]
+    assert "answer" in second["problem"]
+    assert [verdict["status"], verdict["index"]] == ["equal", 2]
+    assert [summary["n"], summary["bad_records"], summary["accuracy"]] == [1, 2, 1.0]
+    assert done.stderr.count("not graded:") == 2
+    words = atts("-", stdin=stdin)
+    assert words.stdout.endswith("(95 % Wilson); 2 records not graded\n")
+
+
+def test_nothing_but_bad_records_is_a_usage_error(atts: Callable[..., Done]) -> None:
+    """A file of another format does not pass as graded."""
+    done = atts("-", stdin='{"gold": "5"}\n')
+    assert done.returncode == 2
+    assert "no record could be graded" in done.stderr
+
+
+def test_explain_shows_what_was_compared(atts: Callable[..., Done]) -> None:
+    """References, the answer with how it was found, the rule in words, and both as read."""
+    record = {"gold": ["3", r"\dfrac{1}{2}"], "text": "The answer is 0.5."}
+    plain = atts("-", stdin=lines([record]))
+    assert "reference" not in plain.stdout
+    done = atts("-", "--explain", stdin=lines([record]))
+    shown = done.stdout.splitlines()
+    assert shown[1:4] == [
+        "    reference  3", r"    reference  \dfrac{1}{2}", "    answer     0.5 (marker)",
+    ]  # fmt: skip
+    assert shown[4].startswith("    rule       value: values were computed")
+    assert shown[5] == r"    detail     read as \dfrac{1}{2} and 0.5"
+
+
+def test_every_rule_is_explained() -> None:
+    """A rule that the grader writes anywhere has its words for --explain."""
+    written = set[str]()
+    for path in Path(atts_evaluators.__file__).parent.rglob("*.py"):
+        pattern = r'(?:ruled|Verdict|_verdict)\((?:[^"()]|\([^()]*\))*(?:"(?:equal|different|unscored)", )?"([a-z ]+)"'
+        written |= set(re.findall(pattern, path.read_text(encoding="utf-8")))
+    written -= {"equal", "different", "unscored"}
+    assert len(written) > 20
+    assert written - set(RULES) == set()
 
 
 def test_a_missing_file_and_a_misspelt_option(atts: Callable[..., Done]) -> None:

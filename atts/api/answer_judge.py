@@ -1,0 +1,128 @@
+"""Ask a model of the user's about the answers that the rules of grading leave unscored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+
+from atts.api.engines import build_engine
+from atts.concurrency import collect
+from atts.core import Message, SampleRequest, Sampling
+from atts.errors import OptionError
+from atts.evaluators import GradedRecord, Status, Verdict
+from atts.sampling import Seed
+
+if TYPE_CHECKING:
+    from atts.engine import Engine
+
+_DEFAULT_PROMPT = Path(__file__).with_name("judge_prompt.txt")
+_FIELDS = ("{reference}", "{answer}")
+_MAX_TOKENS = 4096  # enough for a model that reasons before it answers
+_IN_FLIGHT = 16
+_DECISION = re.compile(r"\b(EQUAL|DIFFERENT|UNSURE)\b")
+
+
+def read_judge_prompt(file: Path | None) -> str:
+    """Return the judge's prompt from a file, or the default prompt.
+
+    :raises OptionError: the file cannot be read, or lacks `{reference}` or `{answer}`.
+    """
+    path = file or _DEFAULT_PROMPT
+    try:
+        prompt = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError("judge prompt", f"{path} cannot be read: {error}") from None
+    missing = [field for field in _FIELDS if field not in prompt]
+    if missing:
+        problem = f"{path} lacks {' and '.join(missing)}"
+        raise OptionError("judge prompt", f"{problem}, where the texts are to go")
+    return prompt
+
+
+async def judge_unscored(
+    records: Iterable[GradedRecord], model: str | Engine, prompt: str
+) -> list[GradedRecord]:
+    """Return the records in order, those that are unscored with the model's verdict.
+
+    The verdict's rule is `judged`. A record stays unscored if the model is unsure. A record without
+    an answer or a reference is not put to the model.
+    """
+    everything = list(records)
+    if not any(_is_open(record) for record in everything):
+        return everything
+    slots = anyio.Semaphore(_IN_FLIGHT)
+    async with build_engine(model, "target", chat=True) as engine:
+
+        async def judged(record: GradedRecord) -> GradedRecord:
+            if not _is_open(record):
+                return record
+            async with slots:
+                return await _judged(record, engine, prompt)
+
+        return await collect([partial(judged, record) for record in everything])
+
+
+def _is_open(record: GradedRecord) -> bool:
+    return (
+        record.verdict.status == "unscored"
+        and record.answer is not None
+        and any(gold.strip() for gold in record.golds)
+    )
+
+
+async def _judged(record: GradedRecord, engine: Engine, prompt: str) -> GradedRecord:
+    """Return one record with the model's verdict on it."""
+    references = "\n(or)\n".join(record.golds)
+    texts = {"{reference}": references, "{answer}": record.answer or ""}
+    # in one pass: an answer that holds "{reference}" is not filled in
+    content = re.sub(r"\{(?:reference|answer)\}", lambda match: texts[match[0]], prompt)
+    ids = engine.tokenizer.render([Message("user", content)])
+    room = engine.spec.context_length - len(ids)
+    if room < 1:
+        return _left_open(record, "the judge's context is too short for these answers")
+    reply = await engine.sample(
+        SampleRequest(
+            ids,
+            min(_MAX_TOKENS, room),
+            Sampling(temperature=0.0),
+            Seed(),
+            rollout=f"judge/{record.index}",
+            logprobs="unneeded",
+        )
+    )
+    status, reason = _decision(reply.text, reply.ended == "length")
+    before = record.verdict
+    if status is None:
+        return _left_open(record, reason)
+    detail = f"{engine.spec.name} says {reason}; the rules left it open ({before.rule})"
+    return replace(record, verdict=Verdict(status, "judged", f"{detail}; {before.detail}"))
+
+
+def _left_open(record: GradedRecord, reason: str) -> GradedRecord:
+    """Return the record as unscored as before, with why the model decided nothing."""
+    before = record.verdict
+    detail = f"{before.detail}; {reason}" if before.detail else reason
+    return replace(record, verdict=replace(before, detail=detail))
+
+
+def _decision(reply: str, is_cut: bool) -> tuple[Status | None, str]:
+    """Return the status that a reply's last line states, or None and why there is none."""
+    if is_cut:
+        return None, "the judge's reply was cut"
+    lines = [line for line in reply.rsplit("</think>")[-1].splitlines() if line.strip()]
+    words = _DECISION.findall(lines[-1]) if lines else []
+    match words:
+        case ["EQUAL"]:
+            return "equal", "EQUAL"
+        case ["DIFFERENT"]:
+            return "different", "DIFFERENT"
+        case ["UNSURE"]:
+            return None, "the judge is unsure"
+        case _:
+            return None, "the judge's last line states no verdict"

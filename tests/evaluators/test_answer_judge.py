@@ -1,0 +1,155 @@
+"""A model is asked about unscored answers alone, and its verdicts are marked."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.api import judge_unscored, read_judge_prompt
+from atts.cli.app import run
+from atts.core import Completion, Message, SampleRequest
+from atts.engine import EngineSpec
+from atts.errors import OptionError
+from atts.evaluators import GradedRecord, GradeTally, grade
+
+SUM = r"\sum_{p \text{ prime}} \frac{1}{p^2}"
+OPEN = {"gold": "5", "answer": SUM}
+CLOSED = {"gold": "5", "answer": "6"}
+
+
+class Letters:
+    """A tokenizer of code points."""
+
+    def render(self, messages: list[Message]) -> tuple[int, ...]:
+        """Return the letters of all messages."""
+        return tuple(ord(letter) for message in messages for letter in message.content)
+
+
+class Judge:
+    """An engine that replies with one text and keeps the prompts that it was given."""
+
+    def __init__(self, reply: str, *, ended: str = "end", context_length: int = 100_000) -> None:
+        self.reply = reply
+        self.ended: Any = ended
+        self.prompts: list[str] = []
+        self.tokenizer = Letters()
+        self.spec = EngineSpec("judge", "judge", "letters", context_length, (), 1 << 20)
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Return the reply; keep the prompt."""
+        self.prompts.append("".join(map(chr, request.ids)))
+        return Completion((), self.reply, self.ended, ())
+
+    async def __aenter__(self) -> "Judge":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        return None
+
+
+def judged(engine: Judge, *records: dict[str, Any], prompt: str = "") -> list[GradedRecord]:
+    """The records after the engine was asked."""
+
+    async def ask() -> list[GradedRecord]:
+        model: Any = engine
+        return await judge_unscored(grade(records), model, prompt or read_judge_prompt(None))
+
+    return anyio.run(ask)
+
+
+@pytest.mark.parametrize(
+    ("reply", "status"),
+    [
+        ("Both are the same.\nEQUAL", "equal"),
+        ("<think>EQUAL?</think>\nNo.\n**DIFFERENT**\n", "different"),
+    ],
+)
+def test_a_verdict_of_the_model_is_marked(reply: str, status: str) -> None:
+    """The rule is `judged`; the detail names the model and the rule that left the pair open."""
+    engine = Judge(reply)
+    one, two = judged(engine, OPEN, CLOSED)
+    assert (one.verdict.status, one.verdict.rule) == (status, "judged")
+    assert one.verdict.detail.startswith("judge says ")
+    assert "(undecided)" in one.verdict.detail
+    assert (two.verdict.status, two.verdict.rule) == ("different", "value")
+    assert len(engine.prompts) == 1
+    assert f"<answer>\n{SUM}\n</answer>" in engine.prompts[0]
+    assert "<reference>\n5\n</reference>" in engine.prompts[0]
+    tally = GradeTally()
+    tally.add(one)
+    tally.add(two)
+    assert tally.as_json()["judged"] == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        (Judge("UNSURE"), "the judge is unsure"),
+        (Judge("EQUAL or DIFFERENT"), "states no verdict"),
+        (Judge("EQUAL\nbecause of this"), "states no verdict"),
+        (Judge("NOT EQUALLY"), "states no verdict"),
+        (Judge(""), "states no verdict"),
+        (Judge("EQUAL", ended="length"), "was cut"),
+        (Judge("EQUAL", context_length=10), "context is too short"),
+    ],
+)
+def test_a_reply_without_a_verdict_leaves_the_answer_unscored(engine: Judge, reason: str) -> None:
+    """The old rule stays, and the detail says why the model decided nothing."""
+    (one,) = judged(engine, OPEN)
+    assert (one.verdict.status, one.verdict.rule) == ("unscored", "undecided")
+    assert reason in one.verdict.detail
+
+
+def test_no_model_is_asked_without_an_answer_or_a_reference() -> None:
+    """Neither an empty reference nor a missing answer is a question."""
+    engine = Judge("EQUAL")
+    judged(engine, {"gold": "", "answer": "5"}, {"gold": "5", "answer": None})
+    assert engine.prompts == []
+
+
+def test_a_prompt_of_the_users(tmp_path: Path) -> None:
+    """Both texts are filled in once, braces of an answer included."""
+    file = tmp_path / "prompt.txt"
+    file.write_text("{answer} against {reference}: {x}")
+    engine = Judge("EQUAL")
+    answer = SUM + r" \text{ {reference} }"
+    judged(engine, {"gold": "5", "answer": answer}, prompt=read_judge_prompt(file))
+    assert engine.prompts == [f"{answer} against 5: {{x}}"]
+
+
+@pytest.mark.parametrize("text", ["{answer} alone", None])
+def test_a_prompt_that_cannot_serve_is_an_option_error(tmp_path: Path, text: str | None) -> None:
+    """It names the file and what it lacks."""
+    file = tmp_path / "prompt.txt"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(OptionError, match=r"prompt\.txt (lacks \{reference\}|cannot be read)"):
+        read_judge_prompt(file)
+
+
+def test_the_command_asks_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The toy model states no verdict: the record stays unscored, and the summary says so."""
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in (OPEN, {}, CLOSED)))
+    assert run(["grade", str(file), "--json", "--judge", "scripted"]) == 0
+    one, bad, two, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert one["status"] == "unscored"
+    assert "the judge" in one["detail"]
+    assert [bad["type"], two["status"]] == ["bad_record", "different"]
+    assert [summary["judged"], summary["bad_records"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--judge-prompt", "prompt.txt"], ["--judge", "vlm:http://a:1/M"]],
+)
+def test_misused_judge_options_are_usage_errors(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt without a judge, and a model that does not exist."""
+    file = tmp_path / "answers.jsonl"
+    file.write_text(json.dumps(OPEN) + "\n")
+    assert run(["grade", str(file), *words]) == 2
+    assert "Traceback" not in capsys.readouterr().err

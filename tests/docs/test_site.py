@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.studies.pictures import Line, drawn
 from scripts.studies.site import (
     dead_links,
     gather,
@@ -131,3 +132,13 @@ def test_a_page_says_for_whom_it_is_and_begins_with_a_command(name: str) -> None
     assert re.search(r"^```|^    |`(?:\./)?(?:atts|scripts|pip|python)\b[^`]*`", opening, re.M), (
         name
     )
+
+
+def test_a_recorded_terminal_is_drawn_line_by_line() -> None:
+    """Each line appears at its second, with what XML reserves escaped and what is too long cut."""
+    picture = drawn([Line("$ a < b", 0.0, is_typed=True), Line("x" * 150, 2.5)])
+    assert '<text class="line typed" style="animation-delay:0s"' in picture
+    assert "$ a &lt; b" in picture
+    assert "animation-delay:2.5s" in picture
+    assert f"{'x' * 99}…" in picture
+    assert "x" * 100 not in picture

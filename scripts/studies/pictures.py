@@ -55,8 +55,8 @@ def main() -> None:
             for picture, path in PAGES.items():
                 page.open((folder / path).as_uri())
                 page.picture(PICTURES / picture)
-    for path in sorted(PICTURES.iterdir()):
-        print(f"pictures: {path.relative_to(ROOT)}, {path.stat().st_size / 1024:.0f} KiB")
+    for made in sorted(PICTURES.iterdir()):
+        print(f"pictures: {made.relative_to(ROOT)}, {made.stat().st_size / 1024:.0f} KiB")
 
 
 def _command(words: str) -> list[str]:

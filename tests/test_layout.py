@@ -28,6 +28,7 @@ FLOORS: list[set[str]] = [
         "atts.evaluators",
         "atts.graph",
         "atts.journal",
+        "atts.ledger",
         "atts.models",
     },
     {"atts.local", "atts.servers", "atts.testing", "atts.pipelines"},

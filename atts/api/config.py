@@ -28,6 +28,7 @@ from atts.errors import DatasetError, OptionError
 from atts.files import read_ordinary
 from atts.graph import Limit
 from atts.journal import Json, Setting
+from atts.ledger import Caps, Price, read_prices
 from atts.methods import preset
 from atts.pipelines import Policy
 from atts.run import Shard
@@ -147,6 +148,10 @@ _NEUTRAL = (
     "on_unscored",
     "give_up_after",
     "speculate",
+    "max_cost",
+    "max_total_tokens",
+    "max_seconds",
+    "prices",
     *(key.name for key in keys_of(PairChoice, PairChoice())),
 )
 """Keys that leave a run's results what they are, as the limits do; a pair is what it sets."""
@@ -188,6 +193,19 @@ class Job:
     ] = None
     runs: Annotated[str, "folder for run directories that out does not name"] = "runs"
     report: Annotated[ReportKind, "report written when the run ends"] = "html"
+    max_cost: Annotated[
+        float | None, "dollars after which a run stops, by the prices of its models"
+    ] = None
+    max_total_tokens: Annotated[
+        int | None,
+        "tokens after which a run stops: prompts, scored texts and completions, over all calls",
+    ] = None
+    max_seconds: Annotated[
+        float | None, "seconds after which a run stops, all sessions together"
+    ] = None
+    prices: Annotated[
+        str | None, "TOML file with the prices of models, in dollars per million tokens"
+    ] = None
     compare_to: Annotated[str | None, "earlier run to compare with, for stop_when"] = None
     stop_when: Annotated[
         str | None,
@@ -197,9 +215,30 @@ class Job:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise OptionError("limit", f"{self.limit} leaves no problem; give at least 1")
+        _ = self.caps  # refuses impossible caps
         for pair in self.column:
             if not all(pair.partition("=")):
                 raise OptionError("column", f"{pair!r} is not FIELD=COLUMN, such as text=Question")
+
+    @property
+    def caps(self) -> Caps:
+        """Return the caps on what the run may spend.
+
+        :raises OptionError: one is impossible.
+        """
+        return Caps(
+            max_total_tokens=self.max_total_tokens,
+            max_cost=self.max_cost,
+            max_seconds=self.max_seconds,
+        )
+
+    @property
+    def price_list(self) -> dict[str, Price]:
+        """Return the prices of models, by name; none without a file.
+
+        :raises OptionError: the file cannot be read as prices.
+        """
+        return {} if self.prices is None else read_prices(Path(self.prices))
 
     @property
     def comparison(self) -> dict[str, Any]:

@@ -347,7 +347,10 @@ async def run_point(
         SharingEngine(draft, "draft", replies, folder),
         SharingEngine(target, "target", replies, folder),
     )
-    options = RunOptions(point.directory, listeners, engines="are open")
+    job = point.configuration.job
+    options = RunOptions(
+        point.directory, listeners, engines="are open", caps=job.caps, prices=job.price_list
+    )
     return await run_evaluation(problems, setup.plan(*shared, problems[0].kind), options)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @options.with_keys(
     f"dataset {options.SETUP} limit file column references seed concurrency out report shard abstain "
-    f"labelled compare_to "
+    f"labelled max_cost max_total_tokens max_seconds compare_to "
     "stop_when on_unscored give_up_after config pairs dry_run as_json"
 )
 def evaluate(
@@ -125,7 +125,7 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
     check_resumes(directory, problems, setup, shard)
     if (directory / JOURNAL).exists():
         tell(f"atts: continuing the run in {directory}; finished problems are not run again")
-    listening = RunOptions(listeners=(progress,))
+    listening = RunOptions(listeners=(progress,), caps=job.caps, prices=job.price_list)
 
     async def main() -> RunResult:
         async with progress_display(progress):
@@ -233,6 +233,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
             f"({100 * summary.target_share:.1f} %); {usage.wasted_tokens:,} of them discarded",
         ),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
+        ("cost", "" if result.cost is None else f"${result.cost:,.4f}"),
         ("speculation", "" if result.speculated is None else str(result.speculated)),
         *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),

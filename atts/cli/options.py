@@ -106,6 +106,17 @@ OPTIONS: Mapping[str, Parameter] = {
         metavar="RISK@PROBABILITY",
     ),
     "labelled": _key("Graded run of the same settings that certifies --abstain.", metavar="RUN"),
+    "max_cost": _key(
+        "Dollars after which the run stops, by the prices in --set prices=FILE.", kind=float
+    ),
+    "max_total_tokens": _key(
+        "Tokens after which the run stops: prompts and completions of all calls.",
+        True,
+        "--max-total-tokens",
+        "--max-tokens-total",
+        kind=int,
+    ),
+    "max_seconds": _key("Seconds after which the run stops, all sessions together.", kind=float),
     "compare_to": _key("Earlier run to compare with, for --stop-when.", metavar="RUN"),
     "on_unscored": _key(
         "When the target stops giving usable scores: stop, or escalate every chunk without one.",

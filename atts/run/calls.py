@@ -40,6 +40,7 @@ from atts.journal import (
     reply_key,
     run_number,
 )
+from atts.ledger import Account, most_of, taken_by
 from atts.run.recording import CallBegun, CallKind, EngineAwaited, ProblemLog
 
 OnUnscored = Literal["stop", "escalate"]
@@ -84,6 +85,7 @@ class EngineCalls:
         _outlast_outage    waits for an engine that was lost
         _recall_or_ask     returns what an earlier session recorded
         _ask_live          counts the call in flight, reports it, records its failure
+        _ask_within_caps   reserves the most that the call can take
         _ask_in_time       sets the deadline and checks the reply
         _record            records the reply before the slot is given back
 
@@ -105,6 +107,7 @@ class EngineCalls:
         timeout_seconds: float,
         log: ProblemLog | None = None,
         unscored: UnscoredWatch | None = None,
+        account: Account | None = None,
     ) -> None:
         self.spec: EngineSpec = engine.spec
         self.tokenizer: Tokenizer = engine.tokenizer
@@ -115,6 +118,7 @@ class EngineCalls:
         self._timeout_seconds = timeout_seconds
         self._log = log
         self._unscored = unscored
+        self._account = account
         # samples and turns of recorded completions, once asked for
         self._recorded_turns: set[tuple[int, int]] | None = None
 
@@ -147,7 +151,7 @@ class EngineCalls:
         if self._scope is not None:
             return await self._scope.call(
                 call.kind,
-                self._ask_in_time if log is None else self._outlast_outage,
+                self._ask_within_caps if log is None else self._outlast_outage,
                 call,
                 engine=self._role,
                 turn=turn,
@@ -156,7 +160,7 @@ class EngineCalls:
                 record=None if log is None else partial(self._record, log, call),
             )
         if log is None:
-            return await self._ask_in_time(call)
+            return await self._ask_within_caps(call)
         result = await self._recall_or_ask(call)
         await self._record(log, call, None, result)
         return result
@@ -199,12 +203,16 @@ class EngineCalls:
         stop = log.stop
         if stop.asked:
             await anyio.sleep_forever()  # the run is ending: no call begins any more
+        account = self._account
+        if account is not None:
+            # Wait here: a call that waits for room in a cap is not in flight.
+            await account.room(most_of(self._role, call.request, account.prices))
         call.source = "live"  # an earlier attempt may have been recalled
         since = log.now()
         stop.calls += 1
         try:
             log.recorder.tell(CallBegun(log.recorded.problem.id, call.request.rollout, call.kind))
-            result = await self._ask_in_time(call)
+            result = await self._ask_within_caps(call)
             call.seconds = log.now() - since
             return result
         except EngineError as error:
@@ -214,6 +222,21 @@ class EngineCalls:
             stop.calls -= 1
             if stop.asked:
                 stop.report()
+
+    async def _ask_within_caps(self, call: _Call[Request, Result]) -> Result:
+        """Reserve the most that the call can take, ask, and settle for what it took.
+
+        A call that fails or is cancelled is charged as the most it can take.
+        """
+        account = self._account
+        if account is None:
+            return await self._ask_in_time(call)
+        most = most_of(self._role, call.request, account.prices)
+        await account.room(most)
+        with account.reserved_now(most) as reservation:
+            reply = await self._ask_in_time(call)
+            reservation.answered(taken_by(self._role, call.request, reply, account.prices))
+        return reply
 
     async def _ask_in_time(self, call: _Call[Request, Result]) -> Result:
         """Ask the engine within the deadline, and check what it replies.

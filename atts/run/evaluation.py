@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -24,6 +24,7 @@ from atts.journal import (
     Graded,
     Journal,
     JournalOptions,
+    Json,
     Manifest,
     Observed,
     OpenProblem,
@@ -31,12 +32,14 @@ from atts.journal import (
     ProblemStarted,
     RunState,
     SessionClosed,
+    Setting,
     VerdictStatus,
     Warned,
     check_directory,
     judged,
     open_journal,
 )
+from atts.ledger import LEDGER, PRICES, Account, Caps, LedgerFile, Price, check_prices, prices_of
 from atts.pipelines import Context, DraftLength, RoundGate, WriterChoice, needed_logprobs
 from atts.run.calls import EngineCalls, UnscoredWatch
 from atts.run.conditions import check_conditions
@@ -62,8 +65,19 @@ Keep = Literal["lines", "nothing"]
 """What the result holds per problem; the journal has everything either way."""
 
 Engines = Literal["open them", "are open"]
+OnLimit = Literal["keep open", "conclude"]
+"""What a spent cap does to open problems.
+
+"keep open": the run stops, and a later session with a higher cap continues the problems.
+"conclude": each problem concludes from the rollouts that have ended.
+"""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"engines": get_args(Engines), "signals": get_args(Signals), "keep": get_args(Keep)}
+    {
+        "engines": get_args(Engines),
+        "signals": get_args(Signals),
+        "keep": get_args(Keep),
+        "on_limit": get_args(OnLimit),
+    }
 )
 
 
@@ -83,6 +97,10 @@ class RunOptions:
     keep: Keep = "lines"
     dataset: str | None = None  # the digest of problems that stream in
     shared_graph: Graph | None = None  # whose places and engine limits this run shares with others
+    caps: Caps = Caps()  # on what the run may spend, all sessions together
+    prices: Mapping[str, Price] = field(default_factory=dict[str, Price])  # by model or role
+    account: Account | None = None  # of a server's request, instead of one made of `caps`
+    on_limit: OnLimit = "keep open"  # what happens to open problems when a cap refuses a call
 
     def __post_init__(self) -> None:
         for name, kinds in _CHOICES.items():
@@ -115,6 +133,11 @@ async def evaluate(
             if plan.target is not plan.draft:
                 await engines.enter_async_context(plan.target)
         plan = plan.resolved()
+        check_prices(options.caps, options.prices, plan.models)
+        priced = prices_of(options.prices, plan.models)
+        if priced:
+            prices: dict[str, Json] = {role: asdict(price) for role, price in priced.items()}
+            plan = replace(plan, settings={**plan.settings, PRICES: Setting(prices, "prices")})
         manifest = plan.manifest(problems, options.dataset)
         doubt = (
             ""
@@ -130,9 +153,28 @@ async def evaluate(
             left = ProblemsLeft(known)
         counts = (EscalationCounter(), left)
         async with _journal(options, manifest, plan, state, *counts) as journal:
+            # the journal's lock protects the ledger as well
+            if options.caps:
+                file = (
+                    engines.enter_context(LedgerFile(options.directory / LEDGER))
+                    if options.directory
+                    else None
+                )
+                options = replace(options, account=_account(options, plan, file))
             return await _Run(plan, options, manifest, state, journal, *counts).drive(
                 problems, doubt
             )
+
+
+def _account(options: RunOptions, plan: RunSpec, file: LedgerFile | None) -> Account:
+    """Return the account of a run, with what earlier sessions spent."""
+    models = plan.models
+    return Account(
+        options.caps,
+        prices=prices_of(options.prices, models),
+        file=file,
+        spent=None if file is None else file.total,
+    )
 
 
 @asynccontextmanager
@@ -209,6 +251,7 @@ class _Run:
         self._unfinished = 0
         self._missing = IncompleteTally()
         self._comparing = SequentialComparison(plan.stop_when, state, self._recorder.record)
+        self._limit = ""  # the cap that ended the run
         self._taken = 0  # problems this session had to work on
         self._seen: Literal["some", "all"] = "some"  # of the dataset
 
@@ -227,7 +270,11 @@ class _Run:
                 self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
             self._keep(name, problem)
-        async with concurrency.background(self._end_when_asked):
+        async with AsyncExitStack() as watches:
+            await watches.enter_async_context(concurrency.background(self._end_when_asked))
+            if self._options.account is not None:
+                watch = concurrency.background(self._end_when_spent, self._options.account)
+                await watches.enter_async_context(watch)
             await self._graph.drive(
                 self._left_over(problems),
                 self._solve,
@@ -288,6 +335,15 @@ class _Run:
             await stop.finished()
             self._graph.cancel("interrupted")
 
+    async def _end_when_spent(self, account: Account) -> None:
+        """Wait until a cap refuses a call and no call is in flight; then end the run as asked."""
+        self._limit = limit = await account.exhausted(self._state.seconds)
+        self._recorder.record(Warned("limit", f"{limit} is spent"))
+        if self._options.on_limit == "conclude":
+            self._graph.stop(limit)
+        else:
+            self._options.stop.request()  # calls in flight finish and are recorded
+
     async def _solve(self, problem: Problem, scope: ProblemScope) -> FinishedProblem:
         recorded = self._state.open.pop(problem.id, None)
         if recorded is None:
@@ -336,7 +392,15 @@ class _Run:
         ) -> EngineCalls:
             # `engine` may be bound to the problem already: each rollout calls the bare one
             bare = plan.draft if role == "draft" else plan.target
-            return EngineCalls(bare, role, scope, timeout_seconds, log, self._unscored)
+            return EngineCalls(
+                bare,
+                role,
+                scope,
+                timeout_seconds,
+                log=log,
+                unscored=self._unscored,
+                account=self._options.account,
+            )
 
         seconds = plan.policy.timeout_seconds
         draft = bind(plan.draft, "draft", None, seconds)
@@ -454,6 +518,8 @@ class _Run:
                 words = self._comparing.tell()
                 return ("decided", words) if self._comparing.spared else ("finished", "")
             return "failed" if missing.whole == problems else "incomplete", missing.words(problems)
+        if self._limit:
+            return "stopped", f"{self._limit} is spent"
         return (
             ("interrupted", "asked to end")
             if self._options.stop.asked

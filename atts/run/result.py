@@ -8,14 +8,15 @@ from functools import cached_property
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from atts.core import Outcome, Usage
+from atts.core import Outcome, Role, Usage
 from atts.engine import Speculated
 from atts.errors import CheckFailed, EngineError, UsageError
 from atts.evaluators import Estimate, Sequential, accuracy_estimate, mean_estimate, share_estimate
 from atts.files import jsonable
 from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
+from atts.ledger import PRICES, Price, cost_of
 from atts.run.conditions import Answered, answered
 
 _COARSE = 2.0  # judged chunks per rollout, on average, up to which a chunk is most of it
@@ -189,6 +190,22 @@ class RunResult:
         return self.summary.usage
 
     @property
+    def cost(self) -> float | None:
+        """Return the dollars that all finished problems cost, or None where a price is unknown."""
+        setting = self.manifest.settings.get(PRICES)
+        if setting is None:
+            return None
+        prices = {
+            role: Price(**price) for role, price in cast(dict[Role, Any], setting.value).items()
+        }
+        asked: list[Role] = []
+        if self.usage.draft_tokens:
+            asked.append("draft")
+        if self.usage.target_tokens or self.usage.scored_tokens:
+            asked.append("target")
+        return cost_of(self.usage, prices, tuple(asked))
+
+    @property
     def answered(self) -> Answered | None:
         """Return what a run that abstains answered, how much of it was wrong, and what was
         promised.
@@ -209,6 +226,8 @@ class RunResult:
     def as_json(self) -> dict[str, Any]:
         """Return the summary, with what was promised or decided."""
         plain = self.summary.as_json()
+        if self.cost is not None:
+            plain["cost"] = self.cost
         if self.comparison is not None:
             plain["comparison"] = self.comparison.as_json()
         if self.answered is not None:
@@ -259,10 +278,9 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code: 0, or 130 for a run that was asked to end, or 3 where something
-        failed.
+        """Return the exit code: 0, or 130 for a run that ended early and can continue.
 
-        5 for one that is over and was to be told apart from another, but could not be.
+        3 where something failed; 5 where a comparison was asked for and could not be decided.
         """
         if self.status in ("incomplete", "failed"):
             return EngineError.exit_code
@@ -272,7 +290,7 @@ class RunResult:
             and self.comparison.settled == "undecided"
         ):
             return CheckFailed.exit_code
-        return INTERRUPTED if self.status == "interrupted" else 0
+        return INTERRUPTED if self.status in ("interrupted", "stopped") else 0
 
     def outcomes(self) -> Iterator[Outcome]:
         """Yield every finished problem whole, in the order of finishing, read from the journal.

@@ -172,6 +172,11 @@ class RunSpec:
         """Return what the engine of each role is; the engines must be open."""
         return {"draft": self.draft.spec, "target": self.target.spec}
 
+    @property
+    def models(self) -> dict[Role, str]:
+        """Return the model of each role that is asked; the engines must be open."""
+        return {role: self.specs[role].model for role in self.roles}
+
     def flag_out_of_domain(self, outcome: Outcome) -> Outcome:
         """Return the outcome with a warning if the scores of its chunks are unlike the stored ones."""
         if self.domain is None:

@@ -1,0 +1,493 @@
+"""Ledger of engine calls: every call is reserved before it is dispatched, so that no cap is exceeded."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tomllib
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import anyio
+import msgspec
+
+from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores, Usage
+from atts.errors import ATTSError, JournalCorrupt, OptionError
+from atts.files import read_ordinary, storage, write_atomic
+
+LEDGER = "ledger.jsonl"
+"""Name of a ledger's file in a run directory."""
+PRICES = "prices by role"
+"""Setting of a manifest: the price of each role's model, for the money in reports."""
+
+_PICO = 10**12  # picodollars in a dollar: prices per million tokens are then whole numbers
+_MILLION = 10**6
+
+
+class LimitReached(ATTSError):
+    """A call that a cap has no room for; `limit` is the cap's name."""
+
+    def __init__(self, limit: str, problem: str) -> None:
+        super().__init__(f"{limit}: {problem}")
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """What calls take: all four numbers are whole, so that sums are exact."""
+
+    calls: int = 0
+    target_tokens: int = 0  # written by the target
+    total_tokens: int = 0  # of prompts, scored texts and completions, over all calls
+    picodollars: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(
+            self.calls + other.calls,
+            self.target_tokens + other.target_tokens,
+            self.total_tokens + other.total_tokens,
+            self.picodollars + other.picodollars,
+        )
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(
+            self.calls - other.calls,
+            self.target_tokens - other.target_tokens,
+            self.total_tokens - other.total_tokens,
+            self.picodollars - other.picodollars,
+        )
+
+    @property
+    def dollars(self) -> float:
+        """Return the money in dollars."""
+        return self.picodollars / _PICO
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Hard limits on what may be spent; None: no limit.
+
+    :raises OptionError: a limit below 1, or a cost that is not above 0.
+    """
+
+    max_calls: Annotated[int | None, "engine calls"] = None
+    max_target_tokens: Annotated[int | None, "tokens that the target writes"] = None
+    max_total_tokens: Annotated[
+        int | None, "tokens of prompts, scored texts and completions, over all calls"
+    ] = None
+    max_cost: Annotated[float | None, "dollars, by the prices of the models"] = None
+    max_seconds: Annotated[float | None, "seconds, earlier sessions included"] = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_calls", "max_target_tokens", "max_total_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(name, f"{value} allows nothing; give at least 1")
+        for name in ("max_cost", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise OptionError(name, f"{value} is not an amount above 0")
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, field.name) is not None for field in fields(self))
+
+    def exceeded_by(self, amount: Amount) -> str:
+        """Return the name of the first cap that the amount exceeds, or "".
+
+        Seconds pass without calls, so whoever runs the calls watches `max_seconds`.
+        """
+        pairs = (
+            ("max_calls", self.max_calls, amount.calls),
+            ("max_target_tokens", self.max_target_tokens, amount.target_tokens),
+            ("max_total_tokens", self.max_total_tokens, amount.total_tokens),
+            ("max_cost", _picodollars(self.max_cost), amount.picodollars),
+        )
+        for name, cap, value in pairs:
+            if cap is not None and value > cap:
+                return name
+        return ""
+
+
+def _picodollars(dollars: float | None) -> int | None:
+    """Return whole picodollars, rounded down: a cap is never rounded up."""
+    return None if dollars is None else math.floor(dollars * _PICO)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The price of one model, in dollars per million tokens.
+
+    :raises OptionError: a price below 0, or cached tokens that cost more than others.
+    """
+
+    input: float  # of prompts and scored texts
+    output: float
+    cached: float | None = None  # of prompt tokens that a cache had; None: as `input`
+
+    def __post_init__(self) -> None:
+        for name in ("input", "output", "cached"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise OptionError(f"prices.{name}", f"{value} is not a price")
+        if self.cached is not None and self.cached > self.input:
+            raise OptionError("prices.cached", f"{self.cached} is above input {self.input}")
+
+    def picodollars(self, read: int, cached: int, written: int) -> int:
+        """Return the money for tokens that were read, found in a cache, and written."""
+        cached_price = self.input if self.cached is None else self.cached
+        return (
+            read * _of_million(self.input)
+            + cached * _of_million(cached_price)
+            + written * _of_million(self.output)
+        )
+
+
+def _of_million(dollars: float) -> int:
+    """Return the picodollars of one token, rounded up: what is spent is never rounded down."""
+    return math.ceil(dollars * _PICO / _MILLION - 1e-6)
+
+
+Prices = Mapping[Role, Price]
+
+
+def read_prices(path: Path) -> dict[str, Price]:
+    """Read the prices of models, by name, from a TOML file.
+
+    :raises OptionError: the file cannot be read, or has something else than prices.
+    """
+    try:
+        tables = tomllib.loads(read_ordinary(path).decode())
+        named = msgspec.convert(tables, dict[str, _PriceTable])
+        return {
+            name: Price(table.input, table.output, table.cached) for name, table in named.items()
+        }
+    except OSError as error:
+        raise OptionError("prices", f"{path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise OptionError("prices", f"{path} is not TOML: {error}") from error
+    except msgspec.ValidationError as error:
+        raise OptionError(
+            "prices",
+            f"{path}: {error}; a model has input, output and cached, in dollars per million tokens",
+        ) from error
+
+
+class _PriceTable(msgspec.Struct, forbid_unknown_fields=True):
+    input: float
+    output: float
+    cached: float | None = None
+
+
+def prices_of(prices: Mapping[str, Price], models: Mapping[Role, str]) -> dict[Role, Price]:
+    """Return the price of each role's model; a price may name the model or its role."""
+    by_role = dict[Role, Price]()
+    for role, model in models.items():
+        price = prices.get(model) or prices.get(role)
+        if price is not None:
+            by_role[role] = price
+    return by_role
+
+
+def check_prices(caps: Caps, prices: Mapping[str, Price], models: Mapping[Role, str]) -> None:
+    """Refuse a cap in dollars where a model has no price.
+
+    :raises OptionError: naming the model.
+    """
+    known = prices_of(prices, models)
+    for role, model in models.items():
+        if caps.max_cost is not None and role not in known:
+            raise OptionError(
+                "max_cost",
+                f"the {role} {model!r} has no price; add it to a prices.toml, and name the file "
+                "with --set prices=FILE",
+            )
+
+
+def cost_of(usage: Usage, prices: Prices, roles: tuple[Role, ...]) -> float | None:
+    """Return the dollars of recorded usage, or None if a model that was asked has no price."""
+    if not roles or any(role not in prices for role in roles):
+        return None
+    read = {"draft": usage.draft_prefill_tokens, "target": usage.target_prefill_tokens}
+    written = {"draft": usage.draft_tokens, "target": usage.target_tokens}
+    total = sum(prices[role].picodollars(read[role], 0, written[role]) for role in roles)
+    return total / _PICO
+
+
+def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -> Amount:
+    """Return the most that a call can take."""
+    if isinstance(request, SampleRequest):
+        return _amount(role, len(request.ids), 0, request.max_tokens, prices)
+    read = len(request.prefix) + len(request.suffix)
+    # A drawn beginning follows the suffix up to one token that differs.
+    drawn = 0 if request.draw is None else min(request.draw.max_tokens, len(request.suffix) + 1)
+    return _amount(role, read, 0, drawn, prices)
+
+
+def taken_by(
+    role: Role, request: SampleRequest | ScoreRequest, reply: Completion | Scores, prices: Prices
+) -> Amount:
+    """Return what a call took, once its reply is there."""
+    if isinstance(request, SampleRequest):
+        assert isinstance(reply, Completion), "a sample request is answered by a completion"
+        read = len(request.ids)
+        written = len(reply.ids)
+    else:
+        assert isinstance(reply, Scores), "a score request is answered by scores"
+        read = len(request.prefix) + len(request.suffix)
+        written = 0 if reply.beginning is None else len(reply.beginning.ids)
+    cached = min(reply.cached_tokens, read)
+    return _amount(role, read - cached, cached, written, prices)
+
+
+def _amount(role: Role, read: int, cached: int, written: int, prices: Prices) -> Amount:
+    price = prices.get(role)
+    return Amount(
+        calls=1,
+        target_tokens=written if role == "target" else 0,
+        total_tokens=read + cached + written,
+        picodollars=0 if price is None else price.picodollars(read, cached, written),
+    )
+
+
+class Account:
+    """What one request or run may spend, has spent, and has reserved for calls in flight.
+
+    An account inside another one spends from both, so the ceiling of the outer account holds
+    whatever the inner one allows. A call that failed or was cancelled is charged as the most it
+    could take, because the engine may have done the work.
+    """
+
+    def __init__(
+        self,
+        caps: Caps | None = None,
+        *,
+        name: str = "",
+        prices: Prices | None = None,
+        inside: Account | None = None,
+        file: LedgerFile | None = None,
+        spent: Amount | None = None,
+    ) -> None:
+        self.caps = caps or Caps()
+        self.name = name
+        self.prices: Prices = dict(prices or {})
+        self.spent = spent or Amount()
+        self.reserved = Amount()
+        self.unanswered = Amount()  # the part of `spent` whose calls came to no reply
+        self.limit = ""  # the cap that refused a call
+        self._inside = inside
+        self._file: LedgerFile | None = file
+        if file is None and inside is not None:
+            self._file = inside._file
+        self._settled = anyio.Event()
+        self._refused: anyio.Event | None = None
+
+    @property
+    def accounts(self) -> tuple[Account, ...]:
+        """Return this account and those around it."""
+        return (self,) if self._inside is None else (self, *self._inside.accounts)
+
+    @contextmanager
+    def _reservation(self, most: Amount) -> Generator[_Reservation]:
+        number = None if self._file is None else self._file.reserve(self.name, most)
+        for account in self.accounts:
+            account.reserved += most
+        reservation = _Reservation(most)
+        try:
+            yield reservation
+        finally:
+            for account in self.accounts:
+                account.reserved -= most
+                account.spent += reservation.taken
+                if not reservation.is_answered:
+                    account.unanswered += reservation.taken
+                account._settled.set()
+                account._settled = anyio.Event()
+                account._report()
+            if self._file is not None and number is not None:
+                self._file.settle(self.name, number, reservation.taken)
+
+    @contextmanager
+    def reserved_now(self, most: Amount) -> Generator[_Reservation]:
+        """Reserve a call for the length of the block.
+
+        :raises LimitReached: a cap has no room for it beside what is spent and reserved.
+        """
+        for account in self.accounts:
+            limit = account.caps.exceeded_by(account.spent + account.reserved + most)
+            if limit:
+                raise LimitReached(limit, "no room for another call")
+        with self._reservation(most) as reservation:
+            yield reservation
+
+    async def room(self, most: Amount) -> None:
+        """Wait until a call fits; calls in flight may settle for less than they reserved.
+
+        A call that cannot fit any more waits forever: `exhausted` then ends what asked for it.
+        """
+        while True:
+            tight: Account | None = None
+            for account in self.accounts:
+                limit = account.caps.exceeded_by(account.spent + most)
+                if limit:
+                    self.limit = self.limit or limit
+                    self._report()
+                    await anyio.sleep_forever()
+                if account.caps.exceeded_by(account.spent + account.reserved + most):
+                    tight = account
+            if tight is None:
+                return
+            await tight._settled.wait()
+
+    async def exhausted(self, seconds: float = 0.0) -> str:
+        """Wait until a call was refused and nothing is in flight, or the time is up.
+
+        Return the cap's name. `seconds` is the time that earlier sessions took.
+        """
+        limit = self.caps.max_seconds
+        with anyio.move_on_after(math.inf if limit is None else max(0.0, limit - seconds)):
+            return await self._refusal()
+        self.limit = "max_seconds"
+        return self.limit
+
+    async def _refusal(self) -> str:
+        while not self.limit or self.reserved.calls:
+            self._refused = anyio.Event()
+            await self._refused.wait()
+        return self.limit
+
+    def _report(self) -> None:
+        if self._refused is not None:
+            self._refused.set()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what was spent, as strict JSON."""
+        spent = self.spent
+        plain: dict[str, Any] = {
+            "calls": spent.calls,
+            "target_tokens": spent.target_tokens,
+            "total_tokens": spent.total_tokens,
+        }
+        if self.prices:
+            plain["cost"] = spent.dollars
+        if self.unanswered.calls:
+            plain["cancelled"] = {
+                "calls": self.unanswered.calls,
+                "total_tokens_at_most": self.unanswered.total_tokens,
+            }
+        return plain
+
+
+class _Reservation:
+    """A call that was reserved; until it is answered it counts as the most it could take."""
+
+    __slots__ = ("is_answered", "most", "taken")
+
+    def __init__(self, most: Amount) -> None:
+        self.most = most
+        self.taken = most
+        self.is_answered = False
+
+    def answered(self, taken: Amount) -> None:
+        """Replace the reservation by what the call really took."""
+        assert min(getattr(self.most - taken, field.name) for field in fields(Amount)) >= 0, (
+            f"a call took {taken}, reserved were {self.most}"
+        )
+        self.taken = taken
+        self.is_answered = True
+
+
+class LedgerFile:
+    """An append-only file of reservations and settlements, which a killed process leaves complete.
+
+    Every reservation is written before its call is dispatched. A reservation without a settlement
+    is charged whole when the file is opened again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.spent = read_ledger(path)  # by account
+        with storage(path):
+            # One line per account replaces the lines of earlier sessions.
+            lines = [_line("spent", name, 0, amount) for name, amount in self.spent.items()]
+            write_atomic(path, b"".join(lines))
+            self._handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._number = 0
+
+    def of(self, name: str) -> Amount:
+        """Return what an account spent in earlier sessions."""
+        return self.spent.get(name, Amount())
+
+    @property
+    def total(self) -> Amount:
+        """Return what all accounts spent in earlier sessions."""
+        return sum(self.spent.values(), Amount())
+
+    def reserve(self, name: str, most: Amount) -> int:
+        """Record a reservation and return its number."""
+        self._number += 1
+        self._write(_line("reserve", name, self._number, most))
+        return self._number
+
+    def settle(self, name: str, number: int, taken: Amount) -> None:
+        """Record what a reserved call took."""
+        self._write(_line("settle", name, number, taken))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, line: bytes) -> None:
+        with storage(self._path):
+            if os.write(self._handle, line) != len(line):
+                raise OSError(errno.EIO, "the file takes no more bytes")
+
+
+def _line(kind: str, name: str, number: int, amount: Amount) -> bytes:
+    values = (amount.calls, amount.target_tokens, amount.total_tokens, amount.picodollars)
+    return msgspec.json.encode([kind, name, number, *values]) + b"\n"
+
+
+_decode = msgspec.json.Decoder(tuple[str, str, int, int, int, int, int]).decode
+
+
+def read_ledger(path: Path) -> dict[str, Amount]:
+    """Return what each account of a ledger's file has spent; a torn last line is ignored.
+
+    :raises JournalCorrupt: a line before the last one is damaged.
+    """
+    if not path.exists():
+        return {}
+    with storage(path):
+        data = read_ordinary(path)
+    spent = dict[str, Amount]()
+    open_calls = dict[int, tuple[str, Amount]]()
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            kind, name, call, *values = _decode(line)
+        except (msgspec.DecodeError, ValueError) as error:
+            if number == len(lines):
+                break  # the process was killed while it wrote the line; its call was not dispatched
+            raise JournalCorrupt(path, f"line {number} is damaged") from error
+        amount = Amount(*values)
+        if kind == "reserve":
+            open_calls[call] = name, amount
+            continue
+        if kind == "settle":
+            open_calls.pop(call, None)
+        spent[name] = spent.get(name, Amount()) + amount
+    for name, amount in open_calls.values():
+        spent[name] = spent.get(name, Amount()) + amount
+    return spent

@@ -1,0 +1,398 @@
+"""No cap is exceeded by one call, token or cent, under any interleaving, and after any kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from atts.concurrency import task_group
+from atts.core import Role, SampleRequest, ScoreRequest, Usage
+from atts.errors import EngineUnavailable, JournalCorrupt, OptionError
+from atts.ledger import (
+    LEDGER,
+    Account,
+    Amount,
+    Caps,
+    LedgerFile,
+    LimitReached,
+    Price,
+    cost_of,
+    most_of,
+    prices_of,
+    read_ledger,
+    read_prices,
+    taken_by,
+)
+from atts.run import EngineCalls, RunOptions, evaluate
+from atts.testing import Faults, Latency, ScriptedEngine, run_virtual, toy_problems
+from tests.run.conftest import World
+
+PRICES: dict[Role, Price] = {"draft": Price(0.1, 0.4, 0.05), "target": Price(1.5, 6.0)}
+NUMBERS = [field.name for field in fields(Amount)]
+
+
+def check(account: Account) -> None:
+    """What is spent and what is in flight are together within the account's caps."""
+    assert account.caps.exceeded_by(account.spent + account.reserved) == ""
+    assert all(getattr(account.reserved, name) >= 0 for name in NUMBERS)
+    assert all(getattr(account.spent, name) >= 0 for name in NUMBERS)
+
+
+amounts = st.builds(
+    Amount,
+    st.just(1),
+    st.integers(0, 50),
+    st.integers(0, 200),
+    st.integers(0, 5 * 10**9),
+)
+
+
+class Ledger(RuleBasedStateMachine):
+    """Requests that open, reserve, answer, fail and end in any order inside one ceiling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ceiling = Account(Caps(40, 300, 2_000, 0.05))
+        self.requests: list[Account] = []
+        self.open: list[tuple[Any, Any]] = []
+        self.charged = Amount()
+
+    @rule(calls=st.none() | st.integers(1, 9), tokens=st.none() | st.integers(1, 500))
+    def begin(self, calls: int | None, tokens: int | None) -> None:
+        """Open a request with caps of its own."""
+        caps = Caps(max_calls=calls, max_total_tokens=tokens)
+        self.requests.append(Account(caps, name=f"r{len(self.requests)}", inside=self.ceiling))
+
+    @rule(most=amounts, at=st.integers(0, 100))
+    def reserve(self, most: Amount, at: int) -> None:
+        """Reserve a call; the refusal names a cap that really has no room."""
+        if not self.requests:
+            return
+        account = self.requests[at % len(self.requests)]
+        context = account.reserved_now(most)
+        names = [one.caps.exceeded_by(one.spent + one.reserved + most) for one in account.accounts]
+        if any(names):
+            with pytest.raises(LimitReached, match=next(filter(None, names))):
+                context.__enter__()
+        else:
+            self.open.append((context, context.__enter__()))
+
+    @rule(at=st.integers(0, 100), share=st.floats(0, 1), answered=st.booleans())
+    def settle(self, at: int, share: float, answered: bool) -> None:
+        """End a call: answered for a part of what was reserved, or failed and charged whole."""
+        if not self.open:
+            return
+        context, reservation = self.open.pop(at % len(self.open))
+        taken = reservation.most
+        if answered:
+            values = (int(getattr(taken, name) * share) for name in NUMBERS[1:])
+            taken = Amount(1, *values)
+            reservation.answered(taken)
+        self.charged += taken
+        context.__exit__(None, None, None)
+
+    @invariant()
+    def within(self) -> None:
+        """Every cap holds, and the ceiling has exactly what its requests have."""
+        for account in (self.ceiling, *self.requests):
+            check(account)
+        assert sum((one.spent for one in self.requests), Amount()) == self.ceiling.spent
+        assert self.ceiling.spent == self.charged
+
+
+TestLedger = Ledger.TestCase
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("requests", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_random_requests_on_the_scripted_engine_keep_every_cap(requests: int) -> None:
+    """Requests of random sizes, a third of them cancelled, with failing engines and few caps."""
+    draw = random.Random(7)
+    ceiling = Account(Caps(max_calls=3 * requests, max_cost=requests * 1e-4), prices=PRICES)
+    refused = 0
+    begun = 0
+
+    async def one(engine: ScriptedEngine, role: Role, number: int) -> None:
+        nonlocal refused, begun
+        caps = Caps(
+            max_calls=draw.choice([None, 1, 3]),
+            max_total_tokens=draw.choice([None, 20, 120]),
+            max_cost=draw.choice([None, 1e-5, 1e-4]),
+        )
+        account = Account(caps, name=f"r{number}", prices=PRICES, inside=ceiling)
+        calls = EngineCalls(engine, role, None, 60.0, account=account)
+        ids = engine.tokenizer.encode("Start at 4. +3, -2.")
+        cancelled_at = draw.choice([0.004, 1.0, 10.0])
+
+        async def ask() -> None:
+            nonlocal begun
+            for _ in range(draw.randint(1, 4)):
+                begun += 1
+                try:
+                    if draw.random() < 0.4:
+                        await calls.score(ScoreRequest(ids, ids[:3]))
+                    else:
+                        await calls.sample(SampleRequest(ids, draw.randint(1, 40)))
+                except EngineUnavailable:
+                    pass
+                check(account)
+                check(ceiling)
+            scope.cancel()
+
+        async def end() -> None:
+            nonlocal refused
+            await account.exhausted()
+            refused += 1
+            scope.cancel()
+
+        with anyio.move_on_after(cancelled_at) as scope:
+            async with task_group() as group:
+                group.start_soon(ask)
+                group.start_soon(end)
+        assert account.reserved == Amount()
+        check(account)
+
+    async def main() -> None:
+        latency = Latency(per_sample=0.002, per_score=0.001, sampled_token=0.001)
+        faults = Faults({"refused": 0.05})
+        draft = ScriptedEngine("draft", latency=latency, faults=faults)
+        target = ScriptedEngine("target", latency=latency, faults=faults)
+        async with draft, target:
+            for start in range(0, requests, 250):
+                async with task_group() as group:
+                    for number in range(start, min(requests, start + 250)):
+                        role: Role = "draft" if number % 2 else "target"
+                        group.start_soon(one, draft if number % 2 else target, role, number)
+        assert ceiling.reserved == Amount()
+
+    run_virtual(main)
+    assert refused > requests / 20, "the caps must have refused many"
+    assert ceiling.unanswered.calls > requests / 50, "many calls must have been cut or have failed"
+    assert ceiling.spent.calls <= begun
+
+
+def test_a_call_waits_for_what_others_reserved_and_did_not_use() -> None:
+    """A cap is not spent by calls that may take less than they reserved."""
+    account = Account(Caps(max_total_tokens=100))
+    order: list[str] = []
+
+    async def first() -> None:
+        with account.reserved_now(Amount(1, 0, 80)) as reservation:
+            await anyio.sleep(1)
+            order.append("first")
+            reservation.answered(Amount(1, 0, 30))
+
+    async def second() -> None:
+        await anyio.sleep(0.1)
+        await account.room(Amount(1, 0, 60))
+        order.append("second")
+
+    async def main() -> None:
+        async with task_group() as group:
+            group.start_soon(first)
+            group.start_soon(second)
+
+    run_virtual(main)
+    assert order == ["first", "second"]
+    assert account.limit == ""
+
+
+@pytest.mark.parametrize(
+    ("caps", "limit"),
+    [
+        (Caps(max_calls=40), "max_calls"),
+        (Caps(max_target_tokens=60), "max_target_tokens"),
+        (Caps(max_total_tokens=2_500), "max_total_tokens"),
+        (Caps(max_cost=0.001), "max_cost"),
+    ],
+)
+def test_a_run_stops_at_its_cap_and_goes_on_with_a_higher_one(
+    world: World, tmp_path: Path, caps: Caps, limit: str
+) -> None:
+    """Problems stay open, what was spent is remembered, and the end is that of a run without caps."""
+    problems = toy_problems(6)
+    directory = tmp_path / "run"
+
+    def session(caps: Caps) -> tuple[Any, Account]:
+        directory.mkdir(exist_ok=True)
+        with LedgerFile(directory / LEDGER) as file:
+            account = Account(caps, prices=PRICES, file=file, spent=file.total)
+
+            async def main() -> Any:
+                options = RunOptions(directory, account=account, signals="ignore")
+                return await evaluate(problems, world.plan(), options)
+
+            return run_virtual(main), account
+
+    result, account = session(caps)
+    assert (result.status, result.why) == ("stopped", f"{limit} is spent")
+    check(account)
+    assert result.exit_code == 130
+    before = account.spent
+    assert before.calls > 0
+
+    result, account = session(Caps())
+    assert result.status == "finished"
+    assert account.spent.calls > before.calls
+    assert read_ledger(directory / LEDGER)[""] == account.spent
+
+    async def alone() -> Any:
+        return await evaluate(problems, world.plan(), RunOptions(signals="ignore"))
+
+    assert [one.answer for one in result.problems] == [
+        one.answer for one in run_virtual(alone).problems
+    ]
+
+
+def test_a_problem_concludes_from_what_ended_when_its_cap_is_spent(world: World) -> None:
+    """A served request answers with the rollouts that the cap allowed."""
+    account = Account(Caps(max_total_tokens=3_000), prices=PRICES)
+
+    async def main() -> Any:
+        options = RunOptions(account=account, on_limit="conclude", signals="ignore")
+        return await evaluate(toy_problems(1), world.plan(concurrency=1), options)
+
+    result = run_virtual(main)
+    assert result.status == "finished"
+    assert account.limit == "max_total_tokens"
+    outcome = next(result.outcomes())
+    ends = {rollout.finish for rollout in outcome.rollouts}
+    assert "cancelled" in ends
+    assert outcome.answer is not None
+    check(account)
+
+
+_KILLED = """
+import sys
+from atts.ledger import Account, Amount, Caps, LedgerFile
+file = LedgerFile(__import__("pathlib").Path(sys.argv[1]))
+account = Account(Caps(), file=file, spent=file.total)
+number = 0
+while True:
+    with account.reserved_now(Amount(1, 2, 10)) as reservation:
+        print(number, flush=True)
+        number += 1
+        reservation.answered(Amount(1, 1, 7))
+"""
+
+
+def test_a_killed_process_forgets_no_reservation(tmp_path: Path) -> None:
+    """After kill -9, whatever was dispatched is charged: settled as taken, the rest whole."""
+    path = tmp_path / LEDGER
+    announced = 0
+    for _ in range(3):
+        child = subprocess.Popen(
+            [sys.executable, "-c", _KILLED, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        for _ in range(200):
+            child.stdout.readline()
+            announced += 1
+        os.kill(child.pid, signal.SIGKILL)
+        announced += len(child.stdout.read().splitlines())
+        child.wait()
+        child.stdout.close()
+        spent = read_ledger(path)[""]
+        assert announced <= spent.calls <= announced + 3
+        assert 7 * spent.calls <= spent.total_tokens <= 7 * spent.calls + 3 * 3
+
+
+def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+    """A line that was not finished belongs to a call that was never dispatched."""
+    path = tmp_path / LEDGER
+    with LedgerFile(path) as file:
+        account = Account(file=file)
+        for _ in range(3):
+            with account.reserved_now(Amount(1, 0, 5)):
+                pass
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'["reserve","",9,1,')
+    assert read_ledger(path)[""] == Amount(3, 0, 15)
+    path.write_bytes(b"nonsense\n" + whole)
+    with pytest.raises(JournalCorrupt, match="line 1 is damaged"):
+        LedgerFile(path)
+
+
+def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
+    """The engine may have done the work, whatever came back."""
+    account = Account(prices=PRICES)
+
+    async def main() -> SampleRequest:
+        async with ScriptedEngine("target", latency=Latency(per_sample=5.0)) as engine:
+            calls = EngineCalls(engine, "target", None, 60.0, account=account)
+            request = SampleRequest(engine.tokenizer.encode("Start at 4."), 30)
+            with anyio.move_on_after(1):
+                await calls.sample(request)
+            return request
+
+    request = run_virtual(main)
+    assert account.spent == most_of("target", request, PRICES) == account.unanswered
+    assert account.as_json()["cancelled"]["calls"] == 1
+
+
+def test_a_reply_costs_what_its_model_costs() -> None:
+    """Cached tokens at their own price, written ones at the output price, to the picodollar."""
+
+    async def main() -> None:
+        async with ScriptedEngine("draft") as engine:
+            request = SampleRequest(engine.tokenizer.encode("Start at 4. +3."), 20)
+            reply = replace(await engine.sample(request), cached_tokens=2)
+            taken = taken_by("draft", request, reply, PRICES)
+            read = len(request.ids) - 2
+            written = len(reply.ids)
+            assert taken.total_tokens == read + 2 + written
+            assert taken.picodollars == 100_000 * read + 50_000 * 2 + 400_000 * written
+
+    run_virtual(main)
+
+
+def test_prices_are_read_by_model_or_role(tmp_path: Path) -> None:
+    """A file names models; a role's name stands for whichever model has the role."""
+    path = tmp_path / "prices.toml"
+    path.write_text('["Qwen/Qwen3-32B"]\ninput = 0.1\noutput = 0.3\n[draft]\ninput=0\noutput=0\n')
+    prices = prices_of(read_prices(path), {"draft": "any", "target": "Qwen/Qwen3-32B"})
+    assert prices == {"draft": Price(0, 0), "target": Price(0.1, 0.3)}
+    usage = Usage(target_tokens=1_000_000, target_prefill_tokens=2_000_000, draft_tokens=5)
+    assert cost_of(usage, prices, ("draft", "target")) == pytest.approx(0.5)
+    assert cost_of(usage, {}, ("target",)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[m]\ninput = 1\n", "output"),
+        ("[m]\ninput = -1\noutput = 1\n", "not a price"),
+        ("[m]\ninput = 1\noutput = 1\ncached = 2\n", "above input"),
+        ("[m]\ninput = 1\noutput = 1\nprice = 2\n", "price"),
+        ("m = \n", "not TOML"),
+        ("m = 3\n", "object"),
+    ],
+)
+def test_a_wrong_price_file_says_what_is_wrong(tmp_path: Path, text: str, problem: str) -> None:
+    """A user's error has a message."""
+    path = tmp_path / "prices.toml"
+    path.write_text(text)
+    with pytest.raises(OptionError, match=problem):
+        read_prices(path)
+    with pytest.raises(OptionError, match="cannot be read"):
+        read_prices(tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize("name", ["max_calls", "max_target_tokens", "max_total_tokens", "max_cost"])
+def test_an_impossible_cap_is_refused(name: str) -> None:
+    """A cap of nothing is a mistake."""
+    with pytest.raises(OptionError, match=name):
+        Caps(**{name: 0})

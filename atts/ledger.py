@@ -277,6 +277,8 @@ class Account:
         self.spent = spent or Amount()
         self.reserved = Amount()
         self.unanswered = Amount()  # the part of `spent` whose calls came to no reply
+        self.written = 0  # tokens, by both models
+        self.cached = 0  # tokens of prompts that a cache had
         self.limit = ""  # the cap that refused a call
         self._inside = inside
         self._file: LedgerFile | None = file
@@ -309,6 +311,15 @@ class Account:
                 account._report()
             if self._file is not None and number is not None:
                 self._file.settle(self.name, number, reservation.taken)
+
+    def count(self, reply: Completion | Scores) -> None:
+        """Add an answered call to the tokens written and cached, which no cap needs."""
+        for account in self.accounts:
+            account.cached += reply.cached_tokens
+            if isinstance(reply, Completion):
+                account.written += len(reply.ids)
+            elif reply.beginning is not None:
+                account.written += len(reply.beginning.ids)
 
     @contextmanager
     def reserved_now(self, most: Amount) -> Generator[_Reservation]:

@@ -34,7 +34,9 @@ FLOORS: list[set[str]] = [
     {"atts.local", "atts.servers", "atts.testing", "atts.pipelines"},
     {"atts.analysis", "atts.accel", "atts.methods", "atts.run"},
     {"atts.api"},
-    {"atts.adapters", "atts.cli"},
+    {"atts.adapters"},
+    {"atts.serving"},
+    {"atts.cli"},
     {"atts.__main__"},
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

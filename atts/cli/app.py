@@ -241,6 +241,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "report": Command("atts.cli.recorded_runs", "report", "Write the report of a run."),
     "runs": Command("atts.cli.recorded_runs", "runs", "List runs with their status and accuracy."),
+    "serve": Command(
+        "atts.cli.serving", "serve", "Serve a pair behind an OpenAI-compatible endpoint, with caps."
+    ),
     "solve": Command("atts.cli.solving", "solve", "Solve one problem and show the reasoning."),
     "sweep": Command(
         "atts.cli.evaluations",

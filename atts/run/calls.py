@@ -235,6 +235,7 @@ class EngineCalls:
         await account.room(most)
         with account.reserved_now(most) as reservation:
             reply = await self._ask_in_time(call)
+            account.count(reply)
             reservation.answered(taken_by(self._role, call.request, reply, account.prices))
         return reply
 

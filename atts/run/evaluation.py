@@ -97,6 +97,8 @@ class RunOptions:
     keep: Keep = "lines"
     dataset: str | None = None  # the digest of problems that stream in
     shared_graph: Graph | None = None  # whose places and engine limits this run shares with others
+    # whether other runs ask the plan's gate as well, where the graph is shared
+    gate: Literal["shared", "own"] = "shared"
     caps: Caps = Caps()  # on what the run may spend, all sessions together
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])  # by model or role
     account: Account | None = None  # of a server's request, instead of one made of `caps`
@@ -146,7 +148,9 @@ async def evaluate(
         )
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
         # else others ask its gate as well
-        is_alone = options.shared_graph is None or options.directory is not None
+        is_alone = (
+            options.shared_graph is None or options.directory is not None or options.gate == "own"
+        )
         known = manifest.problems if is_alone else None
         left = RunLengthEstimate(known, plan.policy.samples)
         if manifest.judged_unit == "problems":

@@ -1,0 +1,35 @@
+"""The OpenAI-compatible endpoint of a pair: chat completions within hard caps."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from atts.concurrency import import_lock
+from atts.serving.policies import POLICIES, NamedPolicy
+from atts.serving.requests import ChatRequest, RequestError
+from atts.serving.service import ServeOptions, Service
+
+if TYPE_CHECKING:
+    from atts.serving.app import build_app
+    from atts.serving.running import run_server
+
+__all__ = [
+    "POLICIES",
+    "ChatRequest",
+    "NamedPolicy",
+    "RequestError",
+    "ServeOptions",
+    "Service",
+    "build_app",
+    "run_server",
+]
+
+# These need the extra `serve`.
+_HOME = {"build_app": "atts.serving.app", "run_server": "atts.serving.running"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs the extra `serve` when it is first used."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'atts.serving' has no attribute {name!r}")
+    with import_lock:
+        return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,69 @@
+"""A server on a free port of this machine, in the test's own event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import anyio
+import httpx2
+
+from atts.api import Setup
+from atts.concurrency import background
+from atts.serving import ServeOptions, Service, run_server
+from atts.testing import Latency, ScriptedEngine
+
+MODEL = "atts/toy"
+QUESTION = "Start at 4. +3, -2. What is the result?"
+
+
+def toy_setup(latency: Latency | None = None, **changes: Any) -> Setup:
+    """Scripted engines, as slow as asked."""
+    if latency is None:
+        return Setup(draft="scripted", target="scripted", **changes)
+    return Setup(
+        draft=ScriptedEngine("draft", latency=latency),
+        target=ScriptedEngine("target", latency=latency),
+        **changes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client of the server, and the service behind it."""
+
+    service: Service
+    http: httpx2.AsyncClient
+
+    async def chat(self, **fields: Any) -> httpx2.Response:
+        """Ask the toy question, or what the fields say."""
+        return await self.http.post("/chat/completions", json=body(**fields))
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """Return a request's body."""
+    messages = [{"role": "user", "content": QUESTION}]
+    return {"model": MODEL, "messages": messages, **fields}
+
+
+@asynccontextmanager
+async def serving(
+    setup: Setup | None = None, key: str | None = None, **options: Any
+) -> AsyncGenerator[Client]:
+    """Serve for the length of the block."""
+    service = Service(setup or toy_setup(), ServeOptions(name=MODEL, api_key=key, **options))
+    listening = anyio.Event()
+    addresses: list[str] = []
+
+    def heard(address: str) -> None:
+        addresses.append(address)
+        listening.set()
+
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with background(partial(run_server, service, "127.0.0.1", 0, heard)):
+        await listening.wait()
+        async with httpx2.AsyncClient(base_url=addresses[0], headers=headers, timeout=60) as http:
+            yield Client(service, http)

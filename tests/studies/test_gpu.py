@@ -322,7 +322,7 @@ def test_pairs_open_in_the_order_that_users_get(
     """The draft first, told of the target that follows; on a GPU no cache is fixed beforehand."""
     own = lab(tmp_path)
     monkeypatch.setattr(gpu.Lab, "is_cuda", property(lambda self: True))
-    opened: list[tuple[str, Any]] = []
+    opened: list[tuple[str, Any, Any]] = []
 
     class Recorded:
         def __init__(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from atts.api import Setup, evaluate
+from atts.analysis.reports.build import build_report
+from atts.api import Setup, evaluate, evaluate_sync
 from atts.calibration import Calibrator
 from atts.core import Outcome
 from atts.errors import OptionError, UsageError
@@ -206,3 +208,16 @@ def test_what_is_left_steers_the_rate_of_few_problems(order: str) -> None:
         shares.append(escalated / number)
     assert abs(sum(shares) / len(shares) - 0.3) <= 0.04
     assert max(abs(share - 0.3) for share in shares) <= 0.1
+
+
+def test_what_a_cascade_waits_for_is_counted_as_edges_between_siblings(tmp_path: Path) -> None:
+    """Each target rollout begins behind all four of the draft, which hold no place meanwhile."""
+    base = Setup(method="cascade", rate=0.5, draft="scripted", target="scripted", concurrency=8)
+    setup = replace(base, policy=replace(base.policy, samples=8))
+    result = evaluate_sync(toy_problems(12, 3), setup, directory=tmp_path)
+    escalated = sum(problem.escalated for problem in result.problems)
+    time = build_report(tmp_path).report.timing
+    assert escalated > 0
+    assert time is not None
+    assert time.sibling_edges == escalated * 4 * 4
+    assert time.sibling_seconds == 0

@@ -195,9 +195,9 @@ class RunResult:
         setting = self.manifest.settings.get(PRICES)
         if setting is None:
             return None
-        prices = {
-            role: Price(**price) for role, price in cast(dict[Role, Any], setting.value).items()
-        }
+        prices: dict[Role, Price] = {}
+        for role, price in cast(dict[Role, Any], setting.value).items():
+            prices[role] = Price(**price)
         asked: list[Role] = []
         if self.usage.draft_tokens:
             asked.append("draft")

@@ -35,6 +35,9 @@ def build_app(service: Service) -> ASGIApp:
     routes = [
         Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
         Route("/v1/models", endpoint.models, methods=["GET"]),
+        Route("/atts/runs", endpoint.runs, methods=["GET"]),
+        Route("/atts/runs/{run}", endpoint.run, methods=["GET"]),
+        Route("/atts/runs/{run}/cancel", endpoint.cancel, methods=["POST"]),
         Route("/health", endpoint.health, methods=["GET"]),
         Route("/ready", endpoint.ready, methods=["GET"]),
         Route("/metrics", endpoint.metrics, methods=["GET"]),
@@ -112,6 +115,19 @@ class _Endpoint:
                 ],
             }
         )
+
+    async def runs(self, request: Request) -> Response:
+        """List the latest runs, newest first."""
+        latest = [served.as_json() for served in reversed(self._service.runs.values())]
+        return _json({"object": "list", "data": latest})
+
+    async def run(self, request: Request) -> Response:
+        """Return one run, as it stands now."""
+        return _json(self._service.find(request.path_params["run"]).as_json())
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel one run; its client gets status 409, or an error event in its stream."""
+        return _json(self._service.cancel(request.path_params["run"]).as_json())
 
     async def health(self, request: Request) -> Response:
         """Answer as long as the process lives."""

@@ -10,26 +10,28 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from anyio import get_cancelled_exc_class
+from anyio import CancelScope, get_cancelled_exc_class
 
 from atts.adapters import question_of
 from atts.api import Setup
 from atts.calibration import Calibrator
 from atts.concurrency import SlotQueue
-from atts.core import Outcome, Problem, Role, Rollout
+from atts.core import Outcome, Problem, Recent, Role, Rollout
 from atts.errors import ATTSError, EngineUnavailable, OptionError
 from atts.graph import Graph
 from atts.journal import Event, TurnFinished
 from atts.ledger import LEDGER, Account, Amount, Caps, LedgerFile, Price, check_prices, prices_of
 from atts.pipelines import ConformalGate, GuaranteedGate
-from atts.run import Notice, RunOptions, RunSpec, evaluate
+from atts.run import Notice, RunOptions, RunResult, RunSpec, evaluate
 from atts.serving.policies import POLICIES
 from atts.serving.requests import ChatRequest, RequestError
 
 _MOST_GATES = 64  # of rates that requests choose
 _RETRY_SECONDS = 5
+_MOST_RUNS = 1000  # that are remembered after their end
+RunWord = Literal["running", "answered", "cancelled", "failed"]
 _ONE_CALL = Amount(calls=1, total_tokens=1)
 
 
@@ -152,6 +154,32 @@ class Reply:
         }
 
 
+@dataclass(slots=True, eq=False)
+class ServedRun:
+    """One request as `/atts/runs` shows it: while it runs, and afterwards."""
+
+    run: str
+    request: ChatRequest
+    account: Account
+    began: float = field(default_factory=time.time)
+    status: RunWord = "running"
+    reply: Reply | None = None
+    scope: CancelScope = field(default_factory=CancelScope, repr=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the run as strict JSON: without the text of the conversation."""
+        plain = {
+            "run": self.run,
+            "status": self.status,
+            "created": int(self.began),
+            "model": self.request.model,
+            "policy": self.request.policy,
+            "spent": self.account.as_json(),
+            "reserved_calls": self.account.reserved.calls,
+        }
+        return plain if self.reply is None else {**plain, **self.reply.facts()}
+
+
 @dataclass(slots=True)
 class Counts:
     """Growing counts of the server, for its metrics."""
@@ -191,6 +219,7 @@ class Service:
         self._slots = SlotQueue(self.options.requests)
         self.is_draining = False
         self.account = Account()
+        self.runs = Recent[str, ServedRun](_MOST_RUNS + self.options.requests + self.options.queue)
         self._base: RunSpec | None = None
         self._graph: Graph | None = None
         self._plans = OrderedDict[tuple[str, float], RunSpec]()
@@ -303,6 +332,8 @@ class Service:
         if system:
             plan = _with_system(plan, system)
         account = Account(request.caps, name=run, prices=self.account.prices, inside=self.account)
+        served = ServedRun(run, request, account)
+        self.runs[run] = served
         # A request with a seed has the problem id and the gate of `atts solve`, and its answer.
         problem = Problem("problem" if request.seed is not None else run, question)
         options = RunOptions(
@@ -314,24 +345,31 @@ class Service:
             account=account,
             on_limit="conclude",
         )
+        result: RunResult | None = None
         try:
-            await self._slots.take()
-            try:
-                result = await evaluate([problem], plan, options)
-            finally:
-                self._slots.give()
+            with served.scope:
+                await self._slots.take()
+                try:
+                    result = await evaluate([problem], plan, options)
+                finally:
+                    self._slots.give()
+            if result is None:
+                self._cancelled(served)
+                raise RequestError("the run was cancelled", status=409, code="cancelled")
             outcome = next(result.outcomes())
         except get_cancelled_exc_class():
-            self.counts.cancelled += 1
+            self._cancelled(served)
             raise
         except ATTSError as error:
             self.counts.failed += 1
+            served.status = "failed"
             raise RequestError(
                 str(error), status=502, kind="server_error", code="engine_failed"
             ) from error
         if account.limit:
             self.counts.limited += 1
             if request.atts.on_limit == "error":
+                served.status = "failed"
                 raise RequestError(
                     f"{account.limit} is spent",
                     status=402,
@@ -340,11 +378,12 @@ class Service:
                 )
         if outcome.status == "failed":
             self.counts.failed += 1
+            served.status = "failed"
             raise RequestError(outcome.why, status=502, kind="server_error", code="engine_failed")
         self.counts.answered += 1
         setup = request.setup(self.setup)
         guarantee = _guarantee(plan.gate)
-        return Reply(
+        reply = Reply(
             run,
             request,
             outcome,
@@ -353,6 +392,31 @@ class Service:
             guarantee=guarantee,
             created=int(time.time()),
         )
+        served.status = "answered"
+        served.reply = reply
+        return reply
+
+    def cancel(self, run: str) -> ServedRun:
+        """Cancel a run down to the engines; a run that is over stays as it is.
+
+        :raises RequestError: there is no such run.
+        """
+        served = self.find(run)
+        served.scope.cancel()
+        return served
+
+    def find(self, run: str) -> ServedRun:
+        """Return a run by its id.
+
+        :raises RequestError: there is none, or it was forgotten.
+        """
+        if run not in self.runs:
+            raise RequestError(f"there is no run {run!r}", status=404, param="run")
+        return self.runs[run]
+
+    def _cancelled(self, served: ServedRun) -> None:
+        self.counts.cancelled += 1
+        served.status = "cancelled"
 
     def _opened(self) -> tuple[RunSpec, Graph]:
         if self._base is None or self._graph is None:

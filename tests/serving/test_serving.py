@@ -361,6 +361,61 @@ def test_256_streams_at_once_lose_no_chunk() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_run_can_be_seen_and_cancelled(stream: bool) -> None:
+    """While it runs it is listed; cancelled, it frees its calls and its client hears of it."""
+
+    async def main() -> None:
+        setup = toy_setup(Latency(per_sample=30.0))
+        async with serving(setup) as client:
+            root = str(client.http.base_url).removesuffix("v1/") + "atts/runs"
+            replies: list[tuple[int, str]] = []
+
+            async def ask() -> None:
+                response = await client.chat(stream=stream)
+                replies.append((response.status_code, response.text))
+
+            async with task_group() as group:
+                group.start_soon(ask)
+                listed: list[Any] = []
+                while not listed or not listed[0]["reserved_calls"]:
+                    await anyio.sleep(0.02)
+                    listed = (await client.http.get(root)).json()["data"]
+                assert [run["status"] for run in listed] == ["running"]
+                response = await client.http.post(f"{root}/{listed[0]['run']}/cancel")
+                assert response.status_code == 200
+            ((status, text),) = replies
+            assert status == (200 if stream else 409)
+            assert "the run was cancelled" in text
+            shown = (await client.http.get(f"{root}/{listed[0]['run']}")).json()
+            assert shown["status"] == "cancelled"
+            assert client.service.account.reserved == Amount()
+            engine = setup.draft
+            assert isinstance(engine, ScriptedEngine)
+            assert engine.stats().in_flight == 0
+            assert (await client.http.post(f"{root}/r_none/cancel")).status_code == 404
+
+    run(main)
+
+
+def test_a_finished_run_shows_its_facts_and_no_text() -> None:
+    """Votes and spending are listed; what the client asked is not."""
+
+    async def main() -> None:
+        async with serving() as client:
+            reply = (await client.chat()).json()
+            root = str(client.http.base_url).removesuffix("v1/") + "atts/runs"
+            response = await client.http.get(f"{root}/{reply['atts']['run']}")
+            shown = response.json()
+            assert shown["status"] == "answered"
+            assert shown["votes"] == reply["atts"]["votes"]
+            assert QUESTION not in response.text
+            await client.http.post(f"{root}/{reply['atts']['run']}/cancel")
+            assert (await client.http.get(f"{root}/{reply['atts']['run']}")).json() == shown
+
+    run(main)
+
+
 def test_metrics_count_what_happened() -> None:
     """Counters grow, and gauges are back at 0."""
 

@@ -122,13 +122,15 @@ def is_other_model(was: Sequence[float], now: Sequence[float]) -> bool:
 
     >>> is_other_model([-1.0, -9.0], [-1.02, -9.1]), is_other_model([-1.0, -9.0], [-1.3, -8.0])
     (False, True)
+    >>> is_other_model([-1e308], [1e308]), is_other_model([-1.0], [math.nan])
+    (True, True)
     """
     if not was or not now:
         return False
     if len(was) != len(now):
         return True
-    squares = sum((old - new) ** 2 for old, new in zip(was, now, strict=True))
-    return not math.sqrt(squares / len(was)) <= _SAME_MODEL_NATS
+    # `dist` is infinite where a sum of squares would overflow
+    return not math.dist(was, now) / math.sqrt(len(was)) <= _SAME_MODEL_NATS
 
 
 def first_values(logprobs: Sequence[float]) -> str:

@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -295,6 +296,35 @@ def test_a_session_in_a_forked_child_refuses_and_its_parent_goes_on() -> None:
     assert "forked child" in child
     assert "Open another session in the child" in child
     assert parent == "0 answered"
+
+
+def test_a_synchronous_session_is_open_once_at_a_time() -> None:
+    """A second `with` around an open session would lose the first one's thread; a later one is fine."""
+    session = SyncSession(Setup(draft="scripted", target="scripted", method="draft-only"))
+    for _ in range(2):
+        with session:
+            with pytest.raises(UsageError, match="open already"), session:
+                pass
+            assert session.solve("What is 1 + 1?").status == "answered"
+    with pytest.raises(EngineUnavailable, match="not open"):
+        session.solve("What is 1 + 1?")
+    assert not [thread for thread in threading.enumerate() if thread.name == "atts-session"]
+
+
+class Missing(ScriptedEngine):
+    """An engine that cannot be opened."""
+
+    async def open(self) -> None:
+        """Refuse."""
+        raise EngineUnavailable("draft", "it is not there")
+
+
+def test_a_synchronous_session_that_cannot_open_leaves_no_thread() -> None:
+    """The engine's own error is raised where the session was to be opened."""
+    session = SyncSession(Setup(draft=Missing("draft"), method="draft-only"))
+    with pytest.raises(EngineUnavailable, match="it is not there"), session:
+        pass
+    assert not [thread for thread in threading.enumerate() if thread.name == "atts-session"]
 
 
 INTERRUPTED = """

@@ -474,6 +474,13 @@ class SyncSession:
         self._closing_error: BaseException | None = None
 
     def __enter__(self) -> Self:
+        """Open the session.
+
+        :raises UsageError: it is open already; its threads share one `with` block.
+        :raises EngineError: an engine cannot be opened.
+        """
+        if self._open is not None:
+            raise UsageError("this session is open already; use it, or make another one")
         self._process = os.getpid()
         self._opening = Future()
         self._is_interrupted = False

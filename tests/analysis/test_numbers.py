@@ -27,6 +27,7 @@ from atts.analysis.reports.rate_control import rate_control
 from atts.analysis.reports.run_data import read_run_data
 from atts.analysis.reports.steps import GateStep, StepLog
 from atts.analysis.reports.tables import shown_problems
+from atts.analysis.turns import tokens_written
 from atts.api import Setup
 from atts.calibration import Calibrator, coin_band
 from atts.cli.app import run as run_command
@@ -410,8 +411,24 @@ def test_a_large_run_shows_some_problems_and_links_to_all(
     lines = (tmp_path / "page.problems.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [row.id for row in rows]
     assert "12 problems" in built.report.verdict.line
+    # a name may hold what has a meaning in a URL
+    page = save_report(built, "html", tmp_path / "100%#1 <b>?.html").read_text()
+    assert '<a href="100%25%231%20%3Cb%3E%3F.problems.jsonl">' in page
+    assert (tmp_path / "100%#1 <b>?.problems.jsonl").is_file()
     # alone, as on stdout, it links to nothing
     assert "problems.jsonl" not in render(built, "html")
+
+
+def test_a_part_of_a_discarded_chunk_was_written_once() -> None:
+    """Repair keeps the first tokens of a chunk, which were written with the whole of it."""
+    whole = Chunk("draft", "a b c", (1, 2, 3), (1, 2, 3), "length", (-1.0, -1.0, -1.0))
+    part = Chunk("draft", "a b", (1, 2), (1, 2), "length")
+    other = Chunk("draft", "x", (9,), (9,), "length")
+    rest = Chunk("target", " d", (4,), (4,), "length", (-0.5,))
+    turn = Turn(0, (part, rest), (whole,))
+    assert (tokens_written(turn, "draft"), tokens_written(turn, "target")) == (3, 1)
+    # what is no beginning of it was written too
+    assert tokens_written(Turn(0, (other, rest), (whole,)), "draft") == 4
 
 
 def test_a_small_run_has_one_file(run: Path, tmp_path: Path) -> None:

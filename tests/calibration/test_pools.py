@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atts.calibration import Calibrator, Mode
-from atts.calibration.pools import MINIMUM, ByTurn, Fading, Pooled, Ranks, ScoreHistory, Window
+from atts.calibration.pools import (
+    MINIMUM,
+    ByTurn,
+    Fading,
+    Pooled,
+    Ranks,
+    Residuals,
+    ScoreHistory,
+    Window,
+)
 from atts.errors import CalibrationInputError
 
 VALUES = st.one_of(
@@ -185,3 +194,21 @@ def test_siblings_count_for_their_question_alone() -> None:
     easy = calibrator.p_value(5.0, ("q1", 0))
     unknown = calibrator.p_value(5.0, ("fresh", 0))
     assert hard < unknown < easy
+
+
+def test_a_question_s_own_residuals_count_next_to_those_of_all() -> None:
+    """With a prior, a question whose scores vary more ranks an outlier lower; others as without."""
+
+    def pool(prior: float) -> Residuals:
+        residuals = Residuals(Window, None, 1.0, prior)
+        for place in range(60):
+            question = f"q{place % 6}"
+            spread = 8.0 if question == "q0" else 0.1
+            residuals.add(5.0 + spread * (-1) ** (place // 6), question, 0)
+        return residuals
+
+    plain = pool(0.0)
+    blended = pool(20.0)
+    assert blended.rank(9.0, "q0", 0).p(1.0) < plain.rank(9.0, "q0", 0).p(1.0) - 0.01
+    for question in (None, "fresh"):
+        assert blended.rank(9.0, question, 0) == plain.rank(9.0, question, 0)

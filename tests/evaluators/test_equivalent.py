@@ -218,3 +218,12 @@ def test_long_lists_are_compared_member_by_member(count: int) -> None:
     assert status(numbers[::-1]) == "equal"
     assert status([*numbers[:-1], 999]) == "different"
     assert status(numbers[1:]) == "different"
+
+
+@pytest.mark.parametrize(("last", "status"), [(160, "equal"), (161, "different")])
+def test_long_lists_of_other_spellings_are_compared_by_value(last: int, status: str) -> None:
+    """None of 80 fractions is spelt alike on both sides."""
+    gold = ",".join(f"\\frac{{{place}}}{{83}}" for place in range(1, 81))
+    others = [2 * place for place in range(1, 80)] + [last]
+    answer = ",".join(f"\\frac{{{top}}}{{166}}" for top in reversed(others))
+    assert equivalent(f"\\{{{gold}\\}}", f"\\{{{answer}\\}}").status == status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -176,3 +177,24 @@ def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
         (tmp_path / "m").write_text(harmed)
         with pytest.raises(JournalCorrupt, match="checksum"):
             load_manifest(tmp_path / "m")
+
+
+def test_a_model_is_recognised_by_its_log_probabilities(tmp_path: Path) -> None:
+    """Noise of a server is no other model; what a hand wrote is compared without an overflow."""
+    known = Manifest(known_logprobs={"target": (-1.0, -9.0, -0.2)})
+    known.check(Manifest(known_logprobs={"target": (-1.05, -9.1, -0.2)}), tmp_path)
+    # A run from before, or of a model that this run does not ask.
+    known.check(Manifest(), tmp_path)
+    known.check(Manifest(known_logprobs={"draft": (-5.0,)}), tmp_path)
+    for others in ((-1.4, -8.0, -0.2), (-1.0, -9.0), (1e308, -1e308, 0.0), (math.nan, -9.0, -0.2)):
+        with pytest.raises(FingerprintError, match=r"engines.target: log-probabilities"):
+            known.check(Manifest(known_logprobs={"target": others}), tmp_path)
+
+
+def test_stored_log_probabilities_come_back(tmp_path: Path) -> None:
+    """They are in the manifest's file and under its checksum."""
+    path = tmp_path / "manifest.json"
+    save_manifest(path, Manifest(known_logprobs={"target": (-1.25, -30.0)}))
+    stored = load_manifest(path)
+    assert stored is not None
+    assert [*stored.known_logprobs["target"]] == [-1.25, -30.0]

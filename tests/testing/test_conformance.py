@@ -646,3 +646,34 @@ def test_an_unknown_check_cannot_be_skipped() -> None:
         run_virtual(
             partial(check_engine, ScriptedEngine, options=CheckOptions(skip=frozenset({"seed"})))
         )
+
+
+class Wordless(Rig):
+    """Returns no log-probabilities, whatever its spec says."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """As it is, without them."""
+        return replace(await super().sample(request), logprobs=())
+
+
+class HonestlyWordless(Wordless):
+    """Says that it returns none."""
+
+    @property
+    def spec(self) -> EngineSpec:
+        return replace(super().spec, logprobs="none")
+
+
+def test_an_engine_may_return_no_log_probabilities_if_it_says_so() -> None:
+    """The check of ids fails the one that is silent, and passes the one that said it would be."""
+    broken = {
+        made: {
+            result.check
+            for result in run_virtual(
+                partial(check_engine, made, options=QUICK, broken="report")
+            ).broken
+        }
+        for made in (Wordless, HonestlyWordless)
+    }
+    assert "ids" in broken[Wordless]
+    assert "ids" not in broken[HonestlyWordless]

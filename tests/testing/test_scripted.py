@@ -14,6 +14,7 @@ from atts.core import Message, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.sampling import Seed
 from atts.testing import Latency, ScoreDrift, ScriptedEngine, run_virtual, toy_problems
+from atts.testing.toy_model import _nucleus  # pyright: ignore[reportPrivateUsage]
 
 Backend = Literal["asyncio", "trio"]
 PROBLEM = next(problem for problem in toy_problems(20) if problem.level == 5)  # ten steps or more
@@ -284,3 +285,12 @@ def test_impossible_options_are_errors() -> None:
         ScriptedEngine(concurrency=0)
     with pytest.raises(TypeError, match="latancy"):
         ScriptedEngine(latancy=Latency())  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept", "floors"), [(0.5, 1, 0), (0.7, 2, 0), (0.75, 2, 1), (0.85, 2, 2), (1.0, 2, 3)]
+)
+def test_a_nucleus_is_the_fewest_tokens_with_the_mass(top_p: float, kept: int, floors: int) -> None:
+    """Two likely tokens and three that share the rest: as many of the latter as are needed."""
+    weights, count = _nucleus([0.5, 0.2], 0.1, 3, top_p)
+    assert (len(weights), count) == (kept, floors)

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
+from urllib.parse import quote
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
 
@@ -102,6 +103,7 @@ def _html(built: BuiltReport, problems: str) -> str:
         axis=Axis,
         is_large=_is_large(built),
         problems_file=problems,
+        problems_url=quote(problems),
         created=created if report.run.created else "",
     )
 

@@ -583,7 +583,9 @@ class DriftMonitor(Persisted):
     def __init__(
         self, stored: StoredScores, significance: float = 0.007, policy: DriftPolicy = "recalibrate"
     ) -> None:
-        """:raises OptionError: for an unknown policy.
+        """Check the policy.
+
+        :raises OptionError: for an unknown policy.
 
         :raises CalibrationInputError: for a significance outside (0, 1).
         """

@@ -68,7 +68,10 @@ class ReorderBuffer:
     __slots__ = ("_limit", "_next", "_skipped", "_waiting", "given_up")
 
     def __init__(self, limit: int = HOLD) -> None:
-        """:raises CalibrationInputError: for a limit below 1."""
+        """Check the limit.
+
+        :raises CalibrationInputError: for a limit below 1.
+        """
         if limit < 1:
             raise CalibrationInputError("limit of held scores", limit, "at least 1")
         self._limit = limit
@@ -175,7 +178,7 @@ class Calibrator(Persisted):
         by_length: bool = False,
         cap: Rate | None = None,
     ) -> None:
-        """`stored` are scores of a calibration run, `drift` what an alarm about them does.
+        """Create a calibrator: `stored` are scores of a calibration run, `drift` is what an alarm does.
 
         `fingerprint` are the conditions of this run, `hold` is how many scores may wait for an
         earlier issue: at least as many as chunks are in flight. With `by_length` a score is its

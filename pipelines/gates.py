@@ -422,7 +422,10 @@ class WarmingGate:
         make: Callable[[Sequence[WarmScore]], Gate],
         meanwhile: Meanwhile = "accept",
     ) -> None:
-        """:raises OptionError: fewer than one score, or an unknown `meanwhile`."""
+        """Check the number of scores and what happens meanwhile.
+
+        :raises OptionError: fewer than one score, or an unknown `meanwhile`.
+        """
         if scores < 1:
             raise OptionError(
                 "warmup", f"{scores} scores calibrate nothing; give at least 1, or no warm-up"

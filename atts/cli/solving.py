@@ -119,7 +119,10 @@ class StoryPrinter:
     """The reasoning of one rollout, or of all, for people: each piece has a label."""
 
     def __init__(self, follow: str, samples: int) -> None:
-        """:raises OptionError: no such rollout."""
+        """Check that the rollout to follow exists.
+
+        :raises OptionError: no such rollout.
+        """
         from rich.console import Console
 
         if follow != "all" and not (follow.isdecimal() and int(follow) < samples):

@@ -145,7 +145,7 @@ def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
 
 
 def unit_digests(folder: Path, num_layers: int) -> list[str]:
-    """What the blocks of a stored model are called, in the order of a token's way: 2 * layers + 2
+    """Name the blocks of a stored model, in the order of a token's way: 2 * layers + 2
     of them.
 
     :raises ZooError: the manifest cannot be read.
@@ -171,7 +171,7 @@ def adapter_file(folder: Path) -> TensorFile | None:
 
 
 def check_stored(folder: Path) -> StoredModel | None:
-    """The manifest of the model in `folder`, its weights compared with their digests; None where it
+    """Read the manifest of the model in `folder`, its weights compared with their digests; None where it
     has none.
 
     :raises ZooError: a file is missing, or is not what was stored.
@@ -204,7 +204,7 @@ def check_stored(folder: Path) -> StoredModel | None:
 
 
 def read_stored(folder: Path) -> StoredModel:
-    """The manifest of the model in `folder`.
+    """Read the manifest of the model in `folder`.
 
     :raises ZooError: it is damaged, or its zoo was written by a newer version.
     """
@@ -249,7 +249,7 @@ def block_path(zoo: Path, digest: str) -> Path:
 
 
 def file_digest(path: Path) -> str:
-    """What a file's content is called.
+    """Return the name of a file's content.
 
     :raises OSError: it cannot be read.
     """
@@ -261,7 +261,7 @@ def file_digest(path: Path) -> str:
 
 
 def content_digest(*parts: bytes | memoryview | mmap) -> str:
-    """What a content is called."""
+    """Return the name of a content."""
     mark = blake2b(digest_size=20)
     for part in parts:
         mark.update(part)

@@ -87,7 +87,7 @@ class Recording:
         return [ProblemSpan(*values) for values in self._problems]
 
     def nodes(self) -> Iterator[CallSpan]:
-        """The calls, in the order they ended."""
+        """Return the calls, in the order they ended."""
         names = self._names
         for row in _ROW.iter_unpack(self._rows):
             node, stage, engine, problem, sample, turn, *_ = row
@@ -148,7 +148,7 @@ class Question:
 
 
 def conserved() -> list[Table]:
-    """The table, or none where the recorded traces are not at hand."""
+    """Return the table, or none where the recorded traces are not at hand."""
     rollouts = recorded_rollouts()
     if rollouts is None:
         say(
@@ -197,7 +197,7 @@ def lower_bound(timing: Timing) -> float:
 
 
 def stages(rollouts: Sequence[Mapping[str, Any]]) -> Questions:
-    """The stages of every rollout of a recorded run, with durations fitted to it."""
+    """Return the stages of every rollout of a recorded run, with durations fitted to it."""
     questions: dict[str, list[list[Stage]]] = {}
     for record in rollouts:
         found: list[Stage] = []
@@ -215,7 +215,7 @@ def stages(rollouts: Sequence[Mapping[str, Any]]) -> Questions:
 
 
 async def replayed(questions: Questions, admit: Admit, rollouts: int) -> tuple[float, Recording]:
-    """The seconds, and every node, when the graph runs the recorded stages on the slots they had."""
+    """Return the seconds, and every node, when the graph runs the recorded stages on the slots they had."""
     recording = Recording()
     graph = Graph(
         rollouts=rollouts, limits={name: Limit(n) for name, n in SLOTS.items()}, sink=recording

@@ -353,7 +353,7 @@ class Law(Protocol):
         ...
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """A chunk."""
+        """Return a chunk."""
         ...
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
@@ -457,14 +457,14 @@ class BatchedEngine:
         return EngineStats(self._requests, steps=self.load.steps, busy_seconds=self.load.busy)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """What the law writes, after as long as it takes."""
+        """Return what the distribution writes, after as long as it takes."""
         check_sample(request, self.spec)
         completion = self.law.write(self.role, request)
         cached = await self._serve(request.rollout, len(request.ids), 0, len(completion.ids))
         return replace(completion, cached_tokens=cached)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """What the law scores, after one prefill."""
+        """Return what the distribution scores, after one prefill."""
         check_score(request, self.spec)
         cached = await self._serve(request.rollout, len(request.prefix), len(request.suffix), 0)
         return Scores(self.law.score(request), cached)
@@ -515,7 +515,7 @@ class BatchedEngine:
         return int(warm) // grain
 
     def _forget(self, work: _Work) -> None:
-        """A cancelled request frees its place at once."""
+        """Wait for a request; a cancelled one frees its place at once."""
         if work.state == "waiting":
             self._waiting.remove(work)
         elif work.state == "feeding":
@@ -531,7 +531,7 @@ class BatchedEngine:
         self._wake.set()
 
     async def _run(self) -> None:
-        """Steps for as long as there is work."""
+        """Take steps for as long as there is work."""
         while True:
             self._admit()
             if not self._feeding and not self._decoding:
@@ -549,7 +549,7 @@ class BatchedEngine:
                 self.load.busy += self._due - began
 
     async def _pass(self, seconds: float) -> None:
-        """A step of that length: it is over when it is due, however late this process wakes up."""
+        """Take a step of that length: it is over when it is due, however late this process wakes up."""
         self._due += seconds
         await anyio.sleep(max(0.0, self._due - self._now()))
 
@@ -605,7 +605,7 @@ class BatchedEngine:
         self._cached += work.tokens
 
     async def _decode(self) -> None:
-        """Steps until the next sequence is done or a request comes, whichever is first."""
+        """Count the steps until the next sequence is done or a request comes, whichever is first."""
         batch = len(self._decoding)
         cached = self._cached
         steps = max(1, round(self._decoding[0][0] - self._count))

@@ -118,18 +118,18 @@ class Tape:
         return len(self.written) + len(self.scored)
 
     def spec(self, role: Role) -> EngineSpec:
-        """The real engine's."""
+        """Return the real engine's value."""
         return self._specs[role]
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """What was written there.
+        """Return what was written there.
 
         :raises KeyError: nothing was: the run is another one.
         """
         return self.written[_place(role, request.seed)]
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """What was scored there; raises as `write` does."""
+        """Return what was scored there; raises as `write` does."""
         return self.scored[request.rollout, len(request.prefix)]
 
 
@@ -241,7 +241,7 @@ FOREGROUND = Micro(16, 48, 48)
 
 
 def pieces_of(role: Role) -> tuple[Micro, ...]:
-    """What an engine does in a run: a draft never scores."""
+    """Return what an engine does in a run: a draft never scores."""
     return PIECES if role == "target" else tuple(piece for piece in PIECES if not piece.is_scored)
 
 
@@ -341,7 +341,7 @@ def _threads() -> dict[str, tuple[float, float]]:
 
 
 async def measure_rounds(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
-    """Rounds of all pieces and all runs, in turn, each on texts that no cache has met."""
+    """Time rounds of all pieces and all runs, in turn, each on texts that no cache has met."""
     seen = Seen()
     here = LocalOptions(worker="thread")
     async with (
@@ -446,7 +446,7 @@ async def _rollout(
 
 
 def _prompts(engine: LocalEngine, piece: Micro, seed: int) -> list[TokenIds]:
-    """A prompt a rollout, or one for every few siblings where they have several turns."""
+    """Make a prompt for each rollout, or one for every few siblings where they have several turns."""
     generator = torch.Generator().manual_seed(
         seed + 7919 * piece.batch + piece.prompt + 31 * piece.turns
     )
@@ -459,7 +459,7 @@ def _prompts(engine: LocalEngine, piece: Micro, seed: int) -> list[TokenIds]:
 
 
 async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -> None:
-    """The same amount of work on each engine, alone and while the other has always something to do."""
+    """Time the same amount of work on each engine, alone and while the other has always something to do."""
     for role, engine in engines.items():
         other = engines["target" if role == "draft" else "draft"]
         done = anyio.Event()
@@ -505,7 +505,7 @@ Clock = Literal["wall", "processor"]
 
 
 def local_validation(options: Options) -> list[Table]:
-    """The fitted costs of this machine, and predicted beside measured times of live runs; needs
+    """Return the fitted costs of this machine, and predicted next to measured times of live runs; needs
     Linux's counters.
     """
     if not THREADS.exists():
@@ -572,7 +572,7 @@ def _typical(every: Sequence[Observation]) -> Observation:
 
 
 def _handing(seen: Seen) -> float:
-    """The event loop's processor seconds for one request in pieces whose requests come and go as in
+    """Return the event loop's processor seconds for one request in pieces whose requests come and go as in
     a run.
     """
     busy = [
@@ -582,7 +582,7 @@ def _handing(seen: Seen) -> float:
 
 
 def _stretch(seen: Seen, role: Role, clock: Clock) -> float:
-    """What the other engine's work adds to a step of this one."""
+    """Return what the other engine's work adds to a step of this one."""
 
     def took(taken: Taken) -> float:
         return taken.wall if clock == "wall" else taken.engines[role]
@@ -669,7 +669,7 @@ def _words(errors: Sequence[float]) -> str:
 
 
 def _guess(seen: Seen, costs: Mapping[Role, Cost], live: Live, one: Run, seed: int) -> Taken:
-    """What the run should have taken: on the wall's clock as the engines get in each other's way
+    """Return what the run should have taken: on the wall's clock as the engines get in each other's way
     there, and so on.
     """
     call = one.host + _handing(seen)
@@ -683,7 +683,7 @@ def _guess(seen: Seen, costs: Mapping[Role, Cost], live: Live, one: Run, seed: i
 
 
 async def _predict(live: Live, one: Run, costs: Mapping[Role, Cost], seed: int) -> Taken:
-    """The run again on engines that cost what was fitted."""
+    """Simulate the run on engines that cost what was fitted."""
     host = Host()
     tape = one.tape
     async with (

@@ -104,7 +104,7 @@ class ChainModel(ManyModels[NativeModel]):
         first: WorkerConfig,
         block_rows: int | None = None,
     ) -> None:
-        """A block runs for at most `block_rows` rows at once, where that is given."""
+        """Start a schedule in which a block runs for at most `block_rows` rows at once, where that is given."""
         self._loader = load
         self._ledger = ledger
         self._block_rows = block_rows
@@ -116,7 +116,7 @@ class ChainModel(ManyModels[NativeModel]):
         super().__init__(load, first)
 
     def _relate(self, number: int, chain: Chain[NativeModel], divide: OnSplit) -> None:
-        """Number the chains, in an order in which neighbours differ in few of their units."""
+        """Return the chains' numbers, in an order in which neighbours differ in few of their units."""
         chains = {**self._chains, number: chain}
         self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
         self._order = _neighbours(

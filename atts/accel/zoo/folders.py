@@ -44,7 +44,7 @@ class WeightFile:
     """A safetensors file, mapped: its header as text, and its tensors by name."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        """The caller has seen that the file is whole."""
+        """Read the header of a file that the caller has checked."""
         file = stack.enter_context(path.open("rb"))
         self._whole = stack.enter_context(mmap(file.fileno(), 0, access=ACCESS_READ))
         view = stack.enter_context(memoryview(self._whole))

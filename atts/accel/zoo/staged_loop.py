@@ -102,7 +102,7 @@ class StagedModel(ManyModels[RangedModel]):
         return flight
 
     def _embed(self, flight: InFlightStep) -> None:
-        """The first rows, from each model's words."""
+        """Return the first rows, from each model's words."""
         batch = flight.batch
         owners = self._alike(0)[flight.chains].repeat(np.diff(batch.query_starts))
         for chain in np.unique(owners):

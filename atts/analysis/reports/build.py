@@ -136,7 +136,7 @@ def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
 def _segments(
     nodes: Sequence[CallSpan], begin: float, seconds: float
 ) -> tuple[tuple[int, str, float, float], ...]:
-    """Calls, in order of their starts, on the lowest free lane; of each lane, neighbours of one
+    """Put calls, in order of their starts, on the lowest free lane; of each lane, neighbours of one
     stage within a pixel become one segment.
 
     Lanes beyond those drawn are left out: a call goes there when these are busy.

@@ -299,7 +299,7 @@ def _made(
 
 
 def _rows(scores: StoredScores) -> list[dict[str, object]]:
-    """Records in their order; a score whose question is not known is one of its own."""
+    """Return the records in their order; a score whose question is not known is one of its own."""
     rows = enumerate(scores.records(), 1)
     return [{**row, "question": row["question"] or f"score {place}"} for place, row in rows]
 

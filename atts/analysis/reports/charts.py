@@ -412,7 +412,7 @@ class PlainAxis(Axis):
 
     @classmethod
     def of(cls, points: Sequence[FrontierPoint]) -> PlainAxis:
-        """An axis that holds these points with their intervals."""
+        """Make an axis that holds these points with their intervals."""
         low = min(point.accuracy.low for point in points)
         high = max(point.accuracy.high for point in points)
         pad = max(0.005, 0.06 * (high - low))
@@ -425,7 +425,7 @@ class StretchedAxis(PlainAxis):
 
     @staticmethod
     def place(accuracy: float) -> float:
-        """The logarithm of the errors, a floor under them, upside down.
+        """Return the logarithm of the errors, a floor under them, upside down.
 
         >>> round(StretchedAxis.place(0.96) - StretchedAxis.place(0.9), 2), round(StretchedAxis.place(1) - 0, 2)
         (0.3, 1.7)
@@ -433,7 +433,7 @@ class StretchedAxis(PlainAxis):
         return -math.log10(1 + _FLOOR - accuracy)
 
     def ticks(self, about: int = 5) -> list[float]:
-        """The roundest accuracies that have room beside each other."""
+        """Return the roundest accuracies that have room next to each other."""
         found = list[float]()
         for accuracy in _ROUND:
             place = self.place(accuracy)
@@ -444,7 +444,7 @@ class StretchedAxis(PlainAxis):
         return sorted(found)
 
     def written(self, value: float) -> str:
-        """The accuracy at a place."""
+        """Return the accuracy at a place."""
         return f"{round(1 + _FLOOR - 10**-value, 6):g}"
 
     def _room(self, about: int) -> float:

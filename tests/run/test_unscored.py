@@ -123,7 +123,7 @@ def test_a_run_that_goes_on_says_so_first(tmp_path: Path) -> None:
     page = write_report(tmp_path / "run", format="markdown")
     text = page.read_text(encoding="utf-8")
     assert words in text
-    assert text.index(words) < text.index("the vote is correct")
+    assert text.index(words) < text.index("accuracy of the vote")
 
 
 def test_a_sound_run_says_nothing_of_it() -> None:

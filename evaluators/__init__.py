@@ -83,9 +83,9 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
-    "BENCHMARKS", "RULES", "BadRecord", "Benchmark", "Columns", "Comparison", "ConfidenceSequence", "Counts",
-    "Dataset", "Estimate", "Exercise", "Extraction", "GradeTally", "GradedRecord", "LabelledChunk", "Limits",
-    "LoadOptions", "McNemar", "Power", "Samples", "Scorecard", "Selection", "Sequential", "Status",
+    "BENCHMARKS", "BadRecord", "Benchmark", "Columns", "Comparison", "ConfidenceSequence", "Counts", "Dataset",
+    "Estimate", "Exercise", "Extraction", "GradeTally", "GradedRecord", "LabelledChunk", "Limits",
+    "LoadOptions", "McNemar", "Power", "RULES", "Samples", "Scorecard", "Selection", "Sequential", "Status",
     "VarianceSplit", "Verdict", "Votes", "accuracy_estimate", "answer_classes", "avg_at_n", "cached_snapshot",
     "compare_in_order", "compare_runs", "count", "difference_spread", "equivalent", "exercises", "extract",
     "extraction", "find_benchmark", "g_pass_at_k", "gain_over_coin", "grade", "grade_all", "group", "holm",

@@ -312,6 +312,8 @@ def _value(following: str, kind: AnswerKind) -> str | None:
         return sentence
     if not _has_words(sentence):
         return _trimmed(sentence)
+    if PATTERNS["quantified"].match(sentence):
+        return _trimmed(sentence)  # "all n that are powers of 2": the 2 is no answer
     answer = _stated_in(sentence)
     if not answer and len(sentence.split()) <= 4 and len(sentence) < 60:
         return _trimmed(sentence)

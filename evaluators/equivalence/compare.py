@@ -37,6 +37,13 @@ def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
     return has(gold, "func", "root", "cases") or has(answer, "func", "root", "cases")
 
 
+def _turned(node: Node) -> Node | None:
+    """Return a < b as b > a; None for what is no single inequality."""
+    if node.kind != "relation" or len(node.args) != 2 or node.text not in FLIPPED:
+        return None
+    return Node("relation", node.args[::-1], FLIPPED[node.text])
+
+
 class Comparer:
     """One comparison of two answers; `rule` names what decided last.
 
@@ -82,6 +89,8 @@ class Comparer:
         gold, answer = views.concluded(gold, answer), views.concluded(answer, gold)
         gold = bound_alike(views.grouped(gold))
         answer = bound_alike(views.grouped(answer))
+        if _turned(answer) == gold:
+            return self.ruled("relation", True)
         left = named(gold)
         right = named(answer)
         one = labelled(gold)
@@ -220,6 +229,10 @@ class Comparer:
             gold = line.whole(gold) if gold.kind == "builder" else gold
             answer = line.whole(answer) if answer.kind == "builder" else answer
             kinds = {gold.kind, answer.kind}
+        if kinds == {"congruence", "func"}:
+            gold = views.residue(gold)
+            answer = views.residue(answer)
+            kinds = {gold.kind, answer.kind}
         if ("congruence" in kinds and len(kinds) > 1) or kinds == {"builder"}:
             gold = views.progression(gold) or gold
             answer = views.progression(answer) or answer
@@ -229,6 +242,8 @@ class Comparer:
         if kinds == {"union"}:
             return self.unordered(gold.args, answer.args, "set")
         if kinds & {"list", "set"}:
+            gold = views.with_terms(gold, self.limits.items)
+            answer = views.with_terms(answer, self.limits.items)
             return self.lists(gold, answer)
         if kinds & {"tuple", "matrix", "union", "setminus"}:
             return self.ordered(gold, answer)

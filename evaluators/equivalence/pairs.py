@@ -27,6 +27,14 @@ from atts.evaluators.verdict import (
 )
 
 _PHRASE = 4  # words
+_FORMULA = re.compile(r"\\mathrm\s*\{\s*(?:[A-Z][a-z]?)+\s*\}")
+_MATRIX_FACTOR = re.compile(
+    r"(?:(?P<letter>[A-Z])|\((?P<letters>[A-Z ]{1,40})\))\s*(?:\^\s*\{?\s*(?P<exponent>-?[1-9])\s*\}?)?\s*"
+)
+_MATRICES = re.compile(
+    rf"(?:{re.sub(r'[?]P<[a-z]+>', '?:', _MATRIX_FACTOR.pattern)}){{2,40}}|"
+    r"\([A-Z ]{2,40}\)\s*\^\s*\{\s*-\s*1\s*\}"
+)
 _PERCENT = re.compile(r"\\?%|\bper\s?cent(?:age)?\b|\bpct\b")
 
 
@@ -129,6 +137,13 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
         return Verdict("different", "no answer")
     if spaceless(one.text) == spaceless(two.text):
         return Verdict("equal", "same text")
+    formulas = [_FORMULA.fullmatch(reading.text) for reading in (one, two)]
+    if all(formulas) and one.text.lower() == two.text.lower():
+        return Verdict("different", "text")  # CS is a compound, Cs an element
+    products = [_matrix_product(reading.text) for reading in (one, two)]
+    if products[0] is not None and products[1] is not None:
+        if "-" in one.text or "-" in two.text:
+            return _verdict(products[0] == products[1], "matrix")
     if one.choice and two.choice and (one.is_letter or two.is_letter or kind == "choice"):
         return _verdict(one.choice == two.choice, "choice")
     if one.lettered and two.lettered and one.choice != two.choice:
@@ -138,6 +153,30 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
         second = two.choice or two.text.strip("(). ").upper()
         return _verdict(first == second, "choice")
     return None
+
+
+def _matrix_product(text: str) -> list[tuple[str, int]] | None:
+    """Return the factors of a product of matrices in order; None for any other text.
+
+    The inverse of a product has the inverses in the reverse order; a factor next to its inverse
+    cancels.
+    """
+    if not _MATRICES.fullmatch(text):
+        return None
+    factors: list[tuple[str, int]] = []
+    for part in _MATRIX_FACTOR.finditer(text):
+        letters = part["letter"] or part["letters"]
+        exponent = int(part["exponent"] or 1)
+        if abs(exponent) > 9:
+            return None
+        step = 1 if exponent > 0 else -1
+        for _ in range(abs(exponent)):
+            for letter in letters[::step].replace(" ", ""):
+                if factors and factors[-1] == (letter, -step):
+                    factors.pop()
+                else:
+                    factors.append((letter, step))
+    return factors
 
 
 def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> Verdict:

@@ -189,7 +189,44 @@ def stated_value(equation: Node, other: Node) -> Node | None:
         return None
     if right.value == 0 or right.kind == "symbol" or _is_curve(left, names):
         return None
-    return right
+    return None if _is_multiple(left) else right
+
+
+def _is_multiple(node: Node) -> bool:
+    """Return whether this is a number times one unknown, as in 2x = 3, which is to be solved."""
+    if node.kind != "mul" or len(node.args) != 2:
+        return False
+    factor, unknown = node.args
+    is_unknown = unknown.kind == "symbol" and len(unknown.text) == 1 and unknown.text.islower()
+    return is_unknown and factor.value is not None and abs(factor.value) != 1
+
+
+def residue(node: Node) -> Node:
+    """Return 3 mod 7, written as a value, as the class of 3."""
+    if node.kind != "func" or node.text != "mod" or any(arg.value is None for arg in node.args):
+        return node
+    return Node("congruence", node.args)
+
+
+def with_terms(node: Node, limit: int) -> Node:
+    """Return 1, 3, ..., 9 with the terms that its dots stand for, if they are evenly spaced."""
+    at = [index for index, arg in enumerate(node.args) if arg.text == "…"]
+    if node.kind not in ("set", "list") or len(at) != 1:
+        return node
+    before = [arg.value for arg in node.args[: at[0]]]
+    after = [arg.value for arg in node.args[at[0] + 1 :]]
+    known = [value for value in (*before, *after) if value is not None]
+    if len(before) < 2 or not after or len(known) != len(before) + len(after):
+        return node
+    first = known[0]
+    step = known[1] - first
+    last = known[-1]
+    if not step or (last - first) % step or not 0 < (last - first) / step < limit:
+        return node
+    terms = [first + step * count for count in range(int((last - first) / step) + 1)]
+    if terms[: len(before)] != before or terms[-len(after) :] != after:
+        return node
+    return Node(node.kind, tuple(map(number, terms)), node.text)
 
 
 def _is_curve(node: Node, names: frozenset[str]) -> bool:

@@ -171,6 +171,19 @@ def _classes(match: re.Match[str]) -> str:
     return ", ".join(rf"{match[1]} \equiv {residue} {match[3]}" for residue in residues)
 
 
+def _chemistry(match: re.Match[str]) -> str:
+    """Return H2SO4 of mhchem in plain LaTeX: digits after a letter are subscripts."""
+    formula = re.sub(r"<?->|<=>", r"\\to ", match[1])
+    formula = re.sub(r"(?<=[A-Za-z)\]])(\d(?!\d))", r"_\1", formula)
+    formula = re.sub(r"(?<=[A-Za-z)\]])(\d+)", r"_{\1}", formula)
+    return re.sub(r"(?<=[A-Za-z0-9)\]}])([+-])(?=\s*(?:[+\\]|\Z))", r"^{\1}", formula)
+
+
+def _formula(match: re.Match[str]) -> str:
+    """Return a formula of elements without its upright type, if it has indices or a charge."""
+    return match[1] if re.search("[_^]", match[1]) else match[0]
+
+
 def _repeating(match: re.Match[str]) -> str:
     """Return 0.1\\overline{6} as the fraction it denotes."""
     whole = match[1]
@@ -200,6 +213,8 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
     "temperature": lambda match: f" deg{(match[1] or match[2] or match[3])[0].upper()} ",
     "unit_vectors": _unit_vectors,
     "classes": _classes,
+    "chemistry": _chemistry,
+    "formula": _formula,
     "parts": _parts,
     "vector": _vector,
     "repeating": _repeating,

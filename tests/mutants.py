@@ -403,7 +403,7 @@ OTHERS = [
     ),
     *_table(
         "atts/core.py",
-        "tests/run/test_run.py tests/test_session.py tests/graph",
+        "tests/run/test_run.py",
         "target_tokens=self.target_tokens + other.target_tokens,",
         "target_tokens=self.target_tokens,",
     ),

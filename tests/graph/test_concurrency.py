@@ -164,3 +164,18 @@ def test_the_clock_is_the_loops_own(virtually: Virtually[None]) -> None:
     virtually(main)
     with pytest.raises(anyio.NoEventLoopError):
         concurrency.clock()
+
+
+def test_slots_and_tokens_in_use_are_counted() -> None:
+    """What was taken and not given back; unlimited queues count nothing."""
+    queue = concurrency.SlotQueue(3, 10)
+    assert (queue.in_use, queue.tokens_in_use) == (0, 0)
+    assert queue.take_nowait(4)
+    assert queue.take_nowait(5)
+    assert (queue.in_use, queue.tokens_in_use) == (2, 9)
+    assert not queue.take_nowait(2)
+    queue.give(4)
+    assert (queue.in_use, queue.tokens_in_use) == (1, 5)
+    free = concurrency.SlotQueue(None)
+    assert free.take_nowait(7)
+    assert (free.in_use, free.tokens_in_use) == (0, 0)

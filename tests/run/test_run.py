@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import anyio
@@ -697,3 +697,16 @@ def test_what_a_completion_may_be(
         return
     with pytest.raises(BadReply, match=problem):
         check_completion(reply, request_, spec)
+
+
+def test_every_part_of_two_usages_adds_up() -> None:
+    """No field is left out, and the share is the target's part of what both wrote."""
+    parts = [field.name for field in fields(Usage)]
+    one = Usage(**{name: place + 1 for place, name in enumerate(parts)})
+    other = Usage(**{name: 10 * (place + 1) for place, name in enumerate(parts)})
+    total = one + other
+    assert [getattr(total, name) for name in parts] == [
+        11 * (place + 1) for place in range(len(parts))
+    ]
+    assert total.target_share == pytest.approx(22 / 33)
+    assert Usage().target_share == 0.0

@@ -10,7 +10,6 @@ from scripts.studies.mutants import ROOT, copy_tree, plant, try_mutant
 from tests.mutants import MUTANTS, Mutant
 
 pytestmark = pytest.mark.checkout
-VOTES = next(mutant for mutant in MUTANTS if mutant.name == "weighted votes decided by counts")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -23,19 +22,43 @@ def test_a_fault_has_its_place_and_its_tests(mutant: Mutant) -> None:
     assert all((ROOT / name).exists() for name in files)
 
 
-def test_faults_are_told_from_changes_that_nobody_sees(tmp_path: Path) -> None:
-    """A planted fault is caught, a harmless change survives, and the source is whole afterwards."""
-    tree = copy_tree(tmp_path)
-    file = tree / VOTES.file
-    before = file.read_text(encoding="utf-8")
-    caught = try_mutant(tree, VOTES)
-    assert caught.verdict == "caught", caught.words
-    assert "test_votes.py" in caught.words
-    assert file.read_text(encoding="utf-8") == before
-    harmless = VOTES._replace(new=f"{VOTES.old}  # the heaviest first")
-    assert try_mutant(tree, harmless).verdict == "survived"
-    hanging = VOTES._replace(new=f"while True: pass\n    {VOTES.old}")
-    assert try_mutant(tree, hanging, seconds=15.0).verdict == "hung"
-    assert try_mutant(tree, VOTES._replace(tests="tests/no_such_file.py")).verdict == "broken"
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small project: one module, and one test of it."""
+    (tmp_path / "module.py").write_text("def double(number):\n    return 2 * number\n")
+    words = "from module import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
+    (tmp_path / "test_module.py").write_text(words)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "tests", "seconds", "verdict"),
+    [
+        ("return 3 * number", "test_module.py", 60.0, "caught"),
+        ("return number * 2", "test_module.py", 60.0, "survived"),
+        ("while True: number += 1", "test_module.py", 5.0, "hung"),
+        ("return 3 * number", "test_nothing.py", 60.0, "broken"),
+    ],
+)
+def test_faults_are_told_from_changes_that_nobody_sees(
+    tree: Path, line: str, tests: str, seconds: float, verdict: str
+) -> None:
+    """Caught, survived, hung or not tried; and the source is whole afterwards."""
+    before = (tree / "module.py").read_text()
+    mutant = Mutant("one", "module.py", "return 2 * number", line, tests)
+    trial = try_mutant(tree, mutant, seconds)
+    assert trial.verdict == verdict, trial.words
+    assert (tree / "module.py").read_text() == before
+
+
+def test_a_fault_without_its_place_is_not_tried(tree: Path) -> None:
+    """A line that was changed since makes the table wrong, and is said."""
     with pytest.raises(ValueError, match="exactly once"):
-        plant(tree, VOTES._replace(old="a line that is not there"))
+        plant(tree, Mutant("one", "module.py", "return 5", "return 6", "test_module.py"))
+
+
+def test_the_copy_is_what_the_tests_need(tmp_path: Path) -> None:
+    """The four folders, the tests and the settings; the links in atts/ lead into the copy."""
+    tree = copy_tree(tmp_path)
+    assert (tree / "atts" / "pipelines" / "votes.py").resolve() == tree / "pipelines" / "votes.py"
+    assert (tree / "pyproject.toml").is_file()

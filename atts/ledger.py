@@ -415,41 +415,40 @@ class LedgerFile:
     """An append-only file of reservations and settlements, which a killed process leaves complete.
 
     Every reservation is written before its call is dispatched. A reservation without a settlement
-    is charged whole when the file is opened again.
+    is charged whole when the file is opened again. The file is rewritten as one sum when it has
+    grown long, so its size is bounded by the calls in flight.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, most_lines: int = 100_000) -> None:
         self._path = path
-        self.spent = read_ledger(path)  # by account
-        with storage(path):
-            # One line per account replaces the lines of earlier sessions.
-            lines = [_line("spent", name, 0, amount) for name, amount in self.spent.items()]
-            write_atomic(path, b"".join(lines))
-            self._handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._most_lines = most_lines
+        self._spent = sum(read_ledger(path).values(), Amount())
+        self.total = self._spent  # what earlier sessions spent
+        self._open = dict[int, tuple[str, Amount]]()  # reservations of calls in flight
         self._number = 0
-
-    def of(self, name: str) -> Amount:
-        """Return what an account spent in earlier sessions."""
-        return self.spent.get(name, Amount())
-
-    @property
-    def total(self) -> Amount:
-        """Return what all accounts spent in earlier sessions."""
-        return sum(self.spent.values(), Amount())
+        self._lines = 0
+        self._handle = -1
+        self._rewrite()
 
     def reserve(self, name: str, most: Amount) -> int:
         """Record a reservation and return its number."""
         self._number += 1
         self._write(_line("reserve", name, self._number, most))
+        self._open[self._number] = name, most
         return self._number
 
     def settle(self, name: str, number: int, taken: Amount) -> None:
         """Record what a reserved call took."""
         self._write(_line("settle", name, number, taken))
+        del self._open[number]
+        self._spent += taken
+        if self._lines > self._most_lines:
+            self._rewrite()
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._handle)
+        self._handle = -1
 
     def __enter__(self) -> Self:
         return self
@@ -457,10 +456,23 @@ class LedgerFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _rewrite(self) -> None:
+        """Replace the file's lines by their sum and the reservations of calls in flight."""
+        lines = [_line("spent", "", 0, self._spent)]
+        for number, (name, most) in self._open.items():
+            lines.append(_line("reserve", name, number, most))
+        write_atomic(self._path, b"".join(lines), durable=False)
+        if self._handle >= 0:
+            os.close(self._handle)
+        with storage(self._path):
+            self._handle = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._lines = len(lines)
+
     def _write(self, line: bytes) -> None:
         with storage(self._path):
             if os.write(self._handle, line) != len(line):
                 raise OSError(errno.EIO, "the file takes no more bytes")
+        self._lines += 1
 
 
 def _line(kind: str, name: str, number: int, amount: Amount) -> bytes:

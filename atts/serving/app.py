@@ -88,8 +88,7 @@ class _Endpoint:
         service.check(asked)
         if asked.stream:
             # Refuse before the headers are sent: an overloaded server must answer with a status.
-            async with service.admitted():
-                pass
+            service.check_room()
             return ChatStream(service, asked)
 
         async def solve() -> Reply:

@@ -69,6 +69,7 @@ async def run_server(
                 build_app(service),
                 log_level="warning",
                 access_log=False,
+                http="h11",  # the other parser bounds no headers
                 lifespan="off",
                 timeout_graceful_shutdown=DRAIN_SECONDS,
                 h11_max_incomplete_event_size=1 << 16,

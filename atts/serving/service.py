@@ -267,9 +267,8 @@ class Service:
             finally:
                 self._base = None
 
-    @asynccontextmanager
-    async def admitted(self) -> AsyncGenerator[None]:
-        """Count a request in, or refuse it where too many are in flight and waiting.
+    def check_room(self) -> None:
+        """Refuse a request where too many are in flight and waiting.
 
         :raises RequestError: 429 under overload, 503 while the server ends.
         """
@@ -289,6 +288,14 @@ class Service:
                 code="overloaded",
                 retry_after=_RETRY_SECONDS,
             )
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncGenerator[None]:
+        """Count a request in for the length of the block.
+
+        :raises RequestError: as `check_room` does.
+        """
+        self.check_room()
         self.in_flight += 1
         self.counts.requests += 1
         try:

@@ -326,6 +326,24 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
         LedgerFile(path)
 
 
+def test_a_long_file_becomes_its_sum_and_forgets_nothing(tmp_path: Path) -> None:
+    """The size stays bounded, with a call in flight all the while, and every call is counted."""
+    path = tmp_path / LEDGER
+    file = LedgerFile(path, most_lines=50)
+    account = Account(file=file)
+    with account.reserved_now(Amount(1, 0, 1_000)):
+        for _ in range(300):
+            with account.reserved_now(Amount(1, 0, 5)) as reservation:
+                reservation.answered(Amount(1, 0, 2))
+            assert len(path.read_bytes().splitlines()) <= 53
+        # as a kill would leave it here
+        assert sum(read_ledger(path).values(), Amount()) == Amount(301, 0, 1_600)
+    file.close()
+    with LedgerFile(path) as again:
+        assert again.total == account.spent
+    assert len(path.read_bytes().splitlines()) == 1
+
+
 def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
     """The engine may have done the work, whatever came back."""
     account = Account(prices=PRICES)

@@ -1,0 +1,142 @@
+"""What goes wrong around a server: kill -9, clients that leave by the hundred, slow readers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx2
+import pytest
+
+from atts.concurrency import task_group
+from atts.ledger import LEDGER, Amount, read_ledger
+from atts.testing import Latency, ScriptedEngine
+from tests.serving.conftest import body, serving, toy_setup
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def started(state: Path) -> tuple[subprocess.Popen[str], str]:
+    """Start `atts serve` on scripted engines; return the process and its address."""
+    words = ["serve", "--draft", "scripted", "--target", "scripted", "--name", "atts/toy"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "atts", *words, "--port", "0", "--state", str(state)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert server.stdout is not None
+    return server, server.stdout.readline().split()[-1]
+
+
+def spent(state: Path) -> Amount:
+    """Return what a ledger's file has in all."""
+    return sum(read_ledger(state / LEDGER).values(), Amount())
+
+
+def test_a_server_killed_in_a_stream_forgets_nothing_it_spent(tmp_path: Path) -> None:
+    """After kill -9 the ledger has at least what was replied; after a restart it only grows."""
+    replied = 0
+    before = Amount()
+    for _ in range(2):
+        server, address = started(tmp_path)
+        assert server.stdout is not None
+        with server.stdout, httpx2.Client(base_url=address, timeout=60) as client:
+            for _ in range(3):
+                reply = client.post("/chat/completions", json=body()).json()
+                replied += reply["atts"]["spent"]["calls"]
+            with client.stream("POST", "/chat/completions", json=body(stream=True)) as response:
+                next(response.iter_lines())
+                os.kill(server.pid, signal.SIGKILL)
+        server.wait()
+        now = spent(tmp_path)
+        assert now.calls >= replied
+        assert now.calls > before.calls
+        before = now
+
+
+@pytest.mark.parametrize("clients", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_clients_that_leave_by_the_hundred_leave_nothing(clients: int) -> None:
+    """Every counter of work in flight is back at 0, and the server still answers."""
+
+    async def main() -> None:
+        setup = toy_setup(Latency(per_sample=0.05, per_score=0.05))
+        async with serving(setup, requests=32) as client:
+            address = client.http.base_url
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: "
+            data = httpx2.Request("POST", "http://a", json=body(stream=True)).content
+            message = head + str(len(data)).encode() + b"\r\n\r\n" + data
+
+            async def leave() -> None:
+                stream = await anyio.connect_tcp(address.host, address.port or 80)
+                async with stream:
+                    await stream.send(message)
+                    await stream.receive()  # the headers are there, and the work has begun
+
+            for start in range(0, clients, 50):
+                async with task_group() as group:
+                    for _ in range(start, min(clients, start + 50)):
+                        group.start_soon(leave)
+            service = client.service
+            with anyio.fail_after(60):
+                while service.in_flight:  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+            assert service.account.reserved == Amount()
+            assert service.counts.requests == clients
+            assert service.counts.cancelled + service.counts.answered == clients
+            engine = setup.draft
+            assert isinstance(engine, ScriptedEngine)
+            assert engine.stats().in_flight == 0
+            assert (await client.chat()).status_code == 200
+
+    anyio.run(main)
+
+
+def test_a_slow_reader_delays_nobody_else() -> None:
+    """A client that reads nothing holds its own stream back, and others are answered."""
+
+    async def main() -> None:
+        async with serving() as client:
+            address = client.http.base_url
+            data = httpx2.Request("POST", "http://a", json=body(stream=True)).content
+            message = (
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: "
+                + str(len(data)).encode()
+                + b"\r\n\r\n"
+                + data
+            )
+            with socket.socket() as slow:
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+                slow.setblocking(False)
+                with anyio.fail_after(60):
+                    stream = await anyio.connect_tcp(address.host, address.port or 80)
+                    async with stream:
+                        await stream.send(message)
+                        replies: list[Any] = [await client.chat() for _ in range(5)]
+            assert [reply.status_code for reply in replies] == [200] * 5
+
+    anyio.run(main)
+
+
+def test_a_flood_of_headers_is_refused() -> None:
+    """A request that is all headers is an error of its client."""
+
+    async def main() -> None:
+        async with serving() as client:
+            headers = {f"x-{number}": "v" * 1_000 for number in range(200)}
+            try:
+                response = await client.http.get("/models", headers=headers)
+                assert response.status_code in (400, 431)
+            except httpx2.TransportError:
+                pass  # the connection was closed instead
+            assert (await client.chat()).status_code == 200
+
+    anyio.run(main)

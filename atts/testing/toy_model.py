@@ -210,8 +210,8 @@ class ToyModel:
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
         """Return the state after `ids`, which begins from a copy of `state` when one is given."""
-        # ids that open no assistant's turn are a text to go on with: its question is made from the
-        # first id alone
+        # Ids that open no assistant's turn are a text to continue. Its question is derived from the
+        # first id alone.
         state = (
             ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from atts.api import Setup, evaluate_sync
 from atts.concurrency import collect, task_group
 from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores
 from atts.errors import (
@@ -26,9 +27,17 @@ from atts.errors import (
     OptionError,
     UnsupportedByEngine,
 )
+from atts.pipelines import Policy
+from atts.run import RunOptions, RunResult
 from atts.sampling import Seed
 from atts.servers import ApiKey, RemoteEngine, RemoteOptions, ReplicaPool
-from atts.testing import ScriptedEngine, ServerFaults, ServerQuirks, ToyTokenizer
+from atts.testing import (
+    ScriptedEngine,
+    ServerFaults,
+    ServerQuirks,
+    ToyTokenizer,
+    toy_problems,
+)
 from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
@@ -296,6 +305,58 @@ async def test_other_weights_under_the_same_name_are_noticed_after_some_answers(
             await many(remote, 5)
         with pytest.raises(UnsupportedByEngine, match="changed while in use"):
             await remote.sample(REQUEST)
+
+
+class SwapLater:
+    """A listener that swaps a model's weights in the middle of a run."""
+
+    def __init__(self, model: Callable[[], Swappable], after: int) -> None:
+        self._model = model
+        self._left = after
+
+    def recalled(self, event: object) -> None:
+        """Count nothing: it is of an earlier session."""
+
+    def notify(self, event: object) -> None:
+        """Swap once so many events were seen."""
+        self._left -= 1
+        if self._left == 0:
+            self._model().is_swapped = True
+
+
+def test_a_run_ends_when_a_model_is_swapped_and_goes_on_with_the_old_one(
+    serve: Serve, client: Connect, tmp_path: Path
+) -> None:
+    """Under one name and many calls at once: exit code 3, everything is kept, and it resumes."""
+    models: list[Swappable] = []
+
+    def make() -> Swappable:
+        models.append(Swappable())
+        return models[-1]
+
+    draft = serve("vllm", make, model="one")
+    target = serve("vllm", lambda: ScriptedEngine("target"))
+    options = RemoteOptions(delay_seconds=0.01, wait_seconds=20.0, recheck_requests=16)
+
+    def run(*listeners: SwapLater) -> RunResult:
+        setup = Setup(
+            draft=client(draft.url, options=options, name="draft"),
+            target=client(target.url, options=options, name="target"),
+            policy=Policy(samples=4, early_stop="none"),
+        )
+        return evaluate_sync(
+            toy_problems(12),
+            setup,
+            directory=tmp_path / "run",
+            options=RunOptions(listeners=listeners),
+        )
+
+    with pytest.raises(UnsupportedByEngine, match="log-probs of a fixed text was") as raised:
+        run(SwapLater(lambda: models[0], 200))
+    assert raised.value.exit_code == 3
+    models[0].is_swapped = False
+    again = run()
+    assert (again.status, len(again.problems)) == ("finished", 12)
 
 
 @pytest.mark.anyio

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         select,
     )
     from atts.evaluators.datasets.tables import json_lines
-    from atts.evaluators.equivalence.grouping import group
+    from atts.evaluators.equivalence.grouping import group, takes_long
     from atts.evaluators.equivalence.pairs import equivalent
     from atts.evaluators.grading import (
         BadRecord,
@@ -68,7 +68,7 @@ _NAMES = {
     "datasets.catalogue": "BENCHMARKS Benchmark Columns LoadOptions find_benchmark",
     "datasets.loading": "Dataset Selection cached_snapshot load_dataset select",
     "datasets.tables": "json_lines",
-    "equivalence.grouping": "group",
+    "equivalence.grouping": "group takes_long",
     "equivalence.pairs": "equivalent",
     "answers": "Extraction extract extraction unmarked",
     "grading": "BadRecord GradeTally GradedRecord grade grade_all judge read_records reference",
@@ -91,7 +91,7 @@ __all__ = [
     "extraction", "find_benchmark", "g_pass_at_k", "gain_over_coin", "grade", "grade_all", "group", "holm",
     "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar", "mean_estimate", "paired_power", "pass_at_k",
     "pass_hat_k", "problems_needed", "rate", "read_records", "reference", "samples_of", "score", "select",
-    "share_estimate", "unmarked", "variance_split", "votes", "within_question_auroc",
+    "share_estimate", "takes_long", "unmarked", "variance_split", "votes", "within_question_auroc",
 ]  # fmt: skip
 
 

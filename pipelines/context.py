@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +14,10 @@ from atts.pipelines.speeds import DraftLength, WriterChoice
 from atts.pipelines.votes import Grouper
 
 
+async def _nothing_to_prepare(answers: Sequence[str | None]) -> None:
+    """Do nothing: these answers are grouped at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answers:
     """Plain functions: the final answer of a reasoning text (None: none yet), and classes of equal
@@ -21,13 +25,15 @@ class Answers:
 
     An answer that `extract` finds ends its rollout, so it must not guess. `extract_finished` may: it
     reads a text that its model has ended and that holds no marked answer. `unmarked` says how much
-    of a text without an answer holds none however the text goes on: it is not read again.
+    of a text without an answer holds none however the text goes on: it is not read again. `prepare`
+    is awaited before `group` sees a new answer, so that `group` itself need not wait for anything.
     """
 
     extract: Callable[[str], str | None]
     group: Grouper
     unmarked: Callable[[str], int] = lambda text: 0
     extract_finished: Callable[[str], str | None] = lambda text: None
+    prepare: Callable[[Sequence[str | None]], Awaitable[None]] = _nothing_to_prepare
 
 
 class RolloutListener(Protocol):

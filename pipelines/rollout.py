@@ -38,6 +38,7 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
     vote = RunningVote(policy, context.answers.group)
     siblings = Siblings(context.answers.group)
     judge = make_judge(context.gate)
+    answers: list[str] = []
 
     async def rollout(line: RolloutScope[Rollout]) -> Rollout:
         builder = RolloutBuilder(
@@ -48,7 +49,11 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
             siblings=siblings,
             scope=line,
         )
-        return await build(builder, judge)
+        finished = await build(builder, judge)
+        if finished.answer is not None:
+            answers.append(finished.answer)
+            await context.answers.prepare(tuple(answers))
+        return finished
 
     admit: Admit = "together" if policy.barrier else "each"
     results: list[RolloutResult[Rollout]] = []

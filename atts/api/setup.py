@@ -9,6 +9,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
+import anyio.to_thread
+
 from atts.api.engines import Speculate, budget_of, budget_warnings, build_engines
 from atts.api.keys import Key, flat, keys_of
 from atts.api.pairs import PAIR, run_tokens
@@ -497,7 +499,16 @@ def answers_for(kind: AnswerKind) -> Answers:
         group=partial(group, kind=kind),
         unmarked=unmarked,
         extract_finished=partial(extract, kind=kind),
+        prepare=partial(_ask_ahead, kind=kind),
     )
+
+
+async def _ask_ahead(answers: Sequence[str | None], *, kind: AnswerKind) -> None:
+    """Group answers in a thread if that asks sympy, which may take seconds; it is remembered."""
+    from atts.evaluators import group, takes_long
+
+    if takes_long(answers, kind):
+        await anyio.to_thread.run_sync(partial(group, answers, kind))
 
 
 def grade(answer: str, problem: Problem) -> Verdict:

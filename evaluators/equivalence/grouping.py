@@ -10,6 +10,7 @@ from typing import Any
 import mpmath
 
 from atts.core import AnswerKind
+from atts.evaluators.equivalence.algebra import without_asking
 from atts.evaluators.equivalence.compare import COLLECTIONS
 from atts.evaluators.equivalence.evaluation import NotRational, Value, exact
 from atts.evaluators.equivalence.pairs import equivalent
@@ -59,6 +60,13 @@ def group(
         else:
             labels.append(numbers.setdefault(classes[answer], len(numbers)))
     return labels
+
+
+def takes_long(answers: Sequence[str | None], kind: AnswerKind = "math") -> bool:
+    """Return whether `group` would wait for sympy's worker; call it in a thread then."""
+    with without_asking() as questions:
+        group(answers, kind)
+    return bool(questions)
 
 
 class _Classes:

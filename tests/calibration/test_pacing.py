@@ -210,7 +210,7 @@ def run_of_coins(
 
 def likely(promise: str) -> float:
     """The number promised with probability 0.95."""
-    found = re.search(r"with probability 0.95 .*? is within ([0-9.]+) of ", promise)
+    found = re.search(r"[Ww]ith probability 0.95 .*? is within ([0-9.]+) of ", promise)
     assert found is not None, promise
     return float(found[1])
 

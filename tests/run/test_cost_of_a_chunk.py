@@ -43,10 +43,10 @@ FOLDERS = {
     ),
 }
 # A few more than counted: whether a queue is empty at the moment of a call decides a call or two.
-FUNCTIONS = 112
+FUNCTIONS = 116
 FILES = 24
-CALLS = 156
-CHANGES = 88  # a call into another file than the call before
+CALLS = 165  # ten of them move the deadlines of two calls while the engine takes steps
+CHANGES = 91  # a call into another file than the call before
 LINES = 5
 
 

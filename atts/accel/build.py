@@ -286,9 +286,9 @@ def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
     device = device_of(config)
     read = config.folder, config.model, dtype, device, config.name
     weights = load_weights(*read, merges=alone, layers=setup.layers, words=alone)
-    own = replace(config, model=part if alone else replace(part, vocabulary=0))
-    cache = allocate_cache(own, dtype, device, config.options.kv_tokens)
-    return cache, *choose_model(own, weights, cache)
+    part_config = replace(config, model=part if alone else replace(part, vocabulary=0))
+    cache = allocate_cache(part_config, dtype, device, config.options.kv_tokens)
+    return cache, *choose_model(part_config, weights, cache)
 
 
 def _proposer_and_lengths(
@@ -360,18 +360,20 @@ def _drafter(
     if plan.drafter is None:
         return None
     assert target.drafter is not None, "its weights were loaded"
-    own = _drafter_config(plan, config, target.slots)
+    drafter_config = _drafter_config(plan, config, target.slots)
     if plan.speculation.drafter_device:
         # steps are captured in a stream that the devices of a process share
-        own = replace(own, options=replace(own.options, graphs="off"))
+        drafter_config = replace(
+            drafter_config, options=replace(drafter_config.options, graphs="off")
+        )
     device = _drafter_device(plan, config)
-    cache = allocate_cache(own, target.cache.dtype, device, least=target.slots)
+    cache = allocate_cache(drafter_config, target.cache.dtype, device, least=target.slots)
     group = plan.speculation.fuzzy
-    model = choose_model(own, target.drafter, cache, group)[0]
+    model = choose_model(drafter_config, target.drafter, cache, group)[0]
     vocabulary = config.model.vocabulary
     if group > 1:
-        return GroupedDrafter(model, own.model, rows, vocabulary)
-    return ModelDrafter(model, own.model, rows, vocabulary)
+        return GroupedDrafter(model, drafter_config.model, rows, vocabulary)
+    return ModelDrafter(model, drafter_config.model, rows, vocabulary)
 
 
 def _overlapped(

@@ -392,14 +392,14 @@ class OverlappedDrafter(ModelDrafter):
         if job is None:
             return {}
         ids = {ask.key: ask.ids for ask in asks}
-        found = dict[int, DraftBranch]()
+        branches = dict[int, DraftBranch]()
         for line in lines:
             branch, others = self._selected(line, ids.get(line.ask.key))
             if branch is not None:
-                found[line.ask.key] = branch
+                branches[line.ask.key] = branch
             self._give_back([other.slots for other in others])
         self._give_back(job.lent)
-        return found
+        return branches
 
     def _give_back(self, runs: list[SlotIds]) -> None:
         self._spare.free([run - np.int32(self._first_slot) for run in runs])

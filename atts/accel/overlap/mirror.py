@@ -188,7 +188,7 @@ class StreamHeads:
             return None
         _, parts = read_trained(file, weights, name)
         width = config.hidden_size
-        found = list[StreamHead]()
+        heads = list[StreamHead]()
         for at in range(len(parts) // 2):
             down = parts.get(f"down.{at}")
             up = parts.get(f"up.{at}")
@@ -199,8 +199,8 @@ class StreamHeads:
                 or len(up) != width
             ):
                 raise unusable_heads(name, file, "was made for another model")
-            found.append(StreamHead(down, up))
-        return cls(weights.embedding, found)
+            heads.append(StreamHead(down, up))
+        return cls(weights.embedding, heads)
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """States that the output matrix reads what follows `tokens` [rows, 1 or more] from, shaped

@@ -53,18 +53,22 @@ def ranked_outcomes(proposal: Sequence[int], places: Sequence[PlaceLaw]) -> list
     >>> [tuple(guess) for guess in ranked_outcomes((7,), (first, PlaceLaw(1.0, (5,), (0.5,))))]
     [(1, 5, 0.375), (0, 8, 0.125)]
     """
-    found: list[OutcomeGuess] = []
+    guesses: list[OutcomeGuess] = []
     reached = 1.0
     for accepted, place in enumerate(places):
         kept = list(zip(place.tokens, place.probabilities, strict=True))
         share = reached
         if accepted < len(proposal):
-            own = sum(chance for token, chance in kept if token == proposal[accepted])
+            chance_proposed = sum(chance for token, chance in kept if token == proposal[accepted])
             kept = [(token, chance) for token, chance in kept if token != proposal[accepted]]
-            share = reached * (1 - place.acceptance) / (1 - own) if own < 1 else 0.0
+            share = (
+                reached * (1 - place.acceptance) / (1 - chance_proposed)
+                if chance_proposed < 1
+                else 0.0
+            )
             reached *= place.acceptance
-        found += [OutcomeGuess(accepted, token, share * chance) for token, chance in kept]
-    return sorted(found, key=lambda guess: -guess.probability)
+        guesses += [OutcomeGuess(accepted, token, share * chance) for token, chance in kept]
+    return sorted(guesses, key=lambda guess: -guess.probability)
 
 
 def most_worthwhile(

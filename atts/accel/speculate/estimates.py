@@ -63,13 +63,13 @@ class Curve:
         """
         first = self.rows[0]
         last = self.rows[-1]
-        found = np.interp(rows, self.rows, self.seconds)
+        inside = np.interp(rows, self.rows, self.seconds)
         below = self.seconds[0] * (0.5 + 0.5 * rows / first)
         slope = self.seconds[-1] / last
         if len(self.rows) > 1:
             rise = (self.seconds[-1] - self.seconds[-2]) / (last - self.rows[-2])
             slope = max(rise, slope / 2)
-        above: Floats = found + slope * np.maximum(rows - last, 0.0)
+        above: Floats = inside + slope * np.maximum(rows - last, 0.0)
         return np.where(rows < first, below, above).astype(np.float64)
 
     def least(self, rows: Floats) -> Floats:

@@ -204,8 +204,10 @@ class BestProposer(Proposer):
         best = [NOTHING] * len(asks)
         open_places = list(range(len(asks)))
         for proposer in self._proposers:
-            found = proposer.propose([asks[place] for place in open_places]) if open_places else ()
-            for place, proposal in zip(open_places, found, strict=True):
+            proposed = (
+                proposer.propose([asks[place] for place in open_places]) if open_places else ()
+            )
+            for place, proposal in zip(open_places, proposed, strict=True):
                 if proposal.tokens and proposal.confidence >= best[place].confidence:
                     best[place], self._chosen[asks[place].key] = proposal, proposer
             open_places = [place for place in open_places if best[place].confidence < self._enough]

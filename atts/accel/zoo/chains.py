@@ -269,18 +269,18 @@ class ChainModel(ManyModels[NativeModel]):
         kept.
         """
         cuts = {*self._ledger.kept, *(1 + 2 * start for start in self._ledger.starts[1:])}
-        found = list[UnitSpan]()
+        spans = list[UnitSpan]()
         for at in range(max(len(self._chains[chain].units) for chain in present)):
             groups = dict[str, tuple[int, ...]]()
             for chain in present:
                 if at < len(units := self._chains[chain].units):
                     groups[units[at]] = (*groups.get(units[at], ()), chain)
             partition = tuple(groups.values())
-            if found and found[-1].groups == partition and at not in cuts:
-                found[-1] = found[-1]._replace(stop=at + 1)
+            if spans and spans[-1].groups == partition and at not in cuts:
+                spans[-1] = spans[-1]._replace(stop=at + 1)
             else:
-                found.append(UnitSpan(at, at + 1, partition))
-        return found
+                spans.append(UnitSpan(at, at + 1, partition))
+        return spans
 
 
 def bounds_of(batch: StepBatch) -> Ints:
@@ -354,10 +354,10 @@ def _floats(rows: int, columns: int) -> Floats:
 
 def _among(mask: NDArray[np.bool_]) -> _Rows:
     """Return which rows a mask has; a slice where they are neighbours."""
-    found = mask.nonzero()[0]
-    first = int(found[0]) if len(found) else 0
-    count = len(found)
-    return slice(first, first + count) if mask[first : first + count].all() else found
+    wanted_rows = mask.nonzero()[0]
+    first = int(wanted_rows[0]) if len(wanted_rows) else 0
+    count = len(wanted_rows)
+    return slice(first, first + count) if mask[first : first + count].all() else wanted_rows
 
 
 def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.CDLL | None, str]:

@@ -60,7 +60,7 @@ def likenesses(
         for known in (*models, model)
         for block in known.blocks
     }
-    found = list[BlockSimilarity]()
+    similarities = list[BlockSimilarity]()
     for digest, (name, place) in others.items():
         alike = [
             mine
@@ -71,9 +71,11 @@ def likenesses(
         for mine in alike:
             if theirs is not None and own[mine.digest][0] == shape:
                 both = _nearness(own[mine.digest][1], theirs)
-                found.append(BlockSimilarity(mine.place, digest, f"{name}/{place}", *both))
+                similarities.append(BlockSimilarity(mine.place, digest, f"{name}/{place}", *both))
     most, apart = limits
-    near = sorted((one for one in found if one.distance <= apart), key=lambda one: one.distance)
+    near = sorted(
+        (one for one in similarities if one.distance <= apart), key=lambda one: one.distance
+    )
     return [
         one
         for at, one in enumerate(near)

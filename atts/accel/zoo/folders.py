@@ -158,8 +158,8 @@ def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
 
 def _width(kind: str) -> int:
     """Return the bits of a type such as BF16 or F8_E4M3."""
-    found = re.search(r"\d+", kind)
-    return int(found[0]) if found else 8
+    number = re.search(r"\d+", kind)
+    return int(number[0]) if number else 8
 
 
 _OTHER_WEIGHTS = (
@@ -246,13 +246,13 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
 
 def tensors_of(folder: Path, model: StoredModel, stack: ExitStack) -> dict[str, StoredTensor]:
     """Return every tensor of a zoo's model by its name in the model's files, an adapter's included."""
-    found = dict[str, StoredTensor]()
+    tensors = dict[str, StoredTensor]()
     for file in model.files if model.is_whole else ():
-        found |= WeightFile(folder / file.name, stack).tensors
+        tensors |= WeightFile(folder / file.name, stack).tensors
     for block in () if model.is_whole else model.blocks:
         theirs = WeightFile(block_path(folder.parent.parent, block.digest), stack).tensors
-        found |= {outer: theirs[inner] for outer, inner in block.tensors.items()}
-    return found
+        tensors |= {outer: theirs[inner] for outer, inner in block.tensors.items()}
+    return tensors
 
 
 def unadapted(model: StoredModel, option: str) -> StoredModel:

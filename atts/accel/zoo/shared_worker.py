@@ -155,8 +155,8 @@ class SharedWorker:
         """
         for reply, given in replies:
             self._count(reply, given)
-        own = {name: getattr(self._stats, name) for name in _OWN}
-        told = stats and replace(stats, **own, in_flight=in_flight)
+        counters = {name: getattr(self._stats, name) for name in _OWN}
+        told = stats and replace(stats, **counters, in_flight=in_flight)
         self._deliver(LoopReport(tuple([reply for reply, _ in replies]), told))
 
     def _count(self, reply: Reply, given: int) -> None:

@@ -252,13 +252,13 @@ class KVSharing:
         best = None
         ids = tuple(sequence.ids)
         for kin, kind in self.kinds(sequence):
-            found = self._tree.match(ids, len(ids), self._tree.root(kind))
-            stop = known + self.ledger.reach(kin, found.slots[known:])
+            match = self._tree.match(ids, len(ids), self._tree.root(kind))
+            stop = known + self.ledger.reach(kin, match.slots[known:])
             if stop < len(ids):
                 stop = min(stop, len(ids) - WORTH_WAITING)
             gain = (stop - known) * kin.unit
             if stop >= known + WORTH_WAITING and (best is None or gain > best.gain):
-                best = SharedSlots(self.ledger, kin, found, stop, gain)
+                best = SharedSlots(self.ledger, kin, match, stop, gain)
         return best
 
     def deduplicate(self, sequence: Sequence, row: SlotIds, start: int) -> None:
@@ -268,9 +268,9 @@ class KVSharing:
         ids = tuple(sequence.ids[: sequence.num_computed])
         start = max(start, self._tree.match(ids, len(ids), self._tree.root(sequence.kind)).length)
         for kin, kind in self.kinds(sequence):
-            found = self._tree.match(ids, len(ids), self._tree.root(kind))
-            if found.length > start:
-                self.ledger.exchange(kin, row[start : found.length], found.slots[start:])
+            match = self._tree.match(ids, len(ids), self._tree.root(kind))
+            if match.length > start:
+                self.ledger.exchange(kin, row[start : match.length], match.slots[start:])
 
 
 class SharingScheduler(Scheduler):
@@ -306,8 +306,8 @@ class SharingScheduler(Scheduler):
         running = self.running()
         if not running:
             return super().num_locked
-        held = [self.table[each.row, : each.capacity] for each in running]
-        return self._ledger.num_apart(np.concatenate(held))
+        rows = [self.table[each.row, : each.capacity] for each in running]
+        return self._ledger.num_apart(np.concatenate(rows))
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
         """Hand what is computed over to the prefix tree, once slots that relatives have are held

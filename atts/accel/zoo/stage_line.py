@@ -411,21 +411,21 @@ class StageExecutor:
         for setup in setups:
             if setup.name not in self.ranges:
                 self.ranges[setup.name] = LayerRange(setup, self._most)
-            held = self.ranges[setup.name]
-            held.members[chain] = setup
-            path.append(held)
+            stage_range = self.ranges[setup.name]
+            stage_range.members[chain] = setup
+            path.append(stage_range)
         wanted = (
-            {held.setup.name: home for held, home in zip(path, homes, strict=True)}
+            {stage_range.setup.name: home for stage_range, home in zip(path, homes, strict=True)}
             if homes
             else self._placed()
         )
-        for held in path:
-            held.homes = held.homes or wanted[held.setup.name]
-            for number in held.homes:
-                known = number in held.holders
-                held.join(
+        for stage_range in path:
+            stage_range.homes = stage_range.homes or wanted[stage_range.setup.name]
+            for number in stage_range.homes:
+                known = number in stage_range.holders
+                stage_range.join(
                     self.nodes[number],
-                    [held.members[chain]] if known else list(held.members.values()),
+                    [stage_range.members[chain]] if known else list(stage_range.members.values()),
                 )
 
     def load(self, chain: int = 0) -> None:
@@ -476,11 +476,11 @@ class StageExecutor:
         room = sum(demands[name].bytes * count for name, count in copies.items()) / len(alive)
         while True:
             try:
-                found = placed(demands, self.handed + known, [room] * len(alive))
+                places = placed(demands, self.handed + known, [room] * len(alive))
             except ValueError:
-                found = {}
-            if all(len(found.get(name, ())) >= count for name, count in copies.items()):
-                return {name: [alive[at].number for at in homes] for name, homes in found.items()}
+                places = {}
+            if all(len(places.get(name, ())) >= count for name, count in copies.items()):
+                return {name: [alive[at].number for at in homes] for name, homes in places.items()}
             room *= 1.1
 
     def place(self) -> None:

@@ -148,9 +148,9 @@ class StageProcess:
         numbers = [process._pipe.fileno() for process in processes]
         for number in numbers:
             poll.register(number, select.POLLIN | select.POLLHUP)
-        found = {number for number, _ in poll.poll(None if seconds is None else 1000 * seconds)}
+        ready = {number for number, _ in poll.poll(None if seconds is None else 1000 * seconds)}
         return [
-            process for process, number in zip(processes, numbers, strict=True) if number in found
+            process for process, number in zip(processes, numbers, strict=True) if number in ready
         ]
 
 

@@ -63,13 +63,15 @@ class StagedModel(ManyModels[RangedModel]):
         config = self._configs[number]
         options = self._configs[0].options
         if self._is_shared:
-            own = replace(config, options=options, pieces=(), builder=None)
+            part_config = replace(config, options=options, pieces=(), builder=None)
             copies = min(self._stages.replicas)
             setups = list[StageSetup]()
             for start, stop in pairwise(self._ends):
                 name = f"{start} {' '.join(chain.units[1 + 2 * start : 1 + 2 * stop])}"
                 setups.append(
-                    StageSetup(own, range(start, stop), copies, name, number, is_shared=True)
+                    StageSetup(
+                        part_config, range(start, stop), copies, name, number, is_shared=True
+                    )
                 )
             self._line.add(setups, number)
             self._line.load(number)

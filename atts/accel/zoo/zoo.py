@@ -279,8 +279,8 @@ class Zoo:
     def _add_adapter(self, name: str, folder: Path, base: str) -> StoredModel:
         """Store an adapter as the model that it makes of another: the same blocks, and one more."""
         with self._adding(name), ExitStack() as stack:
-            found = self._base_of(folder, base, name)
-            home = self._models / found.name
+            base_model = self._base_of(folder, base, name)
+            home = self._models / base_model.name
             file = folder / _ADAPTER_FILE
             config, _ = check_model(home, name)
             with import_lock:
@@ -291,15 +291,15 @@ class Zoo:
                 side = side_files(folder)
                 block = whole_block(ADAPTER, mapped)
                 own = weights_marks([file, folder / ADAPTER_CONFIG])
-            self._separate(found)
+            self._separate(base_model)
             self._write_blocks([block])
             source = str(folder.resolve())
-            size = found.bytes + bytes_of([*side, file])
-            marks = (f"{found.marks[0]}+{own[0]}", f"{found.marks[1]}+{own[1]}")
-            blocks = (*found.blocks, block.stored)
+            size = base_model.bytes + bytes_of([*side, file])
+            marks = (f"{base_model.marks[0]}+{own[0]}", f"{base_model.marks[1]}+{own[1]}")
+            blocks = (*base_model.blocks, block.stored)
             stored = (mapped.stored(),)
             model = StoredModel(
-                name, source, found.name, False, size, marks, files=stored, blocks=blocks
+                name, source, base_model.name, False, size, marks, files=stored, blocks=blocks
             )
             return self._put(model, side_files(home), side)
 

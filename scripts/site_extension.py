@@ -4,6 +4,7 @@ It is outside the typed code, because type checkers run where griffe may be miss
 """
 
 import griffe
+
 from scripts.studies.site_doctests import fenced
 
 

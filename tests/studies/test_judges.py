@@ -103,8 +103,10 @@ def test_a_tied_vote_is_right_by_the_chance_of_a_lot() -> None:
     assert judges.vote(problem, [rollout(None, False)]) == 0.0
 
 
-def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
-    """Where the draft's votes scatter the target is right, elsewhere both are: a coin wastes half."""
+def planted(costly: int) -> list[Any]:
+    """Problems on half of which the draft's votes scatter; there the target alone is right, and writes
+    so many tokens instead of 10.
+    """
     problems = []
     for index in range(40):
         scattered = index % 2 == 0
@@ -112,32 +114,27 @@ def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
             rollout(str(sample) if scattered else "1", correct=not scattered, length=10)
             for sample in range(8)
         ]
-        targets = [rollout("77" if scattered else "1", correct=True, length=10) for _ in range(4)]
-        problems.append(judges.BankProblem(f"p{index}", "toy", drafts, targets))
-    table = judges.cascade_table(problems)
-    rows = {(row[0], row[2]): row for row in table.rows}
-    # each problem costs the same, so equal shares are equal tokens
-    assert rows["cascade 8 + 4", 0.5][6].startswith("0.250")
-    assert rows["cascade 8 + 4", 0.5][3] == 1.0
-    assert rows["cascade 8 + 4, by a coin", 0.5][3] == 0.75
-    assert rows["cascade 8 + 4", 0.5][5].startswith("0.250")
-
-
-def test_a_coin_is_given_the_tokens_that_the_cascade_spends() -> None:
-    """Scattered problems cost three times as much: a coin of equal tokens escalates 3/4, not 1/2."""
-    problems = []
-    for index in range(40):
-        scattered = index % 2 == 0
-        drafts = [
-            rollout(str(sample) if scattered else "1", correct=not scattered, length=10)
-            for sample in range(8)
-        ]
-        length = 30 if scattered else 10
+        length = costly if scattered else 10
         targets = [
             rollout("77" if scattered else "1", correct=True, length=length) for _ in range(4)
         ]
         problems.append(judges.BankProblem(f"p{index}", "toy", drafts, targets))
-    rows = {(row[0], row[2]): row for row in judges.cascade_table(problems).rows}
+    return problems
+
+
+def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
+    """Where the draft's votes scatter the target is right, elsewhere both are: a coin wastes half."""
+    rows = {(row[0], row[2]): row for row in judges.cascade_table(planted(10)).rows}
+    assert rows["cascade 8 + 4", 0.5][3] == 1.0
+    assert rows["cascade 8 + 4, by a coin", 0.5][3] == 0.75
+    assert rows["cascade 8 + 4", 0.5][5].startswith("0.250")
+    # each problem costs the same, so equal shares are equal tokens
+    assert rows["cascade 8 + 4", 0.5][6].startswith("0.250")
+
+
+def test_a_coin_is_given_the_tokens_that_the_cascade_spends() -> None:
+    """Scattered problems cost three times as much: a coin of equal tokens escalates 3/4, not 1/2."""
+    rows = {(row[0], row[2]): row for row in judges.cascade_table(planted(30)).rows}
     # all 0.5 of gain, less the coin's 0.75 of it
     assert rows["cascade 8 + 4", 0.5][6].startswith("0.125")
 

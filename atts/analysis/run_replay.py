@@ -12,7 +12,7 @@ from typing import Literal
 
 from atts.analysis.turns import usage_of, was_cut_short
 from atts.calibration import DEFAULTS, HOLD, Calibrator, Mode, StoredScores, Tuning
-from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
+from atts.core import Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn, TurnKey, Usage
 from atts.errors import CalibrationInputError, JournalError, OptionError
 from atts.evaluators import (
     Estimate,
@@ -289,7 +289,7 @@ def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy
     features = replace(
         recorded_features(rollout.problem, turn.index, rollout.sample, told),
         issue=turn.decision.issue if turn.decision else None,
-        tokens=chunk.tokens,
+        tokens=int(told.get("tokens", chunk.tokens)),
         draft_logprob=told.get("draft_logprob", mean_logprob(chunk)),
         draft_evidence=told.get("draft_evidence", evidence(policy.score, chunk)),
         text=chunk.text,
@@ -374,8 +374,10 @@ def replay_run(
     :raises OptionError: more samples or turns than were recorded, a negative budget.
     :raises JournalError: no problem is finished, or the journal cannot be read.
     """
-    recorded = _read(run)
     policy = _policy(run, change)
+    # whole rollouts that vote by number are decided on from what was recorded with each decision
+    needs_tokens = change.turns is not None or policy.vote != "majority"
+    recorded = _read(run, needs_tokens=needs_tokens)
     chosen = None if gate is None else gate(policy.samples)
     if change.budget is not None:
         chosen = _capped(chosen or _RecordedGate(recorded.outcomes), change.budget)
@@ -434,7 +436,7 @@ class _Recorded:
         return None if status == "unscored" else status in ("correct", "equal")
 
 
-def _read(run: RecordedRun) -> _Recorded:
+def _read(run: RecordedRun, *, needs_tokens: bool) -> _Recorded:
     state = RunState()
     outcomes = dict[str, Outcome]()
     verdicts = dict[tuple[str, str], str]()
@@ -442,7 +444,9 @@ def _read(run: RecordedRun) -> _Recorded:
     for entry in run.entries((*FACTS, Decided)):
         outcome = state.apply(entry)
         if outcome is not None and outcome.rollouts:
-            outcomes[outcome.problem.id] = outcome
+            outcomes[outcome.problem.id] = (
+                outcome if needs_tokens else _without_tokens(outcome, decided)
+            )
         match entry.event:
             case Graded(answer=str(answer)) as graded:
                 verdicts[graded.problem, answer] = graded.status
@@ -459,6 +463,36 @@ def _read(run: RecordedRun) -> _Recorded:
     return _Recorded(
         [_with_cut_turns(one, decided) for one in outcomes.values()], decided, verdicts
     )
+
+
+def _without_tokens(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Outcome:
+    """Return the outcome without the ids and log-probabilities that no decision asks for again.
+
+    They are most of what a rollout takes in memory. What a gate is told of a chunk stands with its
+    recorded decision; turns whose decision tells too little stay as they are.
+    """
+    rollouts: list[Rollout] = []
+    for rollout in outcome.rollouts:
+        turns: list[Turn] = []
+        for turn in rollout.turns:
+            event = decided.get((rollout.problem, rollout.sample, turn.index))
+            is_told = event is not None and (
+                not any(chunk.logprobs for chunk in (*turn.chunks, *turn.discarded))
+                or {"draft_logprob", "draft_evidence"} <= event.features.keys()
+            )
+            if is_told or turn.score is None:
+                turn = replace(
+                    turn,
+                    chunks=tuple(map(_without_ids, turn.chunks)),
+                    discarded=tuple(map(_without_ids, turn.discarded)),
+                )
+            turns.append(turn)
+        rollouts.append(replace(rollout, prompt=Prompt((), ()), turns=tuple(turns)))
+    return replace(outcome, rollouts=tuple(rollouts))
+
+
+def _without_ids(chunk: Chunk) -> Chunk:
+    return Chunk(chunk.author, chunk.text, (), (), chunk.ended)
 
 
 def _with_cut_turns(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Outcome:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace as changed
+from pathlib import Path
+from typing import Any
 
-from atts.analysis import replay_policy
+import pytest
+
+from atts.analysis import replay_policy, run_replay
+from atts.api import Setup, evaluate_sync, replay
 from atts.calibration import Calibrator
 from atts.core import Chunk, Outcome, Turn, TurnKey, Usage
 from atts.journal import Decided
 from atts.pipelines import Answers, ConformalGate, FixedGate, Gate, Policy, ThresholdGate, TopGate
+from atts.testing import toy_problems
 
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=6, early_stop="none")
@@ -132,3 +138,39 @@ def test_a_round_gate_replays_over_whole_rounds(attempt: Solve, answers: Answers
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     again = replay_policy(outcomes, TopGate.of(0.25), POLICY, answers.group)
     assert abs(again.rate - 0.25) < 0.05
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rate": 0.4}, {"samples": 2}, {"turns": 2, "rate": 0.1}, {"vote": "confidence"}],
+    ids=str,
+)
+def test_a_replay_holds_no_token_that_it_does_not_ask_for(
+    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is dropped while the journal is read changes no number; only cuts of turns and votes by
+    confidence need ids and log-probabilities.
+    """
+    setup = Setup(draft="scripted", target="scripted", rate=0.3, concurrency=8)
+    policy = changed(setup.policy, samples=4, early_stop="none")
+    evaluate_sync(toy_problems(10, 4), changed(setup, policy=policy), directory=tmp_path)
+    kept: list[Outcome] = []
+    slim = run_replay._without_tokens  # pyright: ignore[reportPrivateUsage]
+
+    def noting(outcome: Outcome, decided: Any) -> Outcome:
+        kept.append(slim(outcome, decided))
+        return kept[-1]
+
+    monkeypatch.setattr(run_replay, "_without_tokens", noting)
+    lean = replay(tmp_path, **change)
+    monkeypatch.setattr(run_replay, "_without_tokens", lambda outcome, decided: outcome)
+    assert repr(replay(tmp_path, **change)) == repr(lean)
+    chunks = [
+        chunk
+        for outcome in kept
+        for rollout in outcome.rollouts
+        for turn in rollout.turns
+        for chunk in (*turn.chunks, *turn.discarded)
+    ]
+    assert bool(chunks) == (not {"turns", "vote"} & change.keys())
+    assert not any(chunk.draft_ids or chunk.target_ids or chunk.logprobs for chunk in chunks)

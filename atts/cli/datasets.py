@@ -259,10 +259,12 @@ def grade(
         )
         if judge:
             results = iter(_judged(results, judge, judge_prompt, strict))
+        first_error: DatasetError | None = None
         for each in results:
             if isinstance(each, BadRecord):
                 if strict:
                     raise each.error
+                first_error = first_error or each.error
                 tally.bad_records += 1
                 tell(f"not graded: {each.error}")
                 if as_json:
@@ -276,9 +278,9 @@ def grade(
             if explain and not as_json:
                 say("\n".join(f"    {line}" for line in _explained(each)))
     summary = tally.as_json()
+    if first_error is not None and not summary["n"]:
+        raise DatasetError(file, f"no record could be graded; the first error: {first_error}")
     print_result(summary, as_json, lambda counted: [_words(counted)])
-    if tally.bad_records and not summary["n"]:
-        raise DatasetError(file, "no record could be graded")
 
 
 def _judged(

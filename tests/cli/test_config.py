@@ -361,7 +361,7 @@ def test_progress_and_summary_print_one_share(atts: Any, scripted: tuple[str, ..
     """The last progress line and the summary agree on the target's share of the tokens."""
     said = atts("eval", "arithmetic[:6]", *scripted, "--samples", "4", "--out", "run")
     assert said.code == 0, said.err
-    shares = re.findall(r"tokens ([\d.]+)% by the target", said.err)
-    (summed,) = re.findall(r"by the target \(([\d.]+)%\)", said.out)
+    shares = re.findall(r"tokens ([\d.]+) % by the target", said.err)
+    (summed,) = re.findall(r"by the target \(([\d.]+) %\)", said.out)
     assert float(summed) > 0
     assert shares[-1] == summed

@@ -202,6 +202,7 @@ def test_a_version_that_cannot_be_used_is_refused(atts: Any, version: str) -> No
     assert "--server-version" in said.err
 
 
+@pytest.mark.checkout
 def test_the_pages_have_the_commands_and_versions_that_are_printed(atts: Any) -> None:
     """The two-servers page repeats `atts pairs`, the servers page the table of versions."""
     docs = Path(__file__).parents[2] / "docs"

@@ -80,7 +80,7 @@ def test_tokenizers_read_as_transformers_does(name: Embedded) -> None:
 def test_a_parent_of_engines_loads_no_torch() -> None:
     """It costs seconds, and is for the children that compute."""
     code = (
-        "import sys, atts; from atts.local import check_model; from atts.models import path;"
+        "import sys, atts; from atts.local.model_config import check_model; from atts.models import path;"
         "check_model(path('draft'), 'it'); print(sys.modules.keys() & {'torch', 'sympy', 'pandas', "
         "'scipy.stats'})"
     )

@@ -38,7 +38,7 @@ class LimitReached(ATTSError):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """What calls take: all four numbers are whole, so that sums are exact."""
+    """The spending of engine calls, in whole numbers, so that sums are exact."""
 
     calls: int = 0
     target_tokens: int = 0  # written by the target
@@ -254,7 +254,7 @@ def _amount(role: Role, read: int, cached: int, written: int, prices: Prices) ->
 
 
 class Account:
-    """What one request or run may spend, has spent, and has reserved for calls in flight.
+    """The budget of one request or run: caps, spending, and reservations for calls in flight.
 
     An account inside another one spends from both, so the ceiling of the outer account holds
     whatever the inner one allows. A call that failed or was cancelled is charged as the most it

@@ -249,7 +249,7 @@ Right = Callable[[Outcome], bool]
 
 @dataclass(frozen=True, slots=True)
 class LabelledRun:
-    """What a policy came to on the calibration problems: one gate at one rate."""
+    """The result of a policy on the calibration problems: one gate at one rate."""
 
     gate: str
     rate: float

@@ -66,7 +66,7 @@ Keep = Literal["lines", "nothing"]
 
 Engines = Literal["open them", "are open"]
 OnLimit = Literal["keep open", "conclude"]
-"""What a spent cap does to open problems.
+"""The effect of a spent cap on open problems.
 
 "keep open": the run stops, and a later session with a higher cap continues the problems.
 "conclude": each problem concludes from the rollouts that have ended.

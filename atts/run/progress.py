@@ -126,7 +126,7 @@ class _Throughput:
 
 @dataclass(slots=True)
 class _Durations:
-    """How long the rollouts of this session took, to estimate how long others will take.
+    """Durations of this session's rollouts, from which those of the others are estimated.
 
     The estimates are those of Kaplan and Meier, which count the rollouts in flight as rollouts that
     last longer than their present age. Quick rollouts end first, so a mean of the ended ones alone

@@ -90,7 +90,7 @@ class Known:
     convention: Convention = "unknown"
     """As measured."""
     fingerprint: tuple[float, ...] = ()
-    """What `ServerProbe.fingerprint` returned when the server was opened."""
+    """The result of `ServerProbe.fingerprint` when the server was opened."""
 
 
 class Seen(NamedTuple):
@@ -171,7 +171,7 @@ class ServerProbe:
         return Seen(_known_logprobs(written) if written.ids == known.text else (), "unknown")
 
     async def fingerprint(self) -> tuple[float, ...]:
-        """Return log-probs by which another model of the same name is told apart.
+        """Return log-probs that differ for another model of the same name.
 
         They are those of the fixed text, or of what a server that cannot score writes after mistakes.
         """

@@ -314,7 +314,7 @@ def rate_control(
 
 @dataclass(slots=True)
 class _Columns:
-    """What was done with each chunk, without objects: a run may have judged a million."""
+    """The decision on each chunk in columns, without objects: a run may have judged a million."""
 
     questions: list[str] = field(default_factory=list[str])
     turns: list[int] = field(default_factory=list[int])

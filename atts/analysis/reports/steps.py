@@ -14,12 +14,12 @@ StepKind = Literal["decided", "observed"]
 
 @dataclass(frozen=True, slots=True)
 class GateStep:
-    """One step of the gate: it was asked for a decision, or told what was done."""
+    """One step of the gate: a decision that it took, or the outcome that it then observed."""
 
     kind: StepKind
     decision: Decision
     escalated: bool
-    left: float | None = None  # the share of rollouts that had not ended, as the gate was told
+    left: float | None = None  # the share of rollouts that had not ended, as the gate saw it
 
 
 class Steps(Sequence[GateStep]):

@@ -307,13 +307,15 @@ class Turn:
 
     @property
     def score_reused(self) -> bool:
-        """Whether its score is that of an equal sibling's chunk, and nothing was asked."""
+        """Return whether the score is that of an equal chunk of a sibling, so that no score was
+        requested.
+        """
         return self.score is not None and not self.scored_tokens
 
     @property
     def remark(self) -> str:
-        """What people are told of it: its note, whether its words were put in, and why no score was
-        asked for.
+        """Describe what was unusual in the turn: its note, whether words were inserted, and why no
+        score was requested.
         """
         recalled = (
             "scored as an equal chunk after an equal beginning was" if self.score_reused else ""

@@ -284,12 +284,10 @@ class EngineAround:
 
     @property
     def spec(self) -> EngineSpec:
-        """The inner engine's."""
         return self._engine.spec
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The inner engine's."""
         return self._engine.tokenizer
 
     def stats(self) -> EngineStats:

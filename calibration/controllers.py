@@ -152,8 +152,8 @@ class Feedback(Controller):
     def __init__(
         self, rate: float, gains: tuple[float, float, float], order: float, limit: float
     ) -> None:
-        """`gains` of question, turn and stream, and `order`, are times the variance rate * (1 -
-        rate).
+        """Create a controller; the `gains` of question, turn and stream, and `order`, are in units
+        of the variance rate * (1 - rate).
         """
         super().__init__(rate)
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0

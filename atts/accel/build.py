@@ -97,7 +97,7 @@ class _Target(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Tokens that may be cached."""
+        """Return the number of tokens that may be cached."""
         return self.cache.shape[2] - SPARE_SLOTS
 
 

@@ -196,18 +196,20 @@ class LoopPlan:
 
     @property
     def speculates(self) -> bool:
-        """Whether tokens are proposed."""
+        """Return whether tokens are proposed."""
         is_asked = self.proposer is not None and self.speculation.k != 0
         return is_asked or self.speculation.is_on
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is nothing but plain decoding."""
+        """Return whether the loop does plain decoding only."""
         return not self.speculates and self.stages.stages == 1 and not self.is_shared
 
     @property
     def num_parts(self) -> int:
-        """How many processes of this machine compute at the same time, and so divide the cores."""
+        """Count the processes of this machine that compute at the same time, and so divide the
+        cores.
+        """
         if self.stages.stages > 1 and self.stages.stage_worker == "process":
             return 1 + sum(self.stages.replicas)
         speculation = self.speculation

@@ -66,7 +66,9 @@ def _fieller(first: Floats, second: Floats, reach: float) -> Ends:
 
 
 def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
-    """Around the logarithm of the ratio, by how it moves when any one problem is left out."""
+    """Return the interval around the logarithm of the ratio, from how far the ratio moves when any
+    one problem is left out.
+    """
     n = len(first)
     without = np.maximum(second.sum() - second, 0.0), first.sum() - first
     if any(

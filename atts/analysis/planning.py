@@ -219,7 +219,7 @@ def _speed(engine: str, spans: Sequence[tuple[float, float]], written: int, scor
 
 
 def chunk_advice(data: PlanData) -> ChunkAdvice | None:
-    """About the draft's chunk limit; None where the draft wrote nothing."""
+    """Estimate the effect of other limits on the draft's chunks; None if the draft wrote nothing."""
     limit = data.run.policy.get("chunking", {}).get("draft_tokens")
     drafted = [_drafted(rollout) for outcome in data.outcomes for rollout in outcome.rollouts]
     chunks = [chunk for own in drafted for chunk in own]
@@ -243,7 +243,7 @@ def _choice(lengths: Sequence[int], limit: int, other: int, fixed: float) -> Chu
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds covered by at least one span."""
+    """Return the seconds covered by at least one span."""
     total = 0.0
     latest = -math.inf
     for start, end in sorted(spans):
@@ -258,8 +258,8 @@ def _drafted(rollout: Rollout) -> list[Chunk]:
 
 
 def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
-    """Lengths of the steps the draft would have written uncut: pieces that a limit ended belong to
-    what follows.
+    """Yield the lengths of the chunks that the draft would have written without a limit: a chunk
+    that the limit ended is joined to what follows.
     """
     length = 0
     for chunk in chunks:
@@ -272,8 +272,8 @@ def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
 
 
 def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
-    """Seconds of a turn without any token, and how well a straight line in the tokens tells the
-    seconds.
+    """Return the seconds of a turn without any token, and how well a straight line in the tokens
+    predicts the seconds.
     """
     seconds = np.array([turn.seconds for turn in turns])
     table = np.array([(1.0, turn.draft_tokens, turn.target_tokens) for turn in turns])
@@ -305,7 +305,7 @@ class Option:
 
     @property
     def tokens(self) -> float:
-        """Written by either model."""
+        """Return the tokens written by either model."""
         return self.draft_tokens + self.target_tokens
 
 
@@ -422,7 +422,9 @@ class UntriedRate:
 
 
 def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[UntriedRate, ...]:
-    """Bounds for each rate; none where the run's gate was not the conformal one."""
+    """Bound the realised share of each rate that was not tried; return nothing if the run's gate
+    was not the conformal one.
+    """
     if data.run.setting("gate") != "ConformalGate" or data.method != "atts":
         return ()
     turns = [
@@ -477,7 +479,7 @@ def _share(right: int, wrong: int) -> float:
 
 
 def _apart(answers: Sequence[str]) -> list[int]:
-    """No two answers alike: the replay's own vote is not used."""
+    """Return a group of its own for each answer, because the replay's own vote is not used."""
     return list(range(len(answers)))
 
 

@@ -95,7 +95,9 @@ def _marks(report: SweepReport) -> dict[str, str]:
 
 
 def _picture(report: SweepReport) -> Iterator[str]:
-    """Accuracy against target tokens; baselines are dashes, at the height of their accuracy."""
+    """Draw accuracy against target tokens in characters; each baseline is a dashed line at its
+    accuracy.
+    """
     drawn = [point for point in report.points if point.is_drawn]
     if not drawn:
         return
@@ -171,7 +173,7 @@ def headline(report: SweepReport) -> str:
 
 
 def sweep_charts(report: SweepReport) -> Iterator[Chart]:
-    """Accuracy against what it cost."""
+    """Draw accuracy against each kind of cost."""
     yield _chart(
         report,
         "Accuracy against target tokens",
@@ -256,8 +258,8 @@ def _curve(
 def _baselines(
     plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]
 ) -> Iterator[str]:
-    """Dashed lines across with a point at what each cost; its name at the right, below, or above
-    one that is there.
+    """Draw a dashed line with a point at the cost of each baseline; its name stands at the right,
+    below the line, or above it if the place is taken.
     """
     taken = list[float]()
     for p in sorted(report.references, key=lambda p: p.accuracy.value if p.is_drawn else -1.0):

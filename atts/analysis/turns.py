@@ -8,7 +8,7 @@ from atts.core import Chunk, Role, Turn, Usage
 
 
 def tokens_written(turn: Turn, author: Role) -> int:
-    """Tokens this model wrote in the turn, discarded ones included."""
+    """Count the tokens that this model wrote in the turn, discarded tokens included."""
     chunks = [chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == author]
     return sum(chunk.tokens for chunk in chunks if is_written(turn, chunk))
 

@@ -50,7 +50,7 @@ class StepPlan:
 
     @property
     def size(self) -> int:
-        """How many sequences it serves."""
+        """Count the sequences that the step serves."""
         return len(self.decoding) + len(self.prefills) + len(self.ready)
 
     def sequences(self) -> list[Sequence]:
@@ -73,9 +73,7 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """How many tokens its decoding sequences feed: their newest, and what is proposed to
-        follow.
-        """
+        """Count the tokens that decoding sequences feed: each one's newest token and its proposal."""
         return len(self.decoding) + sum(map(len, self.proposals))
 
     def widths(self) -> list[int]:

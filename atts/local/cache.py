@@ -35,12 +35,12 @@ class SlotAllocator:
 
     @property
     def num_used(self) -> int:
-        """How many slots are allocated."""
+        """Return the number of allocated slots."""
         return self.num_slots - self.num_free
 
     @property
     def peak_used(self) -> int:
-        """The most that were allocated at once."""
+        """Return the most slots that were allocated at once."""
         return self.num_slots - self._least_free
 
     def new_table(self, rows: int, width: int) -> SlotIds:
@@ -87,7 +87,7 @@ class PrefixMatch(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many tokens are known."""
+        """Return the number of tokens that the cache has."""
         return len(self.slots)
 
 
@@ -123,7 +123,7 @@ class PrefixTree:
 
     @property
     def num_evictable(self) -> int:
-        """Slots of the tree that no running sequence reads."""
+        """Count the slots of the tree that no running sequence reads."""
         return self.num_cached - self._num_locked
 
     def match(self, ids: TokenIds, limit: int, after: PrefixNode | None = None) -> PrefixMatch:

@@ -80,7 +80,7 @@ class RowBlocks:
 
     @property
     def lengths(self) -> Ints:
-        """How many positions each one's last row sees."""
+        """Return the number of positions that the last row of each block sees."""
         return self.firsts + self.counts
 
     def pick(self, chosen: NDArray[np.bool_]) -> RowBlocks:

@@ -142,7 +142,8 @@ class LocalEngine:
         accelerator: Accelerator | None = None,
         demand: RunDemand | None = None,
     ) -> None:
-        """`model` is a folder or a hub id; nothing is loaded before the engine is entered.
+        """Create an engine of a model folder or hub id; nothing is loaded before the engine is
+        entered.
 
         With `chat`, a model without a chat template is refused at once, or when its files are there
         to be looked at. An `accelerator` changes how fast texts are written, never which. A
@@ -166,18 +167,10 @@ class LocalEngine:
 
     @property
     def spec(self) -> EngineSpec:
-        """Who the engine is.
-
-        :raises EngineUnavailable: it is not open.
-        """
         return self._require().spec
 
     @property
     def tokenizer(self) -> ModelTokenizer:
-        """The model's own tokenizer.
-
-        :raises EngineUnavailable: the engine is not open.
-        """
         return self._require().tokenizer
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -214,12 +207,12 @@ class LocalEngine:
 
     @property
     def kv_tokens(self) -> int:
-        """How many tokens the cache holds."""
+        """Return the number of tokens that the cache has room for."""
         return self._require().kv_tokens
 
     @property
     def in_loop(self) -> int:
-        """Requests in its step loop now, with those of other engines that share it."""
+        """Count the requests in the step loop, including those of other engines that share it."""
         return self._require().in_loop
 
     async def recheck(self) -> None:
@@ -235,7 +228,7 @@ class LocalEngine:
 
     @property
     def kernel(self) -> str:
-        """What computes the steps."""
+        """Describe what computes the steps."""
         return self._require().kernel
 
     async def __aenter__(self) -> Self:
@@ -370,7 +363,7 @@ class _OpenEngine:
 
     @property
     def in_loop(self) -> int:
-        """Requests in the step loop, of whichever engine."""
+        """Count the requests in the step loop, whichever engine sent them."""
         of_all = self._worker.in_loop
         return len(self._waiters) if of_all is None else of_all
 

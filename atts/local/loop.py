@@ -75,7 +75,7 @@ class StepLoop:
         *,
         bursts: Bursts | None = None,
     ) -> None:
-        """`bursts` may take several plain steps of a small model in one."""
+        """Create a loop; `bursts` may take several plain steps of a small model at once."""
         self._model = model
         self._scheduler = scheduler
         self._token_table = token_table

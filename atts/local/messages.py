@@ -63,7 +63,7 @@ class WorkerConfig:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether its loop takes as many threads as there are cores for it."""
+        """Return whether the loop takes as many threads as there are cores for it."""
         return self.options.threads is None and self.model.matrix_weights >= SMALL_MODEL
 
     def threads(self, cores: int) -> int:
@@ -74,7 +74,7 @@ class WorkerConfig:
 
     @property
     def kv_floats_per_token(self) -> int:
-        """Numbers that all caches keep per token."""
+        """Return how many numbers all caches together keep per token."""
         return self.model.kv_floats_per_token + self.more_kv_floats
 
 

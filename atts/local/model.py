@@ -134,8 +134,8 @@ class TorchModel:
         capture: Capture | None = None,
         group: int = 1,
     ) -> None:
-        """`most_rows` is the most that a block may have for this `attention`; `capture` makes
-        graphs of steps.
+        """Create the model. `most_rows` limits the rows of a block for this `attention`; `capture`
+        makes graphs of steps.
 
         Of `group`, see `is_grouped`.
         """
@@ -161,7 +161,7 @@ class TorchModel:
 
     @property
     def device_name(self) -> str:
-        """Where it computes."""
+        """Describe the device and what accelerates it."""
         parts = [
             str(self._device),
             "paged attention" * (self._most_rows is not None),

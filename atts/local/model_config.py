@@ -98,14 +98,14 @@ class ModelConfig:
 
     @property
     def matrix_weights(self) -> int:
-        """Weights one token is multiplied with, the output head included."""
+        """Count the weights that one token is multiplied with, the output head included."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * (attention + mlp) + self.vocabulary * self.hidden_size
 
     @property
     def kv_floats_per_token(self) -> int:
-        """Numbers the cache keeps per token."""
+        """Return how many numbers the cache keeps per token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def part(self, layers: range) -> ModelConfig:
@@ -120,12 +120,12 @@ class ModelConfig:
 
     @property
     def rules(self) -> Family:
-        """How its family differs."""
+        """Return the ways in which the model's family differs."""
         return FAMILIES[self.family]
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied with."""
+        """Return the factor that embeddings are multiplied with."""
         return math.sqrt(self.hidden_size) if self.rules.is_gemma else 1.0
 
 

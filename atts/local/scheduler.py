@@ -60,12 +60,14 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """How many requests are waiting or running."""
+        """Count the requests that are waiting or running."""
         return len(self._unfinished)
 
     @property
     def num_locked(self) -> int:
-        """Slots that running sequences read or write: all others are free or can be made so."""
+        """Count the slots that running sequences read or write; all other slots are free or can be
+        freed.
+        """
         return max(0, self.store.num_used - self.tree.num_evictable)
 
     def sequence(self, request_id: int) -> Sequence:

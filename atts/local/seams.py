@@ -39,7 +39,7 @@ class Ask:
 
     @property
     def group(self) -> str:
-        """What siblings have in common: the problem."""
+        """Return the problem, which siblings have in common."""
         return self.rollout.rpartition("/")[0]
 
 
@@ -219,7 +219,7 @@ class Model(Protocol):
 
     @property
     def device_name(self) -> str:
-        """Where it computes."""
+        """Describe where the model computes."""
         ...
 
     def use_threads(self, threads: int) -> None:
@@ -271,12 +271,12 @@ class SlotStore(Protocol):
 
     @property
     def num_used(self) -> int:
-        """How many slots are taken."""
+        """Return the number of slots that are taken."""
         ...
 
     @property
     def peak_used(self) -> int:
-        """The most that were taken at once."""
+        """Return the most slots that were taken at once."""
         ...
 
     def new_table(self, rows: int, width: int) -> SlotIds:

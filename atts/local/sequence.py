@@ -62,8 +62,8 @@ class Sequence:
 
     @property
     def kind(self) -> int:
-        """Sequences of different kinds share no keys and values: they are of other models, or of
-        other frequencies.
+        """Return a number that separates sequences of other models or other frequencies, which
+        share no keys and values.
         """
         return self.kind_of(self.model)
 
@@ -73,7 +73,7 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether its given ids are to be scored, rather than continued."""
+        """Return whether the given ids are to be scored instead of continued."""
         return self.uniforms is None
 
     def begin_scores(self, known: list[float]) -> None:

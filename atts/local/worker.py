@@ -250,7 +250,9 @@ class LoopWorker(Protocol):
 
     @property
     def in_loop(self) -> int | None:
-        """Requests in the loop, of whichever engine; None where it is one engine's alone."""
+        """Count the requests in the loop, whichever engine sent them; None if the loop belongs to
+        one engine.
+        """
         ...
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:

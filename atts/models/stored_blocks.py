@@ -68,7 +68,7 @@ class Loss:
     change: tuple[float, float]  # the difference's interval at 95 %
 
     def __str__(self) -> str:
-        """In one line, for people."""
+        """Describe the loss in one line."""
         before, after = self.accuracy
         return (
             f"{self.nats:.4g} nats a token, {100 * self.flips:.2f} % of {self.tokens:,} greedy tokens "
@@ -98,7 +98,7 @@ class StoredModel:
 
     @property
     def digests(self) -> frozenset[str]:
-        """The names of its blocks' contents."""
+        """Return the digests of the blocks."""
         return frozenset(block.digest for block in self.blocks)
 
 
@@ -112,7 +112,8 @@ class TensorFile(NamedTuple):
 
 
 def tensor_files(folder: Path, name: str) -> list[TensorFile]:
-    """Where the weights of the model in `folder` are: its own files, or the blocks of a zoo.
+    """List the files that hold the weights of the model in `folder`: its own files, or the blocks
+    of a zoo.
 
     :raises ModelLoadError: files are missing, or damaged as far as their names say what is in them.
     """
@@ -130,8 +131,8 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
 
 
 def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
-    """Whether these are folders of models of one zoo that have a block in common, and as many
-    layers if asked.
+    """Return whether these folders hold models of one zoo that have a block in common, and equally
+    many layers if `as_deep` is set.
 
     :raises ZooError: a manifest cannot be read.
     """
@@ -156,8 +157,8 @@ def unit_digests(folder: Path, num_layers: int) -> list[str]:
 
 
 def adapter_file(folder: Path) -> TensorFile | None:
-    """Where the adapter of the model in `folder` is; its settings are in the folder `adapter`
-    beside the manifest.
+    """Return the file with the adapter of the model in `folder`; its settings are in the folder
+    `adapter` next to the manifest.
 
     :raises ZooError: the manifest cannot be read.
     """
@@ -244,7 +245,7 @@ def check_schema(zoo: Path) -> None:
 
 
 def block_path(zoo: Path, digest: str) -> Path:
-    """Where a zoo keeps the block of this content."""
+    """Return the path at which a zoo keeps the block of this content."""
     return zoo / BLOCKS / f"{digest}.safetensors"
 
 

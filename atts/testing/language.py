@@ -333,22 +333,22 @@ class ReadingState:
 
     @property
     def truth(self) -> int:
-        """The right value at this point of the chain."""
+        """Return the correct value at this point of the chain."""
         return self.question.truth[min(self.step, len(self.question.truth) - 1)]
 
     @property
     def is_last(self) -> bool:
-        """Whether no sum is left to do."""
+        """Return whether all sums are done."""
         return self.step >= len(self.question.operations)
 
     @property
     def result(self) -> int:
-        """What the sum under way, as it is written, comes to."""
+        """Return the result of the sum under way, as it is written."""
         return (self.left + self.sign * self.operand) % 100
 
     @property
     def operation(self) -> int:
-        """The sum that comes next."""
+        """Return the sum that comes next."""
         return self.question.operations[self.step % len(self.question.operations)]
 
 

@@ -73,17 +73,17 @@ class Recording:
             self.others.append(event)
 
     def __len__(self) -> int:
-        """How many calls."""
+        """Return the number of calls."""
         return len(self._rows) // _ROW.size
 
     @property
     def rollouts(self) -> list[RolloutSpan]:
-        """The rollouts, in the order they ended."""
+        """Return the rollouts in the order in which they ended."""
         return [RolloutSpan(*values) for values in self._rollouts]
 
     @property
     def problems(self) -> list[ProblemSpan]:
-        """The problems, in the order they ended."""
+        """Return the problems in the order in which they ended."""
         return [ProblemSpan(*values) for values in self._problems]
 
     def nodes(self) -> Iterator[CallSpan]:
@@ -187,8 +187,8 @@ def conserved() -> list[Table]:
 
 
 def lower_bound(timing: Timing) -> float:
-    """Seconds that no schedule on these slots beats: the most loaded engine's work, or the longest
-    chain.
+    """Return the seconds that no schedule on these slots can beat: the most loaded engine's work,
+    or the longest chain.
     """
     return max(
         timing.critical_path.seconds,

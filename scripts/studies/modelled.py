@@ -349,7 +349,7 @@ class Law(Protocol):
     def tokenizer(self) -> Tokenizer: ...  # of both models
 
     def spec(self, role: Role) -> EngineSpec:
-        """Who the engine says it is."""
+        """Return the spec that the engine reports."""
         ...
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
@@ -357,7 +357,7 @@ class Law(Protocol):
         ...
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Log-probabilities of a chunk."""
+        """Return the log-probabilities of a chunk."""
         ...
 
 
@@ -388,7 +388,7 @@ class _Work:
 
     @property
     def tokens(self) -> float:
-        """KV tokens it holds once it is fed."""
+        """Return the KV tokens that the work holds once it is fed."""
         return self.kept + self.feed
 
 
@@ -453,7 +453,7 @@ class BatchedEngine:
         self.tokenizer = law.tokenizer
 
     def stats(self) -> EngineStats:
-        """Counters so far."""
+        """Return the counters so far."""
         return EngineStats(self._requests, steps=self.load.steps, busy_seconds=self.load.busy)
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -566,8 +566,8 @@ class BatchedEngine:
             self._feeding.append(work)
 
     async def _mixed_step(self) -> None:
-        """One step: every decoding sequence gets a token, those that wait are fed within the step's
-        budget.
+        """Take one step: every decoding sequence gets a token, and waiting sequences are fed within
+        the step's budget.
         """
         fed = 0.0
         budget = float(self._chunk)

@@ -84,8 +84,8 @@ class Observation:
 
 
 def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
-    """Coefficients >= 0 by least squares on relative errors, and the root mean square of what is
-    left.
+    """Fit coefficients >= 0 by least squares on relative errors, and return them with the root mean
+    square of the residuals.
     """
     from scipy.optimize import nnls
 
@@ -114,7 +114,7 @@ class Tape:
 
     @property
     def calls(self) -> int:
-        """How many there were."""
+        """Return the number of calls."""
         return len(self.written) + len(self.scored)
 
     def spec(self, role: Role) -> EngineSpec:
@@ -146,13 +146,13 @@ class TapedEngine(EngineAround):
         self._tape = tape
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As the real engine."""
+        """Sample with the real engine, and keep the completion."""
         completion = await self._engine.sample(request)
         self._tape.written[_place(self._role, request.seed)] = completion
         return completion
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """As the real engine."""
+        """Score with the real engine, and keep the scores."""
         scores = await self._engine.score(request)
         self._tape.scored[request.rollout, len(request.prefix)] = scores.logprobs
         return scores
@@ -168,16 +168,16 @@ class InstantEngine:
         self.tokenizer = tape.tokenizer
 
     def stats(self) -> EngineStats:
-        """Nothing is counted."""
+        """Return empty counters, because nothing is counted."""
         return EngineStats()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """At once."""
+        """Return what the tape holds, at once."""
         await checkpoint()
         return self._tape.write(self._role, request)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """At once."""
+        """Return what the tape holds, at once."""
         await checkpoint()
         return Scores(self._tape.score(request))
 
@@ -256,7 +256,7 @@ class Live:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Return the name used in tables."""
         return f"{self.method}, {self.samples} samples, {self.in_flight} in flight"
 
 
@@ -272,7 +272,7 @@ class Taken:
 
     @property
     def processor(self) -> float:
-        """Of all threads."""
+        """Return the processor seconds of all threads."""
         return self.loop + sum(self.engines.values())
 
 
@@ -315,7 +315,9 @@ class Meter:
         self._before = _threads()
 
     def read(self) -> Taken:
-        """Since it was made; threads other than the engines' are the event loop and its helpers."""
+        """Measure what was taken since the meter was made; threads other than the engines' are the
+        event loop and its helpers.
+        """
         wall = time.perf_counter() - self._began
         none = (0.0, 0.0)
         used = {
@@ -328,7 +330,9 @@ class Meter:
 
 
 def _threads() -> dict[str, tuple[float, float]]:
-    """Seconds that each thread ran, and was ready to run but had to wait."""
+    """Return the seconds that each thread ran, and the seconds that it was ready to run but had to
+    wait.
+    """
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[str, tuple[float, float]] = {}
     for folder in THREADS.iterdir():
@@ -421,7 +425,9 @@ async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> 
 async def _rollout(
     engine: LocalEngine, piece: Micro, ids: TokenIds, number: int, seed: int
 ) -> float:
-    """One rollout's requests, one after the other; the KV tokens that its decoding read."""
+    """Run one rollout's requests one after the other, and return the KV tokens that its decoding
+    read.
+    """
     read = 0.0
     sampling = Sampling(temperature=0.7)
     name = f"piece {seed}/{number}"
@@ -479,7 +485,7 @@ async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -
 
 
 async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) -> float:
-    """One run of the pipelines; its seconds by the loop's clock.
+    """Run the pipelines once, and return the seconds by the loop's clock.
 
     The gate of `atts` is frozen: the same run on other engines asks for the same chunks, whatever
     ends first.
@@ -524,7 +530,7 @@ def local_validation(options: Options) -> list[Table]:
 
 
 def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
-    """Coefficients of both engines from pieces of work alone, and how well they fit those."""
+    """Fit coefficients of both engines to pieces of work alone, and tabulate how well they fit."""
     costs: dict[Role, Cost] = {}
     rows: list[Row] = []
     for role in ROLES:
@@ -591,7 +597,7 @@ def _stretch(seen: Seen, role: Role, clock: Clock) -> float:
 
 
 def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
-    """Every live run beside its simulation, part by part."""
+    """Compare every live run with its simulation, part by part."""
     rows: list[Row] = []
     errors: dict[Clock, list[float]] = {"wall": [], "processor": []}
     for live, every in seen.runs.items():

@@ -59,7 +59,7 @@ class DraftBranch:
 
     @property
     def start(self) -> int:
-        """The position of the first token."""
+        """Return the position of the first token."""
         return self.line.base + self.accepted
 
 
@@ -81,7 +81,7 @@ class DraftLine:
 
     @property
     def stop(self) -> int:
-        """The position after the proposal."""
+        """Return the position after the proposal."""
         return self.base + len(self.proposal)
 
 
@@ -281,8 +281,8 @@ class OverlappedDrafter(ModelDrafter):
         exits: Exits | None = None,
         heads: StreamHeads | None = None,
     ) -> None:
-        """`cache` is the model's, with slots for branches behind those of the target's; `most`
-        tokens are proposed.
+        """Create a drafter that proposes up to `most` tokens. `cache` is the model's; it has slots
+        for branches after the slots of the target's tokens.
 
         With `heads`, branches of what `exits` tell get several tokens a pass.
         """

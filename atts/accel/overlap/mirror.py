@@ -118,7 +118,7 @@ class ExitModel:
 
     @property
     def device_name(self) -> str:
-        """Where it computes."""
+        """Name the device and the exit layer."""
         return f"{self._model.device_name}, exit after {self._adapter.layers} layers"
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
@@ -203,8 +203,8 @@ class StreamHeads:
         return cls(weights.embedding, heads)
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """States that the output matrix reads what follows `tokens` [rows, 1 or more] from, shaped
-        as `hidden`.
+        """Return the states from which the output matrix predicts what follows `tokens` [rows, 1 or
+        more]; they are shaped as `hidden`.
         """
         down, up = self.streams[tokens.shape[1] - 1]
         width = self.embedding.shape[1]

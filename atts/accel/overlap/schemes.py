@@ -43,7 +43,9 @@ class _Turn:
 
     @property
     def promise(self) -> float:
-        """Tokens a second, had every sequence had a proposal: those that had none wrote a token."""
+        """Return the tokens per second that the scheme would give if every sequence had a proposal.
+        Sequences without one wrote one token each.
+        """
         own = (self.tokens - self.sequences) / self.served if self.served else float("inf")
         return self.sequences * (1 + own) / max(1e-9, self.seconds)
 
@@ -88,12 +90,12 @@ class _Load:
 
     @property
     def is_try(self) -> bool:
-        """Whether another than the best is measured."""
+        """Return whether a scheme other than the best one is measured."""
         return self.current != self.best
 
     @property
     def is_over(self) -> bool:
-        """Whether the turn is."""
+        """Return whether the scheme's turn is over."""
         turn = self.turn
         most = max([each.rate for each in self.schemes])
         is_hopeless = (
@@ -108,7 +110,8 @@ class SchemeControl:
     """
 
     def __init__(self, schemes: int, *, has_oracle: bool = False) -> None:
-        """With an oracle the last scheme differs from those before it in guessing outcomes better.
+        """Create a control of so many schemes. If `has_oracle` is set, the last scheme differs from
+        the others only in guessing outcomes better.
 
         It is tried only where the goodput of those would pay with every outcome guessed.
         """
@@ -144,7 +147,7 @@ class SchemeControl:
 
     @property
     def is_contested(self) -> bool:
-        """Whether the first scheme is but tried, where another is used."""
+        """Return whether the first scheme is only tried, while another scheme is the best."""
         return self._place >= 0 and self.current == 0 < self._loads[self._place].best
 
     def _next(self, load: _Load) -> None:
@@ -201,7 +204,9 @@ class AdaptiveDrafting(Proposer, Lengths):
         *,
         has_exit: bool,
     ) -> None:
-        """`ahead` proposes up to `most` tokens, and can hear the target's exit where it has one."""
+        """Create a proposer that chooses between `serial` and `ahead`. `ahead` proposes up to
+        `most` tokens, and uses the target's exit if `has_exit` is set.
+        """
         self._serial = serial
         self._ahead = ahead
         self._lengths = lengths

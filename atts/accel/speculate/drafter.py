@@ -89,7 +89,7 @@ class ModelDrafter(Proposer):
     def __init__(
         self, model: Model, config: ModelConfig, rows: DraftedRows, vocabulary: int
     ) -> None:
-        """`vocabulary` is the target's: tokens beyond it are never proposed."""
+        """Create a drafter that never proposes tokens beyond `vocabulary`, the target's."""
         self._model = model
         self._config = config
         self._rows = rows

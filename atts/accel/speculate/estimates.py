@@ -90,8 +90,8 @@ class StepCosts:
     """A table of times by condition and rows, filled as steps are taken."""
 
     def __init__(self, *, wanders: bool = True) -> None:
-        """Where the machine's speed does not wander, times are compared that were not measured side
-        by side.
+        """Create an empty table of step times. If the machine's speed `wanders`, only times that
+        were measured close together are compared.
         """
         self._cells: dict[Condition, dict[int, _Cell]] = {}
         self._curves: dict[Condition, Curve] = {}
@@ -104,7 +104,7 @@ class StepCosts:
 
     @property
     def slowness(self) -> float:
-        """How many times as long as the table says steps take now."""
+        """Return the ratio of the present step times to the times of the table."""
         return exp(self._machine)
 
     def add(self, where: Condition, rows: int, seconds: float) -> None:

@@ -66,17 +66,17 @@ class StepShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Tokens that it feeds in any case."""
+        """Return the number of tokens that the step feeds without any proposal."""
         return len(self.keys) + self.others
 
     @property
     def condition(self) -> Condition:
-        """Which curve of step times holds."""
+        """Return the condition that selects the curve of step times."""
         return condition(is_mixed=self.others > 0, context=self.context, sequences=len(self.keys))
 
     @property
     def decoding_alone(self) -> Condition:
-        """Which curve would hold without the other tokens."""
+        """Return the condition that would hold without the other tokens."""
         return condition(is_mixed=False, context=self.context, sequences=len(self.keys))
 
 
@@ -137,7 +137,7 @@ class GoodputControl:
     """
 
     def __init__(self, most: int, costs: StepCosts | None = None) -> None:
-        """`costs` may know step times already."""
+        """Create a control that proposes up to `most` tokens; `costs` may know step times already."""
         self._most = most
         self._survival = Survival(most)
         self._costs = costs or StepCosts()

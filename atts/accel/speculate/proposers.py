@@ -115,7 +115,7 @@ class SuffixProposer(Proposer):
     """
 
     def __init__(self, least: int = _GRAM) -> None:
-        """`least` is the shortest match that is followed."""
+        """Create a proposer that follows matches of at least `least` tokens."""
         self._least = max(least, _GRAM)
         self._groups: OrderedDict[object, _Group] = OrderedDict()
         # by length of match, with a prior of ...

@@ -131,12 +131,12 @@ class ChainModel(ManyModels[NativeModel]):
 
     @property
     def device_name(self) -> str:
-        """What computes."""
+        """Describe what computes."""
         return f"{self._model.device_name}, shared blocks"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of packed weights, shared ones once."""
+        """Return the bytes of packed weights; shared weights count once."""
         return self._loader.num_bytes
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:

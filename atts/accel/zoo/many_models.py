@@ -43,8 +43,8 @@ class Layers(Protocol):
         units: tuple[int, int],
         /,
     ) -> None:
-        """`rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer
-        goes on alone.
+        """Run the batch through these layers. `rows` belong to the batch's tokens and to its
+        `logit_rows`; the last layer continues with the latter alone.
         """
         ...
 
@@ -178,7 +178,7 @@ class ZooLoader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of packed weights, shared ones once."""
+        """Return the bytes of packed weights; shared weights count once."""
         return self._packing.num_bytes
 
     def __call__(self, config: WorkerConfig) -> Chain[NativeModel]:

@@ -26,7 +26,7 @@ class Instance(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """When the request is through."""
+        """Return the seconds until this instance would have served the request."""
         return (
             self.wait + self.run + (0.0 if self.owns else min(self.move, self.recompute)) + self.hop
         )

@@ -47,7 +47,9 @@ class SharedWorker:
     """
 
     def __init__(self, zoo: Path, replica: int, stages: StageOptions, share: Share) -> None:
-        """`share` names what builds the loop of models of so many layers at the most."""
+        """Create a worker. `share` names the function that builds a loop for models of at most so
+        many layers.
+        """
         self._zoo = zoo
         self._replica = replica
         self._stages = stages
@@ -132,7 +134,7 @@ class SharedWorker:
 
     @property
     def in_loop(self) -> int | None:
-        """Requests in the loop, of whichever engine."""
+        """Return the number of requests in the loop, whichever engine sent them."""
         return None if self._host is None else len(self._host.asked)
 
     def close(self) -> None:

@@ -302,7 +302,7 @@ class SharingScheduler(Scheduler):
 
     @property
     def num_locked(self) -> int:
-        """Slots that running sequences read or write, in the column where they are the most."""
+        """Count the slots that running sequences read or write, in the column that has the most."""
         running = self.running()
         if not running:
             return super().num_locked

@@ -363,7 +363,8 @@ class StageExecutor:
         worker: StageWorker = "process",
         is_shared: bool = False,
     ) -> None:
-        """`most` workers in all; models of a zoo may share their ranges.
+        """Create an executor of at most `most` workers; if `is_shared` is set, the models of a zoo
+        may share their ranges of layers.
 
         Where a range has but one worker, nothing is kept for others to go on from.
         """

@@ -256,12 +256,12 @@ class WorkerHandle:
 
     @property
     def is_asked(self) -> bool:
-        """Whether it owes an answer."""
+        """Return whether an answer is still to come."""
         return self._heard is not None
 
     @property
     def wait(self) -> float:
-        """Seconds until it is free."""
+        """Return the seconds until the worker is free."""
         return max(0.0, self.due - perf_counter()) if self.is_asked else 0.0
 
     def ask(self, message: object, receive: Receive, seconds: float = 0.0) -> None:

@@ -45,8 +45,8 @@ class StagedModel(ManyModels[RangedModel]):
         options: StageOptions,
         is_shared: bool = False,
     ) -> None:
-        """`cache` is that of the `first` stage, or of no layers; states that are returned are of
-        its type and there.
+        """Create a model in stages. `cache` belongs to the `first` stage, or is a cache of no
+        layers; returned states have its type and device.
         """
         self._line = line
         self.cache = cache
@@ -78,7 +78,7 @@ class StagedModel(ManyModels[RangedModel]):
 
     @property
     def device_name(self) -> str:
-        """Where it computes."""
+        """Describe where the stages compute."""
         name = self._model.device_name
         if self._is_shared:
             return f"{name}, shared blocks in {len(self._line.nodes)} processes"
@@ -155,7 +155,9 @@ class StagedScheduler(Scheduler):
     """A scheduler that leaves sequences alone whose step is under way."""
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, most_steps: int) -> None:
-        """With up to `most_steps` under way, each has that part of all running sequences."""
+        """Create a scheduler with up to `most_steps` steps under way; each step gets its share of
+        all running sequences.
+        """
         super().__init__(config, tree)
         self._most_steps = most_steps
         self.under_way = set[Sequence]()

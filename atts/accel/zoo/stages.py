@@ -47,8 +47,8 @@ class StageSetup(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with the model's last layer, behind which are those rows alone that are
-        asked for.
+        """Return whether the stage ends with the model's last layer, which computes the requested
+        rows only.
         """
         return self.layers.stop == self.config.model.num_layers
 

@@ -88,7 +88,9 @@ class ZooContents:
 
     @property
     def saved(self) -> float:
-        """The share of bytes that is not stored; below 0 where manifests outweigh what is shared."""
+        """Return the share of bytes that sharing saves; below 0 if the manifests take more than
+        sharing saves.
+        """
         return 1 - self.stored / self.apart if self.apart else 0.0
 
 

@@ -64,7 +64,7 @@ def answered(data: RunData) -> tuple[NamedRate, ...]:
 
 
 def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]:
-    """Accuracies, the run's own vote first, and what stands behind them."""
+    """Return the accuracies, the run's own vote first, and a sentence on what they rest on."""
     with_verdict = [one for one in problems if one.brief.verdict is not None]
     if not with_verdict:
         return (), "nothing was graded: no problem has a reference answer"
@@ -98,7 +98,7 @@ def _card_rates(card: Scorecard) -> list[NamedRate]:
 
 
 def spend(data: RunData) -> Spend:
-    """Tokens and seconds of the whole run."""
+    """Return the tokens and seconds of the whole run."""
     problems = data.problems.values()
     usage = total_usage(problems)
     seconds = data.state.seconds
@@ -176,7 +176,7 @@ def total_usage(problems: Collection[ProblemFacts]) -> Usage:
 
 
 def written(usage: Usage) -> int:
-    """Tokens written by either model."""
+    """Return the tokens written by either model."""
     return usage.draft_tokens + usage.target_tokens
 
 

@@ -195,8 +195,8 @@ class BuiltReport:
 
 @contextmanager
 def _no_garbage_collection() -> Generator[None]:
-    """Nothing here holds a cycle, and to look for one among a million values again and again takes
-    a tenth of the time.
+    """Turn the garbage collector off. Nothing here holds a cycle, and to search a million values
+    for one again and again takes a tenth of the time.
 
     What was read is let go inside, so that it is not looked through once more at the end.
     """

@@ -41,8 +41,8 @@ class Chart:
     def of(
         cls, title: str, caption: str, plot: Plot, marks: Iterable[str], data: Data, label: str = ""
     ) -> Chart:
-        """From a plot and its marks; `label` is for those who cannot see it, where the title is not
-        enough.
+        """Build a chart from a plot and its marks. `label` is read to people who cannot see the
+        plot; the default is the title.
         """
         columns, rows = data
         return cls(
@@ -51,7 +51,9 @@ class Chart:
 
 
 def calibration_charts(control: RateControl) -> list[Chart]:
-    """Rate by turn, by question and over time, p-values, drift: those that the run has numbers for."""
+    """Draw rate by turn, by question and over time, p-values and drift, as far as the run has
+    numbers for them.
+    """
     found = [_by_turn(control), over_time_chart(control)]
     if control.questions > 1 and control.decisions > control.questions:
         found.insert(1, _by_question(control))
@@ -105,7 +107,9 @@ _MOST_DOTS = 1000  # questions that a chart draws
 
 
 def _by_question(control: RateControl) -> Chart:
-    """Sorted dots, the coin's band beside each: a rule that ignores the question would fill it."""
+    """Draw one dot per question in order of its rate, with the band that a rule that ignores the
+    question would fill.
+    """
     everything = sorted(control.by_question, key=lambda group: (group.share, group.name))
     # of many, every so many by rank: the picture is the same
     step = -(-len(everything) // _MOST_DOTS) or 1
@@ -373,7 +377,9 @@ Box = tuple[float, float, float, float]
 
 
 def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
-    """Accuracy against what the target wrote, of runs, of fewer rollouts and of fewer turns."""
+    """Draw accuracy against the tokens that the target wrote: of runs, of fewer rollouts and of
+    fewer turns.
+    """
     caption = (
         "Whiskers are 95 % intervals over problems. Votes of fewer rollouts are averages over all "
         "choices among those "
@@ -407,7 +413,7 @@ class PlainAxis(Axis):
 
     @staticmethod
     def place(accuracy: float) -> float:
-        """Where an accuracy lies on the axis."""
+        """Return the accuracy itself: it is its own place on this axis."""
         return accuracy
 
     @classmethod
@@ -484,7 +490,7 @@ def _drawn(
 def _marks(
     plot: Plot, points: Sequence[FrontierPoint], up: Callable[[float], float]
 ) -> Iterator[str]:
-    """Whiskers, lines, dots, then the labels over them."""
+    """Yield whiskers, lines and dots, then the labels over them."""
     for p in points:
         yield plot.line([(p.cost, up(p.accuracy.low)), (p.cost, up(p.accuracy.high))], "whisker")
     for kind in ("samples", "turns"):
@@ -502,8 +508,8 @@ def _marks(
 def _labels(
     plot: Plot, points: Sequence[FrontierPoint], places: Mapping[FrontierPoint, tuple[float, float]]
 ) -> Iterator[str]:
-    """Labels that lie on nothing and begin nearest to their own point; a point without room has its
-    tooltip.
+    """Yield labels that cover nothing and begin as near as possible to their own point; a point
+    without room has only its tooltip.
     """
     dots = [plot.at(*places[p]) for p in points]
     taken = [(x - 6, x + 6, y - 6, y + 6) for x, y in dots]
@@ -539,7 +545,7 @@ def _places(
 
 
 def _by_weight(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
-    """Whole runs, then the ends of each line, then what lies between."""
+    """Return whole runs, then the ends of each line, then the points between the ends."""
     ends = list[FrontierPoint]()
     for kind in ("samples", "turns"):
         line = sorted((p for p in points if p.kind == kind), key=lambda p: p.cost)

@@ -95,7 +95,9 @@ def _flags(data: RunData) -> Iterator[Caveat]:
 
 
 def _grading(data: RunData) -> Iterator[Caveat]:
-    """Problems whose verdict, or lack of one, weighs on the numbers."""
+    """Yield a caveat for each kind of problem whose verdict, or missing verdict, affects the
+    numbers.
+    """
     briefs = {name: one.brief for name, one in data.problems.items()}
     belongs: dict[str, Callable[[FinishedProblem], bool]] = {
         "unscored": lambda one: one.verdict == "unscored",

@@ -137,7 +137,7 @@ class GroupRate:
 
     @property
     def inside(self) -> bool:
-        """Whether the realised rate is in the band."""
+        """Return whether the realised rate is in the band."""
         return self.low <= self.share <= self.high
 
 
@@ -169,7 +169,7 @@ class Uniformity:
 
     @property
     def inside(self) -> bool:
-        """Whether the whole curve stays in the band."""
+        """Return whether the whole curve stays in the band."""
         return self.distance <= self.band
 
 

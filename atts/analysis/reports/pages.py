@@ -24,7 +24,9 @@ class Pages:
     """
 
     def __init__(self, budget: int, problems: int) -> None:
-        """`budget` is in bytes, for all of `problems` together (0: their number is not known)."""
+        """Create pages of at most `budget` bytes for all of `problems` together (0: their number is
+        not known).
+        """
         self._each = budget // max(min(problems, MOST), _FEWEST)
         self._packed: dict[str, str] = {}
         # pages so far: of problems that a reader looks for first, and of others
@@ -147,7 +149,7 @@ def _turn(turn: Turn, limit: int) -> dict[str, Any]:
 
 
 def _chunks(turn: Turn, limit: int) -> Iterator[list[Any]]:
-    """[who, what became of it, text, tokens, how it ended] of each chunk, what was discarded first."""
+    """Yield [author, fate, text, tokens, how it ended] of each chunk, discarded chunks first."""
     escalated = turn.decision is not None and turn.decision.escalate
     for fate, chunks in (("discarded", turn.discarded), ("kept", turn.chunks)):
         for chunk in chunks:

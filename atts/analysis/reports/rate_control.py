@@ -203,7 +203,9 @@ def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match |
 
 
 def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
-    """Audit all steps; those of a merged run each by its own calibrator."""
+    """Audit all steps; the steps of a merged run are audited against the calibrator that each run
+    had.
+    """
     ends = [*data.parts[1:], len(data.steps)]
     whole: _Match | None = None
     for begin, end in zip(data.parts, ends, strict=True):
@@ -437,7 +439,7 @@ def _uniformity(columns: _Columns) -> Uniformity | None:
 
 
 def _drift(columns: _Columns) -> DriftTest | None:
-    """Bets on the smoothed rank of each question's mean first-turn score among the questions before
+    """Bet on the smoothed rank of each question's mean first-turn score among the questions before
     it.
 
     Questions are the units because scores of one move together; were they exchangeable, the capital

@@ -143,7 +143,7 @@ def _sentence(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that Markdown shows as it is, on one line.
+    """Escape text so that Markdown shows it unchanged, on one line.
 
     >>> plain("a|b <script>\\n*c*")
     'a\\\\|b &lt;script&gt; \\\\*c\\\\*'
@@ -270,7 +270,7 @@ def save_sharing(rows: Rows, path: Path) -> None:
 
 
 def sharing_chart(rows: Rows) -> Chart:
-    """Blocks from left to right as a token passes them, models from top to bottom."""
+    """Draw blocks from left to right as a token passes them, and models from top to bottom."""
     most = max([len(parts) for _, parts in rows], default=1)
     across = Axis(
         -0.5,

@@ -56,15 +56,15 @@ class Plot:
     height: int = HEIGHT
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Pixels of a value, kept inside the frame."""
+        """Return the pixels of a value, kept inside the frame."""
         return self.across(x), self.up(y)
 
     def across(self, x: float) -> float:
-        """Pixels from the left."""
+        """Return the pixels from the left."""
         return _LEFT + _part(x, self.x) * (self.width - _LEFT - _RIGHT)
 
     def up(self, y: float) -> float:
-        """Pixels from the top."""
+        """Return the pixels from the top."""
         return self.height - _BOTTOM - _part(y, self.y) * (self.height - _TOP - _BOTTOM)
 
     def drawn(self, title: str, marks: Iterable[str]) -> str:

@@ -115,7 +115,7 @@ def accuracy_table(report: RunReport) -> ReportTable:
 
 
 def spend_table(report: RunReport) -> ReportTable:
-    """Tokens and seconds."""
+    """Tabulate tokens and seconds."""
     spend = report.spend
     usage = report.spend.usage
     rows = [
@@ -179,7 +179,7 @@ def _rates(found: Speculated) -> str:
 
 
 def baseline_table(report: RunReport) -> ReportTable:
-    """Return this run compared with others, paired by problem."""
+    """Tabulate this run compared with others, paired by problem."""
     count = len(report.baselines)
     p_value = "p-value" if count < 2 else f"p-value (Holm, {count} comparisons)"
     columns = (
@@ -272,7 +272,7 @@ def _range(ends: tuple[float, float]) -> str:
 
 
 def threshold_table(health: Health) -> ReportTable:
-    """Scores and thresholds of each turn."""
+    """Tabulate the scores and thresholds of each turn."""
     rows = [
         (
             cell(one.turn),
@@ -306,7 +306,7 @@ def conditions_table(conditions: Mapping[str, object]) -> ReportTable:
 
 
 def caveat_table(report: RunReport) -> ReportTable:
-    """Warnings, worst first."""
+    """Tabulate the warnings, worst first."""
     words = {"good": "note", "care": "read with care", "bad": "serious"}
     places = {row.id: place for place, row in shown_problems(report)}
     rows = [
@@ -362,7 +362,7 @@ def time_table(found: TimeBreakdown) -> ReportTable:
 
 
 def stage_table(found: TimeBreakdown) -> ReportTable:
-    """Seconds by stage."""
+    """Tabulate the seconds of each stage."""
     rows = [
         (stage.name, stage.nodes, stage.compute, stage.queue, stage.wait) for stage in found.stages
     ]

@@ -148,8 +148,8 @@ class NativeModel:
         group: int = 1,
         rounds_scores: bool = False,
     ) -> None:
-        """`allocate` makes the buffers of a step, and may raise MemoryError; of `group`, see
-        `is_grouped`.
+        """Create the model. `allocate` makes the buffers of a step, and may raise MemoryError;
+        `is_grouped` describes `group`.
 
         With `rounds_scores` rows that are scored are rounded to bfloat16 for products; this
         processor must have those.
@@ -195,12 +195,12 @@ class NativeModel:
 
     @property
     def config(self) -> ModelConfig:
-        """Its shape."""
+        """Return the model's shape."""
         return self._config
 
     @property
     def device_name(self) -> str:
-        """What computes."""
+        """Describe the kernels that compute."""
         halves = ", bf16 weights" * self._weights.is_bf16
         halves += ", scores in bf16" * self._rounds_scores
         return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{halves}"
@@ -263,7 +263,7 @@ class NativeModel:
 
     @property
     def address(self) -> int:
-        """Where the kernels find it."""
+        """Return the address of the structure that the kernels read."""
         return ctypes.addressof(self._model)
 
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: LayerHook) -> Tensor:
@@ -453,8 +453,8 @@ class NativeModel:
 
 
 def unknown_parts(config: ModelConfig) -> str:
-    """Describe what such a model has that the kernels do not know; nothing when they know all of
-    it.
+    """Describe the parts of such a model that the kernels do not support; return an empty text if
+    they support all.
     """
     parts = {
         "soft limits of scores and logits": config.attention_cap or config.logit_cap,

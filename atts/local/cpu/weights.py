@@ -149,8 +149,8 @@ class NativeWeights:
         keys: Sequence[str],
         group: int,
     ) -> None:
-        """`keys`: of the embedding, each layer's halves, and the head; what has an equal one is
-        packed once.
+        """Pack the weights. `keys` name the contents of the embedding, each layer's halves and the
+        head; equal contents are packed once.
         """
         self._config = config
         self._packing = packing

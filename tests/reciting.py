@@ -52,7 +52,7 @@ class RecitingEngine:
         )
 
     def stats(self) -> EngineStats:
-        """Nothing is counted."""
+        """Return empty counters, because nothing is counted."""
         return EngineStats()
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -78,7 +78,7 @@ class RecitingEngine:
         return Completion(tuple(ids), self.tokenizer.decode(ids), ended, tuple(logprobs))
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """The law's log-probability of each token at its place."""
+        """Return the log-probability of each token at its position."""
         check_score(request, self.spec)
         await anyio.lowlevel.checkpoint()
         script, place = self._place(request.prefix)
@@ -102,7 +102,7 @@ class RecitingEngine:
         return None
 
     def _place(self, ids: TokenIds) -> tuple[TokenIds, int]:
-        """The solution this prompt asks for, and how many tokens are there already."""
+        """Return the solution that this prompt requests, and the number of tokens written already."""
         start = len(ids) - ids[::-1].index(ASSISTANT) if ASSISTANT in ids else 0
         asked = self.tokenizer.decode(ids[:start])
         known = next((text for problem, text in self._texts.items() if problem in asked), None)

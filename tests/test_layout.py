@@ -48,7 +48,9 @@ SHELVES = {"atts.models"}
 
 @cache
 def sources() -> Mapping[str, Path]:
-    """Dotted name and path of every module in a mapped directory, `atts/__init__` left out."""
+    """Return the dotted name and path of every module in a mapped directory, without
+    `atts/__init__`.
+    """
     found = dict[str, Path]()
     for package, folder in MAPPING.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -69,18 +71,18 @@ def sources() -> Mapping[str, Path]:
 
 @cache
 def tree(name: str) -> ast.Module:
-    """The parsed source of a module."""
+    """Parse the source of a module."""
     return ast.parse(sources()[name].read_text(), name)
 
 
 def unit(name: str) -> str:
-    """A module's first two dotted names."""
+    """Return a module's first two dotted names."""
     return ".".join(name.split(".")[:2])
 
 
 def imports(name: str) -> Iterator[tuple[str, str]]:
-    """Module and name of every import below `atts`, functions and TYPE_CHECKING included; "" for a
-    module itself.
+    """Yield module and name of every import below `atts`, including those in functions and under
+    TYPE_CHECKING; "" for a module itself.
     """
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
@@ -99,8 +101,8 @@ def imports(name: str) -> Iterator[tuple[str, str]]:
 
 
 def face(package: str) -> set[str]:
-    """What a package's `__all__` lists; where that is computed, what the package hands to type
-    checkers.
+    """Return what a package's `__all__` lists or, if that is computed, what the package re-exports
+    for type checkers.
     """
     for node in tree(package).body:
         if (
@@ -138,7 +140,7 @@ def test_there_is_no_import_circle() -> None:
 
 
 def deep_imports() -> Iterator[str]:
-    """Names taken from inside another package, or that its face does not list."""
+    """Yield names taken from inside another package, or missing from its face."""
     for name, path in sources().items():
         for target, part in imports(name):
             here = unit(target)
@@ -150,7 +152,7 @@ def deep_imports() -> Iterator[str]:
 
 
 def long_calls() -> Iterator[str]:
-    """Calls with more than 6 positional arguments."""
+    """Yield calls with more than 6 positional arguments."""
     for name, path in sources().items():
         for node in ast.walk(tree(name)):
             if (
@@ -161,7 +163,7 @@ def long_calls() -> Iterator[str]:
 
 
 def parsed_reasons() -> Iterator[str]:
-    """Places that read a decision's `why`, words for people, as data."""
+    """Yield places that read a decision's `why`, a text for people, as data."""
     for name, path in sources().items():
         for node in ast.walk(tree(name)):
             parts: list[ast.expr] = []
@@ -182,7 +184,9 @@ def parsed_reasons() -> Iterator[str]:
 
 
 def calibrating_pipelines() -> Iterator[str]:
-    """Modules of pipelines that import calibration: they are handed plain functions."""
+    """Yield modules of pipelines that import calibration, because pipelines receive plain
+    functions.
+    """
     for name, path in sources().items():
         if unit(name) == "atts.pipelines" and any(
             unit(target) == "atts.calibration" for target, _ in imports(name)

@@ -35,7 +35,7 @@ class Watched(ScriptedEngine):
     most = 0
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As it is, counted."""
+        """Sample, and note the most requests in flight."""
         self.most = max(self.most, self.stats().in_flight + 1)
         return await super().sample(request)
 

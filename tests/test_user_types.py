@@ -51,7 +51,9 @@ assert_type(find_pair("embedded").draft, str)
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment in which the package is installed as its users have it."""
+    """Return the interpreter of an environment in which the package is installed as its users have
+    it.
+    """
     if (HOME / "pyproject.toml").exists():  # the checkout: as ./scripts/install leaves it
         if Path(sys.prefix).resolve() != ROOT / ".venv":
             pytest.skip("not in the environment that ./scripts/install makes")
@@ -65,7 +67,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(folder: Path, program: str, *words: str | Path) -> str:
-    """What a checker says of a program in a project of its own; "" when it has nothing to say."""
+    """Return a checker's findings on a program in a project of its own; "" if there are none."""
     (folder / "user.py").write_text(program)
     ran = subprocess.run(
         [*words, "user.py"], cwd=folder, capture_output=True, text=True, check=False

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.filterwarnings("default")  # the harness's own, and its
 
 @pytest.fixture(autouse=True)
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logs go where the test goes; nothing of the machine's configuration is read."""
+    """Keep logs in the test's folder, and read no configuration of the machine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("INSPECT_DISPLAY", "none")
 
 
 def arithmetic(count: int, solver: Any = None) -> Any:
-    """The first problems of the embedded benchmark as a task of theirs, graded by their scorer."""
+    """Make a task of inspect_ai from the first embedded problems, graded by its own scorer."""
     from inspect_ai.dataset import Sample
     from inspect_ai.scorer import match
     from inspect_ai.solver import generate

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # the harness's own, and its
 
 
 def task_of(folder: Path, problems: tuple[Problem, ...]) -> Any:
-    """A task of theirs on our problems: exact match of what is in the last box."""
+    """Make a task of lm_eval from our problems: exact match of the text in the last box."""
     from lm_eval.tasks import TaskManager
 
     rows = [json.dumps({"question": it.text, "answer": it.answer}) for it in problems]
@@ -49,7 +49,7 @@ metric_list:
 
 
 def requests(*arguments: tuple[Any, ...]) -> list[Any]:
-    """Requests as their tasks make them."""
+    """Make requests as tasks of lm_eval do."""
     from lm_eval.api.instance import Instance
 
     kind = "generate_until"

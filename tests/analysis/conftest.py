@@ -46,7 +46,7 @@ class Page:
     requests: list[str] = field(default_factory=list[str])
 
     def call(self, method: str, **values: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol."""
+        """Send a command of the DevTools protocol."""
         return self.browser.call(method, self.session, **values)
 
     def open(self, url: str) -> float:
@@ -59,7 +59,7 @@ class Page:
         )
 
     def run(self, code: str) -> Any:
-        """The value of an expression, promises awaited."""
+        """Evaluate an expression, and await the promise if it is one."""
         found = self.call(
             "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
         )
@@ -68,7 +68,7 @@ class Page:
         return found["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 60) -> None:
-        """Until the expression is true."""
+        """Wait until the expression is true."""
         end = time.monotonic() + seconds
         while not self.run(condition):
             if time.monotonic() > end:
@@ -76,7 +76,7 @@ class Page:
             time.sleep(0.05)
 
     def press(self, key: str, code: int) -> None:
-        """One key, as a person would."""
+        """Press one key, as a person would."""
         text = "\r" if key == "Enter" else ""
         for kind in ("keyDown", "keyUp"):
             self.call(
@@ -84,7 +84,7 @@ class Page:
             )
 
     def look(self, width: int, height: int, scheme: str) -> None:
-        """A window of this size in "light" or "dark"."""
+        """Give the window this size, in "light" or "dark"."""
         phone = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -99,7 +99,7 @@ class Page:
         )
 
     def picture(self, path: Path, *, whole: str = "no") -> None:
-        """A screenshot of the window, or of the whole page."""
+        """Save a screenshot of the window, or of the whole page."""
         done = self.call(
             "Page.captureScreenshot", format="png", captureBeyondViewport=whole == "yes"
         )
@@ -145,7 +145,7 @@ class Browser:
                 self._process.wait()
 
     def page(self) -> Page:
-        """A new tab, watched from its first moment."""
+        """Open a tab that is watched from its first moment."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(self, session)
@@ -154,7 +154,7 @@ class Browser:
         return page
 
     def call(self, method: str, session: str = "", **values: Any) -> dict[str, Any]:
-        """A command and its answer; events on the way go to their pages."""
+        """Send a command and return its answer; events that arrive meanwhile go to their pages."""
         self._number += 1
         message = {
             "id": self._number,
@@ -204,7 +204,7 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Chromium, where there is one."""
+    """Start Chromium; skip the test if there is none."""
     program = (
         os.environ.get("ATTS_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     )
@@ -241,13 +241,13 @@ def evaluate_into() -> Evaluate:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of the scripted pair."""
+    """Make a finished run of the scripted pair."""
     return _evaluate(tmp_path_factory.mktemp("runs") / "own")
 
 
 @pytest.fixture(scope="session")
 def other_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same problems by the target alone."""
+    """Solve the same problems by the target alone."""
     return _evaluate(tmp_path_factory.mktemp("runs") / "target alone", method="target-only")
 
 

@@ -93,13 +93,13 @@ NAMES = """
 
 @pytest.fixture(scope="module")
 def report(run: Path, other_run: Path) -> str:
-    """The address of a report with everything in it."""
+    """Return the address of a report with everything in it."""
     return atts.report(run, compare_to=[other_run]).as_uri()
 
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A tab that must end without a word on its console."""
+    """Open a tab, and check at the end that nothing was written to its console."""
     tab = browser.page()
     yield tab
     assert tab.problems == []
@@ -270,7 +270,7 @@ def _plant(source: Path, target: Path, change: Callable[[Any], Any]) -> None:
 
 
 def _hostile(event: Any) -> Any:
-    """Every text a model or a dataset can decide becomes an attack."""
+    """Replace every text that a model or a dataset can decide by an attack."""
     kind = type(event).__name__
     if isinstance(event, ProblemStarted):
         return structs.replace(
@@ -317,7 +317,7 @@ def test_model_output_is_inert(page: Any, run: Path, tmp_path: Path) -> None:
 
 
 def _scripts(written: Path) -> int:
-    """Scripts the page itself opens."""
+    """Count the scripts that the page itself opens."""
     text = written.read_text()
     return text.count('<script type="text/plain"') + text.count('<script>"use strict"')
 

@@ -35,7 +35,7 @@ from atts.testing import ScriptedEngine, Skill, ToyModel, ToyTokenizer, toy_prob
 
 
 def _scores(questions: int = 12, each: int = 20, seed: int = 0) -> StoredScores:
-    """Perplexities of questions that differ, two turns each."""
+    """Draw perplexities of questions that differ, two turns each."""
     draw = random.Random(seed)
     hard = [draw.uniform(0.2, 1.5) for _ in range(questions)]
     rows = [
@@ -48,7 +48,7 @@ def _scores(questions: int = 12, each: int = 20, seed: int = 0) -> StoredScores:
 
 @pytest.fixture(scope="module")
 def of_run(run: Path) -> CalibrationReport:
-    """Of a finished run."""
+    """Make the calibration report of a finished run."""
     return calibration_report(run)
 
 

@@ -21,7 +21,7 @@ from atts.evaluators import holm, mean_estimate
 
 
 def _again(report: RunReport, **other: Any) -> str:
-    """The sentence, were some of the numbers others."""
+    """Return the sentence of the report with some of its numbers changed."""
     known: dict[str, Any] = {
         "accuracy": report.accuracy,
         "cost": report.spend,
@@ -114,7 +114,7 @@ def _points(*accuracies: float, kind: Any = "run") -> list[FrontierPoint]:
 
 
 def _heights(picture: str) -> list[float]:
-    """Of the dots, in pixels from the top."""
+    """Return the distances of the dots from the top, in pixels."""
     return [float(found) for found in re.findall(r'<circle[^>]* cy="([\d.]+)"', picture)]
 
 

@@ -281,7 +281,7 @@ def test_short_texts_are_whole_and_long_ones_say_what_is_missing(text: str, limi
 
 
 def unpack(packed: str) -> Any:
-    """The inverse of `pack`."""
+    """Undo `pack`."""
     return json.loads(zlib.decompress(base64.b64decode(packed), -15))
 
 

@@ -39,7 +39,7 @@ NO_DRAWS: frozenset[Capability] = frozenset({"sample", "score"})
 def engine(
     role: Role, skill: Skill, drift: ScoreDrift | None = None, can: frozenset[Capability] = ALL
 ) -> ScriptedEngine:
-    """A toy model of this skill."""
+    """Make a toy model of this skill."""
     model = ToyModel(skill, ToyTokenizer())
     return ScriptedEngine(role, model=model, drift=drift or ScoreDrift(), capabilities=can)
 
@@ -68,7 +68,7 @@ PLANTED = {
 
 @pytest.fixture
 def problems(tmp_path: Path) -> Path:
-    """A file of problems in the toy language."""
+    """Write a file of problems in the toy language."""
     path = tmp_path / "toy.jsonl"
     rows = ({"id": one.id, "problem": one.text, "answer": one.answer} for one in toy_problems(60))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -129,7 +129,7 @@ def test_the_command_says_what_to_take(problems: Path, tmp_path: Path, capsys: A
 
 
 def made(name: str, shares: Sequence[float], target: int, coin: str = "") -> PilotArm:
-    """An arm of made-up problems with ten rollouts each."""
+    """Make an arm of invented problems with ten rollouts each."""
     correct = {
         str(place): [sample < round(10 * share) for sample in range(10)]
         for place, share in enumerate(shares)

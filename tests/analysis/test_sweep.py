@@ -32,7 +32,7 @@ OVER: dict[str, list[object]] = {"rate": [0.2, 0.5], "samples": [2, 4]}
 
 
 def answers(directory: Path) -> dict[str, Any]:
-    """What a run came to, its texts and costs included; what was in a cache is not the same after a
+    """Return each outcome with its texts and costs, but without cache hits, which differ after a
     kill.
     """
     return {
@@ -49,7 +49,7 @@ def answers(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> SweepReport:
-    """A sweep of two rates and two numbers of samples."""
+    """Run a sweep of two rates and two numbers of samples."""
     folder = tmp_path_factory.mktemp("sweep")
     words = {name: value for name, value in WORDS.items() if name != "dataset"}
     return sweep_sync(OVER, "arithmetic[:3]", directory=folder / "set", settings=words)
@@ -161,7 +161,7 @@ class _Killed(BaseException):
 
 
 def interrupted(after: int) -> Callable[..., Any]:
-    """A watch that ends everything after so many events, whatever is being done."""
+    """Make a listener that ends everything after so many events."""
     left = after
 
     class Counting(Progress):
@@ -183,7 +183,7 @@ RANDOM = {**WORDS, "method": "coin"}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every run of a sweep comes to that nothing ends."""
+    """Return the outcomes of every run of a sweep that is not interrupted."""
     whole = plan_sweep(
         {"samples": [2, 3]}, {**RANDOM, "out": str(tmp_path_factory.mktemp("whole") / "set")}
     )
@@ -193,7 +193,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same sweep, ended three times."""
+    """Run the same sweep, interrupted three times."""
     out = tmp_path_factory.mktemp("killed") / "set"
     planned = plan_sweep({"samples": [2, 3]}, {**RANDOM, "out": str(out)})
     for after in (5, 60, 130):

@@ -23,7 +23,7 @@ MakeZoo = Callable[[Words, Words], Zoo]
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Every file below a folder, by its content."""
+    """Return the digest of every file below a folder."""
     return {
         str(path.relative_to(folder)): blake2b(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def base(make_model: Make) -> Path:
-    """The model that others are tuned from; its parameters are made once a session."""
+    """Make the model that others are tuned from, once a session."""
     return make_model("llama")
 
 
@@ -63,8 +63,8 @@ def tune(base: Path, tmp_path: Path) -> Tune:
 
 @pytest.fixture
 def make_zoo(base: Path, tune: Tune, tmp_path: Path) -> MakeZoo:
-    """A zoo of the base, of models that are tuned where these words say, and of adapters of what
-    those say.
+    """Make zoos of the base, of models tuned in the named places, and of adapters of the named
+    matrices.
     """
     from .test_adapters import save_adapter
 

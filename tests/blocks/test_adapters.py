@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def save_adapter(folder: Path, base: Path, *modules: str, seed: int = 0, **changes: Any) -> Path:
-    """An adapter as peft's save_pretrained writes it, of random numbers, for matrices whose names
+    """Write an adapter of random numbers as peft's save_pretrained does, for matrices whose names
     hold these words.
     """
     folder.mkdir()
@@ -63,7 +63,7 @@ def save_adapter(folder: Path, base: Path, *modules: str, seed: int = 0, **chang
 
 
 def merged(folder: Path, base: Path, adapter: Path, tune: Tune) -> Path:
-    """The same model the way peft's merge_and_unload makes it: W + scale * B A, by hand."""
+    """Merge the adapter by hand as peft's merge_and_unload does: W + scale * B A."""
     said = json.loads((adapter / "adapter_config.json").read_text())
     made = tune(folder.name, source=base)
     weights = load_file(made / "model.safetensors")
@@ -80,7 +80,7 @@ def merged(folder: Path, base: Path, adapter: Path, tune: Tune) -> Path:
 
 
 async def asked(folder: Path, **changes: Any) -> tuple[list[float], tuple[int, ...]]:
-    """Scores of some ids and what a request samples."""
+    """Return the scores of some ids and the ids that a request samples."""
     settings = {"worker": "thread", "device": "cpu", "kv_tokens": 1024, "threads": 1, **changes}
     async with accelerated(folder, **options_of(**settings)._asdict()) as engine:
         scores = await engine.score(ScoreRequest(IDS[:5], IDS[5:]))
@@ -187,7 +187,7 @@ def test_adapters_come_and_go(base: Path, tmp_path: Path) -> None:
 
 
 def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Other tensors in an adapter's file."""
+    """Change the tensors in an adapter's file."""
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     change(tensors)

@@ -61,7 +61,7 @@ SHARED = replace(OPTIONS, worker="thread")
 
 @pytest.fixture
 def family(make_zoo: MakeZoo) -> Zoo:
-    """A base, two adapters of it, and three that are tuned at their end, in their middle, and in
+    """Make a base, two adapters of it, and three models tuned at their end, in their middle and in
     their head.
     """
     wide = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -70,7 +70,7 @@ def family(make_zoo: MakeZoo) -> Zoo:
 
 
 def config_of(zoo: Zoo, name: str, *, shares: bool = True, **stages: Any) -> WorkerConfig:
-    """What a loop is told of a model of a zoo."""
+    """Make the configuration of a loop for a model of a zoo."""
     folder = zoo.folder(name)
     pieces = ModelTokenizer(folder, name).pieces
     plan = LoopPlan(stages=StageOptions(**stages), is_shared=True)
@@ -79,7 +79,7 @@ def config_of(zoo: Zoo, name: str, *, shares: bool = True, **stages: Any) -> Wor
 
 
 def build(config: WorkerConfig, tell: Callable[[LoopReport], None]) -> tuple[StepLoop, WorkerReady]:
-    """The loop of such a configuration."""
+    """Build the loop of such a configuration."""
     made = (
         build_loop(config, tell) if config.builder is None else config.builder.build(config, tell)
     )
@@ -88,7 +88,7 @@ def build(config: WorkerConfig, tell: Callable[[LoopReport], None]) -> tuple[Ste
 
 
 def requests(rng: random.Random, count: int) -> list[SampleRequest | ScoreRequest]:
-    """Prompts that have no first token in common, to be continued or scored."""
+    """Make requests to continue or score prompts that have no first token in common."""
     made = list[SampleRequest | ScoreRequest]()
     for number in range(count):
         ids = (number + 3, *(rng.randrange(3, 300) for _ in range(rng.randrange(4, 40))))
@@ -105,7 +105,7 @@ def requests(rng: random.Random, count: int) -> list[SampleRequest | ScoreReques
 
 
 def run(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[int, Reply], object]:
-    """What a loop answers to commands that come step by step."""
+    """Return a loop's answers to commands that come step by step."""
     replies = dict[int, Reply]()
 
     def tell(report: LoopReport) -> None:
@@ -120,7 +120,7 @@ def run(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[i
 def schedule(
     rng: random.Random, asked: Mapping[int, Submit], late: float = 0.6
 ) -> list[list[Command]]:
-    """The same requests, arriving in numbers of their own at steps of their own."""
+    """Let the same requests arrive in random numbers at random steps."""
     steps: list[list[Command]] = [[]]
     for number in sorted(asked):
         while rng.random() < late:
@@ -211,7 +211,7 @@ def test_a_block_takes_no_more_rows_than_its_limit(most: int, family: Zoo) -> No
 
 
 def chain_model(zoo: Zoo, *names: str) -> ChainModel:
-    """Models of a zoo in one loop."""
+    """Load models of a zoo in one loop."""
     _, model = run(
         config_of(zoo, names[0]), [[AddModel(config_of(zoo, name)) for name in names[1:]]]
     )
@@ -228,7 +228,9 @@ def test_blocks_that_are_shared_run_once(family: Zoo) -> None:
     model = chain_model(family, "base", "end", "middle", "head", "narrow", "wide")
 
     def stages(*chains: int) -> list[tuple[int, int, tuple[tuple[int, ...], ...]]]:
-        """Without cuts where nothing changes, at which states are kept."""
+        """Return the spans of layers without the cuts where no group changes; states are kept at
+        those cuts.
+        """
         found = list[tuple[int, int, tuple[tuple[int, ...], ...]]]()
         for start, stop, groups in model.spans(chains):
             if found and found[-1][2] == groups:

@@ -33,7 +33,7 @@ MLP = "layers.1.mlp"
 
 @pytest.fixture
 def pair(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
-    """A base, and a model that has two blocks tuned: one a little, one in the lowest bit of a
+    """Make a base, and a model with two tuned blocks: one by a little, one in the lowest bit of a
     number.
     """
     zoo = Zoo(tmp_path / "zoo")
@@ -48,7 +48,7 @@ def pair(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
 
 
 def loss_of(zoo: Zoo, nats: float, name: str = "tuned") -> Loss:
-    """A loss that was measured, so to say."""
+    """Make a loss as if it had been measured."""
     marks = zoo.model(name).marks[1]
     stands = {MLP: f"base/{MLP}"}
     return Loss(name, marks, stands, "toys", 30, 900, nats, 0.1, (0.5, 0.4), (-0.3, 0.1))
@@ -92,7 +92,7 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
 
 
 def _ends(zoo: Zoo) -> list[list[str]]:
-    """The digests of the tuned feed-forward block, and of its base's."""
+    """Return the digests of the tuned feed-forward block, and of its base's."""
     return [
         [b.digest for b in zoo.model(name).blocks if b.place == MLP] for name in ("tuned", "base")
     ]
@@ -204,7 +204,7 @@ def test_no_loss_is_taken_unsaid(pair: Zoo, base: Path) -> None:
 
 
 def shallow(folder: Path, whole: Path, layers: int) -> Path:
-    """A folder that says no more than how many layers are left."""
+    """Make a folder that holds only a configuration with fewer layers."""
     folder.mkdir()
     said = json.loads((whole / "config.json").read_text()) | {
         "num_hidden_layers": layers,

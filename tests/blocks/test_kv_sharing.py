@@ -31,7 +31,9 @@ OTHERS = tuple(random.Random(2).choices(range(3, 300), k=60))
 
 @pytest.fixture
 def relatives(make_zoo: MakeZoo) -> Zoo:
-    """Models that part from their base in each way that moves what is kept, and where."""
+    """Make models that differ from their base in each way that changes which keys and values are
+    shared.
+    """
     tuned = {"end": ("layers.2.",), "forward": ("layers.1.mlp",), "head": ("lm_head", "model.norm")}
     return make_zoo(tuned, {"asks": ("layers.1.self_attn.q_proj",)})
 
@@ -65,20 +67,20 @@ class Loop:
         self.loop._report()
 
     def answer(self, number: int, ask: Ask, chain: int = 0) -> Reply:
-        """What is said to a request that comes when all before it are answered."""
+        """Submit a request once all earlier ones are answered, and return its reply."""
         self.submit(number, ask, chain)
         self.finish()
         return self.replies[number]
 
     @property
     def ledger(self) -> SlotLedger:
-        """Who holds which slot."""
+        """Return the ledger of slots."""
         assert isinstance(self.loop._model, ChainModel)
         return self.loop._model._ledger
 
 
 def sample(ids: Iterable[int], count: int = 1) -> SampleRequest:
-    """The likeliest words after some."""
+    """Request the most likely continuation."""
     return SampleRequest(tuple(ids), count, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
 
 

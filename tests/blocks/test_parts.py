@@ -36,7 +36,7 @@ FAMILY = path("target").parent / "family"
 
 
 def part_of(folder: Path, whole: Path, *words: str, **config: Any) -> Path:
-    """A folder with a model's configuration and those of its tensors whose names hold one of these
+    """Make a folder with a model's configuration and the tensors whose names hold one of these
     words.
     """
     folder.mkdir()
@@ -176,7 +176,7 @@ def test_a_torn_part_is_refused(size: int, base: Path, tmp_path: Path) -> None:
 
 
 def shipped(folder: Path) -> Zoo:
-    """The embedded target and the draft that is made of its first layers."""
+    """Make a zoo of the embedded target and the draft that consists of its first layers."""
     zoo = Zoo(folder / "zoo")
     zoo.add("base", path("target"))
     zoo.add("draft", FAMILY / "draft", "base")

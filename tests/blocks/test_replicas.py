@@ -37,7 +37,7 @@ from .test_chains import SHARED
 
 @pytest.fixture
 def zoo(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
-    """Two models that share all but their heads."""
+    """Make a zoo of two models that share all but their heads."""
     found = Zoo(tmp_path / "zoo")
     found.add("base", base)
     found.add("other", tune("other", "lm_head"))
@@ -45,14 +45,14 @@ def zoo(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
 
 
 def pool_of(zoo: Zoo, name: str, count: int = 2, options: LocalOptions = SHARED) -> ReplicaPool:
-    """A model's replicas as one engine."""
+    """Return a model's replicas as one engine."""
     return replicated(
         [accelerated(zoo.folder(name), options=options, replica=at) for at in range(count)], name
     )
 
 
 def asks(count: int, tokens: int = 12) -> list[SampleRequest]:
-    """Prompts of rollouts of their own."""
+    """Make requests of different rollouts."""
     law = Sampling(0.9)
     return [
         SampleRequest(
@@ -89,8 +89,8 @@ class Loop:
 
 
 def dispatch_of(*in_loop: int, seconds: float = 10.0) -> tuple[Dispatch, list[ReplicaLoad]]:
-    """Of replicas with so many requests in their loops, where ten took so long and a hundred tokens
-    each.
+    """Make a dispatcher over replicas with so many requests in their loops, ten of which took so
+    many seconds for a hundred tokens each.
     """
     stats = EngineStats(requests=10, sampled_tokens=400, prefilled_tokens=600, busy_seconds=seconds)
     loops = [Loop(count, stats) for count in in_loop]
@@ -99,7 +99,7 @@ def dispatch_of(*in_loop: int, seconds: float = 10.0) -> tuple[Dispatch, list[Re
 
 
 def turn(tokens: int, rollout: str = "p/0") -> ScoreRequest:
-    """A rollout that has come so far."""
+    """Make the score request of a rollout with so many tokens."""
     return ScoreRequest(tuple(range(tokens - 4)), (1, 2, 3, 4), rollout)
 
 
@@ -126,7 +126,7 @@ def test_a_request_goes_where_it_costs_least() -> None:
 
 
 def _with(dispatch: Dispatch, *in_loop: int) -> Dispatch:
-    """The same, what it knows of caches included, with other loads."""
+    """Return a dispatcher that knows the same caches, but has other loads."""
     found, _ = dispatch_of(*in_loop)
     found._cached.update({key: tokens for key, tokens in dispatch._cached.items() if key[0] == "0"})
     return found
@@ -153,7 +153,7 @@ async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
     async with pool_of(zoo, "base", options=options) as pool:
 
         async def kill() -> Completion | None:
-            """Once all were sent, which every task does as it begins."""
+            """Kill a replica once all requests were sent, which every task does as it begins."""
             await anyio.lowlevel.checkpoint()
             assert all(load.in_flight for load in pool.load())
             os.kill(loop_process(), signal.SIGKILL)

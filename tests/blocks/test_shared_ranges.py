@@ -45,14 +45,14 @@ NAMES = ("base", "end", "middle", "head", "narrow", "wide")
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
-    """Workers in this process."""
+    """Run workers in this process."""
     StageHere.made = []
     monkeypatch.setitem(stage_workers.KINDS, "process", StageHere)
     return StageHere
 
 
 def staged(zoo: Zoo, name: str, stages: int = 2, **settings: Any) -> WorkerConfig:
-    """A model of a zoo in ranges of layers."""
+    """Configure a model of a zoo in ranges of layers."""
     tokens = settings.pop("kv_tokens", None)
     config = config_of(zoo, name, stages=stages, **settings)
     return replace(config, options=replace(config.options, kv_tokens=tokens or 4096))
@@ -61,7 +61,7 @@ def staged(zoo: Zoo, name: str, stages: int = 2, **settings: Any) -> WorkerConfi
 def driven(
     first: WorkerConfig, steps: Sequence[Sequence[Command]]
 ) -> tuple[dict[int, Reply], StageExecutor]:
-    """What a loop answers, and its ranges."""
+    """Return a loop's answers, and the executor of its ranges."""
     replies = dict[int, Reply]()
 
     def tell(report: LoopReport) -> None:
@@ -91,7 +91,7 @@ def test_models_share_ranges_and_say_what_they_say_alone(
         alone |= run(config_of(family, name), mine)[0]
 
     def anywhere(instances: list[Instance]) -> int:
-        """Where it costs least, or anywhere else."""
+        """Choose the cheapest instance, or now and then any."""
         return rng.randrange(len(instances)) if rng.random() < 0.2 else dispatched(instances)
 
     monkeypatch.setattr(stage_line, "dispatched", anywhere)

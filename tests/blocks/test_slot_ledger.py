@@ -52,8 +52,8 @@ def shallow(folder: Path, layers: int) -> Path:
 
 @pytest.fixture
 def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
-    """Models that part late: in the last layer, by an adapter of it, in the head, after two layers,
-    in what attends.
+    """Make models that differ late: in the last layer, by an adapter of it, in the head, after two
+    layers, in attention.
     """
     tuned = {
         "end": ("layers.2.mlp",),
@@ -66,7 +66,9 @@ def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
 
 
 def common_requests(rng: random.Random, count: int, longest: int = 25) -> list[Ask]:
-    """Requests of few beginnings; what is scored has other ends than what is continued."""
+    """Make requests that share few beginnings; the texts to score end differently from those to
+    continue.
+    """
     begins = [tuple(rng.randrange(3, 300) for _ in range(rng.randrange(12, 40))) for _ in range(3)]
     ends = [
         (number + 3, *(rng.randrange(3, 300) for _ in range(rng.randrange(8, 20))))
@@ -90,7 +92,7 @@ def common_requests(rng: random.Random, count: int, longest: int = 25) -> list[A
 def open_loop(
     zoo: Zoo, replies: dict[int, Reply], kv_tokens: int = 4096, names: Sequence[str] = NAMES
 ) -> StepLoop:
-    """One loop for all relatives, driven by hand."""
+    """Open one loop for all relatives, driven by hand."""
 
     def tell(report: LoopReport) -> None:
         replies.update({reply.request_id: reply for reply in report.replies})
@@ -108,7 +110,7 @@ def drive(
     rng: random.Random,
     each: Callable[[], None] = lambda: None,
 ) -> None:
-    """Requests arrive at random; now and then one is cancelled that `each` has not seen finished."""
+    """Let requests arrive at random, and now and then cancel one that `each` has not seen finished."""
     while waiting or loop._scheduler.num_unfinished:
         while waiting and rng.random() < 0.4:
             loop._handle([waiting.pop()])
@@ -145,13 +147,13 @@ def test_common_prompts_change_no_bit(seed: int, relatives: Zoo) -> None:
 
 
 def said(reply: Reply) -> tuple[object, ...]:
-    """What does not depend on what was cached."""
+    """Return the parts of a reply that do not depend on what was cached."""
     assert isinstance(reply, SampleReply | ScoreReply)
     return (reply.logprobs, *((reply.ids, reply.ended) if isinstance(reply, SampleReply) else ()))
 
 
 def path_ids(node: PrefixNode | None) -> tuple[int, ...]:
-    """The kind and the tokens of the text that ends with a node."""
+    """Return the kind and the tokens of the text that ends with a node."""
     found: tuple[int, ...] = ()
     while node is not None:
         found = node.ids + found
@@ -160,8 +162,8 @@ def path_ids(node: PrefixNode | None) -> tuple[int, ...]:
 
 
 def check_ledger(loop: StepLoop) -> int:
-    """Whoever holds a slot is counted, and what was computed alike lies in one slot; how many slots
-    are shared.
+    """Check that every holder of a slot is counted, and that equal values lie in one slot; return
+    the number of shared slots.
     """
     scheduler = loop._scheduler
     model = loop._model

@@ -32,12 +32,12 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def zoo(tmp_path: Path) -> Zoo:
-    """A zoo that is not there yet."""
+    """Name a zoo that does not exist yet."""
     return Zoo(tmp_path / "zoo")
 
 
 def blocks_of(zoo: Zoo) -> dict[str, str]:
-    """The block files, by their contents."""
+    """Return the digests of the block files."""
     return contents(zoo.directory / "blocks")
 
 
@@ -88,7 +88,7 @@ def test_one_bit_splits_one_block(zoo: Zoo, base: Path, tune: Tune) -> None:
 
 
 def _place(tensor: str) -> str:
-    """The block that a tensor of a Llama is in."""
+    """Return the block that a tensor of a Llama is in."""
     known = {
         "model.embed_tokens.weight": "embedding",
         "model.norm.weight": "head",
@@ -164,7 +164,7 @@ def test_removing_deletes_what_no_other_needs(
 
 
 def flat(parts: Iterable[SharedPart]) -> Iterator[SharedPart]:
-    """Parts and those below them, each of fewer models than the one above."""
+    """Yield parts and the parts below them, each of fewer models than the one above."""
     for part in parts:
         assert all(set(lower.models) < set(part.models) for lower in part.below)
         yield part
@@ -249,7 +249,7 @@ def test_a_damaged_manifest_costs_no_block(zoo: Zoo, base: Path, tune: Tune) -> 
 
 
 def broken(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """A model whose tensors were changed."""
+    """Change a model's tensors."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -257,14 +257,14 @@ def broken(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
 
 
 def torn(folder: Path, size: int | None) -> Path:
-    """A model whose weights were cut, or are gone."""
+    """Truncate a model's weights to `size` bytes, or remove them if it is None."""
     path = folder / "model.safetensors"
     path.unlink() if size is None else os.truncate(path, size)
     return folder
 
 
 def newer(zoo: Zoo) -> None:
-    """A later version wrote the zoo."""
+    """Mark the zoo as written by a later version."""
     (zoo.directory / "zoo.json").write_text('{"schema": 7}')
 
 

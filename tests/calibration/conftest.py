@@ -16,7 +16,7 @@ MATH = "ppls_math500_qwq_32B_rllama_8B_s16_t500_temp0.8__ec846181.npy"
 
 @pytest.fixture(scope="session")
 def arrivals(shared_data: Path) -> dict[str, Records]:
-    """The real streams by order: "sim" and "lock"."""
+    """Read the real streams by order: "sim" and "lock"."""
     return {
         name: _read(shared_data / "traces" / f"arrivals_ct0_{name}.jsonl")
         for name in ("sim", "lock")
@@ -29,7 +29,9 @@ def _read(path: Path) -> Records:
 
 @pytest.fixture(scope="session")
 def array_of(shared_data: Path) -> Callable[[str], StoredScores]:
-    """A published calibration array by a part of its file name, sixteen scores a question."""
+    """Return a reader of a published calibration array by a part of its file name, sixteen scores a
+    question.
+    """
 
     def load(part: str = MATH) -> StoredScores:
         found = sorted((shared_data / "traces" / "calibration").glob(f"*{part}*"))
@@ -41,7 +43,7 @@ def array_of(shared_data: Path) -> Callable[[str], StoredScores]:
 
 @pytest.fixture(scope="session")
 def reference_metrics(shared_data: Path) -> Callable[..., dict[str, float]]:
-    """The metrics as defined outside of this project."""
+    """Load the metrics as defined outside of this project."""
     tool = shared_data.parent / "tools" / "rate_metrics.py"
     if not tool.exists():
         pytest.skip(f"no outside definition at {tool}")

@@ -14,7 +14,7 @@ from atts.calibration.drift import DriftMonitor
 def whole_questions(
     stored: StoredScores, seed: int, count: int = 300
 ) -> Iterator[tuple[float, str]]:
-    """Scores of whole questions drawn with replacement, as a clean run would bring them."""
+    """Draw the scores of whole questions with replacement, as a run without drift would bring them."""
     questions = np.array(stored.nonconformity).reshape(len(set(stored.questions)), -1)
     size = questions.shape[1]
     draw = np.random.default_rng(seed)
@@ -26,7 +26,9 @@ def whole_questions(
 
 
 def noticed_after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
-    """After how many of 300 scores a monitor of `stored` alarms on questions of `source`."""
+    """Count the scores, of 300, after which a monitor of `stored` raises its alarm on questions of
+    `source`.
+    """
     monitor = DriftMonitor(stored)
     for nonconformity, question in whole_questions(source, seed):
         if monitor.events:

@@ -115,8 +115,8 @@ def test_loss_is_target_right_and_policy_wrong_per_problem() -> None:
 def deployment(
     n: int, seed: int, rates: Sequence[float]
 ) -> tuple[list[Candidate], dict[float, float]]:
-    """A simulated labelled run: problems differ in hardness, sixteen clustered samples each; and
-    the true losses.
+    """Simulate a labelled run of problems that differ in hardness, sixteen samples each, and return
+    the true losses too.
     """
     draw = np.random.default_rng(seed)
     hardness = draw.beta(0.3, 1.5, size=n)  # how often a kept chunk loses an answer the target has
@@ -258,8 +258,8 @@ def test_the_net_p_value_is_super_uniform_by_enumeration(
 def noisy(
     rate: float, draw: np.random.Generator, problems: int = 2000
 ) -> tuple[list[bool], list[bool]]:
-    """The votes of the target and of a policy as good plus `rate`: each errs by itself on one
-    problem in twelve.
+    """Draw the votes of the target and of a policy that is better by `rate`; each errs
+    independently on one problem in twelve.
     """
     known = draw.random(problems) < 0.75
     target, policy = (np.where(draw.random(problems) < 1 / 12, ~known, known) for _ in range(2))
@@ -341,14 +341,16 @@ def test_a_policy_that_never_differed_needs_more_problems_and_is_not_hopeless() 
 
 
 def labelled(n: int, seed: int, slope: float) -> tuple[list[float], list[bool]]:
-    """Confidences in eighths; the more votes agree, the seldomer they are wrong."""
+    """Draw confidences in eighths and verdicts; the more votes agree, the less often they are
+    wrong.
+    """
     draw = np.random.default_rng([seed, n])
     confidence = draw.integers(2, 9, n) / 8
     return confidence.tolist(), (draw.random(n) < slope * (1 - confidence) + 0.03).tolist()
 
 
 def true_risk(threshold: float, slope: float) -> float:
-    """How often an answered problem of that law is wrong."""
+    """Return the probability that an answered problem of `labelled` is wrong."""
     levels = [step / 8 for step in range(2, 9) if step / 8 >= threshold - 1e-9]
     return sum(slope * (1 - level) + 0.03 for level in levels) / len(levels)
 

@@ -23,7 +23,7 @@ from atts.errors import CalibrationInputError
 
 
 def p_value(stored: Iterable[float], score: float, theta: float = 1.0) -> float:
-    """As the calibrator computes it: the rank of the score among the stored ones."""
+    """Return the rank of the score among the stored ones, as the calibrator computes it."""
     window = Window()
     for one in stored:
         window.add(one)

@@ -23,13 +23,13 @@ from atts.testing import toy_problems
 
 
 def question(random: Random, shift: float = 0.0) -> list[float]:
-    """Scores of one question: its own level, and chunks around it."""
+    """Draw scores of one question: a level, and chunks around it."""
     level = random.expovariate(1.0) + shift
     return [math.exp(random.expovariate(1.0) * level) for _ in range(random.randint(3, 9))]
 
 
 def stored(random: Random, questions: int) -> StoredScores:
-    """Scores of so many questions."""
+    """Draw the scores of so many questions."""
     rows = [(score, f"{name}") for name in range(questions) for score in question(random)]
     return StoredScores(
         tuple(row[0] for row in rows), tuple(row[1] for row in rows), (0,) * len(rows)

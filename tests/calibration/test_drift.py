@@ -30,7 +30,7 @@ ArrayOf = Callable[..., StoredScores]
 
 
 def shifted(stored: StoredScores, by: float) -> StoredScores:
-    """The same scores with their logarithm moved."""
+    """Shift the logarithm of the scores."""
     return StoredScores.of([max(1.0, score * math.exp(by)) for score in stored.scores], 16)
 
 
@@ -155,7 +155,7 @@ def test_few_samples_a_question_are_enough(array_of: ArrayOf) -> None:
 
 
 def run(calibrator: Calibrator, count: int = 400, level: float = 1.5) -> list[bool]:
-    """Sixteen samples a question around a level, decided and observed."""
+    """Decide and observe sixteen samples a question around a level."""
     draw = random.Random(0)
     done = list[bool]()
     for place in range(count):
@@ -166,7 +166,7 @@ def run(calibrator: Calibrator, count: int = 400, level: float = 1.5) -> list[bo
 
 
 def stored_around(level: float) -> StoredScores:
-    """Sixty questions of sixteen scores around a level."""
+    """Draw sixty questions of sixteen scores around a level."""
     draw = random.Random(9)
     return StoredScores.of(
         [level + draw.random() / 4 + 0.02 * (k // 16 % 7) for k in range(960)], 16
@@ -235,8 +235,8 @@ def law(
     scale: float = 1.0,
     noise: float = 0.5,
 ) -> Floats:
-    """Questions of six scores around levels of their own; spreads and levels go together, as in
-    perplexities.
+    """Draw questions of six scores around a level each; as in perplexities, a higher level has a
+    wider spread.
     """
     level = scale * draw.gamma(2.0, size=count) + shift
     return level[:, None] + noise * np.sqrt(level - shift + 0.1)[:, None] * draw.standard_normal(
@@ -245,14 +245,14 @@ def law(
 
 
 def sample(rows: Floats) -> QuestionSample:
-    """Stored questions."""
+    """Make stored questions of these scores."""
     names = tuple(f"q{at // SIZE}" for at in range(rows.size))
     scores = tuple(float(score) for score in np.exp(rows.clip(0)).ravel())
     return QuestionSample.of(StoredScores(scores, names, (0,) * rows.size), 0)
 
 
 def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> TwoSampleTest:
-    """One look at live questions."""
+    """Compare live questions with the stored ones once."""
     return two_sample_test(sample(stored), [list(row) for row in live.clip(0)], level, seed)
 
 
@@ -312,8 +312,8 @@ def test_depth_weighs_many_shallow_questions_against_few_deep_ones() -> None:
 
 
 def ratios(moved: Floats, runs: int = 400, count: int = 18) -> tuple[float, float]:
-    """The mean ratio of runs of two correlated standard columns, and of the same once `moved` was
-    added.
+    """Return the mean ratio of runs of two correlated standard columns, before and after `moved`
+    was added.
     """
     draw = np.random.default_rng(6)
     stored = draw.multivariate_normal([0, 0], [[1, 0.5], [0.5, 1]], size=100)
@@ -366,7 +366,7 @@ def test_a_near_law_is_seen_in_most_runs_of_eighteen_questions(direction: int) -
 
 
 def alike(seed: int, questions: int = 40, texts: int = 6) -> StoredScores:
-    """Questions whose sixteen siblings choose among few texts, each with its own score."""
+    """Draw questions whose sixteen siblings choose among few texts, each with its own score."""
     draw = np.random.default_rng(seed)
     levels = draw.gamma(2.0, 0.2, questions)
     menu = np.exp(levels[:, None] * draw.gamma(4.0, 0.25, (questions, texts)) + 1e-3)
@@ -375,7 +375,7 @@ def alike(seed: int, questions: int = 40, texts: int = 6) -> StoredScores:
 
 
 def watched(stored: StoredScores, live: StoredScores, most: int = 300) -> DriftMonitor:
-    """A monitor of the stored scores that has seen so many live ones, of other questions."""
+    """Return a monitor of the stored scores that has seen so many live scores of other questions."""
     monitor = DriftMonitor(stored)
     for nonconformity, question in list(zip(live.nonconformity, live.questions, strict=True))[
         :most
@@ -385,7 +385,7 @@ def watched(stored: StoredScores, live: StoredScores, most: int = 300) -> DriftM
 
 
 def whole(stored: StoredScores, seed: int) -> StoredScores:
-    """Whole questions of the same array, drawn with replacement."""
+    """Draw whole questions of the same array with replacement."""
     rows = np.array(stored.scores).reshape(-1, 16)
     return StoredScores.of(
         rows[np.random.default_rng(seed).integers(len(rows), size=20)].ravel().tolist(), 16
@@ -393,7 +393,7 @@ def whole(stored: StoredScores, seed: int) -> StoredScores:
 
 
 def copies(stored: StoredScores, every: int) -> StoredScores:
-    """The same scores, one in so many a copy of the one before."""
+    """Make one score in `every` a copy of the one before."""
     scores = stored.scores
     return StoredScores.of(
         [scores[at - (at % every == every - 1)] for at in range(len(scores))], 16

@@ -18,8 +18,8 @@ Records = list[dict[str, Any]]
 
 
 def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
-    """Lengths and scores whose logarithms correlate by .54, as on a real pair; some are cut by a
-    limit.
+    """Draw lengths and scores whose logarithms correlate by 0.54, as on a real pair; a limit cuts
+    some.
     """
     found: list[tuple[float, float]] = []
     for _ in range(number):
@@ -35,8 +35,8 @@ def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
 
 
 def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = True) -> Records:
-    """First chunks of a run: each begins when another ends, and lasts as long as it is, or as
-    another one is.
+    """Simulate the first chunks of a run: each begins when another ends, and lasts as long as
+    itself or, without `lasts_with_length`, as another chunk.
     """
     draw = random.Random(seed)
     made = chunks(number, draw)
@@ -63,7 +63,7 @@ def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = T
 
 
 def realised(in_flight: int, by_length: bool, number: int = 400, **options: Any) -> float:
-    """The mean rate of mode marginal, nominal .2."""
+    """Return the mean rate of mode `marginal` at nominal rate 0.2."""
     runs = (arrivals(number, in_flight, seed, **options) for seed in range(16))
     rates = (
         replay_scores(run, 0.2, "marginal", seed=at, by_length=by_length).escalated
@@ -109,7 +109,7 @@ def test_every_length_escalates_alike() -> None:
 
 
 def stored() -> StoredScores:
-    """A calibration run with lengths."""
+    """Make a calibration run with lengths."""
     run = arrivals(160, 64, 9)
     return StoredScores.from_records(run)
 

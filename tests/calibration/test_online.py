@@ -35,7 +35,7 @@ SCORES = st.one_of(st.floats(1, 50), st.sampled_from([1.0, 1.5, math.inf]))
 
 
 def fresh(mode: Mode, rate: float = 0.4, **options: Any) -> Calibrator:
-    """A calibrator with stored scores, which mode "split" needs."""
+    """Make a calibrator with stored scores, which mode `split` needs."""
     return Calibrator(rate, mode, stored=STORED, drift="report", **options)
 
 
@@ -151,7 +151,7 @@ def test_aci_bound_holds_against_an_adversary_and_delay(
 
 
 def aci_bound(rate: float, step: float, decisions: int) -> float:
-    """How far the realised rate can be from the nominal one."""
+    """Bound the distance of the realised rate from the nominal one."""
     return (max(rate, 1 - rate) + step) / (step * decisions)
 
 

@@ -14,7 +14,7 @@ from atts.calibration.pools import Window
 
 
 def oracle(name: str) -> Any:
-    """A library that is only a test dependency; its import-time warnings are its own affair."""
+    """Import a library that only tests need, without its warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

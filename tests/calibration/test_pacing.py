@@ -31,8 +31,8 @@ Records = list[dict[str, Any]]
 
 
 def arrivals(problems: int, samples: int, order: str, seed: int, in_flight: int = 64) -> Records:
-    """A made-up run: hard problems have longer rollouts and worse scores; what is written sooner
-    comes sooner.
+    """Simulate a run in which hard problems have longer rollouts and worse scores, and shorter
+    chunks arrive sooner.
     """
     draw = random.Random(seed)
     levels = [draw.gauss(0, 1) for _ in range(problems)]
@@ -69,7 +69,7 @@ def arrivals(problems: int, samples: int, order: str, seed: int, in_flight: int 
 
 
 def error(records: Records, rate: float, samples: int, seed: int) -> float:
-    """How far the realised rate of the default mode is from the nominal one."""
+    """Return the distance of the default mode's realised rate from the nominal one."""
     done = replay_scores(
         records, rate=rate, mode="aci", seed=seed, tuning=Tuning.for_rollouts(samples)
     )
@@ -164,7 +164,7 @@ def test_a_restored_calibrator_paces_on() -> None:
 
 
 def early(left: float | None, stored: int) -> float:
-    """The share of the first ten decisions of a run that escalate, at rate one half, over 60 runs."""
+    """Return the escalated share of the first ten decisions at rate 0.5, over 60 runs."""
     draw = random.Random(5)
     found = list[bool]()
     for seed in range(60):
@@ -190,8 +190,8 @@ def test_a_run_of_known_size_keeps_escalations_back_while_few_scores_are_known()
 def run_of_coins(
     rate: float, rollouts: int, together: int, seed: int, mode_known: bool
 ) -> tuple[int, int, str]:
-    """Exchangeable scores, rollouts that end at random and, at the last, several at once:
-    escalated, decided, promise.
+    """Decide on exchangeable scores while rollouts end at random, several at once at the end;
+    return escalations, decisions and promise.
 
     The promise is the one stated half-way.
     """
@@ -209,7 +209,7 @@ def run_of_coins(
 
 
 def likely(promise: str) -> float:
-    """The number promised with probability 0.95."""
+    """Return the number that is promised with probability 0.95."""
     found = re.search(r"[Ww]ith probability 0.95 .*? is within ([0-9.]+) of ", promise)
     assert found is not None, promise
     return float(found[1])

@@ -10,8 +10,8 @@ from atts.errors import CalibrationInputError
 def runs(
     draw: np.random.Generator, questions: int, rate: float, alike: float
 ) -> list[tuple[int, int]]:
-    """Twenty decisions a question, each question with a rate of its own around `rate`: the nearer
-    the more alike.
+    """Draw twenty decisions a question at the question's own rate; the larger `alike`, the nearer
+    the rates are to `rate`.
     """
     own = draw.beta(rate * alike, (1 - rate) * alike, size=questions)
     return [(20, int(escalated)) for escalated in draw.binomial(20, own)]

@@ -40,7 +40,7 @@ Atts = Callable[..., Done]
 def atts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Done]:
-    """The command line in this process: words in, exit code and what was printed out."""
+    """Return a caller of the command line in this process."""
 
     def call(*words: str, text: str = "") -> Done:
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -53,7 +53,7 @@ def atts(
 
 
 def lines_of(records: Records) -> str:
-    """JSON Lines."""
+    """Write records as JSON Lines."""
     return "\n".join(json.dumps(record) for record in records)
 
 

@@ -22,7 +22,7 @@ STORED = StoredScores.of(
 
 
 def stream(count: int, seed: int = 0) -> list[tuple[float, str, int]]:
-    """Scores with ties and infinities over a few questions and turns."""
+    """Draw scores with ties and infinities over a few questions and turns."""
     draw = random.Random(seed)
     return [
         (
@@ -35,7 +35,7 @@ def stream(count: int, seed: int = 0) -> list[tuple[float, str, int]]:
 
 
 def play(calibrator: Calibrator, part: list[tuple[float, str, int]], first: int = 0) -> list[Any]:
-    """The decisions on a part of a stream; issues come slightly out of order."""
+    """Decide on a part of a stream; issue numbers come slightly out of order."""
     decisions = list[Any]()
     for place, (score, question, turn) in enumerate(part, first):
         decision = calibrator.decide(score, question, turn, place, place ^ 1)

@@ -29,7 +29,7 @@ Atts = Callable[..., Said]
 
 @pytest.fixture(scope="session")
 def scripted() -> tuple[str, ...]:
-    """Flags of models that need none."""
+    """Return flags that choose the scripted models, which need no files."""
     return SCRIPTED
 
 
@@ -37,7 +37,9 @@ def scripted() -> tuple[str, ...]:
 def atts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Atts:
-    """The command line as a function, in an empty folder, without anybody's ATTS_* variables."""
+    """Return the command line as a function, in an empty folder, without the user's ATTS_*
+    variables.
+    """
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("ATTS_")]:
         monkeypatch.delenv(name)
@@ -53,7 +55,7 @@ def atts(
 
 @pytest.fixture(scope="session")
 def _recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two small runs of scripted models: `atts` and `alone`, made once."""
+    """Make two small runs of scripted models once: `atts` and `alone`."""
     folder = tmp_path_factory.mktemp("runs")
     for name, method in (("atts", "atts"), ("alone", "target-only")):
         words = (
@@ -72,5 +74,5 @@ def _recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runs(_recorded: Path, tmp_path: Path) -> Path:
-    """A copy of the two runs, to do anything to: runs/atts and runs/alone."""
+    """Copy the two runs to runs/atts and runs/alone, where a test may change them."""
     return Path(shutil.copytree(_recorded, tmp_path / "runs"))

@@ -27,7 +27,7 @@ LENGTHS = ("max_tokens", "turns", "chunking.draft_tokens", "chunking.target_toke
 
 
 def lengths(engines: dict[str, str], *pairs: str, folder: Path) -> list[Any]:
-    """The four lengths of a configuration."""
+    """Return the four lengths of a configuration."""
     found = configure(engines, pairs, environment={}, folder=folder)
     assert list(found.setup().run_policy.bounds()[:4]) == [found[name] for name in LENGTHS]
     return [found[name] for name in LENGTHS]
@@ -235,7 +235,9 @@ class WatchedEngine(ScriptedEngine):
 
 
 def engines(used: Role) -> dict[Role, WatchedEngine]:
-    """A long context for the role that is used, a short one for the other."""
+    """Make an engine with a long context for the role that is used, and one with a short context
+    for the other role.
+    """
     return {
         role: WatchedEngine(role, LONG if role == used else SHORT) for role in ("draft", "target")
     }
@@ -243,7 +245,7 @@ def engines(used: Role) -> dict[Role, WatchedEngine]:
 
 @pytest.fixture
 def served() -> Iterator[DialectServer]:
-    """A server with a long context."""
+    """Start a server with a long context."""
     with ExitStack() as stack:
         yield stack.enter_context(
             DialectServer(lambda: ScriptedEngine("target", context_length=40_000), "chat")

@@ -15,7 +15,7 @@ RUN = ("eval", "arithmetic[:4]", "--draft", "scripted", "--target", "scripted", 
 
 @pytest.fixture
 def prices(tmp_path: Path) -> str:
-    """A file of prices."""
+    """Write a file of prices."""
     (tmp_path / "prices.toml").write_text(
         "[draft]\ninput=0.1\noutput=0.4\n[target]\ninput=1\noutput=4\n"
     )

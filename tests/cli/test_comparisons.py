@@ -21,7 +21,7 @@ from atts.testing import toy_problems
 
 
 def results(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """A file of results."""
+    """Write a file of results."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -189,7 +189,7 @@ PROBLEMS = 12
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve toy problems, five rollouts each, none spared."""
+    """Run twelve toy problems with five rollouts each, without early stop."""
     folder = tmp_path_factory.mktemp("plan") / "run"
     policy = Policy(samples=5, turns=8, max_tokens=300, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy, rate=0.3)
@@ -199,7 +199,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def record(recorded: Path) -> PlanData:
-    """What a plan reads of it."""
+    """Read the data of a plan from the run."""
     return read_plan_data(recorded)
 
 
@@ -224,7 +224,7 @@ def test_all_rollouts_at_all_turns_are_the_run_itself(record: PlanData, recorded
 
 
 def _is_clear(labels: list[Any]) -> bool:
-    """Whether one answer has more votes than any other."""
+    """Return whether one answer has more votes than any other."""
     counts = sorted((labels.count(label) for label in set(labels) - {None}), reverse=True)
     return len(counts) == 1 or (len(counts) > 1 and counts[0] > counts[1])
 
@@ -266,7 +266,7 @@ def test_what_could_not_be_scored_is_told_with_every_option(record: PlanData) ->
 
 
 def _unscored(case: GradedCase) -> GradedCase:
-    """The same, what was right unscored."""
+    """Return the case with its correct rollouts unscored."""
     return replace(
         case,
         rollouts=tuple(

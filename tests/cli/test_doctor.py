@@ -27,7 +27,7 @@ Serve = Callable[..., str]
 
 
 def embedded(role: Any, tokens: int = 2048) -> Callable[[], Engine]:
-    """Makes an embedded model: a real tokenizer that both sides can open."""
+    """Return a factory of an embedded model, whose real tokenizer both sides can open."""
     return lambda: LocalEngine(
         path(role), name=role, options=LocalOptions(worker="thread", kv_tokens=tokens)
     )
@@ -35,7 +35,7 @@ def embedded(role: Any, tokens: int = 2048) -> Callable[[], Engine]:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts a server of an embedded model: its engine in words."""
+    """Return a function that serves an embedded model and returns the engine's address."""
     with ExitStack() as stack:
 
         def start(role: Any, dialect: Any = "vllm", model: str = "owner/toy", **quirks: Any) -> str:
@@ -302,7 +302,7 @@ def test_pairs_and_cards_are_a_table(atts: Any) -> None:
 
 
 def statuses(said: Any) -> dict[str, list[str]]:
-    """The statuses of every kind of check."""
+    """Return the statuses of every kind of check."""
     found: dict[str, list[str]] = {}
     for check in json.loads(said.out)["checks"]:
         found.setdefault(check["name"], []).append(check["status"])
@@ -344,7 +344,7 @@ def test_two_good_servers_pass_and_the_settings_are_kept(atts: Any, serve: Serve
 
 
 def thinking(folder: Path) -> Path:
-    """The draft's tokenizer with a template that opens every answer with `<think>`."""
+    """Copy the draft's tokenizer with a template that opens every answer with `<think>`."""
     copy = Path(
         shutil.copytree(
             path("draft"), folder / "thinking", ignore=shutil.ignore_patterns("*.safetensors")

@@ -18,7 +18,7 @@ from atts.cli.app import COMMANDS, EXIT_CODES
 
 
 def commands() -> Iterator[tuple[str, ...]]:
-    """Every command, those inside groups too."""
+    """Yield every command, including those inside groups."""
     for name, entry in COMMANDS.items():
         code: Any = getattr(importlib.import_module(entry.module), entry.attribute)
         yield (name,)

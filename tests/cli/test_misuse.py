@@ -23,11 +23,11 @@ RUN = "arithmetic[:2] --samples 2 --draft scripted --target scripted --report no
 
 
 def nothing(folder: Path) -> None:
-    """Nothing has to be there."""
+    """Prepare nothing."""
 
 
 def text(name: str, content: str | bytes) -> Callable[[Path], None]:
-    """A file has to be there."""
+    """Return a function that writes a file."""
 
     def write(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -37,12 +37,12 @@ def text(name: str, content: str | bytes) -> Callable[[Path], None]:
 
 
 def directory(name: str) -> Callable[[Path], None]:
-    """A directory has to be there."""
+    """Return a function that makes a directory."""
     return lambda folder: (folder / name).mkdir(parents=True)
 
 
 def damaged(folder: Path) -> None:
-    """The fifth line of the journal lost its middle."""
+    """Cut the middle out of the journal's fifth line."""
     journal = folder / "runs/atts/journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     lines[4] = lines[4][:10] + lines[4][40:]
@@ -50,19 +50,19 @@ def damaged(folder: Path) -> None:
 
 
 def newer(folder: Path) -> None:
-    """A later version wrote the manifest."""
+    """Mark the manifest as written by a later version."""
     manifest = folder / "runs/atts/manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema": 999}))
 
 
 def an_array(folder: Path) -> None:
-    """Twelve scores in a row."""
+    """Save twelve scores in a row."""
     np.save(folder / "s.npy", np.linspace(1.1, 2.0, 12))
 
 
 def drafter(kind: str) -> Callable[[Path], None]:
-    """A folder "drafter" that cannot draft for the embedded target: no model, of other words, or
-    far too large.
+    """Return a function that makes a folder "drafter" that cannot draft for the embedded target: no
+    model, another tokenizer, or far too large.
     """
 
     def write(folder: Path) -> None:
@@ -89,7 +89,7 @@ DRAFTED = "--target embedded:target?worker=thread&drafter=hf:./drafter"
 
 
 def a_zoo(folder: Path) -> None:
-    """A zoo without models."""
+    """Make a zoo without models."""
     (folder / "zoo/models").mkdir(parents=True)
     (folder / "zoo/blocks").mkdir()
     (folder / "zoo/zoo.json").write_text('{"schema": 1}')

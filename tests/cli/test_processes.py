@@ -23,8 +23,8 @@ def atts(
     environment: Mapping[str, str] | None = None,
     file_bytes: int | None = None,
 ) -> subprocess.CompletedProcess[Any]:
-    """The command line in a process without a terminal; `file_bytes` is the longest file it may
-    write.
+    """Run the command line in a process without a terminal, whose files may have at most
+    `file_bytes`.
     """
 
     def limit() -> None:

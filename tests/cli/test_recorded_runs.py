@@ -56,7 +56,7 @@ FROZEN = Setup(
 
 
 def lines(said: Any) -> list[dict[str, Any]]:
-    """Standard output as one object per line."""
+    """Parse standard output as one object per line."""
     return [json.loads(line) for line in said.out.splitlines()]
 
 
@@ -195,7 +195,7 @@ def test_check_says_whether_a_run_kept_its_promise(atts: Atts, runs: Path) -> No
 
 
 def _bent(journal: bytes) -> bytes:
-    """The same run, had every chunk been handed over."""
+    """Return the journal of the same run with every chunk escalated."""
     import zlib
 
     found: list[bytes] = []
@@ -371,7 +371,7 @@ def test_calibrate_is_the_draft_alone_scored(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One evaluation by one process, and the same by three: whole, 1, 2, 3."""
+    """Evaluate once by one process and once by three: whole, 1, 2, 3."""
     folder = tmp_path_factory.mktemp("shards")
     evaluate_sync(toy_problems(7), FROZEN, directory=folder / "whole")
     for number in (1, 2, 3):
@@ -380,7 +380,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(run: Path) -> dict[str, Any]:
-    """What a report says, but for time, place and the order of events."""
+    """Return the numbers of a report that do not depend on time, place or the order of events."""
     report = jsonable(asdict(build_report(run).report))
     held = report["calibration"]
     kept = {name: report[name] for name in ("verdict", "accuracy", "coverage", "spend")}
@@ -735,7 +735,7 @@ class GrowingRun:
         (self.folder / JOURNAL).write_bytes(self._data[:length])
 
     def wait(self, seconds: float) -> None:
-        """Half a second of the run."""
+        """Write half a second of the run."""
         self.waits += 1
         self._write(
             len(self._data) * min(self.waits + self._steps // 4, self._steps) // self._steps

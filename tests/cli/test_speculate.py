@@ -63,8 +63,8 @@ async def test_a_run_writes_the_same_whoever_proposes(
 
 
 def check_told(result: RunResult, way: str) -> None:
-    """The same counters everywhere, or none at all; the draft of so small a run proposes much and
-    rightly.
+    """Check that all counters agree, or that there are none; the draft of so small a run proposes
+    much and correctly.
     """
     assert result.directory is not None
     told = build_report(result.directory).report
@@ -88,7 +88,7 @@ def check_told(result: RunResult, way: str) -> None:
 
 
 async def proposals(target: Engine) -> int | None:
-    """How many tokens were proposed to an engine that wrote a little; None: it does not speculate."""
+    """Count the tokens proposed to an engine that wrote a little; None if it does not speculate."""
     assert isinstance(target, LocalEngine)
     async with target:
         await target.sample(
@@ -163,7 +163,7 @@ async def test_a_lent_draft_that_does_not_fit_is_left_out(
 
 
 def swap_two_tokens(file: Path) -> None:
-    """The same words under other ids."""
+    """Exchange the ids of two tokens."""
     state = json.loads(file.read_text())
     vocabulary = state["model"]["vocab"]
     vocabulary["ox"], vocabulary["The"] = vocabulary["The"], vocabulary["ox"]
@@ -171,7 +171,7 @@ def swap_two_tokens(file: Path) -> None:
 
 
 def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
-    """There is next to no memory for the weights of this engine."""
+    """Leave next to no memory for the weights of this engine."""
     from atts.accel import build
     from atts.local.loader import load_weights
 

@@ -82,7 +82,6 @@ class Terminal:
         os.close(self._keys)
 
     def press(self, keys: bytes) -> None:
-        """Type."""
         os.write(self._keys, keys)
 
     def until(self, true: Callable[[], bool], seconds: float = 120) -> None:
@@ -115,7 +114,7 @@ _TAKE_TERMINAL = "import fcntl,os,sys,termios; fcntl.ioctl(0,termios.TIOCSCTTY,0
 
 
 def events(run: Path, *kinds: type[Any]) -> list[Any]:
-    """What the journal says of these kinds, with the session."""
+    """Return the journal's events of these kinds, each with its session."""
     return [
         (entry.session, entry.event)
         for entry in read_entries(run / JOURNAL, kinds=kinds)
@@ -124,7 +123,7 @@ def events(run: Path, *kinds: type[Any]) -> list[Any]:
 
 
 def decisions(run: Path) -> Mapping[tuple[str, int, int], str]:
-    """Every decision: one per problem, sample and turn."""
+    """Return every decision by problem, sample and turn."""
     found: dict[tuple[str, int, int], str] = {}
     for _, event in events(run, Decided):
         if isinstance(event, Decided) and event.decision.action != "verify":
@@ -136,7 +135,7 @@ def decisions(run: Path) -> Mapping[tuple[str, int, int], str]:
 
 
 def answers(run: Path) -> Mapping[str, Any]:
-    """What every problem came to, and what every rollout wrote."""
+    """Return every problem's answer and votes, and the text of every rollout."""
     outcomes = read_outcomes(read_entries(run / JOURNAL))
     return {
         o.problem.id: (o.answer, o.votes, [(r.sample, r.finish, r.text) for r in o.rollouts])
@@ -145,7 +144,7 @@ def answers(run: Path) -> Mapping[str, Any]:
 
 
 def calls(run: Path) -> Mapping[str, set[int]]:
-    """In which sessions each engine call was made."""
+    """Return the sessions in which each engine call was made."""
     found: dict[str, set[int]] = {}
     for session, event in events(run, Sampled, Scored):
         if isinstance(event, Sampled | Scored):
@@ -155,7 +154,7 @@ def calls(run: Path) -> Mapping[str, set[int]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that is not interrupted, without a terminal."""
+    """Make the run without a terminal that nothing interrupts."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     command = [sys.executable, "-m", "atts", "eval", "arithmetic[:14]", *FROZEN, "--out", str(run)]
     done = subprocess.run(command, env=CLEAN, capture_output=True, text=True, check=False)
@@ -280,7 +279,6 @@ class Clock:
     now = 0.0
 
     def __call__(self) -> float:
-        """What time it is."""
         return self.now
 
 
@@ -324,7 +322,7 @@ class Heavy(ScriptedEngine):
 
     @property
     def spec(self) -> EngineSpec:
-        """Its own, with the price of a token."""
+        """Return the engine's spec with a price per token."""
         return replace(super().spec, flops_per_token=6e8)
 
 
@@ -350,13 +348,13 @@ async def test_a_model_that_would_take_hours_here_says_so(tmp_path: Path) -> Non
 
 
 def press(times: int = 1) -> None:
-    """Ctrl-C, as the kernel delivers it to this thread."""
+    """Send Ctrl-C as the kernel delivers it to this thread."""
     for _ in range(times):
         signal.raise_signal(signal.SIGINT)
 
 
 def workers() -> list[threading.Thread]:
-    """The threads that keep a process from ending."""
+    """Return the threads that keep a process from ending."""
     return [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
 
 

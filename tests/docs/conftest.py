@@ -20,8 +20,8 @@ from tests.reciting import RecitingEngine
 
 @pytest.fixture
 def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two servers that know the answers, named in variables, and the first rows of a benchmark in a
-    file.
+    """Start two servers that know the answers, name them in variables, and write the first rows of
+    a benchmark to a file.
     """
     problems = tuple(Problem(f"test/{n}", f"What is ${n} + {n}$?", str(2 * n)) for n in range(1, 7))
     file = tmp_path / "math500.jsonl"

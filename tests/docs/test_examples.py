@@ -51,7 +51,7 @@ class Example:
 
 
 def examples(page: Path) -> Iterator[Example]:
-    """The blocks of a page that show something to do."""
+    """Yield the blocks of a page that show something to do."""
     text = page.read_text()
     for found in FENCE.finditer(text):
         if found["kind"] in EXAMPLES:
@@ -67,7 +67,9 @@ def examples(page: Path) -> Iterator[Example]:
 
 
 def commands(text: str) -> Iterator[tuple[str, str]]:
-    """The commands of a console block ("$ ", gone on with by "> "), each with what it should print."""
+    """Yield the commands of a console block ("$ ", continued by "> "), each with the output that it
+    should print.
+    """
     for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
         lines = part.splitlines()
         more = 1
@@ -160,7 +162,7 @@ def run_console(example: Example, where: str) -> None:
 
 
 def run_command(words: str) -> tuple[int, str]:
-    """`atts` in this process, its engines too, which is quicker; anything else in a shell."""
+    """Run `atts` and its engines in this process, which is quicker, and anything else in a shell."""
     words = words.partition("  # ")[0]  # the page's comment on the command
     plain = re.sub(r"\$\(cat (\w+)\)", lambda found: Path(found[1]).read_text().strip(), words)
     if plain.startswith("atts ") and not SHELL & set(plain):
@@ -179,7 +181,9 @@ def run_command(words: str) -> tuple[int, str]:
 
 
 def in_thread(word: str) -> str:
-    """The name of an in-process engine, with its worker; any other word, and stages, as they are."""
+    """Give the name of an in-process engine a worker in a thread; leave other words, and stages,
+    unchanged.
+    """
     if "stages=" in word or not re.match(r"(zoo:[^?]+/\w+|embedded)(\?|$)", word):
         return word
     return f"{word}{'&' if '?' in word else '?'}worker=thread"
@@ -197,7 +201,7 @@ def expect(promised: str, said: str, where: str) -> None:
 
 
 def leaf_commands() -> dict[str, str]:
-    """Every command that does something, with its help, as the generated page has them."""
+    """Return every command that is not a group, with its help, from the generated page."""
     parts = re.split(r"^## (atts.*)$", (ROOT / "docs" / "cli.md").read_text(), flags=re.M)[1:]
     found = dict(zip(parts[::2], parts[1::2], strict=True))
     return {

@@ -14,8 +14,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/servers.md"
 
 
 def recipes() -> list[str]:
-    """The commands of each placement: what stands between two comments of a block that serves $T
-    and $D.
+    """Return the commands of each placement: the lines between two comments of a block that serves
+    $T and $D.
     """
     blocks = re.findall(
         r"^```bash\n(.*?)^```$", PAGE.read_text() if PAGE.exists() else "", flags=re.M | re.S
@@ -30,7 +30,7 @@ def recipes() -> list[str]:
 
 
 def listening(recipe: str, model: str) -> list[int]:
-    """The ports of one model's servers, loops unrolled."""
+    """Return the ports of one model's servers, with loops unrolled."""
     found = list[int]()
     for line in recipe.splitlines():
         if f"vllm serve ${model} " in line:

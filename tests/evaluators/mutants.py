@@ -81,7 +81,9 @@ class Mutant:
 
 
 def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
-    """That many different ones, as many of each kind, fewer where the answers do not give so many."""
+    """Make that many different mutants, equally many of each kind, or fewer if the answers do not
+    suffice.
+    """
     random = Random(f"mutants:{seed}")
     found = dict[tuple[str, str], Mutant]()
     made_of = Counter[str]()
@@ -132,7 +134,7 @@ def _mutant(
 
 
 def _framed(kind: str, numbers: Sequence[int], random: Random) -> tuple[str, str]:
-    """An answer of the kind and one that it is not, about two numbers of the given answers."""
+    """Make an answer of the kind and a different one from two numbers of the given answers."""
     one, two = sorted(random.sample(numbers, 2))
     filled = {"A": str(one), "B": str(two), "C": str(two + 1)}
     gold, others = random.choice(FRAMES[kind])
@@ -143,8 +145,8 @@ def _framed(kind: str, numbers: Sequence[int], random: Random) -> tuple[str, str
 
 
 def _is_same(gold: str, made: str) -> bool:
-    """An independent oracle: two numbers, fractions or powers of one value; what it cannot read is
-    not the same.
+    """Decide by an independent oracle whether two numbers, fractions or powers have one value;
+    unreadable texts are different.
     """
     one = _value(gold)
     two = _value(made)
@@ -177,7 +179,7 @@ def _put(text: str, found: re.Match[str], new: str, group: int = 0) -> str:
 
 
 def _is_single(text: str) -> bool:
-    """One value: no list, relation, set or words."""
+    """Return whether the text is one value: no list, relation, set or words."""
     return not _SEVERAL.search(text.replace("sqrt", "").replace("frac", ""))
 
 

@@ -57,7 +57,7 @@ SLOW = (r"\int_0^{\infty} \frac{\sin(x^x)}{x^x} dx", "1")
 
 @pytest.fixture
 def worker() -> Iterator[algebra.Worker]:
-    """A worker of the test's own."""
+    """Give the test a worker of its own."""
     before = algebra.WORKER
     algebra.WORKER = algebra.Worker()
     yield algebra.WORKER

@@ -50,7 +50,7 @@ class Judge:
 
 
 def judged(engine: Judge, *records: dict[str, Any], prompt: str = "") -> list[GradedRecord]:
-    """The records after the engine was asked."""
+    """Return the records after the engine has judged them."""
 
     async def ask() -> list[GradedRecord]:
         model: Any = engine

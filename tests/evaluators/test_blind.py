@@ -17,13 +17,13 @@ POLICY = {("110_2", "110"), ("9", "x^2=9")}
 
 @cache
 def rows(name: str) -> tuple[dict[str, Any], ...]:
-    """The rows of a set's file."""
+    """Read the rows of a set's file."""
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
     return tuple(json.loads(line) for line in lines)
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether the grader calls two answers equal."""
+    """Return whether the grader calls two answers equal."""
     return equivalent(gold, answer).is_equal
 
 

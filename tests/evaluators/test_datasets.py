@@ -27,13 +27,13 @@ ROWS: list[dict[str, Any]] = [
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    """One object per line."""
+    """Write one object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """As spreadsheets export it: byte order mark, CRLF."""
+    """Write rows as spreadsheets export them: byte order mark, CRLF."""
     with path.open("w", encoding="utf-8-sig", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -42,7 +42,7 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Needs pyarrow."""
+    """Write rows with pyarrow, or skip the test without it."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(
@@ -52,13 +52,13 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_json(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Wrapped, as many exports are."""
+    """Write rows inside an object, as many exports are."""
     path.write_text(json.dumps({"version": 1, "data": rows}))
     return path
 
 
 def write_gzip(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Compressed lines."""
+    """Write compressed lines."""
     path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
     return path
 
@@ -127,7 +127,7 @@ def test_answers_of_any_type_become_text(tmp_path: Path, given_answer: object, r
 
 
 def message(action: Callable[[], object]) -> str:
-    """What a DatasetError says."""
+    """Return the text of the DatasetError that the action raises."""
     with pytest.raises(DatasetError) as caught:
         action()
     assert caught.value.exit_code == 2
@@ -336,7 +336,7 @@ def test_choice_orders_are_fixed_for_all_time() -> None:
 
 
 def problems(count: int) -> list[Problem]:
-    """Plain ones."""
+    """Make plain problems."""
     return [
         Problem(f"set/{at}", f"text {at}", str(at), level=at % 5 + 1, subject="AB"[at % 2])
         for at in range(count)

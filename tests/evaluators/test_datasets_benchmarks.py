@@ -34,7 +34,7 @@ FILES = {
 
 
 def from_file(name: str, shared: Path) -> Dataset:
-    """A benchmark from its real file."""
+    """Load a benchmark from its real file."""
     return load_dataset(
         name, options=LoadOptions(file=shared / "benchmarks" / f"{FILES[name]}.jsonl")
     )
@@ -109,7 +109,9 @@ def test_a_part_of_math500_cannot_stand_for_the_hundred(tmp_path: Path, shared_d
 
 
 def hub_copy(cache: Path, repo: str, files: dict[str, bytes], branch: str = "main") -> str:
-    """Blobs, a snapshot of links to them, and a branch that names the snapshot; returns the commit."""
+    """Write blobs, a snapshot of links to them, and a branch that names the snapshot; return the
+    commit.
+    """
     root = cache / f"datasets--{repo.replace('/', '--')}"
     commit = hashlib.sha1(json.dumps(sorted(files)).encode() + b"".join(files.values())).hexdigest()
     for name, content in files.items():
@@ -125,12 +127,12 @@ def hub_copy(cache: Path, repo: str, files: dict[str, bytes], branch: str = "mai
 
 
 def lines(rows: list[dict[str, Any]]) -> bytes:
-    """JSON Lines."""
+    """Write rows as JSON Lines."""
     return "\n".join(json.dumps(row) for row in rows).encode()
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
-    """Needs pyarrow."""
+    """Write rows with pyarrow, or skip the test without it."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
     sink = pyarrow.BufferOutputStream()
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), sink)
@@ -138,7 +140,7 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 
 
 def cached(name: str, cache: Path, **options: Any) -> Dataset:
-    """What loads without a network."""
+    """Load what can be loaded without a network."""
     return load_dataset(name, options=LoadOptions(cache=cache, network="never", **options))
 
 
@@ -459,14 +461,14 @@ class Hub(BaseHTTPRequestHandler):
     asked: list[str]
 
     def log_message(self, format: str, *args: object) -> None:
-        """NullListener."""
+        """Print nothing."""
 
     def do_HEAD(self) -> None:
-        """As GET."""
+        """Answer as GET does."""
         self.do_GET()
 
     def do_GET(self) -> None:
-        """Repository, tree and file."""
+        """Serve the repository, its tree and its file."""
         self.asked.append(self.path)
         entry = {"type": "file", "path": "test.jsonl", "size": len(self.content), "oid": "e" * 40}
         if "/gpqa" in self.path.lower():
@@ -493,7 +495,7 @@ class Hub(BaseHTTPRequestHandler):
             self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
     def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        """Status, headers, body."""
+        """Send status, headers and body."""
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
@@ -504,7 +506,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Every path asked of a hub on this machine, which huggingface_hub takes for the real one."""
+    """Run a hub on this machine in place of the real one, and list every path that is requested."""
     handler = type("Handler", (Hub,), {"asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -13,7 +13,7 @@ from atts.evaluators.datasets.catalogue import BENCHMARKS
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Three problems in a file."""
+    """Write three problems to a file."""
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(
@@ -24,7 +24,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def atts(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """As a user would, without a network and with an empty cache."""
+    """Run the command as a user would, without a network and with an empty cache."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "cache")}
     command = [sys.executable, "-m", "atts", "datasets", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

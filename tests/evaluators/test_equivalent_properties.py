@@ -26,7 +26,7 @@ class Written:
 
 
 def numbers() -> st.SearchStrategy[Written]:
-    """Integers, decimals and fractions in several spellings."""
+    """Draw integers, decimals and fractions in several spellings."""
     integers = st.integers(0, 10**9).map(lambda n: Written(str(n), Fraction(n), True))
     grouped = st.integers(10**3, 10**12).map(
         lambda n: Written(f"{n:,}".replace(",", "{,}"), Fraction(n), True)
@@ -44,14 +44,14 @@ def numbers() -> st.SearchStrategy[Written]:
 
 
 def bracketed(item: Written, style: int) -> str:
-    """The text so that it can stand as a factor."""
+    """Put the text into brackets if it cannot be a factor without them."""
     if item.is_atom:
         return item.text
     return (f"({item.text})", rf"\left({item.text}\right)", f"{{({item.text})}}")[style]
 
 
 def combined(inner: st.SearchStrategy[Written]) -> st.SearchStrategy[Written]:
-    """Sums, differences, products and quotients in several spellings."""
+    """Draw sums, differences, products and quotients in several spellings."""
 
     def join(parts: tuple[Written, Written, str, int]) -> Written:
         left, right, sign, style = parts

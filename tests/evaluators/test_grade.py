@@ -41,7 +41,7 @@ class Done:
 def atts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
-    """The command line in this process, with its own stdin."""
+    """Return a caller of the command line in this process, with its own stdin."""
 
     def call(*words: str, stdin: str = "") -> Done:
         monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
@@ -53,7 +53,7 @@ def atts(
 
 
 def lines(records: list[dict[str, Any]]) -> str:
-    """Records as JSONL."""
+    """Write records as JSONL."""
     return "".join(json.dumps(record) + "\n" for record in records)
 
 

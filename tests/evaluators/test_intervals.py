@@ -106,8 +106,8 @@ def test_unknown_words_are_errors(wrong: Callable[[], object]) -> None:
 def benchmarks(
     kind: tuple[float, float], problems: int, samples: int, runs: int
 ) -> tuple[float, Counted]:
-    """The true mean rate, and right answers of [run, problem]: difficulties are Beta, samples
-    binomial.
+    """Draw problems with Beta difficulties and binomial samples; return the true mean rate and the
+    correct answers of [run, problem].
     """
     rng = np.random.default_rng(20_260_101)
     chances = rng.beta(*kind, (runs, problems))
@@ -115,7 +115,7 @@ def benchmarks(
 
 
 def covered(truth: float, found: list[Estimate]) -> float:
-    """How often the interval holds the truth."""
+    """Return how often the interval holds the truth."""
     return float(np.mean([one.low <= truth <= one.high for one in found]))
 
 

@@ -34,7 +34,7 @@ CASE = st.lists(st.booleans(), min_size=1, max_size=9).flatmap(
 
 
 def share(row: Sequence[bool], k: int, right: Any) -> Fraction:
-    """Over every k-subset, how often `right` says yes to the number of right ones."""
+    """Return the share of k-subsets whose number of correct answers `right` accepts."""
     subsets = list(itertools.combinations(row, k))
     return Fraction(sum(bool(right(sum(subset))) for subset in subsets), len(subsets))
 
@@ -132,8 +132,8 @@ LABELS = st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_s
 
 
 def brute_majority(labels: Sequence[str | None], correct: Sequence[bool], k: int) -> Fraction:
-    """Every subset votes; ties are split evenly; a class is worth the share of its members that are
-    right.
+    """Let every subset vote: ties are split evenly, and a class is worth the share of its correct
+    members.
     """
     total = Fraction(0)
     subsets = list(itertools.combinations(range(len(labels)), k))
@@ -162,7 +162,9 @@ def test_maj_at_k_equals_brute_force(labels: list[str | None], chance: random.Ra
 
 
 def exact_majority(right: int, wrong: Sequence[int], blank: int, k: int) -> Fraction:
-    """The polynomial in exact integers: too slow for a product, right for a test of large n."""
+    """Evaluate the polynomial in exact integers, which is too slow for the product but exact for
+    large n.
+    """
     total = Fraction(0)
     for j in range(1, min(right, k) + 1):
         poly: Counter[tuple[int, int]] = Counter({(0, 0): 1})

@@ -16,20 +16,20 @@ RNG_SEED = 12
 
 
 def graded(problems: int, samples: int) -> NDArray[np.int64]:
-    """Right and wrong of [problem, sample], problems of very different difficulty."""
+    """Draw verdicts of [problem, sample] for problems of very different difficulty."""
     rng = np.random.default_rng(RNG_SEED)
     return rng.binomial(1, rng.beta(0.6, 0.6, (problems, 1)), (problems, samples))
 
 
 def inspect_scorer() -> Any:
-    """The module of scorers, reducers and metrics."""
+    """Import inspect_ai's module of scorers, reducers and metrics."""
     return pytest.importorskip(
         "inspect_ai.scorer", reason="inspect_ai is an oracle, not a dependency"
     )
 
 
 def sample_scores(scorer: Any, rows: NDArray[np.int64]) -> list[Any]:
-    """Every sample by itself, its problem in the metadata."""
+    """Make one score per sample, with its problem in the metadata."""
     return [
         scorer.SampleScore(
             score=scorer.Score(value=float(one)),

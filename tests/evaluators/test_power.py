@@ -16,7 +16,7 @@ from atts.evaluators import (
 
 
 def rows(draw: np.random.Generator, accuracy: np.ndarray, samples: int) -> list[list[bool]]:
-    """Samples of each problem, correct with the problem's own probability."""
+    """Draw samples of each problem, correct with the problem's own probability."""
     return [(draw.uniform(size=samples) < p).tolist() for p in accuracy]
 
 

@@ -12,7 +12,7 @@ from atts.evaluators import LabelledChunk, gain_over_coin, holm, within_question
 
 
 def chunks(count: int, shift: float, seed: int) -> list[LabelledChunk]:
-    """Scores with a level per question and per rollout; wrong rollouts score worse by `shift`."""
+    """Draw scores with a level per question and per rollout; wrong rollouts score worse by `shift`."""
     draw = np.random.default_rng(seed)
     made: list[LabelledChunk] = []
     for question in range(count):

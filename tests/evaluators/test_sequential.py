@@ -13,7 +13,7 @@ from atts.evaluators import ConfidenceSequence, compare_in_order
 
 
 def excluded(differences: tuple[float, ...], mean: float, level: float) -> bool:
-    """Whether the mean was ever outside."""
+    """Return whether the mean was ever outside the sequence's interval."""
     sequence = ConfidenceSequence(level)
     for difference in differences:
         sequence.add(difference)

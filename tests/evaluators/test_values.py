@@ -22,7 +22,7 @@ LIMITS = Limits()
 
 
 def tree(text: str) -> Node:
-    """The first reading of a text."""
+    """Return the first reading of a text."""
     return read(text, LIMITS).trees[0]
 
 
@@ -98,7 +98,7 @@ TERMS = st.recursive(
 
 
 def approximation(node: Node, bits: int) -> Approx:
-    """The value at this precision, with its bound."""
+    """Return the value at this precision, with its bound."""
     evaluator = Evaluator(bits, LIMITS)
     return evaluator.approximate(evaluator.value(node))
 

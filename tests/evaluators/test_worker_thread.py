@@ -15,7 +15,7 @@ ANSWERS = (r"\sum_{k=1}^{n}k^7\binom{n}{k}", r"\int_0^n x^7\binom{n}{x}\,dx", "1
 
 @pytest.fixture
 def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The threads in which the worker was asked; it knows nothing."""
+    """Replace the worker by one that knows nothing, and list the threads that call it."""
     threads = list[str]()
 
     def reply(question: str) -> Any:

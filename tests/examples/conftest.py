@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="session")
 def example() -> Callable[[str], ModuleType]:
-    """Imports an example by its file's name; its program does not run."""
+    """Return an importer of examples by file name; their programs do not run."""
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")

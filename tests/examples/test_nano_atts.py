@@ -22,7 +22,7 @@ NANO = Path(__file__).parents[2] / "examples" / "nano_atts.py"
 
 @pytest.fixture(scope="module")
 def nano(example: Callable[[str], ModuleType]) -> Any:
-    """The file as a module."""
+    """Import the file as a module."""
     return example("nano_atts")
 
 

@@ -39,13 +39,13 @@ class Watched:
     steps: int = 0
 
     def step(self) -> None:
-        """One more step."""
+        """Take one more step."""
         self.steps += 1
         if self.tick is not None:
             self.tick(self.steps)
 
     async def work(self, name: str, seconds: float) -> float:
-        """Be busy for so long; free again however it ends."""
+        """Be busy for so long, and free again however the call ends."""
         self.calls += 1
         now = self.in_flight[name] = self.in_flight.get(name, 0) + 1
         self.peak[name] = max(self.peak.get(name, 0), now)
@@ -60,25 +60,25 @@ class Watched:
 
 @pytest.fixture
 def engine() -> Watched:
-    """A fresh watched engine."""
+    """Make a watched engine."""
     return Watched()
 
 
 @pytest.fixture
 def named() -> Callable[[int], list[Named]]:
-    """Makes that many problems."""
+    """Return a function that makes that many problems."""
     return lambda count: [Named(f"p{number}") for number in range(count)]
 
 
 @pytest.fixture
 def virtually(anyio_backend: Backend) -> Callable[[Callable[[], Awaitable[T]]], T]:
-    """Runs an async function without arguments under virtual time on this test's back end."""
+    """Return a function that runs another under virtual time on this test's back end."""
     return lambda function: run_virtual(function, backend=anyio_backend)
 
 
 @pytest.fixture
 def is_empty() -> Callable[[Graph], bool]:
-    """Whether a graph holds nothing: no place, slot, token, waiter or open problem."""
+    """Return a check that a graph holds no place, slot, token, waiter or open problem."""
 
     def check(graph: Graph) -> bool:
         stats = graph.stats()

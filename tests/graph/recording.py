@@ -15,15 +15,15 @@ class Recording(list[Any]):
         self.append(event)
 
     def nodes(self) -> list[CallSpan]:
-        """The calls, in the order they ended."""
+        """Return the calls in the order in which they ended."""
         return [event for event in self if isinstance(event, CallSpan)]
 
     @property
     def rollouts(self) -> list[RolloutSpan]:
-        """The rollouts, in the order they ended."""
+        """Return the rollouts in the order in which they ended."""
         return [event for event in self if isinstance(event, RolloutSpan)]
 
     @property
     def problems(self) -> list[ProblemSpan]:
-        """The problems, in the order they ended."""
+        """Return the problems in the order in which they ended."""
         return [event for event in self if isinstance(event, ProblemSpan)]

@@ -113,7 +113,7 @@ class Disturbed:
                 pass
 
     async def solve(self, problem: Named, scope: ProblemScope) -> list[RolloutResult[int]]:
-        """A pipeline with every kind of wait."""
+        """Solve a problem with every kind of wait."""
         self.scopes.append(scope)
 
         async def rollout(line: RolloutScope[int]) -> int:
@@ -151,9 +151,7 @@ class Disturbed:
         assert {task.id for task in anyio.get_running_tasks()} <= before
 
     def check(self, is_empty: IsEmpty) -> None:
-        """Nothing left in the engine or in the graph, every beginning has its end, and the results
-        fit.
-        """
+        """Check that engine and graph are empty, every beginning has its end, and the results fit."""
         assert not any(self.engine.in_flight.values())
         assert is_empty(self.graph)
         assert len(self.recording.problems) == len(self.scopes) == len(self.results)

@@ -53,7 +53,7 @@ class Named:
 
 
 def problems(count: int) -> list[Named]:
-    """That many."""
+    """Make that many problems."""
     return [Named(f"p{number}") for number in range(count)]
 
 
@@ -273,7 +273,7 @@ def test_places_go_to_older_problems_first_and_priority_before_that(
 
 
 async def pass_by(line: RolloutScope[None]) -> None:
-    """A rollout that does nothing."""
+    """Do nothing for one rollout."""
     await anyio.lowlevel.checkpoint()
 
 

@@ -17,7 +17,7 @@ from atts.graph import measure, sibling_edges, trace_events, write_trace
 def node(
     number: int, sample: int, start: float, end: float, after: tuple[int, ...] = (), **other: Any
 ) -> CallSpan:
-    """A node of one problem that neither waited nor queued, unless told otherwise."""
+    """Make a node of one problem that by default neither waited nor queued."""
     base = CallSpan(number, "draft", "draft", "p", sample, 0, start, start, start, end, after)
     return replace(base, **other)
 
@@ -57,7 +57,7 @@ def test_nothing_measured_is_nothing_claimed() -> None:
 
 
 def load(nodes: Iterable[CallSpan]) -> list[dict[str, Any]]:
-    """The written trace, read by a JSON reader."""
+    """Read the written trace with a JSON reader."""
     out = io.StringIO()
     write_trace(nodes, out)
     events: list[dict[str, Any]] = json.loads(out.getvalue())["traceEvents"]

@@ -46,7 +46,7 @@ REFUSALS: dict[str, Fault] = {
 
 
 def plan() -> RunSpec:
-    """Few and short rollouts with a frozen gate: a run of about thirty lines."""
+    """Plan a run of about thirty journal lines: few and short rollouts with a frozen gate."""
     policy = Policy(samples=2, turns=2, chunking=Chunking(12, 12, ()), early_stop="none")
     draft = ScriptedEngine("draft")
     target = ScriptedEngine("target")
@@ -54,7 +54,7 @@ def plan() -> RunSpec:
 
 
 def evaluated(directory: Path, journal: JournalOptions | None = None) -> dict[str, Any]:
-    """A run, or what is left of one: each problem's answer and votes, by the journal."""
+    """Start or resume a run, and return each problem's answer and votes from its journal."""
     options = RunOptions(
         directory, journal=journal or JournalOptions(durability="close"), signals="ignore"
     )
@@ -63,7 +63,7 @@ def evaluated(directory: Path, journal: JournalOptions | None = None) -> dict[st
 
 
 def told(path: Path) -> dict[str, Any]:
-    """What a journal says of the problems that are over."""
+    """Return the finished problems of a journal."""
     found = dict[str, Any]()
     for outcome in read_outcomes(read_entries(path)):
         assert outcome.problem.id not in found, "told twice"
@@ -113,7 +113,7 @@ class Failing(FileIO):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int]:
-    """What an undisturbed run tells, and how many writes it takes."""
+    """Return the results of an undisturbed run, and the number of its writes."""
     nth = Nth(0, None)
     folder = tmp_path_factory.mktemp("whole")
     journal = JournalOptions(durability="close", opener=lambda path: Failing(path, nth, 1.0))
@@ -195,7 +195,7 @@ CALLS = (
 
 @contextmanager
 def failing_system(nth: Nth) -> Generator[None]:
-    """Of all these calls one fails."""
+    """Let one of all these system calls fail."""
     with pytest.MonkeyPatch.context() as patch:
         for name in CALLS:
             proper = getattr(os, name)
@@ -293,13 +293,13 @@ class Reordered:
     )
 
     def write(self, place: int, data: bytes) -> None:
-        """A write that is not synced yet."""
+        """Note a write that is not synced yet."""
         self.late.append((place, data))
         self.seen.append((self.synced, tuple(self.late)))
 
     def left(self, number: int, draws: random.Random) -> bytes:
-        """After write `number`: what was synced, some of the later writes, zeros where others are
-        missing.
+        """Return the file after a loss of power at write `number`: all synced writes, some later
+        ones, and zeros in place of missing ones.
         """
         synced, late = self.seen[number]
         kept = [write for write in late if draws.random() < 0.6]

@@ -32,7 +32,7 @@ SCRIPTED = ("--draft", "scripted", "--target", "scripted", "--report", "none", "
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, and scores beside it."""
+    """Make a run, and scores next to it."""
     place = tmp_path_factory.mktemp("recorded")
     assert run(("eval", "arithmetic[:1]", *SCRIPTED, "--out", str(place / "run"))) == 0
     (place / "scores.jsonl").write_text(
@@ -55,7 +55,7 @@ def writes(name: str, recorded: Path, out: str) -> int:
 
 
 def make_socket(path: Path) -> None:
-    """A socket's name in the file system."""
+    """Make a socket's name in the file system."""
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(os.path.relpath(path))
 
@@ -258,7 +258,7 @@ def test_a_state_is_read_by_type(tmp_path: Path) -> None:
 
 
 def header(text: str, data: bytes = b"") -> bytes:
-    """An .npy file with this header."""
+    """Make an .npy file with this header."""
     padded = text.encode("latin-1") + b"\n"
     return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + data
 

@@ -48,12 +48,12 @@ Said = pytest.CaptureFixture[str]
 
 
 def cases() -> Iterator[tuple[int, random.Random]]:
-    """The numbers of the cases, each with its own draws."""
+    """Yield the numbers of the cases, each with its own random generator."""
     return ((number, random.Random(f"case {number}")) for number in range(COUNT))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every part of a JSON value."""
+    """Yield the path of every part of a JSON value."""
     if path:
         yield path
     rows: Any = (
@@ -68,7 +68,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutated(value: Any, draws: random.Random) -> Any:
-    """A copy with some parts replaced, left out, doubled, renamed or exchanged."""
+    """Return a copy with some parts replaced, left out, doubled, renamed or exchanged."""
     value = json.loads(json.dumps(value))
     for _ in range(draws.choice((1, 1, 1, 2, 4))):
         ways = list(places(value))
@@ -114,7 +114,7 @@ def checked(words: list[str], case: object, capsys: Said, counts: Counter[int]) 
 
 
 def report(kind: str, counts: Counter[int]) -> None:
-    """How the cases ended."""
+    """Print how the cases ended."""
     sys.stderr.write(
         f"fuzz: {counts.total()} {kind}, by exit code {dict(sorted(counts.items()))}\n"
     )
@@ -122,7 +122,7 @@ def report(kind: str, counts: Counter[int]) -> None:
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty folder, and no ATTS_* variables."""
+    """Work in an empty folder without ATTS_* variables."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name in [name for name in os.environ if name.startswith("ATTS_")]:
@@ -131,7 +131,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small run of scripted models."""
+    """Make a small run of scripted models."""
     out = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("ATTS_")]:
@@ -156,7 +156,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def toml(value: Any) -> str:
-    """A value as TOML, or as what only looks like it."""
+    """Write a value as TOML, or as text that only looks like TOML."""
     if isinstance(value, dict):
         return (
             "{"
@@ -194,7 +194,7 @@ def test_configurations(capsys: Said) -> None:
 
 
 def vocabulary(command: str) -> list[str]:
-    """The options and commands that this command's help names."""
+    """List the options and commands that this command's help names."""
     text = CliRunner().invoke(build([command]), [command, "--help"], env={"COLUMNS": "200"}).output
     return sorted(set(re.findall(r"--[a-z][a-z-]+", text)) - {"--help"})
 
@@ -269,7 +269,7 @@ def test_command_lines(recorded: Path, capsys: Said, tmp_path: Path) -> None:
 
 
 def chained(rows: list[dict[str, Any]]) -> bytes:
-    """Journal lines of these rows, numbers and checksums put right."""
+    """Write rows as journal lines with correct numbers and checksums."""
     crc = 0
     lines = list[bytes]()
     for place, row in enumerate(rows):
@@ -281,7 +281,7 @@ def chained(rows: list[dict[str, Any]]) -> bytes:
 
 
 def edited(rows: list[dict[str, Any]], draws: random.Random) -> list[dict[str, Any]]:
-    """Lines changed, left out, doubled, exchanged, or cut off at the end."""
+    """Change, leave out, double or exchange lines, or cut off the end."""
     rows = [dict(row) for row in rows]
     for _ in range(draws.choice((1, 1, 2, 3))):
         at = draws.randrange(len(rows))

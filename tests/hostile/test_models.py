@@ -52,13 +52,13 @@ ENDLESS = (
 
 @pytest.fixture(scope="module")
 def process() -> TemplateProcess:
-    """One child for all templates that do not end it."""
+    """Start one child for all templates that do not end it."""
     return TemplateProcess(0.5)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the embedded draft, to be spoilt."""
+    """Copy the embedded draft, so that a test can spoil it."""
     shutil.copytree(path("draft"), tmp_path / "model")
     return tmp_path / "model"
 
@@ -148,8 +148,8 @@ def test_what_is_no_file_is_not_waited_for(file: str, place: str, folder: Path) 
 
 
 def _weights(changed: dict[str, Any], size: int = 0) -> bytes:
-    """A file of weights: the embedded draft's, some entries of its header changed, and so many
-    bytes of zeros.
+    """Return the embedded draft's weights file with a changed header and so many zero bytes of
+    data.
     """
     raw = (path("draft") / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")

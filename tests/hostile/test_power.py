@@ -50,7 +50,7 @@ class Disk:
         self.after_each()
 
     def left_of(self, folder: Path) -> dict[str, bytes]:
-        """The files that the folder would have after a loss of power."""
+        """Return the files that the folder would have after a loss of power."""
         names = self.names.get(folder.stat().st_ino, {})
         return {
             name: self.contents.get(inode, b"") for name, inode in names.items() if name != "lock"
@@ -73,7 +73,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """A disk under everything."""
+    """Put a simulated disk under all file operations."""
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("needs /proc to see what an open file holds")
     return Disk(monkeypatch)
@@ -114,10 +114,10 @@ class Watch:
         self._left = left
 
     def recalled(self, event: Event) -> None:
-        """There is no earlier session."""
+        """Ignore earlier sessions: there are none."""
 
     def notify(self, event: Notice) -> None:
-        """A problem's span ends when it is over."""
+        """Note what is on the disk when a problem's span ends."""
         if isinstance(event, ProblemSpan):
             self.reported[event.problem] = self._left()
 
@@ -134,7 +134,7 @@ def _plan() -> RunSpec:
 
 
 def _finished(journal: bytes, folder: Path) -> set[str]:
-    """The problems with an outcome in what is left."""
+    """Return the problems whose outcome is in the remaining journal."""
     (folder / JOURNAL).write_bytes(journal)
     return {outcome.problem.id for outcome in read_outcomes(read_entries(folder / JOURNAL))}
 

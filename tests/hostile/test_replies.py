@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """Reading waits for nothing."""
+    """Use one back end only, because reading waits for nothing."""
     return "asyncio"
 
 
@@ -74,12 +74,12 @@ class Canned:
     async def ask(
         self, make: Callable[[str], Call], read: Callable[[bytes], T], abort: Any, tokens: int
     ) -> T:
-        """As a real one does, once."""
+        """Make and read one call, as a real client does."""
         call = make("0" * 32)
         return read((await self.look(call.path, call.body)).body)
 
     async def look(self, path: str, body: Any = None) -> HttpReply:
-        """As a real one does."""
+        """Return the canned reply, or ask the server."""
         path = self.prefix + path
         if (text := self.replies.get(path, self.replies.get("*"))) is not None:
             return HttpReply(200, text)
@@ -96,12 +96,11 @@ class Canned:
         return HttpReply(200, text)
 
     def refusal(self, reply: HttpReply) -> EngineError:
-        """As a real one's."""
         return EngineError(self.name, str(reply.status))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every part of a JSON value."""
+    """Yield the path of every part of a JSON value."""
     if path:
         yield path
     items = (
@@ -116,7 +115,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """The value with one part of it changed, or taken out."""
+    """Return the value with one part changed or removed."""
     changed = deepcopy(value)
     inner = changed
     for name in path[:-1]:
@@ -126,8 +125,8 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
-    """The JSON text with each of its parts replaced by each impossible value: which, by what, and
-    the text.
+    """Yield the JSON text with each part replaced by each impossible value, and say which part and
+    value.
     """
     try:
         whole = json.loads(text)
@@ -140,8 +139,8 @@ def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
 
 
 def may_be(name: Any, new: Any) -> bool:
-    """Whether an honest server may say this there: any text, no counts at all, log-probs that
-    llama.cpp leaves out.
+    """Return whether an honest server may send this value there: any text, no counts, log-probs
+    that llama.cpp leaves out.
     """
     if isinstance(new, str):
         return name in ("content", "token", "finish_reason")
@@ -152,7 +151,7 @@ def may_be(name: Any, new: Any) -> bool:
 
 @asynccontextmanager
 async def opened(kind: str) -> AsyncGenerator[tuple[Canned, DialectClient]]:
-    """A client of a server that is still honest."""
+    """Open a client of a server that is still honest."""
     async with ScriptedEngine("target") as engine:
         client = Canned(kind, engine)
         dialect = await find_dialect(cast(Client, client), kind.split()[0])
@@ -163,7 +162,7 @@ async def opened(kind: str) -> AsyncGenerator[tuple[Canned, DialectClient]]:
 
 
 def calls(requests: DialectClient) -> dict[str, Callable[[], Any]]:
-    """What this server can be asked."""
+    """Return every call that this server supports."""
     ids = requests.tokenizer.render(QUESTION)
     sample = SampleRequest(ids, 6, Sampling(temperature=1.0))
     found: dict[str, Callable[[], Any]] = {"sample": lambda: requests.sample_raw(sample)}
@@ -196,9 +195,7 @@ async def test_no_part_of_a_reply_can_be_replaced_by_what_cannot_be_true(kind: s
 
 
 def mangled(text: bytes, draws: random.Random) -> bytes:
-    """Several parts of a reply replaced, left out or put elsewhere, or its bytes cut, doubled and
-    changed.
-    """
+    """Replace, leave out or move several parts of a reply, or cut, double and change its bytes."""
     for _ in range(draws.randrange(1, 5)):
         if draws.random() < 0.25 or not (ways := list(places(json.loads(text)))):
             at, to = sorted(draws.choices(range(len(text) + 1), k=2))

@@ -106,20 +106,20 @@ class HostileServer:
 
 
 def once(body: bytes, status: int = 200, **headers: str) -> Reply:
-    """A reply of one piece."""
+    """Make a reply in one piece."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return status, {"Content-Length": str(len(body)), **named}, (body,)
 
 
 def endless(first: bytes, again: bytes, status: int = 200, **headers: str) -> Reply:
-    """A reply that never ends."""
+    """Make a reply that never ends."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return status, named, chain((first,), iter(lambda: again, None))
 
 
 @pytest.fixture
 def hostile() -> Iterator[Callable[..., HostileServer]]:
-    """Starts servers; all are gone when the test is."""
+    """Return a function that starts servers; the end of the test stops them."""
     with ExitStack() as stack:
 
         def start(answer: Callable[[str], Reply], **settings: Any) -> HostileServer:
@@ -130,26 +130,26 @@ def hostile() -> Iterator[Callable[..., HostileServer]]:
 
 @pytest.fixture(params=["aiohttp on asyncio", "httpx2 on asyncio", "httpx2 on trio"])
 def meeting(request: pytest.FixtureRequest) -> str:
-    """Which transport on which loop."""
+    """Choose a transport and its event loop."""
     return str(request.param)
 
 
 @pytest.fixture
 def anyio_backend(meeting: str) -> str:
-    """The loop of that transport."""
+    """Choose the event loop of that transport."""
     return meeting.split(" on ")[1]
 
 
 @pytest.fixture
 def connect(meeting: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Client]:
-    """Makes clients on that transport."""
+    """Return a function that makes clients on that transport."""
     kind = AiohttpTransport if meeting.startswith("aiohttp") else HttpxTransport
     monkeypatch.setattr("atts.servers.client.open_transport", kind)
     return lambda url, options=QUICK: Client("hostile", url, options)
 
 
 async def ask(client: Client, tokens: int = 100) -> bytes:
-    """One call, its reply unread."""
+    """Make one call, and return its reply unread."""
 
     def make(rid: str) -> Call:
         return Call("/work", {})

@@ -40,7 +40,7 @@ IN_A_NAME = CANARY.replace("/", "")
 
 
 def clean(text: str) -> bool:
-    """Whether a terminal would only show it."""
+    """Return whether a terminal would show the text and do nothing else."""
     return not [
         letter for letter in text if category(letter) in ("Cc", "Cf") and letter not in "\n\t"
     ]
@@ -71,7 +71,9 @@ def test_what_other_libraries_say_is_shown_not_obeyed() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose directory, dataset, ids, texts and answers are hostile; two files beside it."""
+    """Make a run whose directory, dataset, ids, texts and answers are hostile, and two files next
+    to it.
+    """
     place = tmp_path_factory.mktemp("hostile") / IN_A_NAME
     place.mkdir()
     rows = [{"id": f"{number} {CANARY}", "problem": f"{CANARY} 1 + {number}?", "answer": CANARY, "subject": CANARY}

@@ -35,7 +35,7 @@ class SmallDisk(FileIO):
         self.syncs = 0
 
     def write(self, data: Any, /) -> int:
-        """As a full disk does: take what fits, then refuse."""
+        """Take what fits, then refuse, as a full disk does."""
         if not self._room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         taken = super().write(data[: min(self._room, self._bite)])
@@ -44,7 +44,7 @@ class SmallDisk(FileIO):
         return taken
 
     def fileno(self) -> int:
-        """Asked once per sync."""
+        """Count the syncs, each of which asks for the number once."""
         self.syncs += 1
         return super().fileno()
 
@@ -69,7 +69,7 @@ def small_disk() -> Callable[..., tuple[list[SmallDisk], Callable[[Path], SmallD
 
 @pytest.fixture
 def story() -> list[Event]:
-    """The facts of one problem with two rollouts, from start to outcome."""
+    """Return the events of one problem with two rollouts, from start to outcome."""
     prompt = Prompt((1, 2, 3), (1, 2, 3))
     events: list[Event] = [ProblemStarted(Problem("p0", "What is 2+2?" * 20, answer="4"))]
     for sample in (0, 1):

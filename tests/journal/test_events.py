@@ -59,7 +59,7 @@ IN_LINES_ONLY: dict[type[Any], set[str]] = {
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, with NaN equal to itself."""
+    """Compare two values, with NaN equal to itself."""
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
     if type(one) is not type(other):

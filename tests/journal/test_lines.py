@@ -39,7 +39,7 @@ ROLLOUT: dict[str, Any] = {
 
 
 def write(path: Path, events: list[Event]) -> list[bytes]:
-    """A journal of one session; its lines."""
+    """Write a journal of one session, and return its lines."""
     writer = LineWriter()
     data = b"".join(
         writer.line(event, 0.5 * place, 1e9) for place, event in enumerate([OPENED, *events])
@@ -49,19 +49,19 @@ def write(path: Path, events: list[Event]) -> list[bytes]:
 
 
 def chunk_of(event: Event) -> Completion:
-    """What the model wrote in this turn."""
+    """Return the chunk that the model wrote in this turn."""
     assert isinstance(event, TurnFinished)
     chunk = event.turn.chunks[0]
     return Completion(chunk.draft_ids, chunk.text, chunk.ended, chunk.logprobs)
 
 
 def end_of(reader: LineReader) -> tuple[int, int, int]:
-    """The next line's number, the session, the bytes of whole lines."""
+    """Return the next line's number, the session, and the bytes of whole lines."""
     return reader.number, reader.session, reader.length
 
 
 def read(path: Path) -> tuple[list[Event], tuple[int, int, int]]:
-    """Events after the session's opening, and where reading ended."""
+    """Return the events after the session's opening, and the place where reading ended."""
     reader = LineReader(path)
     events = [entry.event for entry in reader.entries()]
     return events[1:], end_of(reader)

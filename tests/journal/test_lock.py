@@ -145,7 +145,7 @@ def test_a_deleted_lock_lets_no_second_writer_in(tmp_path: Path) -> None:
 
 
 async def write(directory: Path, meanwhile: Callable[[Journal], object]) -> None:
-    """A short session, and what happens to its directory meanwhile."""
+    """Write a short session, and call `meanwhile` while it is open."""
     async with open_journal(directory, Manifest(), JournalOptions("always")) as journal:
         journal.record(Warned("before", "x"))
         await journal.saved()

@@ -52,7 +52,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a JSON value that holds something."""
+    """Return the path of every value in a JSON value."""
     rows = (
         value.items()
         if isinstance(value, dict)
@@ -65,9 +65,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def edited(rows: list[dict[str, Any]], draws: random.Random) -> list[dict[str, Any]]:
-    """One edit: a value changed or left out, taken from elsewhere, or a line left out, doubled or
-    moved.
-    """
+    """Make one edit: change, leave out or swap a value, or leave out, double or move a line."""
     rows = json.loads(json.dumps(rows))
     kind = draws.choice(("value", "value", "value", "sibling", "missing", "drop", "double", "swap"))
     at = draws.randrange(1, len(rows))
@@ -98,7 +96,7 @@ def edited(rows: list[dict[str, Any]], draws: random.Random) -> list[dict[str, A
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a journal as JSON."""
+    """Read the lines of a journal as JSON."""
     lines = path.read_bytes().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
@@ -119,7 +117,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]], crc: int = 0) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, runs: Path) -> Path:
-    """A copy of a finished run."""
+    """Copy a finished run."""
     return shutil.copytree(runs / "finished", tmp_path / "run")
 
 
@@ -154,19 +152,19 @@ def test_edits_with_right_checksums_end_in_words(
 
 
 def torn(path: Path) -> None:
-    """The last line's end is missing."""
+    """Cut off the end of the last line."""
     path.write_bytes(path.read_bytes()[:-7])
 
 
 def bent(path: Path) -> None:
-    """One byte in the middle is another."""
+    """Change one byte in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
 
 
 def gap(path: Path) -> None:
-    """A line is missing."""
+    """Remove a line."""
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:40] + lines[41:]))
 
@@ -195,7 +193,7 @@ def test_what_is_whole_is_saved(
 
 
 def piped(run: Path) -> None:
-    """A pipe where the journal should be."""
+    """Put a pipe in place of the journal."""
     (run / JOURNAL).unlink()
     os.mkfifo(run / JOURNAL)
 

@@ -41,7 +41,7 @@ from atts.sampling import Seed
 
 
 def entries(events: list[Event]) -> list[Entry]:
-    """Events as a journal would number them."""
+    """Number events as a journal would."""
     return [Entry(number, 1, float(number), 0.0, event) for number, event in enumerate(events)]
 
 
@@ -96,7 +96,7 @@ REFUSED = CallFailed(
 
 
 def open_problem(story: list[Event], steps: list[Event]) -> OpenProblem:
-    """The first problem after these steps."""
+    """Return the first problem after these steps."""
     state = RunState()
     for entry in entries([story[0], *steps]):
         state.apply(entry)

@@ -44,7 +44,7 @@ SETTINGS = Manifest(seed=1)
 
 
 def texts(directory: Path) -> list[str]:
-    """The texts of the warnings in a journal."""
+    """Return the texts of the warnings in a journal."""
     return [
         entry.event.text
         for entry in read_entries(directory / JOURNAL)
@@ -264,12 +264,12 @@ async def test_two_writers_are_one_too_many(tmp_path: Path) -> None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Every file but the lock."""
+    """Return every file but the lock."""
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
 
 
 async def refused(directory: Path, kind: type[Exception], manifest: Manifest = SETTINGS) -> None:
-    """Opening raises, and no file in the directory changes."""
+    """Check that opening raises, and that no file in the directory changes."""
     before = contents(directory)
     with pytest.raises(kind):
         async with open_journal(directory, manifest):

@@ -24,7 +24,7 @@ TEMPLATE = (
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of 256 bytes, a few merges and three special tokens."""
+    """Save a byte-level tokenizer of 256 bytes, a few merges and three special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,7 +43,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A random model of `family` whose logits are far apart enough to be compared."""
+    """Make a random model of `family` whose logits are far enough apart to be compared."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     size = {
@@ -98,19 +98,20 @@ class Naive:
 
     @torch.inference_mode()
     def logits(self, ids: tuple[int, ...]) -> torch.Tensor:
-        """[length, vocabulary]."""
+        """Return the logits [length, vocabulary]."""
         logits: torch.Tensor = self.model(torch.tensor([ids])).logits
         return logits[0].float()
 
     def scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
-        """Log-probability of every suffix token."""
+        """Return the log-probability of every suffix token."""
         logprobs = self.logits(prefix + suffix).log_softmax(-1)
         rows = range(len(prefix) - 1, len(prefix) + len(suffix) - 1)
         return [float(logprobs[row, token]) for row, token in zip(rows, suffix, strict=True)]
 
     @torch.inference_mode()
     def exact_scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
-        """The same in float64 all the way, for models without biases and norms of heads.
+        """Return the same scores computed in float64 throughout, for models without biases and
+        norms of heads.
 
         Written out, for transformers computes norms and softmax in float32 whatever the model's
         type is.
@@ -158,8 +159,8 @@ class Naive:
         return [float(logprobs[row - 1, ids[row]]) for row in range(len(prefix), len(ids))]
 
     def agrees(self, prompt: tuple[int, ...], ids: tuple[int, ...], gap: float = 1e-4) -> bool:
-        """Whether greedy decoding may write `ids`: the best token everywhere, either of two closer
-        than `gap`.
+        """Return whether greedy decoding may write `ids`: the best token everywhere, or either of
+        two closer than `gap`.
         """
         rows = self.logits(prompt + ids)[len(prompt) - 1 : -1]
         best = rows.amax(-1)
@@ -169,7 +170,7 @@ class Naive:
 
 @pytest.fixture(scope="session")
 def naive(make_model: Callable[..., Path]) -> Callable[..., Naive]:
-    """The naive loop over the model in a folder."""
+    """Return a factory of the naive loop over the model in a folder."""
     made: dict[Path, Naive] = {}
 
     def make(folder: Path) -> Naive:
@@ -215,8 +216,8 @@ def drive() -> Callable[..., Driven]:
 
 @pytest.fixture(scope="session")
 def near(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft model: the tiny target with noise on its weights, so that about half of what it draws
-    stands.
+    """Make a draft model: the tiny target with noise on its weights, so that about half of its
+    proposals are accepted.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

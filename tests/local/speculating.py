@@ -45,7 +45,7 @@ class Script:
         self._steps = [list(step) for step in steps]
 
     def take(self, *, wait: bool) -> list[Command]:
-        """The next step's orders; when none are left and nothing runs, the end."""
+        """Return the next step's commands; raise the end when none are left and nothing runs."""
         while self._steps and wait and not self._steps[0]:
             self._steps.pop(0)
         if self._steps:
@@ -62,12 +62,14 @@ class Driven:
 
 
 def ids_of(seed: int, count: int) -> TokenIds:
-    """Some ids, never a special one."""
+    """Draw ids that are not special."""
     return tuple(random.Random(seed).choices(range(3, 300), k=count))
 
 
 def requests(count: int, tokens: int = 24, laws: Sequence[Sampling] = LAWS) -> list[Submit]:
-    """Orders for texts under several laws; some share a prompt, as the samples of one problem do."""
+    """Make requests with several sampling settings; some share a prompt, as the samples of one
+    problem do.
+    """
     return [
         Submit(
             n + 1,
@@ -92,7 +94,7 @@ class Knowing(Proposer):
         self._random = random.Random(3)
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Of each text what comes next."""
+        """Propose the known continuation of each text."""
         return [TokenProposal(self._next(ask)) for ask in asks]
 
     def _next(self, ask: Ask) -> TokenIds:
@@ -114,35 +116,35 @@ class AnyLength:
     """Another number of tokens for every sequence and step, 0 included."""
 
     def __init__(self, most: int, least: int = 0) -> None:
-        """Below nothing is nothing."""
+        """Choose lengths up to `most`; if `least` is negative, most lengths are 0."""
         self._most = most
         self._least = least
         self._random = random.Random(most)
 
     def rests(self, plan: StepPlan) -> bool:
-        """Never."""
+        """Never rest."""
         return False
 
     def choose(self, plan: StepPlan) -> list[int]:
-        """From the least to the most there may be."""
+        """Draw a length from the least to the most for each sequence."""
         return [max(0, self._random.randint(self._least, self._most)) for _ in plan.decoding]
 
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> None:
-        """Whatever comes."""
+        """Ignore the observation."""
 
 
 @cache
 def config_of(folder: Path) -> WorkerConfig:
-    """What is known of a model before it is loaded."""
+    """Make the configuration that is known before a model is loaded."""
     model = read_model_config(folder, "tiny")
     pieces = ModelTokenizer(folder, "tiny").pieces
     return WorkerConfig("tiny", folder, model, pieces, LocalOptions())
 
 
 def engine_of(folder: Path | str, **changes: Any) -> LocalEngine:
-    """An engine with all of these options."""
+    """Make an engine with these options."""
     name = str(changes.pop("name", ""))
     return accelerated(folder, name=name, **options_of(**changes)._asdict())
 
@@ -150,7 +152,7 @@ def engine_of(folder: Path | str, **changes: Any) -> LocalEngine:
 def planned(
     folder: Path, drafter: Path | None = None, proposer: Proposer | None = None, **changes: Any
 ) -> tuple[LoopPlan, WorkerConfig]:
-    """What is to be built: options of the engine, of speculation and of stages, each by its name."""
+    """Plan a loop from options of the engine, of speculation and of stages, each by its name."""
 
     options, speculation, stages = options_of(**{"drafter": str(drafter or ""), **changes})
     plan = LoopPlan(speculation, stages)
@@ -200,17 +202,17 @@ def run(
 
 
 def texts(done: Driven) -> dict[int, TokenIds]:
-    """What was written, by request."""
+    """Return the texts by request."""
     return {key: reply.ids for key, reply in done.replies.items() if isinstance(reply, SampleReply)}
 
 
 def same(plain: Driven, other: Driven) -> bool:
-    """Whether every reply is the same: ids, ends, and log-probabilities to the bit."""
+    """Return whether every reply is the same: ids, ends, and log-probabilities to the bit."""
     assert plain.replies, "nothing was written"
     return plain.replies == other.replies
 
 
 def counts(done: Driven) -> SpeculationStats:
-    """What was proposed."""
+    """Return the counters of speculation."""
     assert done.stats.speculation is not None, "nothing speculated"
     return done.stats.speculation

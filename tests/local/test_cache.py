@@ -28,7 +28,7 @@ from atts.sampling import Seed, uniforms
 
 
 def ids_of(seed: int, count: int) -> TokenIds:
-    """Some ids, never a special one."""
+    """Draw ids that are not special."""
     return tuple(
         torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     )
@@ -115,7 +115,7 @@ def test_slots_of_running_requests_are_counted_as_locked() -> None:
 
 
 def _flip(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:
-    """How far apart the first ids that differ are; None when all are equal."""
+    """Return the difference of the first ids that differ; None if all are equal."""
     return next((one - other for one, other in zip(ids, others, strict=True) if one != other), None)
 
 
@@ -177,7 +177,9 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
 
 
 def memory_for(tokens: int) -> MakeModel:
-    """A native model whose step buffers are refused, as numpy refuses them, beyond so many tokens."""
+    """Return a maker of native models whose step buffers are refused, as numpy refuses them, beyond
+    so many tokens.
+    """
 
     def allocate(rows: int, columns: int) -> Any:
         if rows > tokens:
@@ -243,7 +245,7 @@ def test_every_way_of_running_out_of_memory_is_recognised() -> None:
 
 
 def refusing(call: str, wrong: Callable[..., bool], error: Exception) -> MakeModel:
-    """A model one of whose calls raises where its arguments hold what it should not."""
+    """Return a maker of models one of whose calls raises if `wrong` is true of its arguments."""
 
     def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> Any:
         model = TorchModel(config.model, weights, cache)

@@ -64,7 +64,7 @@ def test_nothing_is_imported_from_the_current_directory(
 
 @pytest.fixture
 def no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every child of Python ends at once with some words."""
+    """Let every Python child print some words and end at once."""
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nprintf 'first\\nlibfoo.so: cannot open\\n\\n' >&2\nexit 7\n")
     script.chmod(0o755)
@@ -156,7 +156,7 @@ def test_a_child_ends_with_its_parent(until: str, end: signal.Signals, make_mode
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there; a dead one that is not waited for yet is not."""
+    """Return whether a process is alive; a dead one that is not waited for yet is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -164,7 +164,7 @@ def is_running(pid: int) -> bool:
 
 
 def worker_config(folder: Path, pieces: int = 0) -> WorkerConfig:
-    """The first message to a child; `pieces` of nothing make it longer."""
+    """Make the first message to a child; `pieces` empty pieces make it longer."""
     tokenizer = ModelTokenizer(folder, "tiny")
     options = LocalOptions(device="cpu", kernel="torch", kv_tokens=100_000, threads=1)
     parts = (*tokenizer.pieces, *(b"piece %d" % number for number in range(pieces)))

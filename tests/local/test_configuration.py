@@ -156,7 +156,7 @@ VALUES: list[Any] = [
 
 
 def mutated(config: dict[str, Any], rng: random.Random) -> Iterator[dict[str, Any]]:
-    """The configuration with one to three of its values, or of its ropes' values, replaced."""
+    """Yield the configuration with one to three of its values, or of its ropes' values, replaced."""
     names = [
         *config,
         "sliding_window",
@@ -201,7 +201,7 @@ def test_no_mutation_of_a_configuration_gets_past_in_silence(
 
 
 def loaded(folder: Path) -> str:
-    """What is said of a configuration that is refused; nothing of one that can be computed with."""
+    """Return the message about a refused configuration; return an empty text if it is accepted."""
     try:
         config = read_model_config(folder, "it")
         ropes = load_ropes(folder, config, "it")

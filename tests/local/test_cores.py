@@ -24,7 +24,7 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME":
 
 
 def config_of(folder: Path, **options: Any) -> WorkerConfig:
-    """The first message to a loop of the model in a folder."""
+    """Make the first message to a loop of the model in a folder."""
     model = read_model_config(folder, "tiny")
     return WorkerConfig("tiny", folder, model, (), LocalOptions(**options))
 

@@ -25,7 +25,7 @@ WAYS = ["pearl", "ssd", "mirror"]
 
 
 def overlap(done: Driven) -> OverlapStats:
-    """What was guessed."""
+    """Return the counters of guessed outcomes."""
     found = counts(done).overlap
     assert found is not None, "nothing drafted beside"
     return found
@@ -33,7 +33,7 @@ def overlap(done: Driven) -> OverlapStats:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer is waited for: steps seem to take a minute each."""
+    """Make each step seem to take a minute, so that every answer is waited for."""
     times = count(0, 60)
     monkeypatch.setattr("atts.accel.overlap.process.perf_counter", lambda: float(next(times)))
 
@@ -149,12 +149,12 @@ def test_nothing_is_left_of_a_process_whose_start_broke(
 
 @pytest.fixture
 def rows() -> RemoteRows:
-    """Two rows of 200 tokens, 256 slots."""
+    """Make two rows of 200 tokens, 256 slots."""
     return RemoteRows(256, 2, 200)
 
 
 def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] = ()) -> DraftStep:
-    """New sequences of so many ids, and those that grew by a token."""
+    """Make a step with new sequences of so many ids, and with sequences that grew by a token."""
     told = [
         (key, SampleRequest(ids_of(key, size), 50, Sampling(0.5), Seed(key)))
         for key, size in fresh.items()

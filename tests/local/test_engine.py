@@ -129,7 +129,7 @@ async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_
 
 
 def loop_process() -> int:
-    """The one child of this process, started from whichever thread, that runs a step loop."""
+    """Return the one child of this process, started from whichever thread, that runs a step loop."""
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
     children = [int(pid) for path in lists if path.is_file() for pid in path.read_text().split()]
     return next(

@@ -33,7 +33,7 @@ DEEP = {"num_hidden_layers": 4}
 
 
 def loaded(folder: Path, layers: int) -> tuple[ModelConfig, Weights]:
-    """The first layers of a model."""
+    """Load the first layers of a model."""
     config = read_model_config(folder, "tiny")
     weights = load_weights(folder, config, torch.float32, CPU, "tiny")
     fewer: dict[str, Any] = {name: getattr(config, name)[:layers] for name in ("ropes", "windows")}
@@ -43,7 +43,7 @@ def loaded(folder: Path, layers: int) -> tuple[ModelConfig, Weights]:
 
 
 def built(config: ModelConfig, weights: Weights, kernel: str) -> HookedModel:
-    """One that computes them, with a cache of its own."""
+    """Build a model of these layers, with a cache of its own."""
     cache = torch.zeros(config.num_layers, 2, 64, config.num_kv_heads, config.head_dim)
     if kernel == "torch":
         return TorchModel(config, weights, cache)
@@ -51,7 +51,7 @@ def built(config: ModelConfig, weights: Weights, kernel: str) -> HookedModel:
 
 
 def a_step(table: np.ndarray[Any, Any]) -> StepBatch:
-    """Two prompts, of which the last places are wanted."""
+    """Make a step of two prompts whose last positions are requested."""
     chunks = list[PrefillChunk]()
     for row, tokens in enumerate((9, 14)):
         sequence = new_sequence(row, requests(1)[0].request, 0.0)
@@ -119,7 +119,7 @@ def test_an_exit_is_read_at_the_rows_whose_logits_are_wanted(kernel: str, make_m
 
 
 def trained(folder: Path, to: Path, **changes: Any) -> Path:
-    """A copy of a model with an adapter beside it, made for that model but for the changes."""
+    """Copy a model, and put an adapter for it next to the copy, apart from the changes."""
     shutil.copytree(folder, to)
     width = read_model_config(folder, "tiny").hidden_size
     parts = {

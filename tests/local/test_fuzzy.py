@@ -42,8 +42,8 @@ class OneByOne(TorchModel):
 def hidden(
     folder: Path, group: int, kernel: type[GroupedModel] = NativeModel, threads: int = 1
 ) -> torch.Tensor:
-    """The final states of a text, some tokens at once, then one; attentions in groups, of one where
-    that is 1.
+    """Return the final states of a text fed as several tokens and then one, with attention in
+    groups of `group`.
     """
     config = read_model_config(folder, "tiny")
     weights = load_weights(folder, config, torch.float32, torch.device("cpu"), "tiny")
@@ -116,7 +116,7 @@ def test_groups_of_one_are_exact_and_larger_ones_are_near(make_model: Make) -> N
 def drafted(
     folder: Path, group: int, patch: pytest.MonkeyPatch, calibration: str = "exact"
 ) -> Driven:
-    """A model that drafts for itself in groups."""
+    """Run a model that drafts for itself in groups."""
 
     patch.setattr(GroupedDrafter, "calibration", calibration)
     return run(folder, [requests(4, 60)], None, 6, folder, fuzzy=group)

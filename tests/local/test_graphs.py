@@ -38,7 +38,7 @@ LAWS = (Sampling(0), Sampling(0.8), Sampling(1.0, top_p=0.9), Sampling(0.7, top_
 
 
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """A stand-in for a graph: done once when it is captured, as a warm-up is; done again by each
+    """Stand in for a graph: do the work once when it is captured, as a warm-up does, and once per
     replay.
     """
     work()
@@ -46,7 +46,9 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def mixed() -> list[list[Command]]:
-    """Texts under several laws, and scores, arriving over some steps: batches of many sizes."""
+    """Make texts of several sampling settings, and scores, that arrive over some steps in batches
+    of many sizes.
+    """
     steps: list[list[Command]] = [[] for _ in range(12)]
     for number in range(11):
         ids = ids_of(number // 3, 5 + 9 * (number % 4))
@@ -61,7 +63,7 @@ def mixed() -> list[list[Command]]:
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
-    """Every model that is built from now on, made with these settings."""
+    """Return a function that lists every model built from now on with these settings."""
 
     def watch(**settings: Any) -> list[TorchModel]:
         made = list[TorchModel]()
@@ -80,7 +82,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
 
 
 def compare(ours: Any, plain: Any) -> None:
-    """The same ids, and log-probabilities as close as two orders of summing."""
+    """Check that ids are equal, and log-probabilities as close as two orders of summing."""
     assert ours.replies.keys() == plain.replies.keys()
     for request_id, reply in plain.replies.items():
         if isinstance(reply, SampleReply):
@@ -154,7 +156,7 @@ def test_where_capturing_fails_steps_are_computed_one_by_one(
 def batch_of(
     singles: list[tuple[int, int]], spans: list[tuple[int, int, int]] | None = None
 ) -> StepBatch:
-    """Rows of (table row, length), then spans of (table row, length, tokens)."""
+    """Make rows of (table row, length), then spans of (table row, length, tokens)."""
     rows = [(row, length, 1) for row, length in singles] + (spans or [])
     counts = np.array([count for *_, count in rows], dtype=np.int64)
     count = int(counts.sum())
@@ -238,7 +240,6 @@ def test_numbers_of_a_draw_are_plain_whatever_they_come_from() -> None:
 
         @property
         def is_cpu(self) -> bool:  # type: ignore[override]
-            """No."""
             return False
 
     apart = SampledTokens(drawn.tokens.as_subclass(Elsewhere), drawn.logprobs)
@@ -320,7 +321,7 @@ def test_graphs_of_a_table_that_has_moved_are_captured_anew() -> None:
 
 
 def speculative_load(steps: int, seed: int) -> list[StepBatch]:
-    """Steps of up to 48 sequences that grow, begin anew, and have one to eight rows each."""
+    """Make steps of up to 48 sequences that grow, begin again, and have one to eight rows each."""
     random = np.random.default_rng(seed)
     lengths = random.integers(100, 2000, 48)
     batches = list[StepBatch]()
@@ -339,7 +340,7 @@ def speculative_load(steps: int, seed: int) -> list[StepBatch]:
 
 
 def graphs_of(captures: list[int]) -> StepGraphs:
-    """Graphs of steps that compute nothing; captures are counted."""
+    """Make graphs of steps that compute nothing, and count the captures."""
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:
         captures.append(1)

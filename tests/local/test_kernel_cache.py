@@ -57,28 +57,28 @@ class Builds:
         program.chmod(0o755)
 
     def load(self) -> tuple[str, str]:
-        """From where the kernels come, and what was wrong."""
+        """Load the kernels; return where they come from and what was wrong."""
         library, trouble = native_library("it", self.config)
         assert library.atts_row_block() > 0
         return library._name, trouble
 
     @property
     def count(self) -> int:
-        """How often the compiler ran."""
+        """Count the runs of the compiler."""
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
 
     def kept(self) -> list[Path]:
-        """The libraries in the cache."""
+        """List the libraries in the cache."""
         return sorted(self.folder.glob("*"))
 
     def leftovers(self) -> list[Path]:
-        """What lies where it should not."""
+        """List the files that should not be there."""
         return [*self.temporary.iterdir(), *self.folder.glob("*build*"), *self.folder.glob(".*")]
 
 
 @pytest.fixture
 def builds(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Builds:
-    """An empty cache and a quick compiler."""
+    """Make an empty cache and a quick compiler."""
     made = Builds(read_model_config(make_model("llama"), "it"), tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")

@@ -26,7 +26,7 @@ from atts.models.tokenizers import StopMatcher
 
 
 def naive_distribution(logits: list[float], sampling: Sampling) -> list[float]:
-    """The distribution by the definition, token by token."""
+    """Compute the distribution by its definition, token by token."""
     weights = [math.exp((x - max(logits)) / sampling.temperature) for x in logits]
     order = sorted(range(len(weights)), key=lambda i: -weights[i])
     if 0 < sampling.top_k < len(weights):
@@ -70,7 +70,7 @@ def test_a_batch_of_settings_is_each_row_by_the_definition(
 
 
 def by_sorting(logits: torch.Tensor, laws: list[Sampling]) -> torch.Tensor:
-    """The distribution with the vocabulary sorted in float64, once for each filter."""
+    """Compute the distribution with the vocabulary sorted in float64, once for each filter."""
     batch = batch_sampling(laws, logits.shape[-1])
     scaled = logits.double() / batch.temperature.unsqueeze(-1)
     if batch.top_k is not None:

@@ -63,8 +63,8 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
 def singing(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Path]:
-    """A model folder that asks for its own code in one of many ways; the code, run, would write the
-    file `sung`.
+    """Return a maker of model folders that ask for their own code in one of many ways; that code
+    would write the file `sung`.
     """
     monkeypatch.setattr(builtins, "input", lambda *_: "y")  # a user would agree
 

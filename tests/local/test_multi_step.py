@@ -23,7 +23,7 @@ class Watched:
     """Counts the calls of the kernels that draw, and the tokens of each sequence that came of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """From now on."""
+        """Watch all draws from now on."""
         self.turns = list[int]()
         drawn = NativeModel.draw_ahead
 
@@ -36,7 +36,7 @@ class Watched:
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
-    """The same script with a call for every step."""
+    """Run the same script with a call for every step."""
     with monkeypatch.context() as patch:
         patch.setattr(MultiStep, "turns", lambda *args: 1)
         return run(*args)

@@ -25,7 +25,7 @@ CLOSE = 1e-4
 
 
 def ids_of(seed: int, count: int) -> TokenIds:
-    """Some ids, never a special one."""
+    """Draw ids that are not special."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(3, 300, (count,), generator=generator).tolist())
 
@@ -35,7 +35,7 @@ STEM = ids_of(0, 60)
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[list[Command]]:
-    """Requests that share prefixes of one stem, arriving and being cancelled at any step."""
+    """Draw requests that share prefixes of one stem, and that arrive and are cancelled at any step."""
     steps: list[list[Command]] = [[] for _ in range(12)]
     for request_id in range(1, draw(st.integers(2, 9)) + 1):
         prefix = STEM[: draw(st.integers(1, 40))] + ids_of(request_id, draw(st.integers(0, 3)))
@@ -55,7 +55,7 @@ def scripts(draw: st.DrawFn) -> list[list[Command]]:
 
 
 def check(naive: Any, request: SampleRequest | ScoreRequest, reply: object) -> None:
-    """The reply is what the naive loop says, token for token, score for score."""
+    """Check that the reply is that of the naive loop, token for token, score for score."""
     if isinstance(request, SampleRequest):
         assert isinstance(reply, SampleReply)
         assert naive.agrees(request.ids, reply.ids)
@@ -205,7 +205,9 @@ def test_more_threads_change_not_a_bit(
 
 
 def tuned(tuning: Tuning) -> MakeModel:
-    """A native model whose kernels may only use some of this processor's instructions."""
+    """Return a maker of native models whose kernels may only use some of this processor's
+    instructions.
+    """
 
     def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> NativeModel:
         return NativeModel(
@@ -261,7 +263,7 @@ def test_kernels_for_other_processors_equal_the_naive_loop(
 
 
 def compare_with_naive(folder: Path, naive: Any, drive: Any, kernel: str) -> None:
-    """Samples and scores of several lengths in one batch."""
+    """Compare samples and scores of several lengths in one batch with the naive loop."""
     requests: list[SampleRequest | ScoreRequest] = [
         *[SampleRequest(ids_of(n, 3 * n + 1), 10, GREEDY) for n in range(6)],
         *[ScoreRequest(ids_of(9, 5), ids_of(8, n + 1)) for n in range(4)],

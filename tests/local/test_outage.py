@@ -36,8 +36,7 @@ class Killer:
         self.role = role
         self.left = calls
 
-    def recalled(self, event: object) -> None:
-        """Nothing to do."""
+    def recalled(self, event: object) -> None: ...
 
     def notify(self, event: Notice) -> None:
         """Count, and kill."""
@@ -51,7 +50,7 @@ class Killer:
 def run(
     directory: Path, problems: tuple[Problem, ...], role: Role = "draft", calls: int = -1
 ) -> RunResult:
-    """An evaluation with a frozen gate by the embedded engines; one child is killed on the way."""
+    """Evaluate with a frozen gate on the embedded engines, and kill one child on the way."""
     engines = {
         name: LocalEngine(path(name), name=name, options=LocalOptions())
         for name in ("draft", "target")
@@ -74,7 +73,9 @@ def run(
 
 
 def essence(outcome: Outcome) -> str:
-    """What was written, answered and voted; float sums may differ with the company in a batch."""
+    """Return texts, answers and votes; float sums are left out, because they may differ with the
+    rest of a batch.
+    """
     return repr(
         (
             outcome.answer,

@@ -50,12 +50,12 @@ class Slow(InlineTransport):
         self._is_over = True
 
     def post(self, work: Work) -> None:
-        """Done at once, and said to be later."""
+        """Do the work at once, but report it as unfinished."""
         work()
         self._is_over = False
 
     def wait(self, seconds: float) -> bool:
-        """Half of the time."""
+        """Report the work as finished half of the time."""
         self._is_over = self._random.random() < 0.5
         return self._is_over
 
@@ -73,7 +73,9 @@ class Made:
         return self.drafters[-1]
 
     def spare(self) -> tuple[int, int]:
-        """Slots that branches hold, and those lent for the work in flight, of the last drafter."""
+        """Count the slots that branches of the last drafter hold, and those lent for the work in
+        flight.
+        """
         drafter: Any = self.drafters[-1]
         job = drafter._job
         held = [] if job is None else [*job.lent]
@@ -83,7 +85,7 @@ class Made:
 
 
 def overlap(done: Driven) -> OverlapStats:
-    """What was guessed."""
+    """Return the counters of guessed outcomes."""
     found = counts(done).overlap
     assert found is not None, "nothing drafted beside"
     return found
@@ -291,8 +293,8 @@ def test_a_drafter_that_never_answers_is_a_miss(
 
 
 def seeded_by_place(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """As PEARL was released: the test after a block that was taken uses the number that the block's
-    first token had.
+    """Plant a fault of PEARL as released: the test after an accepted block uses the number of the
+    block's first token.
     """
 
     def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
@@ -312,7 +314,7 @@ def seeded_by_place(sample: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def next_uniforms(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """Branches draw with the numbers of the places after theirs."""
+    """Plant a fault: branches draw with the numbers of the positions after theirs."""
 
     def found(self: Any, job: Any, ask: Any, branch: Any) -> Any:
         proposal = begin(self, job, ask, branch)
@@ -324,7 +326,7 @@ def next_uniforms(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept_where_it_was(moved: Callable[..., Any]) -> Callable[..., Any]:
-    """Keys and values of the branch that came true are not taken over."""
+    """Plant a fault: keys and values of the correct branch are not taken over."""
 
     def found(self: Any, job: Any, line: Any, branch: Any) -> int:
         start: int = moved(self, job, line, branch)
@@ -336,7 +338,7 @@ def kept_where_it_was(moved: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def served_another(select: Callable[..., Any]) -> Callable[..., Any]:
-    """Where the outcome was not guessed, a branch of another one is served."""
+    """Plant a fault: if the outcome was not guessed, another outcome's branch is served."""
 
     def found(self: Any, accepted: int, token: int) -> Any:
         chosen, others = select(self, accepted, token)
@@ -346,7 +348,9 @@ def served_another(select: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tail_returned(settle: Callable[..., int]) -> Callable[..., int]:
-    """As PEARL was released: what is pending where a request ends is returned as it is."""
+    """Plant a fault of PEARL as released: pending tokens are returned unchanged at the end of a
+    request.
+    """
 
     def found(self: Any, sequence: Any, drawn: list[int]) -> int:
         accepted = settle(self, sequence, drawn)
@@ -373,7 +377,9 @@ BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) -> bool:
-    """A small form of one of the checks above; of branches, that a miss is one."""
+    """Return whether a small form of one of the checks above passes; for branches, that a miss is
+    counted as one.
+    """
     drafter = near if check in ("branches", "text") else folder
     done = run(folder, [requests(2, 40, HOT)], None, 4, drafter, speculate="pearl")
     if check == "branches":

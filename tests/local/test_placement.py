@@ -43,7 +43,7 @@ class FakeGpus:
         patch.setattr("atts.local.devices._zeros", self._zeros)
 
     def free(self, device: torch.device) -> int:
-        """What is left of a card."""
+        """Return the free memory of a card."""
         at = device.index or 0
         return self.totals[at] - self.used[at]
 
@@ -68,7 +68,7 @@ class FakeGpus:
 
 
 def prepared(folder: Path, name: str, demand: RunDemand | None, **options: Any) -> WorkerConfig:
-    """What an engine knows before it loads anything."""
+    """Prepare an engine as far as possible before anything is loaded."""
     made = LocalOptions(**options)
     return _prepare(str(folder), name, made, PlainDecoding(), is_chat=False, demand=demand)[0]
 

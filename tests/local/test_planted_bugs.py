@@ -21,12 +21,12 @@ from tests.local.test_speculation import begun, ended_within, is_always_right
 
 
 def wrong_rows(spread: Callable[..., Any]) -> Callable[..., Any]:
-    """The settings of the row before."""
+    """Plant a fault: each row gets the settings of the row before."""
     return lambda sampling, rows: spread(sampling, rows.roll(1))
 
 
 def shifted(spans: Callable[..., Any]) -> Callable[..., Any]:
-    """Proposed tokens one place too far."""
+    """Plant a fault: proposed tokens are one position too far."""
 
     def found(plan: StepPlan) -> Iterator[tuple[Any, int, int]]:
         for sequence, position, token in spans(plan):
@@ -36,19 +36,19 @@ def shifted(spans: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def later_uniforms(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """The drafter draws with the numbers of the place after."""
+    """Plant a fault: the drafter draws with the numbers of the next position."""
     return lambda *args: replace(found := ask(*args), uniforms=np.roll(found.uniforms, 1))
 
 
 def shifted_logprobs(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Log-probabilities of the row after."""
+    """Plant a fault: each row gets the log-probabilities of the next row."""
     return lambda *args: [
         (s, tokens, [*values[1:], values[0]]) for s, tokens, values in draw(*args)
     ]
 
 
 def repeated_uniforms(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """The newest token's number for its whole span."""
+    """Plant a fault: the newest token's number is used for its whole span."""
 
     def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
         kept = [s.uniforms for s in sequences]
@@ -63,7 +63,7 @@ def repeated_uniforms(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forgetful(allocate: Callable[..., Any]) -> Callable[..., Any]:
-    """Slots keep the mark of what they held before."""
+    """Plant a fault: slots keep the mark of their previous contents."""
 
     def found(allocator: Any, count: int) -> Any:
         kept = allocator.drafted.copy()
@@ -75,12 +75,12 @@ def forgetful(allocate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept_whole(settled: Callable[..., Any]) -> Callable[..., Any]:
-    """The drafter's cache is not rolled back."""
+    """Plant a fault: the drafter's cache is not rolled back."""
     return lambda self, key, proposal, accepted: settled(self, key, proposal, len(proposal.tokens))
 
 
 def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands is written whole, and only its last token is looked at."""
+    """Plant a fault: only the last accepted token is examined before all are written."""
 
     def found(
         loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
@@ -102,7 +102,7 @@ def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def later_draws(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """At the places of a proposal, each with the number of the place after."""
+    """Plant a fault: each position of a proposal draws with the number of the next position."""
 
     def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
         kept = [s.uniforms for s in sequences]
@@ -118,7 +118,7 @@ def later_draws(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cut_short(commit: Callable[..., Any]) -> Callable[..., Any]:
-    """Where a whole proposal stands, the token after it is dropped."""
+    """Plant a fault: if a whole proposal is accepted, the token after it is dropped."""
 
     def found(
         loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
@@ -130,7 +130,7 @@ def cut_short(commit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def doubled(commit: Callable[..., Any]) -> Callable[..., Any]:
-    """The token after a proposal is written twice."""
+    """Plant a fault: the token after a proposal is written twice."""
 
     def found(
         loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
@@ -143,7 +143,7 @@ def doubled(commit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def greedy_alone(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Where nothing is proposed, the most likely token is written."""
+    """Plant a fault: without a proposal, the most likely token is written."""
 
     def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
         drawn = draw(loop, sequences, widths, logits)
@@ -192,7 +192,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 def is_green(check: str, folder: Path, plain: Driven) -> bool:
-    """Whether a small form of one of the checks above passes."""
+    """Return whether a small form of one of the checks above passes."""
     match check:
         case "text":
             return same(plain, run(folder, [[*requests(8)]], Knowing(texts(plain), "partly"), 5))

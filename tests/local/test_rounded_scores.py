@@ -35,7 +35,7 @@ needs_pairs = pytest.mark.skipif(
 async def log_probs(
     words: str, options: LocalOptions = HERE, *, beside: bool = True
 ) -> list[float]:
-    """Of the last tokens of all texts, scored at once or in turn."""
+    """Return the log-probabilities of the last tokens of all texts, scored at once or in turn."""
 
     async def score(engine: LocalEngine, ids: tuple[int, ...]) -> list[float]:
         return list((await engine.score(ScoreRequest(ids[:20], ids[20:]))).logprobs)

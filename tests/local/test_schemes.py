@@ -36,11 +36,11 @@ class Changing:
 
     @property
     def current(self) -> int:
-        """All of them in turn."""
+        """Return all schemes in turn."""
         return self._steps // 3 % self._schemes
 
     def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
-        """A step, however long."""
+        """Check and count a step, however long it was."""
         assert seconds > 0
         assert 0 <= sequences[1] <= sequences[0] <= tokens
         self._steps += 1

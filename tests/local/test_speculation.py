@@ -128,7 +128,7 @@ def test_every_proposer_leaves_the_text_as_it_is(way: str, make_model: Make, nea
 
 
 def hint(request: object, text: TokenIds) -> SampleRequest:
-    """The request with a text that somebody has."""
+    """Return the request with a text as hint."""
     assert isinstance(request, SampleRequest)
     return replace(request, hint=text)
 
@@ -140,7 +140,7 @@ def storm(
     laws: Sequence[Sampling] = MIXED,
     **ways: Any,
 ) -> Driven:
-    """Two waves of requests, some of them cancelled, in a cache of so many slots."""
+    """Run two waves of requests, some of them cancelled, in a cache of so many slots."""
     orders = requests(8, 40, laws)
     late = [replace(order, request_id=order.request_id + 20) for order in orders]
     script: list[list[Command]] = [[*orders], *[[]] * 9, [*late, Cancel(3)], [Cancel(24)]]
@@ -164,8 +164,8 @@ def test_a_drafter_that_is_the_target_is_always_right(room: int, make_model: Mak
 
 
 def is_always_right(folder: Path, room: int) -> bool:
-    """Whether all stands that the target drafts for itself, up to a place whose number is another
-    than the target's.
+    """Return whether all of the target's own proposals are accepted, up to a position whose number
+    differs from the target's.
     """
     numbers = random.Random(1)
     wrong = dict[int, int]()
@@ -294,8 +294,8 @@ def test_what_is_cached_afterwards_is_right(make_model: Make, near: Path) -> Non
 
 
 def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
-    """Texts that end at a string, an id, a limit or an end token, plainly and with the right tokens
-    proposed beyond.
+    """Run texts that end at a string, an id, a limit or an end token, plainly and with correct
+    proposals beyond the end.
     """
     pieces = config_of(folder).pieces
     whole = requests(8, 30, (Sampling(0.9), Sampling(0.0)))
@@ -343,7 +343,7 @@ class Learning(AnyLength):
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> None:
-        """Of every step."""
+        """Keep the rounds of every step."""
         self.rounds += rounds
 
 
@@ -380,7 +380,7 @@ def test_a_proposal_cut_to_nothing_is_learnt_of(make_model: Make) -> None:
 
 
 def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
-    """What two tokens write; nothing where one of them cuts a character, or writes nothing."""
+    """Return the text of two tokens, or nothing if one of them cuts a character or writes nothing."""
     parts = [pieces[token] if token < len(pieces) else b"" for token in ids]
     try:
         return "".join(part.decode() for part in parts) if all(parts) else ""
@@ -389,8 +389,8 @@ def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
 
 
 def begun(folder: Path) -> bool:
-    """Whether requests that say how they begin are answered with the rest, stop strings across the
-    seam included.
+    """Return whether requests with a given beginning are answered with the rest, stop strings
+    across the seam included.
     """
     pieces = config_of(folder).pieces
     orders = requests(6, 20, (Sampling(0.9), Sampling(0.7, top_p=0.9)))

@@ -173,7 +173,7 @@ class Failing(Proposer):
         self._asked = 0
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """What comes first is nonsense."""
+        """Propose nonsense once, then fail."""
         self._asked += 1
         if self._asked > 1:
             raise ValueError("no more ideas")

@@ -51,8 +51,8 @@ LAWS = Sampling(0.0), Sampling(0.9), Sampling(1.0, top_p=0.9)
 
 
 def crowd() -> list[list[Command]]:
-    """Prompts in common and of their own, to be continued and scored, more than fit; some are given
-    up.
+    """Make more prompts than fit, shared and separate, to be continued and scored; some are
+    cancelled.
     """
     steps: list[list[Command]] = [[]]
     for number in range(1, 17):
@@ -98,19 +98,21 @@ class StageHere:
         return self.answers.pop()
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Note that the stage is closed."""
         self.is_closed = True
 
     @staticmethod
     def ready(stages: Sequence[StageHere], seconds: float | None) -> list[StageHere]:
-        """Those that have answered; one that was closed cannot be asked, as a pipe cannot."""
+        """Return the stages that have answered; a closed stage cannot be asked, as a closed pipe
+        cannot.
+        """
         assert not any(each.is_closed for each in stages)
         return [each for each in stages if each.answers]
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
-    """Stages in this process."""
+    """Run stages in this process."""
     StageHere.made = []
     monkeypatch.setitem(stage_workers.KINDS, "process", StageHere)
     return StageHere
@@ -166,7 +168,7 @@ def test_steps_under_way_change_no_bit(
 
 
 def said(driven: Driven) -> list[tuple[int, tuple[object, object]]]:
-    """Ids and log-probabilities of all replies, by their requests."""
+    """Return the ids and log-probabilities of all replies in the order of their requests."""
     replies = sorted(driven.replies.items())
     return [
         (key, (getattr(reply, "ids", None), getattr(reply, "logprobs", None)))
@@ -175,7 +177,7 @@ def said(driven: Driven) -> list[tuple[int, tuple[object, object]]]:
 
 
 def setup_of(folder: Path, layers: range) -> StageSetup:
-    """What a stage is told."""
+    """Make the setup of a stage."""
     options = options_of(**HERE)[0]
     return StageSetup(
         WorkerConfig("m", folder, read_model_config(folder, "m"), (), options), layers
@@ -183,7 +185,7 @@ def setup_of(folder: Path, layers: range) -> StageSetup:
 
 
 def stage_processes() -> dict[int, bytes]:
-    """The stages of this process's engines, by their places in the pipeline."""
+    """Return the stages of this process's engines, by their places in the pipeline."""
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
     children = sorted(
         int(pid) for path in lists if path.is_file() for pid in path.read_text().split()
@@ -309,11 +311,11 @@ def test_replicas_of_a_stage_say_what_one_says(
     alone = drive(folder, crowd(), **settings)
 
     def anywhere(instances: list[Instance]) -> int:
-        """Where it costs least, or anywhere else."""
+        """Choose the cheapest instance, or now and then any."""
         return rng.randrange(len(instances)) if rng.random() < 0.3 else dispatched(instances)
 
     def either(costs: StageCosts, *seen: Any) -> Instance:
-        """What lacks is brought or computed anew, whatever this machine is quicker at."""
+        """Make moving and recomputing equally cheap, so that both happen on every machine."""
         costed = measured(costs, *seen)
         return (
             costed
@@ -389,7 +391,9 @@ def test_keys_and_values_are_brought_whatever_is_heard_meanwhile(make_model: Mak
 
 
 def run_of(first: int, number: int) -> StepBatch:
-    """A sequence in the slots from 1 on that feeds so many rows, none of which is asked for."""
+    """Make a step in which one sequence, in the slots from 1 on, feeds so many rows and requests
+    none.
+    """
     at = np.arange(first, first + number)
     none = np.zeros(0, dtype=np.int64)
     batch = single_rows(

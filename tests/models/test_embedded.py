@@ -157,7 +157,7 @@ def test_the_chat_template_opens_the_assistants_turn(tokenizer: Any) -> None:
 
 
 def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
-    """The share of greedy solutions that box the right answer, one chunk per step."""
+    """Return the share of greedy solutions that box the correct answer, one chunk per step."""
     model = _open(name)
     right = 0
     for problem in problems("test", count, seed=2024, levels=(1, 2, 3)):

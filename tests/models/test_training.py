@@ -91,7 +91,7 @@ def test_the_rendered_prompt_is_the_chat_templates(encoder: Any) -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data in blocks of 256 conversations rather than 4,096."""
+    """Make data in blocks of 256 conversations instead of 4,096."""
     monkeypatch.setattr(data, "BLOCK_SIZE", 256)
 
 

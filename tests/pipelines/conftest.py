@@ -20,7 +20,7 @@ Solve = Callable[..., list[Outcome]]
 
 @pytest.fixture
 def answers() -> Answers:
-    """Extraction and grouping for the toy language."""
+    """Return extraction and grouping for the toy language."""
     return Answers(toy_answer, toy_groups)
 
 

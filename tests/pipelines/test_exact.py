@@ -44,7 +44,7 @@ BLIND = frozenset[Literal["sample", "score"]]({"sample", "score"})
 
 
 def texts(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], tuple[TokenIds, str | None]]:
-    """What every rollout came to."""
+    """Return the ids and the end of every rollout."""
     return {
         (line.problem, line.sample): (line.ids("target"), line.finish)
         for outcome in outcomes
@@ -53,7 +53,7 @@ def texts(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], tuple[TokenIds, 
 
 
 def used(outcomes: Sequence[Outcome], kind: str) -> int:
-    """Tokens of one kind, of all problems."""
+    """Count the tokens of one kind over all problems."""
     return sum(getattr(outcome.usage, kind) for outcome in outcomes)
 
 
@@ -217,7 +217,7 @@ def test_more_is_drafted_where_more_stands() -> None:
 def timed(
     attempt: Solve, method: str, problems: int, draft: ScriptedEngine, target: ScriptedEngine
 ) -> float:
-    """Virtual seconds of a run."""
+    """Return the virtual seconds of a run."""
     events = list[Any]()
     attempt(
         preset(method).policy(PLAIN),

@@ -73,15 +73,15 @@ class LetterTokenizer:
         self.digest = f"letters-{letters}"
 
     def encode(self, text: str) -> TokenIds:
-        """Ids of the letters; a character outside the alphabet is an error of the test."""
+        """Return the ids of the letters; a character outside the alphabet is an error of the test."""
         return tuple(self.letters.index(letter) for letter in text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Letters of the ids, the end left out."""
+        """Return the letters of the ids, without the end."""
         return "".join(self.letters[index] for index in ids if index < len(self.letters))
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """The first letter, whatever was said: every text starts in the same state."""
+        """Return the first letter for any message, so that every text starts in the same state."""
         return (0,)
 
 
@@ -110,8 +110,8 @@ class TableEngine:
         )
 
     def probability(self, text: str, sampling: Sampling = RAW, start: str = "") -> float:
-        """The exact probability that a text after `start` (default: the prompt) begins with `text`;
-        "." is the end.
+        """Return the exact probability that a text after `start` (default: the prompt) begins with
+        `text`; "." is the end.
         """
         letters = self.tokenizer.letters
         last = start or letters[0]
@@ -123,7 +123,7 @@ class TableEngine:
         return product
 
     def distribution(self, last: str, sampling: Sampling = RAW) -> tuple[float, ...]:
-        """The next token's distribution after this letter; temperature only."""
+        """Return the next token's distribution after this letter; temperature only."""
         powered = [p ** (1 / sampling.temperature) for p in self.table[last]]
         return tuple(p / sum(powered) for p in powered)
 
@@ -159,7 +159,7 @@ class TableEngine:
         return Scores(tuple(math.log(p) if p > 0 else -math.inf for p in chances))
 
     def stats(self) -> EngineStats:
-        """It counts nothing."""
+        """Return empty counters, because nothing is counted."""
         return EngineStats()
 
     async def __aenter__(self) -> Self:
@@ -250,7 +250,7 @@ ESCALATE = FixedGate("escalate")
 
 
 def texts(draft: TableEngine, target: TableEngine, policy: Policy, gate: Gate) -> Counter[str]:
-    """What rollouts wrote within the length, "." for an end before it."""
+    """Count the texts that rollouts wrote within the length, with "." for an earlier end."""
     context = Context(
         draft,
         target,
@@ -276,7 +276,7 @@ def _text(rollout: Rollout) -> str:
 
 
 def cells(probability: Callable[[str], float]) -> dict[str, float]:
-    """Every text of the full length or ended before, with its exact probability."""
+    """Return the exact probability of every text of the full length or ended before."""
     whole = ["".join(letters) for letters in itertools.product("abn", repeat=LENGTH)]
     short = [
         "".join(letters) + "."
@@ -289,7 +289,7 @@ def cells(probability: Callable[[str], float]) -> dict[str, float]:
 
 
 def p_value(seen: Counter[str], exact: dict[str, float]) -> float:
-    """Chi-square against exact probabilities, cells below 5 expected pooled."""
+    """Compute the chi-square test against exact probabilities, with cells below 5 expected pooled."""
     total = sum(seen.values())
     big = [text for text, p in exact.items() if p * total >= 5]
     observed = [*(seen[text] for text in big), total - sum(seen[text] for text in big)]
@@ -351,8 +351,8 @@ def test_continue_alternates_the_two_models() -> None:
 def _alternating(
     text: str, engines: Sequence[TableEngine], last: str = "a", turn: int = 0, used: int = 0
 ) -> float:
-    """The draft writes up to two letters, then the target; a draft that ends hands over, a target
-    that ends is done.
+    """Return the probability of a text for which draft and target take turns: the draft writes up
+    to two letters; only the target's end counts.
     """
     if not text:
         return 1.0
@@ -393,8 +393,8 @@ CUT = ThresholdGate(6.0)  # perplexity under the target
 def gated(
     text: str, draft: TableEngine, target: TableEngine, last: str = "a", used: int = 0
 ) -> float:
-    """How likely a text is where chunks that the gate sends away are replaced by what the target
-    writes.
+    """Return the probability of a text in which the target replaces the chunks that the gate
+    escalates.
     """
     if not text:
         return 1.0
@@ -411,14 +411,16 @@ def gated(
 
 
 def pieces(engine: TableEngine, last: str, size: int) -> dict[str, float]:
-    """Every chunk of up to so many letters, and how likely it is."""
+    """Return the probability of every chunk of up to so many letters."""
     short = [letter for letter in "abn." if size == 1 or letter in "n."]
     long = [first + second for first in "ab" for second in "abn."] if size > 1 else []
     return {piece: engine.probability(piece, start=last) for piece in [*short, *long]}
 
 
 def stays(piece: str, target: TableEngine, last: str) -> bool:
-    """Whether the gate lets a chunk through; of one that ended, what was written before is scored."""
+    """Return whether the gate accepts a chunk; if the chunk ended the text, what was written before
+    the end is scored.
+    """
     written = piece.removesuffix(".")
     return (
         bool(written)

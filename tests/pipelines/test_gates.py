@@ -266,8 +266,8 @@ def test_scores_that_differ_by_rounding_alone_are_equal(kind: Any) -> None:
 def agreement_run(
     gate: ConformalGate | AgreementGate, seed: int, problems: int = 60
 ) -> dict[bool, tuple[int, int]]:
-    """Sixteen rollouts of eight chunks; in half of the problems siblings agree. By that: handed
-    over, of how many.
+    """Run sixteen rollouts of eight chunks, of which siblings agree in half of the problems; return
+    (escalated, all) for both halves.
     """
     draw = random.Random(seed)
     handed = Counter[bool]()

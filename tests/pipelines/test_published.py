@@ -27,7 +27,7 @@ Load = Callable[[str, int | None], StoredScores]
 
 @pytest.fixture
 def load(shared_data: Path) -> Load:
-    """A published calibration array by a pattern of its file name."""
+    """Return a reader of published calibration arrays by a pattern of the file name."""
 
     def read(pattern: str, per_question: int | None = None) -> StoredScores:
         (path,) = (shared_data / "traces" / "calibration").glob(pattern)
@@ -37,14 +37,14 @@ def load(shared_data: Path) -> Load:
 
 
 def gate_of(method: str, stored: StoredScores, rate: float = 0.4) -> Gate:
-    """The gate of a preset that starts from these scores."""
+    """Return the gate of a preset that starts from these scores."""
     gate = preset(method).gate(GateInputs(Calibrator(rate, "aci", stored=stored)))
     assert not isinstance(gate, RoundGate)
     return gate
 
 
 def recorded(shared_data: Path, run: str) -> Iterator[dict[str, Any]]:
-    """Every judged turn of a recorded run, with its question."""
+    """Yield every judged turn of a recorded run, with its question."""
     path = shared_data / "traces" / "draft_target.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for record in map(json.loads, lines):

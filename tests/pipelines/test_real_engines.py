@@ -27,7 +27,7 @@ HERE = LocalOptions(worker="thread")  # opened often
 
 
 def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:
-    """The ids of every rollout of a few problems on the embedded pair, and the outcomes."""
+    """Run a few problems on the embedded pair; return the ids of every rollout, and the outcomes."""
     base = Setup()
     policy = replace(base.policy, samples=1, early_stop="none", **changes)
     setup = replace(base, method=method, gate=gate, policy=policy, seed=11)
@@ -51,7 +51,7 @@ def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Role, Texts]:
-    """What either model writes without interference."""
+    """Return the texts that each model writes without interference."""
     keep = FixedGate("accept")
     return {"draft": run("draft-only", keep)[0], "target": run("target-only", keep)[0]}
 

@@ -129,7 +129,7 @@ def test_the_drafts_own_score_asks_the_target_nothing(attempt: Solve) -> None:
 
 
 def spec(*, scores: bool, logprobs: bool) -> EngineSpec:
-    """An engine's spec with or without what a score is made of."""
+    """Make an engine's spec with or without scores and log-probs."""
     able: set[Capability] = {"sample", "score"} if scores else {"sample"}
     return EngineSpec(
         "any",

@@ -29,7 +29,7 @@ Solve = Callable[..., list[Outcome]]
 
 
 def modulo(answers: Sequence[str]) -> list[int]:
-    """Numbers are equal modulo 3, so that equal answers have different strings."""
+    """Group numbers modulo 3, so that equal answers have different strings."""
     return [int(answer) % 3 for answer in answers]
 
 

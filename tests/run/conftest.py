@@ -39,7 +39,7 @@ class Said:
 
 
 def grade(answer: str, problem: Problem) -> Said:
-    """Right or wrong by string."""
+    """Compare answers as strings."""
     return Said("equal" if answer == problem.answer else "different")
 
 
@@ -57,7 +57,7 @@ class World:
     quick: Latency = QUICK
 
     def plan(self, **changes: Any) -> RunSpec:
-        """A plan with scripted engines and a frozen gate."""
+        """Plan a run with scripted engines and a frozen gate."""
         parts: dict[str, Any] = {
             "draft": ScriptedEngine("draft", latency=QUICK),
             "target": ScriptedEngine("target", latency=QUICK),
@@ -71,15 +71,15 @@ class World:
         return RunSpec(**{**parts, **changes})
 
     def frozen(self) -> Gate:
-        """A gate that never learns."""
+        """Return a gate that never learns."""
         return ThresholdGate(1.3)
 
     def online(self) -> Gate:
-        """A gate that learns from every decision."""
+        """Return a gate that learns from every decision."""
         return ConformalGate(Calibrator(0.4, "question-turn", seed=3))
 
     def session(self, name: str | None = "run", **changes: Any) -> RunOptions:
-        """A session in a directory of that name, or in none."""
+        """Return the options of a session in a directory of that name, or in none."""
         parts: dict[str, Any] = {
             "directory": self.tmp_path / name if name else None,
             "journal": JournalOptions(durability="close"),
@@ -99,19 +99,19 @@ class World:
         return run_virtual(partial(evaluate, chosen, plan, session), backend=backend)
 
     def events(self, name: str = "run") -> list[Event]:
-        """What the journal in that directory says."""
+        """Return the events of the journal in that directory."""
         return [entry.event for entry in read_entries(self.tmp_path / name / JOURNAL)]
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    """A place to run."""
+    """Return a place to run."""
     return World(tmp_path)
 
 
 @pytest.fixture
 def outcomes() -> Callable[[RunResult], dict[str, str]]:
-    """A result's outcomes by problem, in essence."""
+    """Return a function that maps a result's problems to their outcomes, in essence."""
     return lambda result: {outcome.problem.id: essence(outcome) for outcome in result.outcomes()}
 
 
@@ -123,7 +123,7 @@ class SmallDisk:
         self._room = room
 
     def write(self, data: bytes, /) -> int:
-        """As a full disk does: take what fits, then refuse."""
+        """Take what fits, then refuse, as a full disk does."""
         if not self._room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         taken = self._file.write(data[: self._room])
@@ -131,7 +131,6 @@ class SmallDisk:
         return taken
 
     def fileno(self) -> int:
-        """The real file's."""
         return self._file.fileno()
 
     def close(self) -> None:
@@ -141,5 +140,5 @@ class SmallDisk:
 
 @pytest.fixture
 def small_disk() -> Callable[[int], Callable[[Path], SmallDisk]]:
-    """An opener of files on a disk with that much room."""
+    """Return an opener of files on a disk with that much room."""
     return lambda room: lambda path: SmallDisk(path, room)

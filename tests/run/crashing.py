@@ -139,12 +139,12 @@ class Said:
 
 
 def grade(answer: str, problem: Problem) -> Said:
-    """Right or wrong by string."""
+    """Compare answers as strings."""
     return Said("equal" if answer == problem.answer else "different")
 
 
 def play(order: Order) -> int:
-    """One child: evaluate, whatever is there already, and say how it went."""
+    """Evaluate in a child, with whatever is already recorded, and return how it ended."""
     directory = Path(order.directory)
     directory.mkdir(parents=True, exist_ok=True)
     slowness = order.slowness
@@ -174,7 +174,7 @@ def play(order: Order) -> int:
 
 
 def main(directory: str) -> None:
-    """One run, as a command: its errors are words, its exit code says what happened."""
+    """Run one order as a command: print errors as messages, and return the exit code."""
     try:
         code = play(Order(directory))
     except ATTSError as error:
@@ -216,11 +216,13 @@ class Nursery:
         return self._answer()
 
     def wait(self) -> int:
-        """The exit code of the child begun last; minus the signal's number if it was killed."""
+        """Return the exit code of the child started last; minus the signal's number if it was
+        killed.
+        """
         return self._answer()
 
     def run(self, order: Order) -> int:
-        """A child from beginning to end."""
+        """Run a child from beginning to end."""
         self.start(order)
         return self.wait()
 
@@ -233,7 +235,7 @@ class Nursery:
 
 @contextmanager
 def nursery() -> Generator[Nursery, None, None]:
-    """A server of children, gone at the end."""
+    """Start a server of children, and stop it at the end."""
     command = [sys.executable, str(Path(__file__).resolve())]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -245,9 +247,7 @@ def nursery() -> Generator[Nursery, None, None]:
 
 
 def kill_when(child: int, path: Path, size: int, pause: float) -> None:
-    """SIGKILL a child, `pause` seconds after its journal has grown to a size; it may have ended
-    before.
-    """
+    """Kill a child `pause` seconds after its journal has grown to a size; it may have ended before."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
@@ -280,8 +280,8 @@ class Crashes:
 def crash_runs(
     children: Nursery, folder: Path, whole: int, kills: int, seed: int, *, most: int = 10
 ) -> Generator[tuple[Path, Crashes], None, None]:
-    """Exactly `kills` kills, at most `most` of them in one run, over as many runs as that takes
-    (see `crash`).
+    """Make exactly `kills` kills, at most `most` of them in one run, over as many runs as that
+    takes (see `crash`).
     """
     number = unharmed = 0
     while kills:
@@ -330,8 +330,8 @@ def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int)
 def _interrupt(
     children: Nursery, directory: Path, size: int, step: int, way: Way, pause: float
 ) -> int:
-    """One session that comes to a bad end when its journal has grown by `step` to `size`; its exit
-    code.
+    """Run one session that ends badly when its journal has grown by `step` to `size`; return its
+    exit code.
     """
     order = Order(str(directory))
     if way != "outside":
@@ -344,7 +344,8 @@ def _interrupt(
 def check_calls(
     directory: Path, interruptions: Literal["none", "some"] = "none"
 ) -> tuple[int, int, int]:
-    """Sessions, recalled calls, repeated calls; no call that had been recorded was ever made again.
+    """Check that no recorded call was made again; return the numbers of sessions, recalled calls
+    and repeated calls.
 
     :raises AssertionError: one was.
     """
@@ -390,7 +391,7 @@ def check_calls(
 
 
 def decisions(directory: Path) -> dict[tuple[str, int, int], str]:
-    """Every recorded decision; one per question, sample and turn in these runs."""
+    """Return every recorded decision; these runs have one per question, sample and turn."""
     found: dict[tuple[str, int, int], str] = {}
     for entry in read_entries(directory / JOURNAL):
         if isinstance(entry.event, Decided):
@@ -402,7 +403,7 @@ def decisions(directory: Path) -> dict[tuple[str, int, int], str]:
 
 
 def outcomes(directory: Path) -> dict[str, str]:
-    """Every outcome in essence."""
+    """Return every outcome in essence."""
     return {
         outcome.problem.id: essence(outcome)
         for outcome in read_outcomes(read_entries(directory / JOURNAL))
@@ -410,8 +411,8 @@ def outcomes(directory: Path) -> dict[str, str]:
 
 
 def essence(outcome: Outcome) -> str:
-    """All of an outcome but what depends on timing alone: the order of asking, also about equal
-    chunks, and caches.
+    """Return an outcome without what depends only on timing: caches, and the order of calls, also
+    for equal chunks.
 
     Which of the siblings that wrote an equal chunk asked, and is charged for it, is told by the sum
     alone.

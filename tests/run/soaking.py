@@ -92,7 +92,7 @@ class Station:
 
 
 async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS) -> Tally:
-    """Episodes of these kinds in turn until the time is over; levels are read between them."""
+    """Run episodes of these kinds in turn until the time is over, and read levels between them."""
     tally = Tally()
     number = 0
     said = 0.0
@@ -113,7 +113,7 @@ async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = 
 
 
 async def _stations(stack: AsyncExitStack, kinds: Sequence[Kind]) -> dict[Kind, Station]:
-    """Those that these kinds of episodes need."""
+    """Start the stations that these kinds of episodes need."""
     stations: dict[Kind, Station] = {}
     if "faults" in kinds or "cancelled and resumed" in kinds:
         stations["faults"] = stations["cancelled and resumed"] = await _scripted(
@@ -159,7 +159,9 @@ async def _embedded(stack: AsyncExitStack) -> Station:
 async def _episode(
     kind: Kind, station: Station, directory: Path, tally: Tally, number: int
 ) -> None:
-    """One run, interrupted where its kind says so, and its journal beside what was seen live."""
+    """Run one episode, interrupted if its kind says so, and compare its journal with what was seen
+    live.
+    """
     problems = list(station.problems(4, number % _SETS))
     live: dict[str, Outcome] = {}
     if kind in ("cancelled and resumed", "embedded pair, cancelled"):
@@ -187,7 +189,7 @@ async def _recall(
     tally: Tally,
     number: int,
 ) -> None:
-    """A finished run that is asked for again is the same, and costs no call."""
+    """Check that a finished run that is requested again is the same, and costs no call."""
     requests = [engine.stats().requests for engine in (station.draft, station.target)]
     again = await _run(station, problems, directory, {}, number)
     if again.problems != result.problems or requests != [
@@ -221,7 +223,7 @@ async def _run(
 
 
 def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name: str) -> None:
-    """The journal's outcomes are those that were seen as they happened, to the last token and
+    """Check that the journal's outcomes are those that were seen live, to the last token and
     decision.
     """
     for outcome in result.outcomes():

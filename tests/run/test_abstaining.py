@@ -19,7 +19,7 @@ NEW = toy_problems(12, 9)
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty graded problems: where the votes agree the draft is right, where they are split it is
+    """Make forty graded problems: if the votes agree the draft is correct, if they are split it is
     not always.
     """
     directory = tmp_path_factory.mktemp("labelled")
@@ -28,7 +28,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def abstaining(labelled: Path, abstain: str = ".2@.9") -> Setup:
-    """The same settings, with answers withheld."""
+    """Return the same settings, with answers withheld."""
     return replace(SETUP, abstain=abstain, labelled=str(labelled))
 
 

@@ -24,12 +24,12 @@ SETUP = Setup(draft="scripted", target="scripted", policy=Policy(samples=6))
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """A run in which votes were settled early."""
+    """Make a run in which votes were settled early."""
     return evaluate_sync(toy_problems(12), SETUP, directory=tmp_path_factory.mktemp("censored"))
 
 
 def spared(problem: FinishedProblem) -> list[int]:
-    """The samples of a problem that have no answer because they were not let come to one."""
+    """List the samples of a problem that have no answer because they were cancelled."""
     return [
         one.sample
         for one in problem.samples

@@ -51,15 +51,17 @@ LINES = 5
 
 
 def in_project(code: CodeType) -> bool:
-    """Whether a function is one of this project's; comprehensions and generated methods are none."""
+    """Return whether a function belongs to this project; comprehensions and generated methods do
+    not.
+    """
     if code.co_name.startswith("<") and code.co_name != "<lambda>":
         return False
     return not FOLDERS.isdisjoint(Path(code.co_filename).resolve().parents)
 
 
 def is_by_the_clock(frame: FrameType) -> bool:
-    """Whether a worker reports nothing but its counters, as it does a few times a second whatever
-    is asked of it.
+    """Return whether a worker reports only its counters, as it does a few times a second in any
+    case.
     """
     report = (
         frame.f_locals.get("report") if frame.f_code.co_name in ("_hand_over", "_deliver") else None
@@ -80,16 +82,16 @@ class Meter:
     seen: set[FrameType] = field(default_factory=set[FrameType])
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        """For `sys.setprofile`."""
+        """Count a call, for `sys.setprofile`."""
         if event == "call" and frame not in self.seen and not is_by_the_clock(frame):
             self.seen.add(frame)
             self.calls.append(frame.f_code)
 
     def recalled(self, event: Event) -> None:
-        """There is no earlier session."""
+        """Ignore earlier sessions: there are none."""
 
     def notify(self, event: Notice) -> None:
-        """A turn begins with a request to the draft, and ends when it is recorded."""
+        """Begin a turn with a request to the draft, and end it when it is recorded."""
         if isinstance(event, CallBegun) and event.stage == "draft":
             self.calls = []
         elif isinstance(event, TurnFinished):
@@ -100,7 +102,7 @@ class Meter:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
-    """One problem, one rollout of the embedded models in processes of their own, written to a
+    """Run one problem, one rollout of the embedded models in processes of their own, written to a
     journal.
     """
     meter = Meter()

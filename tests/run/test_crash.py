@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the children ar
 
 @pytest.fixture(scope="module")
 def crashing() -> ModuleType:
-    """The children and their bookkeeping, loaded from the file beside this one."""
+    """Load the children and their bookkeeping from the file next to this one."""
     spec = importlib.util.spec_from_file_location(
         "crashing", Path(__file__).with_name("crashing.py")
     )
@@ -37,14 +37,14 @@ def crashing() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def children(crashing: ModuleType) -> Iterator[Any]:
-    """One server of children for all tests."""
+    """Start one server of children for all tests."""
     with crashing.nursery() as children:
         yield children
 
 
 @pytest.fixture(scope="module")
 def whole(crashing: ModuleType, children: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that is not killed."""
+    """Make a run that is not killed."""
     directory = tmp_path_factory.mktemp("whole")
     assert children.run(crashing.Order(str(directory))) == 0
     return directory

@@ -11,7 +11,7 @@ from atts.run import RunLengthEstimate
 
 
 def decide(left: RunLengthEstimate, problem: str, sample: int, turn: int) -> None:
-    """One chunk was decided on."""
+    """Count one decision."""
     left.count(Decision("accept", 0.2, problem, turn, sample))
 
 

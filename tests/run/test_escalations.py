@@ -22,7 +22,7 @@ class Counts:
         self._left = after
 
     def recalled(self, event: Any) -> None:
-        """Not its business."""
+        """Ignore recalled events."""
 
     def notify(self, event: Any) -> None:
         """Count down."""
@@ -41,7 +41,7 @@ def _plan(world: Any) -> Any:
 async def _failing_late(
     problem: Problem, policy: Policy, context: Context, scope: ProblemScope
 ) -> Outcome:
-    """Everything is done and paid for, then lost."""
+    """Solve the problem, then lose the result."""
     await solve(problem, policy, context, scope)
     raise ValueError("lost at the last moment")
 

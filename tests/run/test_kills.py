@@ -35,7 +35,7 @@ class Runs(Protocol):
         ...
 
     def wait(self) -> int:
-        """How it ended."""
+        """Return how the run ended."""
         ...
 
 
@@ -48,7 +48,7 @@ class Commands:
         return self.process.pid
 
     def wait(self) -> int:
-        """How it ended."""
+        """Return the exit code of the command."""
         return self.process.wait(300)
 
 
@@ -70,14 +70,14 @@ class Forks:
         return self.wait()
 
     def wait(self) -> int:
-        """How it ended."""
+        """Return the exit code that the server reports."""
         assert self.server.stdout is not None
         return int(self.server.stdout.readline())
 
 
 @pytest.fixture(params=["commands", "forks"])
 def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
-    """Both ways to start evaluations; nothing of them is left."""
+    """Choose a way to start evaluations, and leave none of its processes."""
     started = Commands() if request.param == "commands" else Forks()
     yield started
     if isinstance(started, Forks):
@@ -86,7 +86,7 @@ def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
 
 
 def members(session: int) -> list[int]:
-    """The living processes of a session, its leader among them."""
+    """Return the living processes of a session, its leader among them."""
     found = list[int]()
     for entry in Path("/proc").iterdir():
         try:
@@ -99,7 +99,7 @@ def members(session: int) -> list[int]:
 
 
 def send(pids: list[int], end: signal.Signals, first: int) -> None:
-    """A signal to these; after a stop, the first process is killed, or nothing would ever end."""
+    """Send a signal to these; after a stop, kill the first process, or nothing would ever end."""
     for pid, number in [
         *((pid, end) for pid in pids),
         *([(first, signal.SIGKILL)] if end == signal.SIGSTOP else []),
@@ -111,8 +111,8 @@ def send(pids: list[int], end: signal.Signals, first: int) -> None:
 
 
 def told(directory: Path) -> dict[str, object]:
-    """Every problem's answer, and each rollout's texts and decisions; scores may differ in
-    rounding.
+    """Return every problem's answer, and each rollout's texts and decisions; scores are left out,
+    because they may differ in rounding.
     """
     found = dict[str, object]()
     for outcome in read_outcomes(read_entries(directory / JOURNAL)):
@@ -142,7 +142,7 @@ class Study:
         self.slowest = 0.0
 
     def session(self, directory: Path, *, is_quiet: bool) -> int:
-        """One process of a run from its start to its end, with a signal on the way; its exit code."""
+        """Run one process from start to end with a signal on the way, and return its exit code."""
         journal = directory / JOURNAL
         before = journal.read_bytes() if journal.exists() else b""
         first = self.runs.start(directory)
@@ -160,7 +160,9 @@ class Study:
         return code
 
     def _interrupt(self, journal: Path, before: int, first: int) -> None:
-        """Before the engines are there, while they load, or after some more of the work."""
+        """Interrupt the run before the engines are there, while they load, or after some more of
+        the work.
+        """
         draws = self.draws
         deadline = time.monotonic() + 60
         work = draws.choice([0, 1, *[draws.randrange(1, 2 * self.size // KILLS_OF_ONE_RUN)] * 6])

@@ -44,7 +44,7 @@ NUMBERS = [field.name for field in fields(Amount)]
 
 
 def check(account: Account) -> None:
-    """What is spent and what is in flight are together within the account's caps."""
+    """Check that what is spent and what is in flight are together within the account's caps."""
     assert account.caps.exceeded_by(account.spent + account.reserved) == ""
     assert all(getattr(account.reserved, name) >= 0 for name in NUMBERS)
     assert all(getattr(account.spent, name) >= 0 for name in NUMBERS)
@@ -105,7 +105,7 @@ class Ledger(RuleBasedStateMachine):
 
     @invariant()
     def within(self) -> None:
-        """Every cap holds, and the ceiling has exactly what its requests have."""
+        """Check that every cap holds, and that the ceiling equals the sum of its requests."""
         for account in (self.ceiling, *self.requests):
             check(account)
         assert sum((one.spent for one in self.requests), Amount()) == self.ceiling.spent

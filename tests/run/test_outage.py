@@ -50,23 +50,23 @@ class Mortal(ScriptedEngine):
             raise self.error(self.spec.name, "it is gone")
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As long as it lives."""
+        """Sample while the engine is alive."""
         self._spend()
         return await super().sample(request)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """As long as it lives."""
+        """Score while the engine is alive."""
         self._spend()
         return await super().score(request)
 
 
 def decided(world: Any, name: str = "run") -> list[str]:
-    """Everything a gate said or was told, in order."""
+    """Return every decision and observation of the gate, in order."""
     return [repr(event) for event in world.events(name) if isinstance(event, Decided | Observed)]
 
 
 def outage(world: Any, role: Role, calls: int, name: str, **changes: Any) -> Any:
-    """A run whose engine of that role is lost after so many calls."""
+    """Run with an engine that is lost after so many calls."""
     return world.run(
         world.plan(**{role: Mortal(role, calls), "retries": ONCE, **changes}), world.session(name)
     )

@@ -40,12 +40,11 @@ class Clock:
         self.now = 100.0
 
     def __call__(self) -> float:
-        """What time it is."""
         return self.now
 
 
 def after(events: Sequence[Notice], clock: Clock | None = None) -> ProgressSnapshot:
-    """The picture once these were heard."""
+    """Return the snapshot after these events."""
     progress = Progress(clock or Clock())
     for event in events:
         progress.notify(event)
@@ -193,12 +192,12 @@ class Watched:
         self._at = at
 
     def recalled(self, event: Event) -> None:
-        """An earlier session's."""
+        """Keep an earlier session's event, and pass it on."""
         self.events.append(event)
         self.progress.recalled(event)
 
     def notify(self, event: Notice) -> None:
-        """News."""
+        """Keep an event, pass it on, and stop the run after enough of them."""
         self.events.append(event)
         self.progress.notify(event)
         if len(self.events) == self._at:
@@ -206,7 +205,7 @@ class Watched:
 
 
 def expected(events: Sequence[Event]) -> dict[str, Any]:
-    """The same numbers, counted the slow way from the journal."""
+    """Count the same numbers the slow way from the journal."""
     sampled: Counter[str] = Counter()
     for event in events:
         if isinstance(event, Sampled):
@@ -233,7 +232,7 @@ def expected(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def shown(found: ProgressSnapshot) -> dict[str, Any]:
-    """What the picture says of these numbers."""
+    """Return the numbers that the snapshot shows."""
     right = 0 if math.isnan(found.accuracy.value) else round(found.accuracy.value * found.graded)
     tokens = {role: found.tokens[role] for role in ("draft", "target")}
     counts = {name: getattr(found, name) for name in ("escalated", "accepted", "rejected", "done")}

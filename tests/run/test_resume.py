@@ -42,14 +42,14 @@ Outcomes = Callable[[RunResult], dict[str, str]]
 
 
 def cuts(directory: Path, count: int, seed: int) -> list[int]:
-    """Seeded places to tear a journal, from inside its first line to just before its end."""
+    """Draw places to cut a journal, from inside its first line to just before its end."""
     size = (directory / JOURNAL).stat().st_size
     draws = random.Random(seed)
     return [10, *(draws.randrange(size) for _ in range(count - 2)), size - 1]
 
 
 def torn_copy(world: Any, place: int, name: str = "copy") -> None:
-    """A copy of the run as a crash at this byte would have left it."""
+    """Copy the run as a crash at this byte would have left it."""
     shutil.rmtree(world.tmp_path / name, ignore_errors=True)
     shutil.copytree(world.tmp_path / "run", world.tmp_path / name)
     with (world.tmp_path / name / JOURNAL).open("r+b") as file:
@@ -57,13 +57,13 @@ def torn_copy(world: Any, place: int, name: str = "copy") -> None:
 
 
 def decided(world: Any, name: str) -> list[str]:
-    """Every recorded decision, in order; as text, for a rate may be nan."""
+    """Return every recorded decision in order, as text, because a rate may be nan."""
     return [repr(event) for event in world.events(name) if isinstance(event, Decided)]
 
 
 def places(world: Any) -> list[tuple[str, int, int, str]]:
-    """Where the copy's decisions were made, twice: when a score was asked for, and when it was
-    there.
+    """Return the places in the order of the copy's decisions, twice: when a score was requested,
+    and when it arrived.
     """
     found = [event for event in world.events("copy") if isinstance(event, Decided)]
     return [
@@ -283,7 +283,7 @@ def test_a_barrier_ends_the_same(world: Any, outcomes: Outcomes) -> None:
 
 
 def facts(world: Any) -> list[str]:
-    """Every decision, what was done with it, and every turn."""
+    """Return every decision, what was done with it, and every turn."""
     return [
         repr(event)
         for event in world.events("copy")

@@ -20,7 +20,7 @@ POLICY = Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="n
 
 
 def texts(result: RunResult) -> list[Any]:
-    """What every rollout came to."""
+    """Return the text and the end of every rollout."""
     return sorted(
         (one.problem, one.sample, one.text, one.finish)
         for done in result.outcomes()

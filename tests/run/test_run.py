@@ -99,7 +99,7 @@ class Diary:
 
     @property
     def events(self) -> list[Event]:
-        """What was heard live and is also in the journal."""
+        """Return the live events that are also in the journal."""
         told_live = (ChunkWritten, CallBegun, EngineAwaited, RunBegun)
         return [event for event in self.live if not isinstance(event, told_live)]
 
@@ -325,7 +325,7 @@ def test_no_file_and_no_work_outlive_a_run(world: Any, backend: Backend) -> None
 
 
 def open_files() -> list[str]:
-    """Paths this process holds open."""
+    """List the files that this process has open."""
     return sorted(file.path for file in psutil.Process().open_files())
 
 
@@ -447,7 +447,7 @@ def test_an_attempt_an_earlier_session_gave_up_may_stand(world: Any, again: str)
 async def one_call(
     problem: Problem, policy: Policy, context: Context, scope: ProblemScope
 ) -> Outcome:
-    """The smallest pipeline that still does everything a run must handle."""
+    """Make one call per rollout: the smallest pipeline that does everything a run must handle."""
     ids = context.draft.tokenizer.encode(problem.text)
     prompt = Prompt(ids, ids)
 

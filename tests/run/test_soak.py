@@ -44,7 +44,7 @@ class Curve:
     levels: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
 
     def count(self, mode: Mode) -> None:
-        """One more problem is over; every hundredth time what is held is looked at."""
+        """Count one more finished problem, and measure what is held after every hundredth."""
         self.over[mode] = self.over.get(mode, 0) + 1
         if (total := sum(self.over.values())) % 100 == 0:
             gc.collect()
@@ -67,23 +67,25 @@ class Counter:
     curve: Curve
 
     def recalled(self, event: Event) -> None:
-        """There is no earlier session."""
+        """Ignore earlier sessions: there are none."""
 
     def notify(self, event: Notice) -> None:
-        """A problem whose outcome is told is over."""
+        """Count a problem when its outcome arrives."""
         if isinstance(event, OutcomeReached):
             self.curve.count(self.mode)
 
 
 def questions(mode: Mode, count: int) -> list[Problem]:
-    """Few questions under many names: the toy models remember every law they ever made."""
+    """Make few questions under many names, because the toy models remember every text they ever
+    made.
+    """
     asked = toy_problems(48, seed=7)
     return [replace(asked[number % len(asked)], id=f"{mode} {number}") for number in range(count)]
 
 
 async def run(mode: Mode, engines: tuple[Engine, Engine], folder: Path, curve: Curve) -> None:
-    """One run until the time is over, or its problems are; the result keeps no lines, the journal
-    has them.
+    """Run until the time is over or the problems are; the journal holds the lines, the result holds
+    none.
     """
     stored = [1 + random.Random(place).expovariate(2) for place in range(200)]
     setup = Setup(
@@ -105,7 +107,7 @@ async def run(mode: Mode, engines: tuple[Engine, Engine], folder: Path, curve: C
 
 
 async def soak(folder: Path) -> Curve:
-    """A run in every mode, on the same two engines."""
+    """Run in every mode on the same two engines."""
     faults = Faults(FAULTS, delay_seconds=0.02)
     latency = Latency(per_sample=0.001, per_score=0.001, sampled_token=2e-5)
     curve = Curve()

@@ -53,7 +53,7 @@ class Overflowing(EngineAround):
 
 
 def setup(target: EngineAround, reaction: OnUnscored = "stop") -> Setup:
-    """A small run judged by this target."""
+    """Make settings of a small run that this target judges."""
     policy = Policy(samples=4, early_stop="none")
     return Setup(
         draft="scripted",
@@ -104,7 +104,7 @@ def solved(problems: Any, how: Setup, directory: Path | None = None) -> RunResul
 
 
 def escalated(tmp_path: Path) -> RunResult:
-    """A run that goes on without scores."""
+    """Make a run that continues without scores."""
     return solved(
         toy_problems(6), setup(Overflowing("nan"), "escalate"), directory=tmp_path / "run"
     )

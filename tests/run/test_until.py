@@ -22,18 +22,18 @@ PROBLEMS = toy_problems(30, 5)
 
 
 def votes(value: float) -> Mapping[str, float]:
-    """An earlier run that was always right, or never."""
+    """Return an earlier run that was always correct, or never."""
     return {problem.id: value for problem in PROBLEMS}
 
 
 def plan(world: Any, against: Mapping[str, float], **changes: Any) -> Any:
-    """A run of the target alone, six rollouts at once."""
+    """Plan a run of the target alone with six rollouts at once."""
     until = StopWhen("earlier", against)
     return world.plan(gate=FixedGate("escalate"), stop_when=until, concurrency=6, **changes)
 
 
 def said(world: Any, name: str = "run") -> list[str]:
-    """What the journal says of the comparison."""
+    """Return the journal's notes on the comparison."""
     return [
         event.text
         for event in world.events(name)

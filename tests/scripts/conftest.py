@@ -17,8 +17,8 @@ pytest.importorskip("scripts.studies.mathematics", reason="needs a checkout")
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Role, str, tuple[Problem, ...]], tuple[DialectServer, str]]]:
-    """Starts a vLLM-speaking server of a model that knows these problems: the server, and its
-    engine in words.
+    """Return a function that serves a model that knows these problems in vLLM's dialect, and
+    returns the server and the engine's address.
     """
     with ExitStack() as stack:
 

@@ -31,13 +31,13 @@ KINDS = (
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key and no proxy of the machine's."""
+    """Hide the machine's keys and proxies."""
     for name in ("ATTS_API_KEY", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
 
 
 def file_of(shared_data: Path, benchmark: str) -> Path:
-    """MATH-100 is drawn from the whole of MATH-500."""
+    """Return the benchmark's file; MATH-100 is drawn from the whole of MATH-500."""
     return (
         shared_data / "benchmarks" / f"{'math500' if benchmark == 'math100' else benchmark}.jsonl"
     )
@@ -46,7 +46,7 @@ def file_of(shared_data: Path, benchmark: str) -> Path:
 def words(
     pair: Pair, benchmark: str, file: Path, serve: Serve
 ) -> tuple[list[DialectServer], list[str]]:
-    """Two servers of the pair's models, and the command line that uses them."""
+    """Start two servers of the pair's models, and return them with the command line that uses them."""
     problems = load_dataset(benchmark, options=LoadOptions(file=file)).problems[:2]
     draft, draft_words = serve("draft", pair.draft, problems)
     target, target_words = serve("target", pair.target, problems)
@@ -93,7 +93,7 @@ def test_a_pair_of_every_kind_runs(
 
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    """A record as it would be on any machine."""
+    """Return a record without what depends on the machine."""
     for arm in record["arms"].values():
         arm.pop("seconds")
         arm.pop("speed_up")

@@ -24,7 +24,7 @@ def test_a_fault_has_its_place_and_its_tests(mutant: Mutant) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A small project: one module, and one test of it."""
+    """Make a small project: one module, and one test of it."""
     (tmp_path / "module.py").write_text("def double(number):\n    return 2 * number\n")
     words = "from module import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
     (tmp_path / "test_module.py").write_text(words)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.checkout
 
 
 def constrained() -> dict[str, str]:
-    """The versions of constraints.txt."""
+    """Read the versions of constraints.txt."""
     lines = CONSTRAINTS.read_text().splitlines()
     pins = (line.split("==") for line in lines if line and not line.startswith("#"))
     return {normal(name): version for name, version in pins}
@@ -75,7 +75,7 @@ def test_the_bill_of_materials_names_everything() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """An sdist and a wheel of this checkout."""
+    """Build an sdist and a wheel of this checkout."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout, so which files belong to the project is not known")
     return build(tmp_path_factory.mktemp("release"))

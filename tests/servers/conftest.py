@@ -28,7 +28,7 @@ QUICK = RemoteOptions(
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key and no proxy of the machine's."""
+    """Hide the machine's keys and proxies."""
     for name in (
         "ATTS_API_KEY",
         "OPENAI_API_KEY",
@@ -43,7 +43,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def toy() -> Callable[[], Engine]:
-    """Makes a toy engine with some latency and a queue."""
+    """Return a factory of toy engines with some latency and a queue."""
 
     def make() -> Engine:
         return ScriptedEngine(
@@ -55,7 +55,7 @@ def toy() -> Callable[[], Engine]:
 
 @pytest.fixture
 def serve(toy: Callable[[], Engine]) -> Iterator[Callable[..., DialectServer]]:
-    """Starts servers around toy engines; all are gone when the test is."""
+    """Return a function that starts servers around toy engines; the end of the test stops them."""
     with ExitStack() as stack:
 
         def start(
@@ -68,7 +68,7 @@ def serve(toy: Callable[[], Engine]) -> Iterator[Callable[..., DialectServer]]:
 
 @pytest.fixture
 def client() -> Callable[..., RemoteEngine]:
-    """Makes unopened engines on servers."""
+    """Return a factory of unopened engines on servers."""
 
     def make(url: str, **settings: Any) -> RemoteEngine:
         settings.setdefault("tokenizer", ToyTokenizer())

@@ -87,12 +87,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def say(words: str) -> None:
-    """Progress, on stderr."""
+    """Print progress to stderr."""
     sys.stderr.write(f"{words}\n")
 
 
 def installed(folder: Path) -> Path:
-    """The Python of an environment of its own that has vLLM; made when it is not there."""
+    """Return the Python of a separate environment that has vLLM; make the environment if it is
+    missing.
+    """
     python = folder / "bin" / "python"
     done = folder / "installed"
     if done.exists() and done.read_text() == VERSION:
@@ -113,8 +115,8 @@ def installed(folder: Path) -> Path:
 
 
 def _name_it_vllm(python: Path) -> None:
-    """vLLM asks for its own version under the name `vllm`, which this distribution lacks, and looks
-    for "cpu" in it.
+    """Add metadata under the name `vllm`, in which vLLM looks for "cpu" in its own version; this
+    distribution lacks it.
     """
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(
@@ -130,7 +132,7 @@ def _name_it_vllm(python: Path) -> None:
 
 @contextmanager
 def serving(python: Path, role: Role) -> Generator[Served]:
-    """vLLM with one embedded model, from its start to the end of the block."""
+    """Serve one embedded model with vLLM until the end of the block."""
     port = _free_port()
     words = [
         str(python),
@@ -210,7 +212,7 @@ def _free_port() -> int:
 
 
 def remote(server: Served) -> RemoteEngine:
-    """The engine on that server."""
+    """Make an engine on that server."""
     options = RemoteOptions(timeout_seconds=300.0, in_flight=IN_FLIGHT)
     folder = embedded(server.role)
     return RemoteEngine(
@@ -219,7 +221,7 @@ def remote(server: Served) -> RemoteEngine:
 
 
 def local(role: Role) -> LocalEngine:
-    """The same model in this process."""
+    """Make an engine of the same model in this process."""
     return LocalEngine(embedded(role), name=role, options=LocalOptions())
 
 
@@ -238,7 +240,7 @@ async def _promises(server: Served) -> tuple[str, str, str]:
 
 
 async def _scores(server: Served) -> tuple[str, str, str]:
-    """Log-probs of the same texts, sampled by the local engine, scored by both."""
+    """Compare the log-probs of texts that the local engine sampled, scored by both."""
     problems = load_problems("arithmetic[:16]")
     async with local(server.role) as ours, remote(server) as theirs:
         prompts = [ours.tokenizer.render([Message("user", problem.text)]) for problem in problems]
@@ -266,7 +268,7 @@ async def _scores(server: Served) -> tuple[str, str, str]:
 
 
 def _accuracy(server: Served, count: int) -> tuple[str, str, str]:
-    """One rollout a problem through each, and the paired interval of the difference."""
+    """Compare the accuracy of one rollout a problem through each engine, with the paired interval."""
     problems = load_problems(f"arithmetic[:{count}]")
     ours, theirs = (
         _right(server.role, problems, make)

@@ -80,7 +80,7 @@ def test_a_long_run_of_spaces_is_made_of_known_ids() -> None:
 
 
 def chat(server: DialectServer, options: RemoteOptions = OPTIONS, **settings: Any) -> RemoteEngine:
-    """An engine on a chat API."""
+    """Make an engine on a chat API."""
     return RemoteEngine(
         server.url + "/v1", dialect="chat", name="remote", options=options, **settings
     )
@@ -89,17 +89,17 @@ def chat(server: DialectServer, options: RemoteOptions = OPTIONS, **settings: An
 def ollama(
     server: DialectServer, options: RemoteOptions = OPTIONS, **settings: Any
 ) -> RemoteEngine:
-    """An engine on Ollama."""
+    """Make an engine on Ollama."""
     return RemoteEngine(server.url, dialect="ollama", name="remote", options=options, **settings)
 
 
 def contents(folder: Path) -> list[bytes]:
-    """Every file's bytes."""
+    """Return every file's bytes."""
     return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
 
 
 def prompt(engine: Engine, begun: str = "") -> tuple[int, ...]:
-    """The question, with some of its answer."""
+    """Render the question, with some of its answer."""
     return engine.tokenizer.render([QUESTION, *([Message("assistant", begun)] if begun else [])])
 
 
@@ -294,7 +294,7 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
 
 
 def reasoner(serve: Serve, kind: Simple, reasoning: str = "reasoning_content") -> DialectServer:
-    """A server that puts reasoning into a field of its own, or shows nothing of it."""
+    """Start a server that puts reasoning into a separate field, or shows none of it."""
     quirks = ServerQuirks(reasoning=reasoning)  # type: ignore[arg-type]
     return serve("chat" if kind is chat else "ollama", quirks=quirks)
 

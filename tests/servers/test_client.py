@@ -33,7 +33,7 @@ class Hands:
 
 
 def filled(most: int, clock: Hands) -> AdaptiveLimit:
-    """A limit with every slot taken."""
+    """Make a limit with every slot taken."""
     limit = AdaptiveLimit(most, clock)
     while limit.take_nowait():
         pass
@@ -42,7 +42,7 @@ def filled(most: int, clock: Hands) -> AdaptiveLimit:
 
 
 def slots(limit: AdaptiveLimit) -> int:
-    """How many there are now."""
+    """Return the present number of slots."""
     assert limit.slots is not None
     return limit.slots
 
@@ -162,7 +162,7 @@ class Hotel:
             self.limit.give()
 
     async def busy(self, callers: int, seconds: float) -> None:
-        """Callers that come one after the other and never stop asking."""
+        """Send requests from callers that start one after the other and never stop asking."""
 
         async def ask(number: int) -> None:
             await anyio.sleep(0.01 * number)

@@ -60,7 +60,7 @@ class Stalling(ScriptedEngine):
     stall = False
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As a toy engine does, some time."""
+        """Sample as the toy engine does, after a stall if one is set."""
         if self.stall:
             await anyio.sleep(3600)
         return await super().sample(request)
@@ -101,7 +101,7 @@ async def time_out(
 
 
 def seeded(number: int) -> SampleRequest:
-    """One of many requests."""
+    """Make one of many requests."""
     return replace(REQUEST, seed=Seed(run=number))
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.parametrize("anyio_backend", ["asyncio"])
 
 
 def told(engine: RemoteEngine) -> tuple[str, str]:
-    """What the probe says of speculation."""
+    """Return the probe's finding about speculation."""
     found = next(found for found in engine.findings if found.name == "speculation")
     return found.answer, found.seen
 

@@ -56,8 +56,7 @@ class Diary:
         self.awaited: list[EngineAwaited] = []
         self.heard = threading.Event()
 
-    def recalled(self, event: object) -> None:
-        """Nothing of interest."""
+    def recalled(self, event: object) -> None: ...
 
     def notify(self, event: Notice) -> None:
         """Keep it."""
@@ -67,7 +66,7 @@ class Diary:
 
 
 def essence(outcome: Outcome) -> str:
-    """All of an outcome but what depends on timing and on caches."""
+    """Return an outcome without what depends on timing and on caches."""
     rollouts = [
         (
             rollout.sample,
@@ -82,7 +81,7 @@ def essence(outcome: Outcome) -> str:
 
 
 def outcomes(result: RunResult) -> dict[str, str]:
-    """A result's outcomes by problem, in essence."""
+    """Return a result's outcomes by problem, in essence."""
     return {outcome.problem.id: essence(outcome) for outcome in result.outcomes()}
 
 
@@ -100,7 +99,7 @@ class Pair:
         }
 
     def engine(self, role: Role, options: RemoteOptions) -> RemoteEngine:
-        """An engine on that server."""
+        """Make an engine on that server."""
         return RemoteEngine(
             self.servers[role].url, name=role, tokenizer=ToyTokenizer(), options=options
         )
@@ -108,7 +107,7 @@ class Pair:
     def run(
         self, directory: Path, options: RemoteOptions, *listeners: Any, pool: bool = False
     ) -> RunResult:
-        """An evaluation with a frozen gate."""
+        """Evaluate with a frozen gate."""
         target: Any = self.engine("target", options)
         plan = RunSpec(
             self.engine("draft", options),
@@ -159,13 +158,13 @@ class Outage(Diary):
 
 
 def journal_size(directory: Path) -> int:
-    """In bytes; 0 without a journal."""
+    """Return the size in bytes; 0 without a journal."""
     path = directory / JOURNAL
     return path.stat().st_size if path.exists() else 0
 
 
 def forced(directory: Path) -> list[Any]:
-    """Decisions that were taken for want of a score."""
+    """Return the decisions that were made without a score."""
     events = (entry.event for entry in read_entries(directory / JOURNAL))
     return [
         event

@@ -211,11 +211,11 @@ class Lost(ScriptedEngine):
         await anyio.sleep(0.05)
 
     async def comes_back(self) -> bool:
-        """It is there."""
+        """Report that the engine is there."""
         return True
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As the toy engine does, or not."""
+        """Sample as the toy engine does, unless the engine is lost."""
         if self.lost:
             raise EngineUnavailable("lost", "the connection broke")
         return await super().sample(request)

@@ -22,7 +22,7 @@ Serve = Callable[..., DialectServer]
 
 
 def embedded() -> LocalEngine:
-    """The embedded draft: its tokenizer can be opened here."""
+    """Make an engine of the embedded draft, whose tokenizer can be opened here."""
     return LocalEngine(
         path("draft"), name="draft", options=LocalOptions(worker="thread", kv_tokens=4096)
     )
@@ -74,11 +74,11 @@ class Quick:
     dialect = property(lambda self: self)
 
     async def running(self, client: object) -> int:
-        """Nothing, whenever it is asked."""
+        """Report that nothing runs."""
         return 0
 
     async def sample_raw(self, request: object) -> None:
-        """Over soon."""
+        """Sleep for a moment."""
         await anyio.sleep(0.05)
 
 

@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes of one core each in this machine, and this process joined to them."""
+    """Start two nodes of one core each on this machine, and join this process to them."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'atts-llm[ray]'")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -53,12 +53,12 @@ def cluster() -> Iterator[Any]:
 
 
 def toy() -> Engine:
-    """An engine that takes some time."""
+    """Make an engine that takes some time."""
     return ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.002), concurrency=64)
 
 
 def request(number: int) -> SampleRequest:
-    """One of many."""
+    """Make one of many requests."""
     return SampleRequest(PROMPT, 24, seed=Seed(run=number), rollout=f"r{number}")
 
 
@@ -156,7 +156,7 @@ def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: 
 
 
 def stage_actors() -> list[int]:
-    """Processes of actors that hold layers."""
+    """List the processes of actors that hold layers."""
     found = [
         path.parent
         for path in Path("/proc").glob("[0-9]*/cmdline")
@@ -221,5 +221,7 @@ def test_without_ray_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _small() -> Engine:
-    """An engine that says it has more room than it has, so that only the actor's refuses."""
+    """Make an engine that reports more room than it has, so that only the actor's own check
+    refuses.
+    """
     return ScriptedEngine(context_length=64)

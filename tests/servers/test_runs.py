@@ -65,25 +65,25 @@ class Endless(ScriptedEngine):
     """An engine that answers what a probe asks, and never ends a real request."""
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As the toy engine does, if it is a short one."""
+        """Sample as the toy engine does if the request is short; never end otherwise."""
         if request.max_tokens > 12:
             await anyio.sleep(3600)
         return await super().sample(request)
 
 
 def engine(role: Role) -> Callable[[], ScriptedEngine]:
-    """Makes the toy model of a role, with some latency."""
+    """Return a factory of the toy model of a role, with some latency."""
     return lambda: ScriptedEngine(role, latency=Latency(per_sample=0.005, per_score=0.002))
 
 
 def remote(server: DialectServer, name: str, options: RemoteOptions = OPTIONS) -> RemoteEngine:
-    """An engine on a toy server."""
+    """Make an engine on a toy server."""
     return RemoteEngine(server.url, name=name, tokenizer=ToyTokenizer(), options=options)
 
 
 @pytest.fixture
 def plan(serve: Serve) -> tuple[RunSpec, list[DialectServer]]:
-    """A draft on llama.cpp's dialect, a target on two SGLang replicas."""
+    """Plan a run with a draft on llama.cpp's dialect and a target on two SGLang replicas."""
     servers = [
         serve("llamacpp", engine("draft")), serve("sglang", engine("target")), serve("sglang", engine("target"))
     ]  # fmt: skip
@@ -112,8 +112,7 @@ class Trouble:
         self.server = server
         self.left = left
 
-    def recalled(self, event: object) -> None:
-        """Nothing of interest."""
+    def recalled(self, event: object) -> None: ...
 
     def notify(self, event: object) -> None:
         """Look how many there are."""
@@ -395,7 +394,7 @@ class CountedScores(ScriptedEngine):
     asked = 0
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """As the toy engine does."""
+        """Score as the toy engine does, and count the call."""
         self.asked += 1
         return await super().score(request)
 

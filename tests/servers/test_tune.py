@@ -21,7 +21,7 @@ SHARES = (0.8, 0.75, 0.7)  # of each place, where all before it were accepted
 
 
 def embedded() -> LocalEngine:
-    """The embedded draft: its tokenizer can be opened here."""
+    """Make an engine of the embedded draft, whose tokenizer can be opened here."""
     return LocalEngine(
         path("draft"), name="draft", options=LocalOptions(worker="thread", kv_tokens=8192)
     )
@@ -30,7 +30,7 @@ def embedded() -> LocalEngine:
 def timings(
     cost: Callable[[float], float], loads: Sequence[int], shares: Sequence[float] = SHARES
 ) -> list[LoadTiming]:
-    """What a server with these step times and shares would count: `cost` is seconds by rows."""
+    """Make the counts of a server with these shares, whose steps take `cost` seconds by rows."""
     made = list[LoadTiming]()
     for load in loads:
         steps = 10_000

@@ -21,7 +21,7 @@ QUESTION = "Start at 4. +3, -2. What is the result?"
 
 
 def toy_setup(latency: Latency | None = None, **changes: Any) -> Setup:
-    """Scripted engines, as slow as asked."""
+    """Make settings with scripted engines of this latency."""
     if latency is None:
         return Setup(draft="scripted", target="scripted", **changes)
     return Setup(

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def address() -> Generator[str]:
-    """The address of a server on the embedded pair, ended by SIGTERM."""
+    """Return the address of a server on the embedded pair, and end the server by SIGTERM."""
     words = ["serve", "--name", "atts/embedded", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if name[:5] != "ATTS_"}
     server = subprocess.Popen(

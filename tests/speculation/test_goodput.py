@@ -29,7 +29,9 @@ class Machine:
     def __init__(
         self, table: Table, per_token: float, seed: int = 0, noise: float = 0.03, once: float = 0.0
     ) -> None:
-        """Proposing takes so long for each token, and `once` beside that if there is any."""
+        """Simulate a machine that takes `per_token` to propose each token, and `once` in addition
+        for a step that proposes.
+        """
         self.control = GoodputControl(MOST)
         self._known = set[int]()
         self.begun = 0  # sequences that were proposed for the first time in the last step
@@ -47,7 +49,7 @@ class Machine:
     def steps(
         self, number: int, sequences: int, acceptance: float, others: int = 0
     ) -> Iterator[list[int]]:
-        """The lengths of each step; now and then a sequence ends and another takes its place."""
+        """Yield the lengths of each step; now and then a sequence ends and another takes its place."""
         for _ in range(number):
             self._keys = [key for key in self._keys if self._random.random() > self.ends][
                 :sequences
@@ -88,19 +90,19 @@ class Machine:
             self.saved += steps * forecast.plain - float(sum(seconds))
 
     def _begin(self, rounds: Sequence[Outcome]) -> int:
-        """How many of these the drafter had not seen yet; it has now."""
+        """Count the sequences that the drafter had not seen yet, and mark them as seen."""
         keys = {key for key, _, _ in rounds}
         new = len(keys - self._known)
         self._known = self._known | keys
         return new
 
     def goodput(self, lengths: list[int], acceptance: float) -> tuple[float, float]:
-        """Expected tokens and seconds of a step, without noise."""
+        """Return the expected tokens and seconds of a step, without noise."""
         tokens = sum((1 - acceptance ** (length + 1)) / (1 - acceptance) for length in lengths)
         return tokens, self._table(len(lengths) + sum(lengths)) + self._proposing(sum(lengths))
 
     def rate(self, number: int, sequences: int, acceptance: float) -> float:
-        """Expected tokens a second over so many steps."""
+        """Return the expected tokens per second over so many steps."""
         each = [
             self.goodput(lengths, acceptance)
             for lengths in self.steps(number, sequences, acceptance)
@@ -108,18 +110,18 @@ class Machine:
         return sum(tokens for tokens, _ in each) / sum(seconds for _, seconds in each)
 
     def fixed(self, length: int, sequences: int, acceptance: float) -> float:
-        """The same with one length for all."""
+        """Return the expected tokens per second with one length for all."""
         tokens, seconds = self.goodput([length] * sequences, acceptance)
         return tokens / seconds
 
 
 def straight(start: float, slope: float) -> Table:
-    """A step time that rises evenly."""
+    """Return step times that rise linearly."""
     return lambda rows: start + slope * rows
 
 
 def random_table(seed: int, most: int) -> Table:
-    """Monotone, with a slope that changes from octave to octave, and cliffs."""
+    """Draw monotone step times with cliffs and a slope that changes from octave to octave."""
     random = np.random.default_rng(seed)
     slopes = random.exponential(0.4, 16) ** 2
     rises: NDArray[np.float64] = slopes[np.log2(np.arange(1, most + 1)).astype(int)]
@@ -216,7 +218,7 @@ def test_decisions_that_come_out_the_same_become_rare(
 
 
 def mean(lengths: list[list[int]]) -> float:
-    """Of all steps and sequences."""
+    """Return the mean over all steps and sequences."""
     return float(np.mean(lengths))
 
 

@@ -53,7 +53,9 @@ class Machine:
         self._slowness = 1.0
 
     def rate(self, steps: int, sequences: int) -> float:
-        """Tokens a second over so many steps, which others on the machine do not slow down."""
+        """Return the tokens per second over so many steps, without the slowness of a shared
+        machine.
+        """
         each = [self._step(sequences) for _ in range(steps)]
         return sum(tokens for tokens, _ in each) / sum(seconds for _, seconds in each)
 
@@ -82,8 +84,8 @@ class Machine:
     def _written(
         self, lengths: list[int]
     ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
-        """Tokens, seconds on a quiet machine, those measured of proposing and of the step, and what
-        stood.
+        """Return the tokens, the seconds on a quiet machine, the measured seconds of proposing and
+        of the step, and the accepted tokens.
         """
         proposing = 1.5e-4 * any(lengths)
         tokens = 0
@@ -102,7 +104,7 @@ class Machine:
         return tokens, proposing + step, (self._noisy(proposing), self._noisy(step)), rounds
 
     def _plain(self, rows: int) -> float:
-        """Seconds of a step that feeds so many."""
+        """Return the seconds of a step that feeds so many rows."""
         return 1e-3 * (0.12 + 0.17 * min(rows, 16) + 0.11 * max(0, rows - 16))
 
     def _stood(self, length: int) -> int:
@@ -110,8 +112,8 @@ class Machine:
         return length if stands.all() else int(stands.argmin())
 
     def _noisy(self, seconds: float) -> float:
-        """A tenth more now and then, and in one step of fifty half as much again; much more on a
-        shared machine.
+        """Add a tenth now and then, and a half to one step in fifty; add much more on a shared
+        machine.
         """
         if self._is_shared:
             if self._random.random() < 0.01:
@@ -125,7 +127,7 @@ class Machine:
 
 @cache
 def fixed(draft: str, sequences: int) -> dict[int, float]:
-    """Tokens a second with lengths that never change."""
+    """Return the tokens per second of lengths that never change."""
     return {k: Machine(k, draft).rate(400, sequences) for k in (0, 2, 4, 8, 12)}
 
 
@@ -177,7 +179,7 @@ class Rounds(Machine):
     _left = 0  # texts of this round that are not begun
 
     def rate_of(self, tokens: int, sequences: int) -> float:
-        """Tokens a second over so many tokens."""
+        """Return the tokens per second over so many tokens."""
         written = 0
         seconds = 0.0
         while written < tokens:
@@ -217,13 +219,13 @@ class Rounds(Machine):
         return tokens + len(new), seconds
 
     def _own(self, count: int) -> float:
-        """Seconds of a step of so many sequences without proposals."""
+        """Return the seconds of a step of so many sequences without proposals."""
         return 1e-3 * (0.12 + 0.17 * count)
 
     def _fed(
         self, lengths: list[int], others: int
     ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
-        """As above, with other tokens in the step."""
+        """Return the same as `_written`, with other tokens in the step."""
         tokens, seconds, (proposing, _), rounds = self._written(lengths)
         count = len(lengths)
         total = len(lengths) + sum(lengths)
@@ -306,7 +308,7 @@ class Prompts(Machine):
     def _written(
         self, lengths: list[int]
     ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
-        """As above, and the seconds that prompts take which the drafter reads in this step."""
+        """Return the same, plus the seconds for the prompts that the drafter reads in this step."""
         tokens, seconds, (proposing, step), rounds = super()._written(lengths)
         keys = {key for key, _, _ in rounds}
         reading = self._reading * len(keys - self._known)

@@ -15,7 +15,7 @@ chance = st.floats(0.0, 1.0)
 
 @st.composite
 def windows(draw: st.DrawFn) -> tuple[list[int], list[PlaceLaw]]:
-    """A proposal and what is thought of each of its places, and of the one after."""
+    """Draw a proposal, and a distribution for each of its positions and the one after."""
     proposal = draw(st.lists(st.integers(0, 5), max_size=5))
     places: list[PlaceLaw] = []
     for at in range(len(proposal) + 1):

@@ -19,7 +19,7 @@ def ask(
     hint: TokenIds = (),
     rollout: str = "p/0",
 ) -> Ask:
-    """What a proposer is told."""
+    """Make the request that a proposer gets."""
     return Ask(key, ids, written, room, np.zeros(room), Sampling(), rollout, hint)
 
 
@@ -95,12 +95,12 @@ class Sure(HintProposer):
         self.told = 0
 
     def propose(self, asks: object) -> list[TokenProposal]:
-        """The same for all."""
+        """Propose the same for all."""
         self.asked += 1
         return [self.found] * len(list(asks))  # type: ignore[call-overload]
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Counted."""
+        """Count the call."""
         self.told += 1
 
 

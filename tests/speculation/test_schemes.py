@@ -17,14 +17,14 @@ Rates = Callable[[int], Sequence[float]]
 
 
 def expected_tokens(accepted: float, proposed: int) -> float:
-    """Of one step: those that stand, and the one after them."""
+    """Return the expected tokens of one step: the accepted ones, and the one after them."""
     return sum(accepted**place for place in range(proposed + 1))
 
 
 def used(
     control: SchemeControl, rates: Rates, steps: int, sequences: int = 1, seed: int = 1
 ) -> Counter[int]:
-    """How many steps each scheme gets, where step times scatter by a fifth."""
+    """Count the steps of each scheme while step times scatter by a fifth."""
     draw = random.Random(seed)
     found = Counter[int]()
     for step in range(steps):
@@ -107,7 +107,7 @@ class Machine:
     seconds: Sequence[float]
 
     def best(self) -> int:
-        """By expected tokens."""
+        """Return the best scheme by expected tokens."""
         own = [expected_tokens(self.accepted, length) for length in self.lengths]
         rates = [
             (1 + hit * (each - 1)) / time
@@ -116,7 +116,9 @@ class Machine:
         return rates.index(max(rates))
 
     def run(self, steps: int, seed: int = 1) -> tuple[Counter[int], float]:
-        """How many steps each scheme gets, and the tokens a second of all beside those of the best."""
+        """Count the steps of each scheme, and return the tokens per second relative to the best
+        scheme.
+        """
         draw = random.Random(seed)
         control = SchemeControl(4, has_oracle=True)
         found = Counter[int]()

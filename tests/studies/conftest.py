@@ -12,19 +12,19 @@ soak = pytest.importorskip("scripts.studies.reliability", reason="needs a checko
 
 @pytest.fixture(scope="session")
 def law() -> Any:
-    """Reasoning drawn from the synthetic library: the same everywhere."""
+    """Draw reasoning from the synthetic library, the same on every machine."""
     return work.TraceLaw(work.synthetic_library(questions=20), seed=3)
 
 
 @pytest.fixture(scope="session")
 def checkout() -> Path:
-    """The root of the repository."""
+    """Return the root of the repository."""
     return Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
 def tally(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A second of solving under faults, cancels and drift: one run of each kind at least."""
+    """Solve for a second under faults, cancels and drift, with at least one run of each kind."""
     return anyio.run(
         soak.soak, tmp_path_factory.mktemp("soak"), 1.0, 0, ("cancelled and resumed", "drift")
     )

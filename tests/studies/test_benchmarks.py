@@ -114,14 +114,14 @@ def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
 
 
 def _marks(page: str) -> Iterator[tuple[str, str, str]]:
-    """What a page wants: kind, study, beginning of the title."""
+    """Yield kind, study and beginning of the title of each marked part of a page."""
     for found in pages.MARK.finditer(page):
         yield found["what"], found["study"] or "", found["title"] or ""
 
 
 def _shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]]:
-    """What each marked part consists of, whatever its numbers: the head of every table, the names
-    of pictures.
+    """Return the head of every table and the names of pictures in each marked part, without the
+    numbers.
     """
     found: dict[tuple[str, str, str], tuple[tuple[str, ...], ...]] = {}
     for part in pages.MARK.finditer(page):
@@ -164,7 +164,7 @@ def test_the_front_page_is_short_and_links_every_page(checkout: Path) -> None:
 
 @pytest.fixture(scope="module")
 def small(law: Any, tally: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small studies of several kinds, written as `bench` writes them."""
+    """Write small studies of several kinds as `bench` writes them."""
     folder = tmp_path_factory.mktemp("bench")
     options = harness.Options("quick", 0, folder)
     here = machine.look(1)

@@ -25,12 +25,12 @@ ALLOWED = {"torch", "transformers", "safetensors", "numpy", "scipy", "anyio", "t
 
 
 def lab(folder: Path, seconds: float = 600.0) -> Any:
-    """A lab on the CPU, with what the folder holds."""
+    """Make a lab on the CPU, with the cells that the folder holds."""
     return gpu.Lab("cpu", gpu.TINY, harness.Parts(folder / "cells.jsonl"), time.time() + seconds)
 
 
 def loaded_first(path: Path) -> Iterator[tuple[str, str]]:
-    """Module and name of every import that happens when this file is imported; "" for a whole
+    """Yield module and name of every import that happens when this file is imported; "" for a whole
     module.
     """
     pending: list[ast.stmt] = list(ast.parse(path.read_text()).body)
@@ -47,15 +47,15 @@ def loaded_first(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def file_of(root: Path, name: str) -> Path | None:
-    """The file of one of our modules."""
+    """Return the file of one of our modules."""
     path = root.joinpath(*name.split("."))
     found = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
     return found[0] if found else None
 
 
 def closure(root: Path) -> tuple[set[str], set[str]]:
-    """Packages of others that the study and its children import when they start, and the names
-    taken from msgspec.
+    """Return the foreign packages that the study and its children import at the start, and the
+    names taken from msgspec.
     """
     pending = ["scripts.studies.gpu", "atts.local.child"]
     known = set[str]()
@@ -80,7 +80,7 @@ def closure(root: Path) -> tuple[set[str], set[str]]:
 
 
 def dotted(text: str) -> set[str]:
-    """What a module that imports msgspec whole reads of it."""
+    """Return the names that a module reads from msgspec if it imports msgspec whole."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
     return {
         node.attr
@@ -106,7 +106,7 @@ def test_it_imports_nothing_that_a_bare_machine_lacks(checkout: Path) -> None:
 
 
 def cell(done: list[str], name: str, seconds: float, own: Any) -> None:
-    """A job of one cell, which notes that it was measured."""
+    """Do a job of one cell, and note that it was measured."""
 
     def measure() -> dict[str, int]:
         done.append(name)

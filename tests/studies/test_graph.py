@@ -64,7 +64,7 @@ library = pytest.importorskip("scripts.studies.modelled", reason="needs a checko
 
 @pytest.fixture(scope="session")
 def questions(shared_data: Path) -> Any:
-    """The stages of run ct0 with the durations fitted to it."""
+    """Return the stages of run ct0 with the durations fitted to it."""
     return work.stages(library.recorded_rollouts(shared_data / "traces"))
 
 

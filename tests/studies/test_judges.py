@@ -18,7 +18,7 @@ harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkou
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bank of six toy problems."""
+    """Record the bank of six toy problems."""
     path: Path = tmp_path_factory.mktemp("bank") / "bank.jsonl"
     problems = toy_problems(6, 5)
 
@@ -90,7 +90,7 @@ def test_scores_are_chosen_on_development_problems_alone(
 
 
 def rollout(answer: str | None, correct: bool, length: int = 1) -> dict[str, Any]:
-    """A rollout as the bank has it, as far as a vote reads it."""
+    """Make a rollout with the fields of the bank that a vote reads."""
     return {"answer": answer, "correct": correct, "tokens": length}
 
 
@@ -104,8 +104,8 @@ def test_a_tied_vote_is_right_by_the_chance_of_a_lot() -> None:
 
 
 def planted(costly: int) -> list[Any]:
-    """Problems on half of which the draft's votes scatter; there the target alone is right, and writes
-    so many tokens instead of 10.
+    """Plant problems on half of which the draft's votes scatter; there the target alone is correct,
+    and writes so many tokens instead of 10.
     """
     problems = []
     for index in range(40):

@@ -33,8 +33,8 @@ CELLS = ((0.6, 3, 2), (0.8, 5, 4), (0.9, 10, 7))
 
 
 def trace(accepted: float, seed: int = 1) -> AcceptanceTrace:
-    """Half of what the draft misses is its second choice, a fifth its third; the exit's first four
-    hold 90 %.
+    """Draw a trace in which half of the draft's misses are its second choice, a fifth its third;
+    the exit's first four hold 90 %.
     """
     return AcceptanceTrace.drawn(
         (accepted, (1 - accepted) / 2, (1 - accepted) / 5), PLACES, seed, (0.6, 0.2, 0.1)
@@ -42,15 +42,15 @@ def trace(accepted: float, seed: int = 1) -> AcceptanceTrace:
 
 
 def even(ratio: float, message: float = 0.0) -> Costs:
-    """A draft step takes as long for many branches as for one."""
+    """Make costs in which a draft step takes as long for many branches as for one."""
     return Costs(lambda branches: 1 / ratio, message=message)
 
 
 def waiting_speedup(
     accepted: float, hit: float, proposed: int, ratio: float, branching: float
 ) -> float:
-    """Guessed outcomes where the target waits for a new draft after a miss; `branching` is the time
-    of all branches.
+    """Return the speed-up of guessed outcomes if the target waits for a new draft after a miss;
+    `branching` is the time of all branches.
     """
     return expected_tokens(accepted, proposed) / (
         max(1.0, branching) + (1 - hit) * proposed / ratio
@@ -58,7 +58,7 @@ def waiting_speedup(
 
 
 def close(value: float) -> object:
-    """Within 1 %."""
+    """Compare within 1 %."""
     return pytest.approx(value, rel=0.01)
 
 

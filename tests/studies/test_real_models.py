@@ -19,7 +19,7 @@ PARTS = [b"GGUF", *(bytes([number]) * 5 for number in range(1, 12))]
 
 @pytest.fixture
 def wheels(tmp_path: Path) -> list[Path]:
-    """Twelve parts in as many packages, whose names sort otherwise than their numbers."""
+    """Write twelve parts in as many packages, whose names sort differently from their numbers."""
     made = list[Path]()
     for number, content in enumerate(PARTS, 1):
         path = tmp_path / f"model_part{number}-1.0-py3-none-any.whl"

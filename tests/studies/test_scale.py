@@ -32,7 +32,7 @@ def _pair(**changes: Any) -> Any:
 async def _timed(
     law: Any, jobs: list[tuple[float, int, int]], room: float = math.inf, cost: Any = COST
 ) -> tuple[list[float], Any]:
-    """Seconds that each job took; a job is (start, ids, tokens to write)."""
+    """Return the seconds that each job took; a job is (start, ids, tokens to write)."""
     async with costs.BatchedEngine("draft", law, cost, room) as engine:
 
         async def one(number: int, start: float, ids: int, tokens: int) -> float:

@@ -14,8 +14,8 @@ STEPS = [bench.Step(name, "quick", 60.0) for name in ("a", "b", "c")]
 def _run(
     folder: Path | None, fails: str = "", steps: Any = STEPS, seed: int = 0
 ) -> tuple[list[str], list[str]]:
-    """What was worked on, and what failed; a step that `fails` raises as Ctrl-C does when it is
-    named in capitals.
+    """Run the series; return the steps that ran and those that failed. A step whose name `fails`
+    has in capitals raises as Ctrl-C does.
     """
     worked: list[str] = []
 

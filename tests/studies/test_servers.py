@@ -36,7 +36,9 @@ def test_virtual_and_live_runs_write_the_same() -> None:
 
 
 async def _conversation(law: Any) -> list[int]:
-    """Cached tokens of a prompt, of its continuation, of a chunk to score, and of a sibling."""
+    """Return the cached tokens of a prompt, of its continuation, of a chunk to score, and of a
+    sibling.
+    """
     async with servers.engine("target", PAIR, law) as engine:
         prompt = tuple(range(10, 30))
         done = await engine.sample(SampleRequest(prompt, 4))
@@ -63,7 +65,9 @@ def test_requests_without_names_find_their_prefix() -> None:
 
 
 async def _equal_siblings(law: Any) -> list[int]:
-    """Cached tokens of two rollouts that wrote the same and go on when both have: over HTTP all do."""
+    """Return the cached tokens of two rollouts that wrote the same and continue when both have;
+    over HTTP all are cached.
+    """
     async with servers.engine("target", PAIR, law) as engine:
         prompt = tuple(range(10, 30))
         written = await collect([partial(engine.sample, SampleRequest(prompt, 4))] * 2)

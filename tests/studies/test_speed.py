@@ -23,7 +23,7 @@ TEXT = "{http://www.w3.org/2000/svg}text"
 def measured(
     target: str, samples: int, atts: float, exact: float, clock: str = "wall", how: str = "latency"
 ) -> Any:
-    """A cell in which the target alone takes 10 s, and these methods so long."""
+    """Make a cell in which the target alone takes 10 s, and these methods so many seconds."""
     seconds = {"target-only|": 10.0}
     for draft in AGREEMENT:
         own = {

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.checkout
 
 
 def copied(name: str, to: Path) -> Path:
-    """An embedded model's files without what was trained for it."""
+    """Copy an embedded model's files without what was trained for it."""
     to.mkdir()
     for file in path(name).iterdir():  # type: ignore[arg-type]
         if file.is_file():
@@ -69,7 +69,7 @@ def test_the_shipped_exit_names_what_is_written() -> None:
 
 
 def asked(count: int) -> list[Submit]:
-    """Problems for the target, nothing filtered."""
+    """Request problems from the target, without filters."""
     tokenizer = ModelTokenizer(path("target"), "target")
     ids = [
         tokenizer.render([Message("user", each.text)]) for each in problems("test", count, seed=5)
@@ -81,7 +81,7 @@ def asked(count: int) -> list[Submit]:
 
 
 def stood(done: Driven) -> float:
-    """The share of drafted tokens that did."""
+    """Return the accepted share of drafted tokens."""
     return sum(counts(done).accepted_at) / sum(counts(done).tested_at)
 
 

@@ -21,7 +21,7 @@ Log = list[tuple[str, float]]
 
 @pytest.fixture(params=get_args(Backend))
 def backend(request: pytest.FixtureRequest) -> Literal["asyncio", "trio"]:
-    """The two back ends `run_virtual` knows."""
+    """Choose one of the two back ends that `run_virtual` knows."""
     return "trio" if request.param == "trio" else "asyncio"
 
 

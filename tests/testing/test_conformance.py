@@ -41,7 +41,7 @@ class Rig(ScriptedEngine):
 
 
 def asks(change: Callable[[Rig, SampleRequest], SampleRequest]) -> type[Rig]:
-    """An engine that samples something else than it was asked for."""
+    """Make an engine that samples something other than the request."""
 
     class Saboteur(Rig):
         async def sample(self, request: SampleRequest) -> Completion:
@@ -51,7 +51,7 @@ def asks(change: Callable[[Rig, SampleRequest], SampleRequest]) -> type[Rig]:
 
 
 def answers(change: Callable[[Rig, Completion], Completion]) -> type[Rig]:
-    """An engine that changes what it sampled."""
+    """Make an engine that changes what it sampled."""
 
     class Saboteur(Rig):
         async def sample(self, request: SampleRequest) -> Completion:
@@ -61,7 +61,7 @@ def answers(change: Callable[[Rig, Completion], Completion]) -> type[Rig]:
 
 
 def scores(change: Callable[[Logprobs, ScoreRequest], Logprobs]) -> type[Rig]:
-    """An engine that changes what it scored."""
+    """Make an engine that changes what it scored."""
 
     class Saboteur(Rig):
         async def score(self, request: ScoreRequest) -> Scores:
@@ -71,7 +71,7 @@ def scores(change: Callable[[Logprobs, ScoreRequest], Logprobs]) -> type[Rig]:
 
 
 def counts(change: Callable[[EngineStats], EngineStats]) -> type[Rig]:
-    """An engine that counts otherwise."""
+    """Make an engine that counts differently."""
 
     class Saboteur(Rig):
         def stats(self) -> EngineStats:
@@ -81,7 +81,7 @@ def counts(change: Callable[[EngineStats], EngineStats]) -> type[Rig]:
 
 
 def claims(**fields: Any) -> type[Rig]:
-    """An engine that says something else of itself."""
+    """Make an engine with a false spec."""
 
     class Saboteur(Rig):
         @property
@@ -92,7 +92,7 @@ def claims(**fields: Any) -> type[Rig]:
 
 
 def ignores(**settings: Any) -> type[Rig]:
-    """An engine that checks requests and then leaves some sampling settings out of account."""
+    """Make an engine that checks requests and then ignores some sampling settings."""
 
     def change(engine: Rig, request: SampleRequest) -> SampleRequest:
         check_sample(request, engine.spec)
@@ -102,12 +102,12 @@ def ignores(**settings: Any) -> type[Rig]:
 
 
 def seeded(purpose: Callable[[Rig], object]) -> type[Rig]:
-    """An engine that draws from a stream that depends on more than the seed."""
+    """Make an engine that draws from a stream that depends on more than the seed."""
     return asks(lambda engine, r: replace(r, seed=replace(r.seed, purpose=str(purpose(engine)))))
 
 
 def reheated(temperature: Callable[[float], float]) -> type[Rig]:
-    """An engine that samples at another temperature than it was asked for."""
+    """Make an engine that samples at a temperature other than requested."""
     return asks(
         lambda _, r: replace(
             r, sampling=replace(r.sampling, temperature=temperature(r.sampling.temperature))
@@ -116,7 +116,7 @@ def reheated(temperature: Callable[[float], float]) -> type[Rig]:
 
 
 def cut(engine: ScriptedEngine, done: Completion, count: int) -> Completion:
-    """The first tokens of a completion."""
+    """Return the first tokens of a completion."""
     return Completion(
         done.ids[:count],
         engine.tokenizer.decode(done.ids[:count]),
@@ -126,7 +126,7 @@ def cut(engine: ScriptedEngine, done: Completion, count: int) -> Completion:
 
 
 def drops_the_stop(engine: Rig, done: Completion) -> Completion:
-    """Leaves the completing token out, as servers do unless told otherwise."""
+    """Leave the completing token out, as servers do by default."""
     return (
         cut(engine, done, len(done.ids) - 1)
         if done.ended == "delimiter" and len(done.ids) > 1
@@ -135,7 +135,7 @@ def drops_the_stop(engine: Rig, done: Completion) -> Completion:
 
 
 def goes_on_after_the_end(_: Rig, done: Completion) -> Completion:
-    """One token more than the model wrote."""
+    """Add one token after the model's end."""
     return (
         replace(done, ids=(*done.ids, 9), logprobs=(*done.logprobs, -1.0))
         if done.ended == "end"
@@ -144,7 +144,7 @@ def goes_on_after_the_end(_: Rig, done: Completion) -> Completion:
 
 
 def hides_the_end(_: Rig, done: Completion) -> Completion:
-    """The end token is left out."""
+    """Leave the end token out."""
     return (
         replace(done, ids=done.ids[:-1], logprobs=done.logprobs[:-1])
         if done.ended == "end"
@@ -153,7 +153,7 @@ def hides_the_end(_: Rig, done: Completion) -> Completion:
 
 
 def truncates(engine: Rig, request: SampleRequest) -> SampleRequest:
-    """Cuts long prompts instead of saying so."""
+    """Cut long prompts instead of refusing them."""
     room = engine.spec.context_length - request.max_tokens
     return replace(request, ids=request.ids[-max(1, room) :]) if room > 0 else request
 
@@ -256,7 +256,7 @@ class ScoresAfterAll(ScriptedEngine):
         return replace(super().spec, capabilities=frozenset({"sample"}))
 
     def _admit(self, verb: Capability) -> None:
-        """Refuses nothing."""
+        """Refuse nothing."""
 
 
 class MixesUpAnswers(Rig):
@@ -523,7 +523,7 @@ SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
 
 
 def only(check: str, options: CheckOptions = QUICK) -> CheckOptions:
-    """Options that leave all other checks out."""
+    """Return options that skip all other checks."""
     return replace(options, skip=frozenset(set(CHECKS) - {check}))
 
 
@@ -652,7 +652,7 @@ class Wordless(Rig):
     """Returns no log-probabilities, whatever its spec says."""
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As it is, without them."""
+        """Sample without log-probs."""
         return replace(await super().sample(request), logprobs=())
 
 

@@ -30,23 +30,23 @@ KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 
 def asking(engine: Engine, sample: int = 0, attempt: int = 0) -> SampleRequest:
-    """A request of ten tokens."""
+    """Request ten tokens."""
     ids = engine.tokenizer.render([Message("user", TEXT)])
     return SampleRequest(ids, 10, seed=Seed(sample=sample, attempt=attempt))
 
 
 def scoring(engine: Engine) -> ScoreRequest:
-    """A score of three tokens."""
+    """Request a score of three tokens."""
     return ScoreRequest(asking(engine).ids, engine.tokenizer.encode("So we take"))
 
 
 def inside(faults: Faults) -> Engine:
-    """Faults built into the scripted engine."""
+    """Build faults into the scripted engine."""
     return ScriptedEngine(latency=SLOW, concurrency=1, faults=faults)
 
 
 def around(faults: Faults) -> Engine:
-    """The same around an engine that knows nothing of them."""
+    """Put the same faults around an engine that knows nothing of them."""
     return FaultyEngine(ScriptedEngine(latency=SLOW, concurrency=1), faults)
 
 
@@ -54,7 +54,7 @@ ways = pytest.mark.parametrize("make", [inside, around])
 
 
 async def what_happens(engine: Engine, verb: Literal["sample", "score"]) -> tuple[str, float]:
-    """How a call ends, in a word, and how long it took."""
+    """Return in one word how a call ends, and how long it took."""
     began = anyio.current_time()
     with anyio.move_on_after(1000) as patience:
         try:
@@ -71,7 +71,7 @@ async def what_happens(engine: Engine, verb: Literal["sample", "score"]) -> tupl
 
 
 def flaw(engine: Engine, answer: Completion | Scores) -> str:
-    """What cannot be true about an answer."""
+    """Name what cannot be true of an answer."""
     expected = len(answer.ids) if isinstance(answer, Completion) else 3
     if not answer.logprobs:
         return "empty"

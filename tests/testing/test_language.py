@@ -26,18 +26,18 @@ any_ids = st.lists(st.integers(0, PLAIN.vocabulary - 1), max_size=30).map(tuple)
 
 
 def ask(problem: Problem, tokenizer: ToyTokenizer = PLAIN) -> TokenIds:
-    """The problem as a user's message."""
+    """Render the problem as a user's message."""
     return tokenizer.render([Message("user", problem.text)])
 
 
 def solve(writer: Writer, problem: Problem, sample: int = 0) -> Completion:
-    """A whole solution."""
+    """Write a whole solution."""
     ids = ask(problem, writer.model.tokenizer)
     return writer.write(SampleRequest(ids, 600, seed=Seed(problem=problem.id, sample=sample)))
 
 
 def answer(text: str) -> str | None:
-    """What stands in the last box."""
+    """Return the content of the last box."""
     found = re.findall(r"\\boxed\{(\d+)\}", text)
     return found[-1] if found else None
 
@@ -123,12 +123,12 @@ weights = st.dictionaries(
 
 
 def dense(distribution: Distribution, size: int = 12) -> Vector:
-    """All probabilities of a distribution."""
+    """Return all probabilities of a distribution."""
     return np.array([math.exp(distribution.logprob(index)) for index in range(size)])
 
 
 def filtered(raw: Vector, sampling: Sampling) -> Vector:
-    """Temperature, top-k, top-p, min-p, written out plainly; ties go to the lower id."""
+    """Apply temperature, top-k, top-p and min-p the plain way; ties go to the lower id."""
     order = np.lexsort((np.arange(len(raw)), -raw.round(13)))
     if sampling.temperature == 0:
         return np.asarray(np.eye(len(raw))[order[0]])
@@ -282,7 +282,7 @@ def test_a_perfect_model_is_right_in_either_dialect(tokenizer: ToyTokenizer) -> 
 
 
 def share_right(skill: Skill, samples: int = 3) -> float:
-    """Accuracy of single solutions."""
+    """Return the accuracy of single solutions."""
     writer = Writer(ToyModel(skill, PLAIN))
     tries = [
         (p, solve(writer, p, sample)) for p in toy_problems(80, seed=3) for sample in range(samples)
@@ -324,7 +324,7 @@ def test_a_target_that_takes_over_repairs() -> None:
 def step_scores(
     target: Skill, draft: Skill = DRAFT, tokens: int = 40
 ) -> list[tuple[str, float, bool]]:
-    """(problem, target's mean surprise, whether the draft slipped) for every first chunk."""
+    """Return (problem, target's mean surprise, whether the draft slipped) for every first chunk."""
     author = Writer(ToyModel(draft, PLAIN))
     scorer = Writer(ToyModel(target, PLAIN))
     found: list[tuple[str, float, bool]] = []
@@ -341,7 +341,7 @@ def step_scores(
 
 
 def separation(scores: list[tuple[str, float, bool]]) -> float:
-    """Probability that a slipped chunk scores worse than a sound one."""
+    """Return the probability that a slipped chunk scores worse than a sound one."""
     slipped = [score for _, score, bad in scores if bad]
     sound = [score for _, score, bad in scores if not bad]
     return float(np.mean([[s > t for t in sound] for s in slipped]))

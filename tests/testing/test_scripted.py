@@ -23,17 +23,17 @@ QUICK = settings(max_examples=60, deadline=None)
 
 @pytest.fixture(params=["asyncio", "trio"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """Both back ends."""
+    """Choose a back end."""
     return "trio" if request.param == "trio" else "asyncio"
 
 
 def ids_of(engine: ScriptedEngine) -> TokenIds:
-    """A prompt."""
+    """Render the prompt."""
     return engine.tokenizer.render([Message("user", PROBLEM.text)])
 
 
 def request(engine: ScriptedEngine, sample: int = 0, tokens: int = 20) -> SampleRequest:
-    """A sample of at most so many tokens."""
+    """Request a sample of at most so many tokens."""
     return SampleRequest(ids_of(engine), tokens, seed=Seed(sample=sample), rollout=str(sample))
 
 
@@ -221,7 +221,7 @@ async def test_roles_share_tokens_and_differ_in_skill() -> None:
 
 
 def solve_with(draft: ScriptedEngine, target: ScriptedEngine) -> list[float]:
-    """The perplexities of ten steps of one text."""
+    """Return the perplexities of ten steps of one text."""
 
     async def main() -> list[float]:
         found: list[float] = []

@@ -35,7 +35,7 @@ Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "fa
 
 @dataclass(frozen=True, slots=True)
 class Grading:
-    """How strictly an answer is compared with its reference.
+    """Rules for comparing an answer with its reference.
 
     By default numbers must be equal, and a unit may be left out. `relative` is a tolerance as a
     share of the larger number and applies to references that are decimals; `absolute` applies to
@@ -78,7 +78,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn from the model's distribution; by default the distribution is unchanged."""
+    """Rules for drawing a token from the model's distribution; by default the distribution is
+    unchanged.
+    """
 
     temperature: float = 1.0
     top_k: Annotated[int, "only the k likeliest tokens; 0: all"] = 0
@@ -113,7 +115,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a model wrote: `ids` exactly as generated, end token included; `text` without end tokens.
+    """A model's text: `ids` exactly as generated, end token included; `text` without end tokens.
 
     `logprobs` has one raw log-probability (temperature 1, no filter) per id. It is empty if the
     engine gives none, or if the request said that it needs none.
@@ -205,7 +207,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a gate may know about a chunk besides its score: draft evidence and siblings' answers."""
+    """Evidence that a gate may use besides the score: draft evidence and siblings' answers."""
 
     question: str
     turn: int = 0

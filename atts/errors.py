@@ -46,7 +46,7 @@ class ATTSError(Exception):
 
 
 class UsageError(ATTSError):
-    """What was asked cannot be done as asked; the message says what to change."""
+    """The request cannot be carried out as given; the message says what to change."""
 
     exit_code = 2
 

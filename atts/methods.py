@@ -43,8 +43,7 @@ from atts.pipelines import (
 
 @dataclass(frozen=True, slots=True)
 class GateInputs:
-    """What the gate of a method is made from: a calibrator, which has the rate, the seed and the
-    stored scores.
+    """Inputs of a method's gate: a calibrator, which has the rate, the seed and the stored scores.
 
     With a `warmup` the conformal gate stores the run's own first so many scores instead.
     """

@@ -258,7 +258,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """What the run says about one candidate."""
+    """The run's evidence on one candidate."""
 
     gate: str
     rate: float
@@ -432,7 +432,7 @@ def _test_chain(chain: list[Candidate], share: float, p_value: PValue) -> list[T
 
 @dataclass(frozen=True, slots=True)
 class Abstention:
-    """What labelled problems say of answering only where confidence is at least `threshold`.
+    """Labelled problems' evidence on answering only with a confidence of at least `threshold`.
 
     `threshold` is None where none can be promised; then `needed` is about how many problems it
     would take, None where no number would do. `answered` and `wrong` are of the labelled problems

@@ -37,7 +37,7 @@ _PROBLEM_STEP = 0.016
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How far off the end of a run is."""
+    """Distance to the end of a run."""
 
     left: float = math.inf  # decisions left, the next one included
     slack: float = 0.0  # the deficit that may stay then, in decisions

@@ -59,7 +59,7 @@ class NullListener:
 
 
 class RunLength:
-    """What is left of a run: here of one whose size is not known."""
+    """The remaining decisions of a run; this base class stands for a run of unknown size."""
 
     @property
     def share(self) -> float | None:

@@ -68,7 +68,7 @@ def let_go(kept: object, question: str) -> None:
 
 
 class CalibratorProtocol(Protocol):
-    """What a conformal gate asks of a calibrator; `atts.calibration.Calibrator` is one."""
+    """A calibrator as a conformal gate needs it; `atts.calibration.Calibrator` is one."""
 
     @property
     def rate(self) -> SupportsFloat:

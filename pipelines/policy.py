@@ -21,7 +21,8 @@ Escalates = Literal["chunk", "rest", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """How long one piece may be and what ends it early; no stop strings means fixed-length pieces.
+    """Length of a chunk and the strings that end it early; without stop strings chunks have a fixed
+    length.
 
     What is None is as the models want it: see `Budget`.
     """
@@ -52,8 +53,8 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much models of one kind need to come to an answer: what a policy has where it says
-    nothing itself.
+    """Tokens and chunk lengths that models of one kind need for an answer; they fill what a policy
+    leaves open.
     """
 
     models: str
@@ -137,7 +138,7 @@ class ConfidenceStop:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How tokens are spent on one problem.
+    """Rules for spending tokens on one problem.
 
     `samples` rollouts (parallel axis), each of at most `turns` rounds and `max_tokens` tokens
     (sequential axis). The default is ATTS as this project recommends it; `atts.methods` holds the

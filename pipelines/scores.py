@@ -39,7 +39,7 @@ _UNITS: Mapping[ScoreKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """How to turn log-probabilities into a perplexity-like number in [1, inf]; higher is worse.
+    """Rule that turns log-probabilities into a perplexity-like number in [1, inf]; higher is worse.
 
     mean: the chunk's perplexity.
     worst: one over the chance of the chunk's least likely token.

@@ -1,4 +1,4 @@
-"""What method exact learns of a run's speeds: how much to draft before a score, and who writes."""
+"""A run's measured speeds under method exact: how much to draft before a score, and who writes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LONGEST = 64  # stretches between two looks
 
 @dataclass(slots=True)
 class DraftLength:
-    """What is known of a run's drafts: how many of their tokens are accepted, and what writing
-    and scoring them takes.
+    """Statistics of a run's drafts: the accepted share of their tokens, and the time to write and
+    score them.
 
     It decides how much is drafted before a score, and so changes when calls are made, never what is
     written.
@@ -54,8 +54,8 @@ class DraftLength:
 
 @dataclass(slots=True)
 class WriterChoice:
-    """Who writes a run's next pieces under method exact: the draft, with the target's draws, or the
-    target itself.
+    """Choice of the writer of a run's next chunks under method exact: the draft, with the target's
+    draws, or the target itself.
 
     The text is the same; what counts is the tokens that all rollouts together write a second.
     Stretches of the better writer go on; after some of them the other writes one piece, and a

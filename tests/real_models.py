@@ -57,7 +57,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was checked, what came of it, and whether it holds."""
+    """A check, its result, and whether it passed."""
 
     what: str
     seen: str

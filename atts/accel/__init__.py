@@ -1,4 +1,4 @@
-"""What accelerates the local engine, without a change to what it writes: speculation, overlap, zoos.
+"""Accelerators of the local engine that do not change what it writes: speculation, overlap, zoos.
 
 zoo = Zoo(Path("zoo"))
 zoo.add("base", Path("models/base"))      # split, hashed, stored once

@@ -103,7 +103,7 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """How the layers of a model, or the blocks of several, are divided among workers."""
+    """Options that divide the layers of a model, or the blocks of several models, among workers."""
 
     # ranges of layers, each of the others with its keys and values in a worker of its own
     stages: int = 1
@@ -183,7 +183,7 @@ def options_of(**settings: Any) -> EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """What a loop consists of besides its model."""
+    """Parts of a loop besides its model."""
 
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     stages: StageOptions = field(default_factory=StageOptions)

@@ -74,7 +74,7 @@ class PilotRow:
 
 @dataclass(frozen=True, slots=True)
 class PilotReport:
-    """What a pilot measured, and what it recommends: `take`, the flags for it, and the reason."""
+    """Measurements of a pilot, and its recommendation: `take`, the flags for it, and the reason."""
 
     rows: tuple[PilotRow, ...]
     unavailable: tuple[PilotArm, ...]

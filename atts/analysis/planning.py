@@ -34,8 +34,8 @@ from atts.pipelines import ConformalGate, Policy
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """What one turn took. `seconds` from the call being possible to its end, its queue at the
-    engines included.
+    """Cost of one turn. `seconds` count from the moment the call is possible to its end, including
+    its queue at the engines.
     """
 
     draft_tokens: int
@@ -183,7 +183,7 @@ class ChunkChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAdvice:
-    """What the draft's chunk limit does to time; to accuracy, only a run of its own can tell.
+    """Effect of the draft's chunk limit on time; only another run can show its effect on accuracy.
 
     `cut` is the share of chunks that the limit ended, `fixed` the part of a rollout's seconds that
     turns cost however short they are, by least squares over turns; `fit` is the share of the
@@ -485,7 +485,7 @@ def _apart(answers: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """What a problem may take, None being as much as it likes.
+    """Most that a problem may take; None means no limit.
 
     :raises OptionError: a cap that is not positive.
     """

@@ -332,7 +332,7 @@ class ReplaySide:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What another policy would have decided on a recorded run, and what the record tells of it.
+    """Decisions of another policy on a recorded run, and what the record says about it.
 
     `off_policy` is the share of rollouts in which a decision came out otherwise: what they would
     have written from there on is unknown. `undecided` problems have too many rollouts of unknown
@@ -353,9 +353,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """What is replayed otherwise than it was recorded; None: as it was. `budget` is in takeovers
-    per problem.
-    """
+    """Changes to the recorded policy; None means unchanged. `budget` is in escalations per problem."""
 
     samples: int | None = None
     turns: int | None = None
@@ -388,7 +386,7 @@ def replay_run(
 
 
 class _RecordedGate:
-    """A gate that takes the recorded decisions again, for a budget that overrules some of them."""
+    """A gate that repeats the recorded decisions, except those that a budget overrules."""
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self._decisions = {

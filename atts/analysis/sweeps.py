@@ -67,7 +67,7 @@ class RunSet:
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):
-    """What the file must hold, and of which kind."""
+    """Keys that the file must have, and the types of their values."""
 
     over: dict[str, list[Value]]
     settings: dict[str, msgspec.Raw]

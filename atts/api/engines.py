@@ -346,7 +346,7 @@ def _ray_words(words: str) -> tuple[str, RayOptions]:
 
 
 class _LocalWords(NamedTuple):
-    """What the settings behind a local engine's name say."""
+    """Meaning of the settings behind a local engine's name."""
 
     options: LocalOptions
     speculation: SpeculationOptions

@@ -145,7 +145,7 @@ def _second_arms(report: PilotReport, rate: float) -> list[_Planned]:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """What the arms of a pilot share."""
+    """Data that the arms of a pilot share."""
 
     base: Configuration
     flags: Mapping[str, object]

@@ -57,7 +57,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What would run; `expected` is None where nothing is known, `basis` says what it rests on."""
+    """Description of the run that would start; `expected` is None if nothing is known, `basis`
+    names its source.
+    """
 
     dataset: str
     problems: int
@@ -86,7 +88,7 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """What a rollout of an earlier run took on average, and the rate of that run."""
+    """Mean cost of a rollout of an earlier run, and that run's rate."""
 
     directory: Path
     rollouts: int

@@ -29,7 +29,7 @@ _STEPS = condition(is_mixed=False, context=256.0, sequences=1)
 
 @dataclass(frozen=True, slots=True)
 class LoadTiming:
-    """What a server did with so many requests in flight."""
+    """Measurements of a server with so many requests in flight."""
 
     load: int
     tokens: int  # that came back
@@ -60,7 +60,7 @@ class LoadTiming:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdvice:
-    """What is known of one load, and what should be proposed there."""
+    """Measurements at one load, and the number of tokens to propose there."""
 
     load: int
     step_ms: float
@@ -73,7 +73,7 @@ class LoadAdvice:
 
 @dataclass(frozen=True, slots=True)
 class TuneAdvice:
-    """How a server should speculate, with the numbers that say so."""
+    """Advice on a server's speculation, with the numbers behind it."""
 
     method: str
     acceptance: tuple[float, ...]  # of each place, with all before it; (): nothing was proposed

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class HasId(Protocol):
-    """What has a name of its own, as `core.Problem` does."""
+    """Anything with an id, as `core.Problem` has."""
 
     @property
     def id(self) -> str:
@@ -80,7 +80,7 @@ _use = attrgetter(*(field.name for field in fields(EngineUse)))
 
 @dataclass(frozen=True, slots=True)
 class ProblemResult(Generic[T]):
-    """What came of one problem; `value` is what its function returned."""
+    """Result of one problem; `value` is what its function returned."""
 
     index: int
     problem: str

@@ -25,7 +25,7 @@ CONCLUDING_PER_PLACE = 4
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What one engine takes at once; None means no bound of ours.
+    """Work that one engine takes at once; None means no limit of ours.
 
     :raises OptionError: a bound below 1.
     """
@@ -67,7 +67,7 @@ class Pool(SlotQueue):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often to try, how long to wait in between, and when to give the whole run up.
+    """Number of tries, waits between them, and when to stop the whole run.
 
     A retryable error (`ATTSError.retryable`) is tried again: first the call, then the rollout. What
     still fails is recorded on its rollout and touches no other, with two exceptions that end the

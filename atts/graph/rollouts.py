@@ -259,7 +259,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult(Generic[T]):
-    """What came of one rollout.
+    """Result of one rollout.
 
     `value` is what its function returned, or what it had saved last when it failed or was
     cancelled.
@@ -273,7 +273,7 @@ class RolloutResult(Generic[T]):
 
 
 class RolloutScope(Caller, Generic[T]):
-    """What a rollout's function is given: its name in the run, and the way to the engines."""
+    """Argument of a rollout's function: the rollout's name in the run, and the way to the engines."""
 
     __slots__ = ("_group", "attempt", "saved", "waited")
 
@@ -359,7 +359,7 @@ class RolloutScope(Caller, Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """What one rollout is about to know, and its siblings wait for."""
+    """A fact that one rollout is about to learn, and that its siblings wait for."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
     nodes: tuple[int, ...] = ()  # the calls that brought it

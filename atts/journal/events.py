@@ -49,7 +49,7 @@ class _Event(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """What all events have in common: a `kind` in JSON, and no fields equal to their defaults.
+    """Base of all events: a `kind` in JSON, and no fields equal to their defaults.
 
     Some fields exist in lines only. They hold in short what the event's other fields leave out there
     (`atts.journal.lines` fills them in and takes them out), and are empty in the events that writers
@@ -249,7 +249,7 @@ COMPARED = "compared"
 
 
 class Drifted(_Event, frozen=True, tag="drift"):
-    """The scores left what the calibration promised.
+    """The scores no longer follow the distribution of the calibration.
 
     It holds how surprising that is, after how many scores, and what was done.
     """

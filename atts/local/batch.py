@@ -37,8 +37,8 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes: `decoding` feed their newest token, `prefills` some given ones,
-    `ready` nothing.
+    """Work of one step: `decoding` feed their newest token, `prefills` some given ones, `ready`
+    nothing.
     """
 
     decoding: list[Sequence]

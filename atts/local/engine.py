@@ -52,7 +52,7 @@ _log.addHandler(logging.NullHandler())
 
 
 class Accelerator(Protocol):
-    """What an engine adds to plain decoding; packages above this one have some."""
+    """An addition to an engine's plain decoding; packages above this one have some."""
 
     def check(self, options: LocalOptions) -> None:
         """See that it can be added to an engine with these options.
@@ -79,7 +79,7 @@ class Accelerator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunDemand:
-    """What a run asks of an engine: rollouts in flight, and the other engine of the pair."""
+    """Demand of a run on an engine: rollouts in flight, and the other engine of the pair."""
 
     rollouts: int
     tokens: int  # of one rollout with its problem

@@ -47,7 +47,7 @@ _SERVE = (
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a matrix: `up` times `down`, the adapter's scale in `up`."""
+    """A low-rank addition to a matrix: `up` times `down`, with the adapter's scale in `up`."""
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]

@@ -53,7 +53,7 @@ ScoredChunk = tuple[PrefillChunk, list[float], Tensor | None]
 
 
 class StepResults(NamedTuple):
-    """What one step computed, before any sequence hears of it."""
+    """Results of one step, before any sequence receives them."""
 
     sampled: list[Draws]
     started: dict[Sequence, Tensor]  # logits after prompts that were fed to their end

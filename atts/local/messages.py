@@ -79,7 +79,7 @@ class WorkerConfig:
 
 
 class Command:
-    """What a loop is asked to do."""
+    """A message to a loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ Reply = SampleReply | ScoreReply | FailureReply
 
 
 class Inbox(Protocol):
-    """Where commands come from."""
+    """Source of a loop's commands."""
 
     def take(self, *, wait: bool) -> list[Command]:
         """Return all commands so far; with `wait`, at least one."""
@@ -197,14 +197,14 @@ class Inbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopReport:
-    """What the loop has to say after a step."""
+    """A loop's report after a step."""
 
     replies: tuple[Reply, ...]
     stats: LoopStats | None  # None when the loop is gone
 
 
 class Loop(Protocol):
-    """What a worker runs."""
+    """A loop that a worker runs."""
 
     def run(self, inbox: Inbox) -> None:
         """Serve commands until told to close."""

@@ -48,7 +48,8 @@ class _Class(NamedTuple):
 
 
 class GatheredAttention:
-    """Which slots each query may read is worked out once for all layers of a window.
+    """Attention over gathered slots; which slots each query may read is computed once for all
+    layers of a window.
 
     Beyond a sequence's end stands slot 0, which holds zeros; rows that are none see the first
     position.

@@ -33,7 +33,7 @@ _LONGEST = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How models of one type differ from Llama's."""
+    """Differences of a model type from Llama."""
 
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     """Those before and after attention, before and after the feed-forward block; "" where there is
@@ -137,7 +137,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a key of config.json may hold; null where `optional`."""
+    """Values that a key of config.json may have; null if `optional`."""
 
     kind: Literal["whole number", "number", "true or false", "text", "list", "object"]
     low: float = -math.inf

@@ -17,7 +17,7 @@ WorkerKind = Literal["thread", "process"]
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """How a local engine runs; the defaults suit small models on a CPU."""
+    """Options of a local engine; the defaults suit small models on a CPU."""
 
     # auto: a GPU where there is one, and each model of a pair its own where there are two
     device: str = "auto"  # auto, cpu, cuda or cuda:N

@@ -43,7 +43,9 @@ class EngineShare:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a run asks of an engine's cache, and what must be left to the other engine of the pair."""
+    """Demand of a run on an engine's cache, and the memory to leave for the other engine of the
+    pair.
+    """
 
     rollouts: int  # in flight at once
     tokens: int  # of one rollout with its problem

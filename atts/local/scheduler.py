@@ -22,7 +22,7 @@ CacheAction = Literal["keep", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How much may be in one step and in the cache."""
+    """Limits on one step and on the cache."""
 
     kv_tokens: int
     max_batch: int

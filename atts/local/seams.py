@@ -56,7 +56,7 @@ NOTHING = TokenProposal()
 
 @dataclass(slots=True)
 class OverlapStats:
-    """What came of guesses that were continued while the step they were about was computed."""
+    """Counts of guesses that were continued during the step whose outcome they guessed."""
 
     hits: int = 0  # outcomes that had been guessed
     misses: int = 0
@@ -94,7 +94,7 @@ class NoProposer(Proposer):
 
 
 class Forecast(NamedTuple):
-    """What was expected of a step."""
+    """Expectation of a step."""
 
     tokens: float
     seconds: float
@@ -159,7 +159,7 @@ class FixedLength(Lengths):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What was proposed and what of it was accepted, in all and by position."""
+    """Counts of proposed and accepted tokens, in all and by position."""
 
     rounds: int = 0  # proposals verified: one sequence in one step
     proposed: int = 0
@@ -206,8 +206,8 @@ class SpeculationStats:
 
 
 class LayerHook(NamedTuple):
-    """Who hears of a step on its way: of its `logit_rows` after so many layers, before the last
-    norm.
+    """A listener inside a step: it receives the states of `logit_rows` after so many layers, before
+    the last norm.
     """
 
     layers: int

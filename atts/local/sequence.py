@@ -19,7 +19,7 @@ _PRIORITY_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """What the loop knows of token ids: the bytes of each, and which of them end a text."""
+    """The loop's knowledge of token ids: the bytes of each, and which of them end a text."""
 
     pieces: tuple[bytes, ...]
     end_ids: frozenset[int]

@@ -246,7 +246,7 @@ class ProcessWorker:
 
 
 class LoopWorker(Protocol):
-    """What runs a step loop while its caller does something else."""
+    """A worker that runs a step loop while its caller does something else."""
 
     @property
     def in_loop(self) -> int | None:
@@ -312,7 +312,7 @@ def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
 
 
 class _LastWords:
-    """What a process says on standard error, of which only the end is kept."""
+    """The end of a process's standard error."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._kept = b""

@@ -52,7 +52,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a model says otherwise with other blocks at some places, measured on what it wrote to
+    """Change in a model's output with other blocks in some places, measured on its own solutions of
     some problems.
     """
 
@@ -81,8 +81,8 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """What a zoo knows of one model; its configuration and tokenizer lie beside, as they were
-    added.
+    """A zoo's record of one model; its configuration and tokenizer lie next to the record, as they
+    were added.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a run takes over from other runs, and the check that their settings are its own."""
+"""Data that a run takes from other runs, and the check that their settings match its own."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _ADVICE_TO_LABEL = "Label problems by a run of the same settings, or go back to 
 
 @dataclass(frozen=True, slots=True)
 class Abstain:
-    """What labelled problems said of answering, and the run that they are of."""
+    """Labelled problems' evidence on answering, and the run that they come from."""
 
     found: Abstention
     labelled: Manifest

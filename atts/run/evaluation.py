@@ -83,7 +83,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How one process takes part in a run.
+    """Options of one process's part in a run.
 
     :raises OptionError: an unknown choice.
     """

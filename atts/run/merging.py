@@ -92,7 +92,7 @@ class MergedPart:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Where the union is, and what it is made of."""
+    """Directory of the union, and the runs that it consists of."""
 
     directory: Path
     parts: tuple[MergedPart, ...]

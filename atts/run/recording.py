@@ -1,4 +1,4 @@
-"""What happens in a run on its way into the journal, and what was recorded on its way back."""
+"""The way of a run's events into the journal, and of recorded calls back out of it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Listener(Protocol):
 
 
 class EscalationCounter:
-    """Of each problem, how many of its judged chunks were handed over.
+    """Count of judged chunks that were escalated, by problem.
 
     Which chunks those are is for `atts.journal.judged` to say.
     """
@@ -145,8 +145,8 @@ class EscalationCounter:
 
 
 class RunLengthEstimate(RunLength):
-    """What is left of a run of known size, from how many decisions its rollouts took before they
-    ended.
+    """Estimate of the remaining decisions of a run of known size, from the decisions that its
+    rollouts took so far.
 
     Of those that took so many, some ended and some took another: the product of such shares is
     Kaplan and Meier's estimate of how far a rollout goes. A concluded problem ends all of its
@@ -203,7 +203,7 @@ class RunLengthEstimate(RunLength):
 
 
 class ProblemsLeft(RunLengthEstimate):
-    """What is left of a run of known size that decides once about each problem."""
+    """Count of the remaining decisions of a run of known size that decides once about each problem."""
 
     __slots__ = ("_made", "_problems")
 
@@ -395,7 +395,7 @@ def _timeless(turn: Turn) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProblemLog:
-    """What an earlier session recorded of one problem, and where further calls are recorded."""
+    """Record of one problem from earlier sessions, and the place for further calls."""
 
     recorder: Recorder
     recorded: OpenProblem

@@ -51,7 +51,7 @@ class Pipeline(Protocol):
 
 
 class Judgement(Protocol):
-    """What a grader says; `atts.evaluators` verdicts are such."""
+    """A grader's verdict; verdicts of `atts.evaluators` fit."""
 
     @property
     def status(self) -> Literal["equal", "different", "unscored"]:

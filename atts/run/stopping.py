@@ -1,4 +1,4 @@
-"""When a run ends early: it is asked to, or a comparison with an earlier run is settled."""
+"""Early end of a run: on request, or when a comparison with an earlier run is settled."""
 
 from __future__ import annotations
 
@@ -102,8 +102,7 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StopWhen:
-    """What a run is compared with as it goes: the votes of an earlier one, and when enough is
-    known.
+    """Earlier votes to compare a running run with, and the condition to stop.
 
     Problems must come in an order that does not depend on them, such as one drawn by seed.
     """

@@ -36,7 +36,7 @@ _KEPT_RATINGS = 256
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who answers at a URL."""
+    """Identity of the server at a URL."""
 
     engine: str  # kind and major.minor version, such as "vllm 0.33"
     version: str
@@ -71,7 +71,7 @@ class NoVisibleText(EngineError):
 
 
 class Dialect(ABC):
-    """How one kind of server is spoken to.
+    """Dialect of one kind of server.
 
     A dialect with `speaks = "ids"` has five parts: `name` with `schemes`, `identify`,
     `sample_call`, `read_sample` and `tokenize`. One that speaks text is a `TextDialect`
@@ -278,7 +278,7 @@ async def in_queue(client: Client, running: str, waiting: str = "") -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """What a server proposed and accepted since it started."""
+    """Tokens that a server proposed and accepted since it started."""
 
     rounds: int  # of one sequence each
     proposed: int

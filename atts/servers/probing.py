@@ -481,7 +481,7 @@ _FLOOR = -30.0
 
 
 class Lossless(NamedTuple):
-    """How a server's texts compare with the distribution that it scores by."""
+    """Comparison of a server's texts with the distribution that it scores by."""
 
     tokens: int  # sampled in texts, each compared with one drawn alone
     deficit: float  # nats by which they are less likely than those, on average

@@ -38,7 +38,7 @@ DATA = ("*.jsonl", "*.json", "*.csv", "*.tsv", "*.parquet")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which problems to take: by id, level and subject, then a draw, then a slice.
+    """Rule for choosing problems: by id, level and subject, then a draw, then a slice.
 
     `sample` draws that many with `random.Random(seed).sample`, in the order drawn; ids come in the
     order asked for.

@@ -62,7 +62,7 @@ def variance_split(correct: Sequence[Sequence[bool]]) -> VarianceSplit | None:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """What a paired comparison of two methods can show, in accuracy of single rollouts.
+    """Difference that a paired comparison of two methods can show, in accuracy of single rollouts.
 
     `needed` has the problems for each difference of `POINTS`; `detectable` is the smallest
     difference, in points, that the planned problems show with 80 % power. Both assume that the

@@ -1,4 +1,4 @@
-"""Whether a score finds the chunks of wrong rollouts, compared within each question."""
+"""Power of a score to find the chunks of wrong rollouts, compared within each question."""
 
 import math
 from collections.abc import Hashable, Sequence

@@ -292,7 +292,7 @@ def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int |
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many samples a rate is based on, and how many of them are not graded, and why."""
+    """Number of samples behind a rate, and how many of them are not graded, and why."""
 
     problems: int
     samples: int

@@ -1,4 +1,4 @@
-"""What a release is made of: a bill of materials of the lock, and the contents of sdist and wheel."""
+"""Contents of a release: a bill of materials of the lock, and the files of sdist and wheel."""
 
 from __future__ import annotations
 

@@ -401,7 +401,7 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands; saved with every checkpoint."""
+    """Progress of a training run; saved with every checkpoint."""
 
     step: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""What the embedded models learn from: the tokenizer, solutions with planted errors and
+"""Training data of the embedded models: the tokenizer, solutions with planted errors and
 corrections, batches.
 """
 
@@ -81,7 +81,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where in the endless data a run stands."""
+    """Position of a run in the endless data."""
 
     block: int = 0
     offset: int = 0

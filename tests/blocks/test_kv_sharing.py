@@ -1,5 +1,5 @@
-"""What a loop lends while models come, memory ends or the cache is full: each says what it says
-alone, to the bit.
+"""A loop that lends keys and values while models come, memory ends or the cache is full writes what
+each model writes alone, to the bit.
 """
 
 # pyright: reportPrivateUsage=false

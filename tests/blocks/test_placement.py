@@ -1,4 +1,4 @@
-"""Where blocks run: costs, room and neighbours; and the virtual cluster that decides by them."""
+"""Blocks are placed by costs, room and neighbours, and a virtual cluster decides in the same way."""
 
 from __future__ import annotations
 

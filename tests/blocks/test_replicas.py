@@ -89,8 +89,8 @@ class Loop:
 
 
 def dispatch_of(*in_loop: int, seconds: float = 10.0) -> tuple[Dispatch, list[ReplicaLoad]]:
-    """Make a dispatcher over replicas with so many requests in their loops, ten of which took so
-    many seconds for a hundred tokens each.
+    """Make a dispatcher over replicas with so many requests in their loops; each has served ten
+    requests of a hundred tokens in `seconds`.
     """
     stats = EngineStats(requests=10, sampled_tokens=400, prefilled_tokens=600, busy_seconds=seconds)
     loops = [Loop(count, stats) for count in in_loop]

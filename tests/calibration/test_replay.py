@@ -26,7 +26,7 @@ FEW: Records = [
 
 
 class Done(NamedTuple):
-    """How a command ended."""
+    """A command's exit code and output."""
 
     returncode: int
     stdout: str

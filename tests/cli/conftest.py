@@ -17,7 +17,7 @@ SCRIPTED = ("--draft", "scripted", "--target", "scripted", "--report", "none")
 
 @dataclass(frozen=True)
 class Said:
-    """What a command line came to."""
+    """A command's exit code and output."""
 
     code: int
     out: str

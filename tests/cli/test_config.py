@@ -1,4 +1,6 @@
-"""Where values come from, who wins, and that code and command line mean the same by them."""
+"""Settings come from documented places in a documented order, and mean the same in code and on the
+command line.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What people get wrong: each ends in one or two helpful lines on stderr and its documented exit
-code.
-"""
+"""Users' mistakes end in one or two helpful lines on stderr and the documented exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people read has one word for each idea, percentages of one form, and singulars."""
+"""Printed text has one word for each idea, one form of percentages, and singulars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a process of its own can show: closed pipes, full disks, no terminal."""
+"""Effects that need a separate process: closed pipes, full disks, no terminal."""
 
 from __future__ import annotations
 

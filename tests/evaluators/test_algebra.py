@@ -1,4 +1,4 @@
-"""What evaluation leaves open sympy settles, in a process that can be killed."""
+"""sympy settles the pairs that evaluation leaves open, in a process that can be killed."""
 
 import asyncio
 import os

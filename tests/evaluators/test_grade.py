@@ -30,7 +30,7 @@ STATUS = ["equal", "equal", "different", "different", "different", "equal", "uns
 
 @dataclass
 class Done:
-    """How a command ended and what it printed."""
+    """A command's exit code and output."""
 
     returncode: int
     stdout: str

@@ -1,5 +1,5 @@
-"""Where other harnesses define the same numbers, ours are equal to theirs; skipped where they are
-not installed.
+"""Our numbers equal those of other harnesses with the same definitions; skipped if those are not
+installed.
 """
 
 import math

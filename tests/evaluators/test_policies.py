@@ -1,5 +1,5 @@
-"""What a policy tolerates is tolerated and no more; prompts and shots are those of the benchmark
-and the pair.
+"""A policy tolerates what it names and no more; prompts and shots are those of the benchmark and
+the pair.
 """
 
 import json

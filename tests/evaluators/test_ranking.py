@@ -1,4 +1,6 @@
-"""Whether a score finds wrong rollouts: exact on small cases, intervals that cover."""
+"""Scores that find wrong rollouts are recognised: exactly on small cases, with intervals that
+cover.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ async def test_a_lone_error_leaves_as_itself() -> None:
 
 
 class Interrupt(BaseException):
-    """As a keyboard interrupt, which no event loop lets a task raise in peace."""
+    """A stand-in for a keyboard interrupt, which no event loop lets a task raise in peace."""
 
 
 async def test_of_several_errors_one_leaves_with_the_others_noted() -> None:

@@ -378,7 +378,7 @@ def test_memory_does_not_grow_with_the_number_of_problems(
 
 
 class Boom(RuntimeError):
-    """Not an error of ours."""
+    """An error that is not one of ours."""
 
 
 def test_a_failed_rollout_sinks_no_sibling(virtually: Virtually[None]) -> None:

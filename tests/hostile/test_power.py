@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no directory is
 
 
 class Disk:
-    """What would be left of a folder: contents as of each file's last sync, names as of each
-    directory's.
+    """The state of a folder after a loss of power: contents as of each file's last sync, names as
+    of each directory's.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""From the events alone: finished problems whole, unfinished ones exactly as they stood."""
+"""Events alone restore finished problems whole, and unfinished ones exactly as they were."""
 
 from __future__ import annotations
 

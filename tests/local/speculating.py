@@ -45,7 +45,7 @@ class Script:
         self._steps = [list(step) for step in steps]
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return the next step's commands; raise the end when none are left and nothing runs."""
+        """Return the next step's commands; when none are left and nothing runs, close the loop."""
         while self._steps and wait and not self._steps[0]:
             self._steps.pop(0)
         if self._steps:
@@ -55,7 +55,7 @@ class Script:
 
 @dataclass
 class Driven:
-    """What a loop said."""
+    """Replies and counters of a loop."""
 
     replies: dict[int, Reply]
     stats: LoopStats
@@ -116,7 +116,7 @@ class AnyLength:
     """Another number of tokens for every sequence and step, 0 included."""
 
     def __init__(self, most: int, least: int = 0) -> None:
-        """Choose lengths up to `most`; if `least` is negative, most lengths are 0."""
+        """Draw lengths from `least` to `most`; a negative length counts as 0."""
         self._most = most
         self._least = least
         self._random = random.Random(most)

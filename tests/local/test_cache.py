@@ -1,4 +1,4 @@
-"""What the cache promises: shared once, kept warm, forgotten oldest first, never leaked."""
+"""The cache keeps its promises: shared once, kept warm, forgotten oldest first, never leaked."""
 
 from __future__ import annotations
 

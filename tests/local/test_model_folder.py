@@ -144,7 +144,7 @@ def test_code_that_transformers_itself_has_is_passed_over(make_model: Make, tmp_
 
 
 class Canary:
-    """Whose unpickling makes a file."""
+    """An object whose unpickling makes a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path

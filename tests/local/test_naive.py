@@ -1,4 +1,4 @@
-"""Whatever the schedule, the engine writes and scores what a naive one-sequence loop does."""
+"""The engine writes and scores what a naive one-sequence loop does, under every schedule."""
 
 from __future__ import annotations
 

@@ -315,7 +315,9 @@ def test_replicas_of_a_stage_say_what_one_says(
         return rng.randrange(len(instances)) if rng.random() < 0.3 else dispatched(instances)
 
     def either(costs: StageCosts, *seen: Any) -> Instance:
-        """Make moving and recomputing equally cheap, so that both happen on every machine."""
+        """Make recomputing half or twice as expensive as moving, so that both happen on every
+        machine.
+        """
         costed = measured(costs, *seen)
         return (
             costed

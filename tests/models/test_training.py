@@ -1,5 +1,5 @@
-"""What the trainer promises: masked errors, gradients that add up, runs that go on where they
-stopped.
+"""The trainer keeps its promises: masked errors, gradients that add up, runs that continue where
+they stopped.
 """
 
 from collections.abc import Iterator

@@ -351,8 +351,8 @@ def test_continue_alternates_the_two_models() -> None:
 def _alternating(
     text: str, engines: Sequence[TableEngine], last: str = "a", turn: int = 0, used: int = 0
 ) -> float:
-    """Return the probability of a text for which draft and target take turns: the draft writes up
-    to two letters; only the target's end counts.
+    """Return the probability of a text if the models take turns of up to two letters; the draft's
+    end hands over, the target's ends the text.
     """
     if not text:
         return 1.0

@@ -1,4 +1,4 @@
-"""What the three stages do with a chunk, in every mode, and what a rollout looks like afterwards."""
+"""The three stages handle a chunk in every mode, and leave the rollout in the documented state."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def kill_when(child: int, path: Path, size: int, pause: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Crashes:
-    """What many crashes did to one run."""
+    """Counts of the crashes of one run."""
 
     kills: int
     full_disks: int

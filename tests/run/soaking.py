@@ -55,7 +55,7 @@ _CACHE = 8192  # KV tokens of each local engine
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a process holds at one moment between two runs."""
+    """Resources that a process holds at one moment between two runs."""
 
     seconds: float
     memory_mib: float
@@ -70,7 +70,7 @@ class Level:
 
 @dataclass(slots=True)
 class Tally:
-    """What was done and what went wrong."""
+    """Counts of what was done and what went wrong."""
 
     episodes: dict[Kind, int] = field(default_factory=dict[Kind, int])
     problems: int = 0

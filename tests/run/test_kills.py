@@ -28,7 +28,7 @@ KILLS_OF_ONE_RUN = 20
 
 
 class Runs(Protocol):
-    """Where evaluations are started, one at a time, each in a session of its own."""
+    """A starter of evaluations, one at a time, each in its own session."""
 
     def start(self, directory: Path) -> int:
         """Begin one; the id of its first process, which is that of its session."""

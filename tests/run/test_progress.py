@@ -1,6 +1,4 @@
-"""What is shown of a run while it goes is what its journal says, at every moment and across
-sessions.
-"""
+"""Progress that is shown equals the journal at every moment and across sessions."""
 
 from __future__ import annotations
 

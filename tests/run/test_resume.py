@@ -62,8 +62,8 @@ def decided(world: Any, name: str) -> list[str]:
 
 
 def places(world: Any) -> list[tuple[str, int, int, str]]:
-    """Return the places in the order of the copy's decisions, twice: when a score was requested,
-    and when it arrived.
+    """Return the place of each decision of the copy, and whether its score was requested or had
+    arrived.
     """
     found = [event for event in world.events("copy") if isinstance(event, Decided)]
     return [

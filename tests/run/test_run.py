@@ -1,4 +1,4 @@
-"""What a run tells, keeps, grades and refuses, and how it is asked to end."""
+"""A run reports, keeps, grades and refuses as documented, and ends when it is asked to."""
 
 from __future__ import annotations
 

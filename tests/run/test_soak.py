@@ -37,7 +37,7 @@ FAULTS: dict[FaultKind, float] = {
 
 @dataclass(slots=True)
 class Curve:
-    """What the process holds, problem by problem."""
+    """Resources that the process holds, problem by problem."""
 
     began: float = field(default_factory=time.monotonic)
     over: dict[Mode, int] = field(default_factory=dict[Mode, int])

@@ -1,4 +1,4 @@
-"""What goes wrong around a server: kill -9, clients that leave by the hundred, slow readers."""
+"""The endpoint survives faults around it: kill -9, clients that leave by the hundred, slow readers."""
 
 from __future__ import annotations
 

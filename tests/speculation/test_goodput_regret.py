@@ -1,5 +1,5 @@
-"""What choosing lengths costs beside plain decoding and beside the best fixed length, learning
-included.
+"""The choice of lengths costs little compared with plain decoding and with the best fixed length,
+learning included.
 
 On a machine that is like a small model on one core: texts end and others begin, a drafter that was
 not asked for a while catches up with all it missed, and looking at a step takes as long as a good

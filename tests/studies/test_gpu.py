@@ -151,7 +151,7 @@ def test_a_device_that_answers_no_more_is_left_to_a_new_process(
         raise RuntimeError("an illegal memory access was encountered")
 
     class Replaced(Exception):
-        """What `execv` does to a process."""
+        """The end of the process, as `execv` causes it."""
 
     def execv(program: str, words: list[str]) -> None:
         raise Replaced(words)

@@ -1,4 +1,4 @@
-"""Whether engines with fitted costs take the time that real ones do."""
+"""Engines with fitted costs take about the time that real ones do."""
 
 from pathlib import Path
 from typing import Any

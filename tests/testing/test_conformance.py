@@ -260,7 +260,7 @@ class ScoresAfterAll(ScriptedEngine):
 
 
 class MixesUpAnswers(Rig):
-    """Under load, hands an answer to the caller that asked last."""
+    """A fault: under load, an answer goes to the caller that asked last."""
 
     last: SampleRequest | None = None
 

@@ -87,7 +87,7 @@ class DraftLine:
 
 @dataclass(slots=True)
 class DraftJob:
-    """What is drafted during one step."""
+    """The drafting that is done during one step."""
 
     lines: list[DraftLine] = field(default_factory=list[DraftLine])
     moves: list[tuple[SlotIds, SlotIds]] = field(default_factory=list[tuple[SlotIds, SlotIds]])

@@ -46,7 +46,7 @@ class Exits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExitAdapter:
-    """What is added to rows after `layers` layers, so that the model's own output matrix can read
+    """A matrix added to rows after `layers` layers, so that the model's own output matrix can read
     them.
     """
 
@@ -170,7 +170,9 @@ class StreamHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamHeads:
-    """Of a state h and the tokens drawn after it, what follows these: head j knows j + 1 tokens."""
+    """Heads that predict what follows a state h and the tokens drawn after it; head j sees j + 1
+    tokens.
+    """
 
     embedding: Tensor
     streams: Many[StreamHead]

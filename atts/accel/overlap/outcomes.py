@@ -11,8 +11,8 @@ Branch = TypeVar("Branch")
 
 
 class Guessing(NamedTuple):
-    """Which outcomes are continued besides one that all is accepted: so many of a place's
-    likeliest tokens.
+    """Choice of outcomes to continue besides full acceptance: so many of each position's most
+    likely tokens.
 
     They are those that the drafter finds likeliest, or those that the target itself tells on its
     way.
@@ -32,7 +32,7 @@ class OutcomeGuess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlaceLaw:
-    """What is thought of one place: whether the proposed token is accepted, and what the target may
+    """Expectation at one position: whether the proposed token is accepted, and what the target may
     write instead.
     """
 

@@ -54,8 +54,8 @@ class DraftStep(NamedTuple):
 
 
 class DraftedLine(NamedTuple):
-    """What follows a sequence of so many ids and this proposal, by the outcomes (accepted, next token)
-    guessed.
+    """Drafts after a sequence of so many ids and this proposal, by the guessed outcomes (accepted,
+    next token).
     """
 
     base: int

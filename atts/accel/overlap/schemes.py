@@ -33,7 +33,7 @@ _LONGEST = 1024  # steps between two tries, where they lose next to nothing
 
 @dataclass(slots=True)
 class _Turn:
-    """What some steps came to."""
+    """Counts of the steps of one turn."""
 
     steps: int = 0  # all of them; those that settle count for nothing else
     sequences: int = 0
@@ -52,7 +52,7 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Scheme:
-    """What is known of one where about as many sequences decode."""
+    """Statistics of one scheme while about as many sequences decode."""
 
     rate: float = 0.0  # tokens a second
     # steps that this was measured in, those long ago left out; 0: it was never tried

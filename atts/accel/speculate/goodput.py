@@ -56,8 +56,8 @@ _NEW = -1  # stands for a sequence of which nothing is known
 
 
 class StepShape(NamedTuple):
-    """What is known of a step before anything is proposed; `others` are tokens that it feeds
-    beside.
+    """Facts about a step before anything is proposed; `others` are tokens that it feeds in
+    addition.
     """
 
     keys: Sequence[int]  # sequences that tokens may be proposed for
@@ -82,7 +82,7 @@ class StepShape(NamedTuple):
 
 @dataclass(slots=True)
 class _Verdict:
-    """What was decided."""
+    """The lengths chosen for a load."""
 
     until: int = 0  # the step of the next decision
     period: int = _PERIODS[0]
@@ -108,7 +108,7 @@ class _Trial:
 
 @dataclass(slots=True)
 class _Load:
-    """What holds where about as many sequences decode."""
+    """Statistics that hold while about as many sequences decode."""
 
     verdict: _Verdict = field(default_factory=_Verdict)
     steps: int = 0

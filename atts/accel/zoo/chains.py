@@ -56,8 +56,8 @@ class _Keeping(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What is run of a step, where some keep states first; what adapters add to, and whose rows
-    are.
+    """Order of computation in a step: where states are kept first, which adapters add to what, and
+    whose the rows are.
     """
 
     keepings: list[_Keeping]

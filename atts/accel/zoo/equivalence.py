@@ -135,7 +135,7 @@ if TYPE_CHECKING:
 
 
 class Divergence(NamedTuple):
-    """Of one model's laws from another's, over all places of some texts."""
+    """Divergence of one model's distributions from another's, over all positions of some texts."""
 
     tokens: int  # places
     nats: float  # mean Kullback-Leibler divergence

@@ -33,7 +33,7 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor's bytes are, and how its header describes them."""
+    """Place of a tensor's bytes, and their description in the file's header."""
 
     kind: str
     shape: Sequence[int]

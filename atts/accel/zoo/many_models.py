@@ -31,8 +31,8 @@ from atts.models.stored_blocks import content_digest, unit_digests
 
 
 class Layers(Protocol):
-    """What takes rows through some of its units: its embedding (0), the halves of its layers, its
-    last norm.
+    """Computation of rows in some of a model's units: its embedding (0), the halves of its layers,
+    its last norm.
     """
 
     def through(

@@ -43,7 +43,7 @@ def dispatched(instances: Sequence[Instance]) -> int:
 
 
 class Demand(NamedTuple):
-    """What is asked of a block: its bytes, and the servers' time that it takes, in servers."""
+    """Demand for a block: its bytes, and the servers' time that it takes, in servers."""
 
     bytes: float
     load: float

@@ -26,7 +26,7 @@ OnSplit = Callable[[list[int]], None]
 
 
 class Lineage(NamedTuple):
-    """What a chain computes, by names that are equal where it is the same: 0 embedding, 1 + 2 *
+    """Names of what a chain computes, equal where the computation is equal: 0 embedding, 1 + 2 *
     layer attention, ...
     """
 
@@ -44,7 +44,7 @@ class Relative(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What goes into a unit, by the slots of the column before it."""
+    """Inputs that a unit keeps, by the slots of the column before it."""
 
     column: int
     states: NDArray[np.float32]  # [slots, width]
@@ -232,7 +232,7 @@ class SharedSlots(NamedTuple):
 
 
 class KVSharing:
-    """Which relatives have what of a sequence's ids."""
+    """Record of which related models have which keys and values of a sequence's ids."""
 
     def __init__(self, tree: PrefixTree, ledger: SlotLedger) -> None:
         self._tree = tree

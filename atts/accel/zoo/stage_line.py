@@ -44,7 +44,7 @@ _LATEST = 0.1
 
 
 class StageShare(NamedTuple):
-    """What one worker does of a step."""
+    """One worker's share of a step."""
 
     worker: int
     entries: Ints  # of the batch
@@ -101,7 +101,9 @@ class _Sequences(NamedTuple):
 
 
 class KvResidency:
-    """What went into a stage by slots, so that any of its workers can go on from it; and who has."""
+    """Inputs of a stage by slots, so that any of its workers can continue from them, and the
+    workers that have them.
+    """
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
         self.rows = np.zeros((slots, width), dtype=np.float32)

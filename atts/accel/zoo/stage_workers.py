@@ -35,7 +35,7 @@ _END_SECONDS = 1.0
 
 
 class Worker(Protocol):
-    """What answers each message before it is sent the next."""
+    """A worker that answers each message before the next one is sent."""
 
     def send(self, message: object) -> None:
         """Pass a message on.
@@ -57,7 +57,7 @@ class Worker(Protocol):
 
 
 class WorkerHere:
-    """What runs in this process."""
+    """A worker in this process."""
 
     def __init__(self, build: BuildStage) -> None:
         self._server = StageServer(build)
@@ -155,8 +155,8 @@ class StageProcess:
 
 
 class StageActor(StageServer):
-    """What runs in an actor; messages come as bytes, for what Ray itself unpacks cannot be written
-    to.
+    """The part of a worker that runs in an actor; messages come as bytes, because arrays that Ray
+    unpacks cannot be written to.
     """
 
     def answer_bytes(self, message: bytes) -> bytes:

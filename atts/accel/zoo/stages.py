@@ -31,8 +31,8 @@ News = tuple[Ints, Ints, SlotIds]
 
 
 class StageSetup(NamedTuple):
-    """What a worker is to hold: some layers of a model, which have as many slots and threads as its
-    others.
+    """Setup of a worker: some layers of a model, with the same number of slots and threads as its
+    other workers.
 
     Models of a zoo share ranges: `name` is that of what they have alike, and each model adds what
     is its own.
@@ -57,7 +57,7 @@ class StageSetup(NamedTuple):
 
 
 class RangeStep(NamedTuple):
-    """What a worker is to do of a step in one of its ranges."""
+    """One worker's share of a step in one of its ranges."""
 
     name: str
     entries: Ints  # of the visit's batch
@@ -176,8 +176,8 @@ BuildStage = Callable[[StageSetup], StageModel]
 
 
 class StageServer:
-    """What runs in a worker's process or actor, or where the loop is: ranges of layers by their
-    names.
+    """Ranges of layers by their names, in a worker's process or actor, or in the loop's own
+    process.
     """
 
     def __init__(self, build: BuildStage) -> None:

@@ -198,7 +198,7 @@ Label = bool | None
 
 @dataclass(frozen=True, slots=True)
 class CalibrationReport:
-    """What a calibration holds, what it promises, and what was seen to speak against it.
+    """Contents of a calibration, its promise, and the observations that contradict the promise.
 
     `control` is what a run's gate did, or what a fresh calibrator would do with the scores one by
     one in their order.

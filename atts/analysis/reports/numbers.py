@@ -48,7 +48,7 @@ class ShownNumber:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What a person would say, and the few numbers that say it."""
+    """The result in one sentence, and the few numbers behind it."""
 
     sentence: str
     numbers: tuple[ShownNumber, ...]
@@ -56,7 +56,7 @@ class Headline:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Which run this is."""
+    """Facts that identify the run."""
 
     directory: str
     version: str
@@ -86,7 +86,7 @@ class NamedRate:
 
 @dataclass(frozen=True, slots=True)
 class Spend:
-    """What the run cost; the per-problem numbers are means over finished problems."""
+    """Cost of the run; the per-problem numbers are means over finished problems."""
 
     usage: Usage
     target_share: float
@@ -156,9 +156,7 @@ class RatePoint:
 
 @dataclass(frozen=True, slots=True)
 class Uniformity:
-    """Whether p-values are uniform: distance from it, and the simultaneous band that `effective`
-    draws allow.
-    """
+    """Distance of p-values from uniformity, and the simultaneous band that `effective` draws allow."""
 
     n: int
     effective: float
@@ -198,7 +196,7 @@ class DriftAlarm:
 
 @dataclass(frozen=True, slots=True)
 class StatedGuarantee:
-    """What was promised, what empties that, and how this was found out."""
+    """A promise, what voids it, and how that was found out."""
 
     mode: str
     guarantee: str
@@ -208,9 +206,7 @@ class StatedGuarantee:
 
 @dataclass(frozen=True, slots=True)
 class RateControl:
-    """How the realised rate stands to the nominal one; `nominal` is None where the gate promises
-    none.
-    """
+    """Realised rate compared with the nominal one; `nominal` is None if the gate promises no rate."""
 
     nominal: float | None
     decisions: int
@@ -289,7 +285,7 @@ class EngineLanes:
 
 @dataclass(frozen=True, slots=True)
 class TimeBreakdown:
-    """Where the time went, by the task graph."""
+    """Time by stage, from the task graph."""
 
     seconds: float
     nodes: int  # calls that were measured: the first ones, of more than a report holds
@@ -368,7 +364,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class GateWords:
-    """What a gate without a calibrator promises, and what empties that."""
+    """Promise of a gate without a calibrator, and what voids it."""
 
     guarantee: str
     voided_by: str
@@ -376,7 +372,7 @@ class GateWords:
 
 @dataclass(frozen=True, slots=True)
 class CaveatWords:
-    """How much a caveat weighs, and what it says."""
+    """Weight and text of a caveat."""
 
     standing: Standing
     text: str

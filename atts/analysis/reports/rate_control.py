@@ -67,7 +67,7 @@ class RightBin:
 
 @dataclass(frozen=True, slots=True)
 class LabelledScores:
-    """How correct rollouts become rarer as scores grow worse, from chunks that the draft wrote.
+    """Share of correct rollouts by score, from chunks that the draft wrote.
 
     `gain` is how much more of the wrong rollouts' chunks the score escalates at the nominal rate
     than a coin does; `auroc` is the chance that the chunk of a wrong rollout scores worse than that

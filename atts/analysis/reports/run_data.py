@@ -77,7 +77,7 @@ class ProblemFacts:
 
 @dataclass(slots=True)
 class RunData:
-    """What a run directory says; `problems` are the finished ones in the order in which they were
+    """Contents of a run directory; `problems` are the finished ones in the order in which they were
     started.
     """
 

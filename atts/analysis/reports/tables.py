@@ -26,8 +26,8 @@ TableKind = Literal["rows", "facts"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is read, and what is sorted by; links are names with their places on the page, which may
-    be none.
+    """Text to read and value to sort by; links are names with their places on the page, if they
+    have one.
     """
 
     text: str

@@ -17,7 +17,7 @@ from atts.local.model_config import ModelConfig, rope_rows
 
 
 class PanelKind(IntEnum):
-    """How a packed matrix is kept, as in model.h."""
+    """Layout of a packed matrix, as in model.h."""
 
     FULL = 0
     HALF = 1  # bfloat16, read as float32: for weights that lose nothing by it
@@ -29,7 +29,7 @@ class _Delta(ctypes.Structure):
 
 
 class PackedAdapter(NamedTuple):
-    """What an adapter adds to each layer's matrices, four a layer, as the kernels read it."""
+    """Terms that an adapter adds to each layer's matrices, four a layer, as the kernels read them."""
 
     address: int
     rank: int  # the largest
@@ -138,7 +138,7 @@ class _Model(ctypes.Structure):
 
 
 class NativeWeights:
-    """What the kernels are given of a model."""
+    """A model's weights as the kernels read them."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ chances = st.floats(1e-6, 1 - 1e-6)
 
 @pytest.mark.parametrize("share", SHARES)
 def test_quantiles(share: float) -> None:
-    """Of the normal law, of Student's t and of beta laws, in both tails."""
+    """Quantiles of the normal, Student's t and beta distributions are correct in both tails."""
     assert_allclose(normal_quantile(share), stats.norm.ppf(share), CLOSE, CLOSE)
     for freedom in (1, 2, 7, 29, 10_000):
         assert_allclose(student_quantile(share, freedom), stats.t.ppf(share, freedom), CLOSE, CLOSE)
@@ -40,7 +40,7 @@ def test_quantiles(share: float) -> None:
 
 @given(n=sizes, chance=chances, share=st.floats(1e-9, 1 - 1e-9))
 def test_binomial(n: int, chance: float, share: float) -> None:
-    """Of every count, those that cannot be included; and the smallest that reaches a share."""
+    """The counts that cannot be included, and the smallest count that reaches a share, are correct."""
     counts = np.arange(-1, n + 3)
     assert_allclose(
         binomial_cdf(counts, n, chance), stats.binom.cdf(counts, n, chance), 1e-11, CLOSE
@@ -67,7 +67,9 @@ def test_certain_binomials() -> None:
 
 @given(n=st.integers(0, 60), drawn=st.integers(1, 60), data=st.data())
 def test_hypergeometric(n: int, drawn: int, data: st.DataObject) -> None:
-    """At least so many right ones among those drawn; undefined where there are too few."""
+    """The probability of at least so many correct ones among those drawn is correct; it is
+    undefined where there are too few.
+    """
     right = data.draw(st.integers(0, n))
     least = data.draw(st.integers(1, drawn))
     found = float(hypergeometric_tail(least, n, right, drawn))

@@ -30,7 +30,7 @@ def test_every_module_says_why_it_exists() -> None:
 
 
 def test_the_readme_is_a_front_page() -> None:
-    """At most 120 lines, and every script it names exists."""
+    """It has at most 120 lines, and every script that it names exists."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
     named = {word.rstrip("`,.)") for word in text.split() if word.startswith("./scripts/")}

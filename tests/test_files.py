@@ -44,7 +44,7 @@ def test_a_refused_replacement_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_callers_with_words_of_their_own_get_the_bare_error(tmp_path: Path) -> None:
-    """As the system put it, and nothing is left behind."""
+    """The system's own error is raised, and nothing is left behind."""
     (tmp_path / "f").mkdir()
     with pytest.raises(IsADirectoryError):
         replace_file(tmp_path / "f", b"new")

@@ -48,8 +48,8 @@ for thread in threads:
 
 @pytest.mark.both
 def test_first_uses_meet_in_many_threads(tmp_path: Path) -> None:
-    """In a fresh process, threads that load tokenizers, read configurations and run evaluations do
-    not trip.
+    """Threads of a new process that load tokenizers, read configurations and run evaluations do not
+    collide.
     """
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -223,7 +223,7 @@ def test_every_unit_has_one_floor() -> None:
 
 @pytest.mark.parametrize(("package", "folder"), MAPPING.items())
 def test_the_directory_is_the_package(package: str, folder: str) -> None:
-    """What is imported is what is in the folder, by mapping and by link."""
+    """An import finds the folder's files, by mapping and by link."""
     found = importlib.import_module(package).__file__
     assert found is not None
     assert Path(found).resolve().parent == ROOT / folder

@@ -123,7 +123,7 @@ def test_likelihoods_are_the_targets() -> None:
 
 
 def test_misspelt_arguments_are_refused() -> None:
-    """As on our own command line."""
+    """The harness refuses them as our own command line does."""
     from atts.adapters.lm_eval import ATTSLM
 
     with pytest.raises(Exception, match="did you mean 'samples'"):

@@ -172,7 +172,7 @@ def test_a_rollout_opens(page: Any, report: str) -> None:
 
 
 def test_the_problems_can_be_searched(page: Any, report: str) -> None:
-    """What does not fit is hidden, and the count is said."""
+    """Rows that do not match are hidden, and the page shows the count."""
     page.open(report)
     everything = page.run("document.querySelectorAll('#problem-table tbody tr').length")
     page.run(

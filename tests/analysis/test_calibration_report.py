@@ -66,7 +66,7 @@ def test_a_run_is_told_at_its_own_rate(run: Path, of_run: CalibrationReport) -> 
 
 
 def test_a_run_at_another_rate_is_decided_anew(run: Path, of_run: CalibrationReport) -> None:
-    """As its scores would be: the counts are of the new rate, and the name says what was done."""
+    """The counts are those of the new rate, and the name says that the scores were decided again."""
     other = calibration_report(run, rate=0.6)
     assert (other.kind, other.rate, other.control.decisions) == ("scores", 0.6, len(scores_of(run)))
     assert other.control.escalated > of_run.control.escalated
@@ -108,8 +108,8 @@ def test_what_is_seen_is_counted_and_said() -> None:
 
 
 def test_a_calibrator_brings_its_rate_and_its_mode(tmp_path: Path) -> None:
-    """What is fitted is reported as it is, and states its own promise; another rate makes it scores
-    again.
+    """A fitted calibrator is reported unchanged, with its own promise; with another rate its scores
+    are decided again.
     """
     made = Calibrator(0.15, "question", stored=_scores())
     made.save(tmp_path / "calibrator.json")
@@ -133,8 +133,8 @@ def _labelled(path: Path, labels: Sequence[Any]) -> Path:
 
 
 def test_labels_say_what_scores_know_of_answers(tmp_path: Path) -> None:
-    """Where bad scores are of wrong answers the p-values tell them apart, where labels are chance
-    they do not.
+    """If bad scores belong to wrong answers, the p-values separate them; if labels are random, they
+    do not.
     """
     telling = [n * 37 % 100 < 60 for n in range(300)]
     found = calibration_report(_labelled(tmp_path / "a.jsonl", telling)).labelled
@@ -330,7 +330,7 @@ def test_png_needs_a_program(
      ("svg", "a", "svg"), ("html", "a.md", "html"), (None, "folder", "html")],
 )  # fmt: skip
 def test_the_format_is_named_or_the_ending(format: str | None, out: str | None, found: str) -> None:
-    """What is said counts, else what the file is called."""
+    """An explicit format wins over the file's ending."""
     assert calibration_format(format, out and Path(out)) == found  # type: ignore[arg-type]  # "" is no name here
 
 

@@ -213,7 +213,7 @@ def test_a_rate_that_was_not_held_is_bad(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 3, 40, 200])
 def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) -> None:
-    """At any moment: what is there is told, and that it is not all."""
+    """A report can be made at any moment, and says that the run is not finished."""
     report = build_report(_rewrite(run, tmp_path / "run", lambda event: event, keep)).report
     standing: Standing = report.verdict.standing
     assert standing == "bad"
@@ -288,7 +288,7 @@ def unpack(packed: str) -> Any:
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=200))
 def test_pages_come_back_and_hold_no_markup(text: str) -> None:
-    """Whatever a model wrote, its page is letters, digits, + / and =."""
+    """A packed page consists of letters, digits, + / and = only, for any text of a model."""
     pages = Pages(1 << 20, 1)
     outcome = _outcome(text)
     pages.add(outcome, {}, FinishedProblem.of(outcome))
@@ -391,7 +391,9 @@ def test_the_command_writes_and_says_where(
 def test_a_large_run_shows_some_problems_and_links_to_all(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not right comes first; the numbers are those of all; every problem has its line."""
+    """Problems that are not correct come first, every problem has its line, and the numbers cover
+    all.
+    """
     monkeypatch.setattr("atts.analysis.reports.pages.MOST", 5)
     built = build_report(run)
     rows = built.report.problems

@@ -118,7 +118,7 @@ def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) 
 
 
 def test_the_command_says_what_to_take(problems: Path, tmp_path: Path, capsys: Any) -> None:
-    """As one object with --json; a method cannot be given."""
+    """--json prints one object, and a method cannot be given."""
     words = ("pilot", f"{problems}[:6]", "--draft", "scripted", "--target", "scripted", "--json")
     assert run_command([*words, "--samples", "2", "--out", str(tmp_path / "set")]) == 0
     facts = json.loads(capsys.readouterr().out)

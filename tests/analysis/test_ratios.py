@@ -12,8 +12,8 @@ from scripts.studies.calibration import RATIOS
 @pytest.mark.parametrize("law", ["long tails", "second mostly nothing"])
 @pytest.mark.parametrize("problems", [20, 30, 100])
 def test_it_covers_where_costs_have_tails_or_are_mostly_nothing(law: str, problems: int) -> None:
-    """Of 600 simulated pairs of runs at least 94 %; a bootstrap and the delta method hold fewer of
-    these.
+    """The interval covers in at least 94 % of 600 simulated pairs of runs; a bootstrap and the
+    delta method cover in fewer.
     """
     (costs, known) = RATIOS[law]
     draw = np.random.default_rng(problems)
@@ -53,6 +53,6 @@ def test_what_says_nothing_has_no_interval() -> None:
 
 
 def test_one_problem_that_is_all_there_was_leaves_the_ratio_open() -> None:
-    """Without it the second run would have cost nothing: other problems may be like it, or not."""
+    """Without that problem the second run would have cost nothing, so its ratio has no bound."""
     low, high = ratio_interval(np.ones(30), np.eye(30)[0])
     assert (low, high) == (0, math.inf)

@@ -141,8 +141,8 @@ def test_what_is_the_same_is_asked_once(made: SweepReport) -> None:
 
 
 def test_samples_that_a_wider_run_has_drawn_are_all_its(tmp_path: Path) -> None:
-    """Without a gate that learns from the others, a run of two samples asks nothing after one of
-    four.
+    """A run of two samples makes no call after one of four, if the gate does not learn from the
+    others.
     """
     words = {**WORDS, "method": "target-only"}
     planned = plan_sweep(
@@ -225,7 +225,7 @@ def test_whatever_ended_it_the_same_call_goes_on(
 
 
 def test_more_values_join_the_runs_that_are_there(tmp_path: Path) -> None:
-    """What is done is not run again; other settings are refused, and so is a second process."""
+    """Finished runs are not repeated; other settings and a second process are refused."""
     words = {**WORDS, "out": str(tmp_path / "set"), "samples": 2, "method": "coin"}
     anyio.run(run_sweep, plan_sweep({"rate": ["0.2"]}, words))
     before = (tmp_path / "set/rate=0.2/journal.jsonl").read_bytes()
@@ -258,7 +258,7 @@ def test_more_values_join_the_runs_that_are_there(tmp_path: Path) -> None:
 def test_what_cannot_vary_is_refused_before_anything_runs(
     tmp_path: Path, over: dict[str, Any], says: str
 ) -> None:
-    """With the key's name; nothing is written."""
+    """The error names the key, and nothing is written."""
     with pytest.raises(OptionError) as refused:
         plan_sweep(over, {**WORDS, "seed": 0, "out": str(tmp_path / "set")})
     assert says in str(refused.value)
@@ -297,7 +297,7 @@ def test_the_terminal_has_a_row_for_every_run_and_a_picture(made: SweepReport) -
     "text", ["", "{", '{"over": 3}', '{"over": {}, "settings": {}, "points": [], "schema": 2}']
 )
 def test_a_damaged_set_is_told(tmp_path: Path, text: str) -> None:
-    """By its path; so is a folder that points out of the set."""
+    """The error names the path; a folder that points out of the set is refused in the same way."""
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(JournalCorrupt, match=r"sweep\.json"):
         load_run_set(tmp_path)

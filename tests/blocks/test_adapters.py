@@ -219,7 +219,7 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], s
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_no_adapter_of_a_base_is_refused(case: str, base: Path, tmp_path: Path) -> None:
-    """In words, and the zoo is as it was."""
+    """The error is a message, and the zoo is unchanged."""
     settings, change, says, kind = BAD[case]
     adapter = save_adapter(tmp_path / "lora", base, "q_proj", "v_proj", **settings)
     changed(adapter, change)

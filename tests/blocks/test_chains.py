@@ -245,8 +245,8 @@ def test_blocks_that_are_shared_run_once(family: Zoo) -> None:
 
 
 def test_models_that_share_blocks_are_neighbours(family: Zoo) -> None:
-    """In whatever order they were opened, no other order has the rows of shared blocks in fewer
-    pieces.
+    """The order does not depend on the order of opening, and no other order has the rows of shared
+    blocks in fewer pieces.
     """
     names = ["base", "end", "middle", "head", "narrow", "wide"]
     for seed in range(4):
@@ -383,7 +383,7 @@ async def test_engines_that_cannot_share_have_loops_of_their_own(
 async def test_a_model_that_is_lent_a_drafter_drafts_in_a_loop_of_its_own(
     family: Zoo, base: Path
 ) -> None:
-    """What a run lends is not lost for a target of a zoo: the same words, from proposals."""
+    """A zoo's target uses the drafter that a run lends it, and writes the same text."""
     request = SampleRequest((5, 6, 7), 20, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
     async with accelerated(family.folder("base"), options=SHARED) as plain:
         wanted = await plain.sample(request)

@@ -62,8 +62,8 @@ def kept(zoo: Zoo, name: str = "lean", nats: float = 0.005) -> dict[str, str]:
 
 
 def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
-    """By their parameters, equal ones left out, whichever model and place they are of; so many and
-    so far at most.
+    """Blocks of any model and place are compared by their parameters, without equal ones, up to a
+    count and a distance.
     """
     near = pair.likenesses("tuned", 1, 1.0)
     assert [(one.place, one.other) for one in near] == [
@@ -147,9 +147,7 @@ def test_a_chain_with_another_block_is_what_its_tensors_say(
 def test_the_word_lossy_opens_what_loses_no_more(
     pair: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of several the one that does most within the bound; its numbers are said when the engine is
-    named.
-    """
+    """The setting `lossy` opens the variant that shares most within the bound, and prints its loss."""
     kept(pair, "lean", 0.005)
     kept(pair, "leaner", 0.05)
     opened = {

@@ -117,8 +117,8 @@ def test_a_model_that_comes_takes_no_loan_from_those_that_use_it(relatives: Zoo)
 
 
 def test_states_are_not_read_by_slots_of_other_layers(relatives: Zoo) -> None:
-    """Where a model that comes moves the place before which states are kept, those of the old place
-    are forgotten.
+    """If a new model moves the place before which states are kept, the states of the old place are
+    dropped.
     """
     loop = Loop(relatives, "base", "end", "head", "forward")
     for number, (ids, chain) in enumerate(

@@ -32,7 +32,7 @@ SECONDS = st.floats(0, 10)
     )
 )
 def test_a_request_goes_where_it_is_through_first(instances: list[Instance]) -> None:
-    """By wait, run, keys and values, and hop; of equal ones to the owner."""
+    """The time is the sum of wait, run, keys and values, and hop; the owner wins a tie."""
     chosen = instances[dispatched(instances)]
 
     def cost(one: Instance) -> float:
@@ -96,7 +96,7 @@ def test_shared_blocks_take_less_memory_and_time() -> None:
 
 
 def test_arrivals_keep_their_rate() -> None:
-    """In bursts as evenly; a popular tenant asks more often."""
+    """Bursts keep it too, and a popular tenant sends more requests."""
     kinds: tuple[Arrivals, ...] = ("even", "bursts")
     for kind in kinds:
         requests = virtual_requests(4000, 10.0, kind, 1.0, 0)

@@ -133,7 +133,7 @@ def _with(dispatch: Dispatch, *in_loop: int) -> Dispatch:
 
 
 def test_siblings_go_where_their_prompt_is() -> None:
-    """As long as the prompt is much of what there is to compute; nothing is known of others."""
+    """They do so while the prompt is much of the work; nothing is known of other rollouts."""
     dispatch, loads = dispatch_of(0, 1, 0)
     assert dispatch.choose(loads[2:], turn(200, "p/0")) == 0
     assert dispatch.choose(loads, turn(200, "p/1")) == 2

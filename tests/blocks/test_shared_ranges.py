@@ -166,7 +166,9 @@ def test_a_worker_of_a_shared_range_that_is_gone_costs_no_answer(
 def test_ranges_move_beside_those_that_they_hand_rows_to(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the very function of the simulator, from what was counted; and no bit changes."""
+    """The placement is computed by the simulator's own function from counted rows, and no bit
+    changes.
+    """
     monkeypatch.setattr("atts.accel.zoo.stage_line._LOOKED_AT", 8)
     asks = dict(enumerate(requests(random.Random(7), 30), 1))
     alone, _ = run(config_of(family, "middle"), [[Submit(n, ask)] for n, ask in asks.items()])

@@ -199,8 +199,8 @@ def check_ledger(loop: StepLoop) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_layer_and_position_is_owned_once(seed: int, relatives: Zoo) -> None:
-    """In every step of a random schedule with a cache that is too small, and with requests that are
-    cancelled.
+    """The ledger is checked in every step of a random schedule with cancellations and a cache that
+    is too small.
     """
     rng = random.Random(seed)
     replies = dict[int, Reply]()

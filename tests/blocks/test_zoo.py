@@ -289,7 +289,7 @@ BAD: dict[str, tuple[Callable[[Tune], Path], str, type[ATTSError]]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_no_model_is_refused(case: str, zoo: Zoo, tune: Tune, base: Path) -> None:
-    """In words, and the zoo is as it was."""
+    """The error is a message, and the zoo is unchanged."""
     make, says, kind = BAD[case]
     folder = make(tune)
     zoo.add("base", base)
@@ -481,7 +481,9 @@ def test_a_manifest_that_leads_elsewhere_is_refused(
 def test_an_export_follows_no_link_out_of_the_zoo(
     zoo: Zoo, make_model: Make, tmp_path: Path
 ) -> None:
-    """What was never added is not copied: the export is refused, and nothing is left behind."""
+    """A block that is a link out of the zoo is not copied: the export is refused, and nothing is
+    left behind.
+    """
     secret = tmp_path / "secret.txt"
     secret.write_text("mine")
     name = "first"

@@ -34,8 +34,8 @@ EPSILON = 0.2
 
 @pytest.mark.parametrize("n", [1, 4, 9])
 def test_binomial_p_value_is_super_uniform_by_enumeration(n: int) -> None:
-    """Over all 0/1 losses with mean exactly epsilon, P(p <= a) <= a; the p-value is the sum it
-    claims to be.
+    """P(p <= a) <= a over all 0/1 losses with mean exactly epsilon, and the p-value equals its
+    defining sum.
     """
     for level in (0.01, 0.05, 0.1, 0.3, 0.7):
         chance = 0.0
@@ -49,7 +49,7 @@ def test_binomial_p_value_is_super_uniform_by_enumeration(n: int) -> None:
 
 @pytest.mark.parametrize("values", [(0, 1), (0, 0.5, 1), (0, 0.25)])
 def test_betting_p_values_are_super_uniform_by_enumeration(values: tuple[float, ...]) -> None:
-    """For two- and three-valued losses whose mean is epsilon, over all sequences."""
+    """P(p <= a) <= a for two- and three-valued losses with mean epsilon, over all sequences."""
     laws: dict[tuple[float, ...], tuple[float, ...]] = {
         (0, 1): (0.8, 0.2), (0, 0.5, 1): (0.7, 0.2, 0.1), (0, 0.25): (0.2, 0.8)
     }  # fmt: skip
@@ -89,7 +89,9 @@ def test_known_sample_sizes_without_a_loss(epsilon: float, delta: float, n: int)
 
 
 def test_problems_needed_grow_as_the_loss_nears_epsilon() -> None:
-    """About that many certify, half as many do not; at or above epsilon no number does."""
+    """The number of problems that is said to suffice certifies, and half as many do not; at or
+    above epsilon no number does.
+    """
     sizes = [problems_needed(risk, 0.05, 0.1) for risk in (0.0, 0.02, 0.04)]
     assert sizes[0] == 45
     for risk, size in zip((0.02, 0.04), sizes[1:], strict=True):
@@ -130,7 +132,9 @@ def deployment(
 
 @pytest.mark.parametrize("epsilon", [0.02, 0.05])
 def test_certificates_are_valid_over_many_deployments(epsilon: float) -> None:
-    """In at most delta of 150 runs of 300 problems (500 in the study) is the true loss too high."""
+    """The true loss is too high in at most a share delta of 150 runs of 300 problems (500 in the
+    study).
+    """
     rates = [k / 20 for k in range(21)]
     wrong = 0
     found = 0
@@ -185,8 +189,8 @@ def _rate(certificate: Certificate) -> float:
 
 
 def test_nothing_certifiable_is_said_with_numbers() -> None:
-    """With n = 30 nothing below ten points can be certified; how many are needed is said, or that
-    none suffices.
+    """With n = 30 no loss below ten points can be certified, and the message gives the number of
+    problems needed or says that none suffices.
     """
     short = certify([Candidate("g", 1.0, [0] * 30, 1)], 0.05, 0.1)
     assert short.chosen is None
@@ -234,8 +238,8 @@ def test_the_test_fits_the_kind_of_loss() -> None:
 def test_the_net_p_value_is_super_uniform_by_enumeration(
     n: int, epsilon: float, differing: float
 ) -> None:
-    """Over all outcomes of n problems whose mean net loss is exactly epsilon, P(p <= a) <= a; so
-    for fractions.
+    """P(p <= a) <= a over all outcomes of n problems whose mean net loss is exactly epsilon,
+    fractions included.
     """
     law = {1.0: (differing + epsilon) / 2, 0.0: 1 - differing, -1.0: (differing - epsilon) / 2}
     fractions = {0.5: 0.4 + epsilon, -0.5: 0.4 - epsilon, 0.0: 0.2}
@@ -288,8 +292,8 @@ def test_sampling_noise_is_not_a_loss() -> None:
 
 
 def test_a_policy_like_the_embedded_default_is_certified_at_two_points() -> None:
-    """As measured on 2,000 problems: .74 % lost and .62 % won is certified at .02, a net loss of
-    2.4 % is not.
+    """With 0.74 % lost and 0.62 % won of 2,000 measured problems, a loss of 0.02 is certified; a
+    net loss of 2.4 % is not.
     """
     losses = [1.0] * 15 + [-1.0] * 12 + [0.0] * 1973
     found = certify_net([Candidate("aci", 0.19, losses, 143.6)], 0.02)
@@ -357,8 +361,8 @@ def true_risk(threshold: float, slope: float) -> float:
 
 @pytest.mark.parametrize("slope", [0.25, 0.5, 0.9])
 def test_the_risk_is_kept_with_the_probability_promised(slope: float) -> None:
-    """Of 300 calibration runs, those whose threshold answers wrongly more than one time in ten are
-    a tenth at most.
+    """At most a tenth of 300 calibration runs have a threshold that answers wrongly more than one
+    time in ten.
     """
     broken = certified = 0
     for seed in range(300):

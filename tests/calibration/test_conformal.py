@@ -93,8 +93,8 @@ def test_naive_float_ceilings_would_be_wrong_231_times() -> None:
 
 
 def test_split_threshold_escalates_at_most_the_rate() -> None:
-    """Over all orders P(s > threshold) lies in (rate - 1/(n + 1), rate]; too few never escalate,
-    rate 1 always.
+    """P(s > threshold) lies in (rate - 1/(n + 1), rate] over all orders; too few scores never
+    escalate, rate 1 always does.
     """
     for n in range(1, 6):
         for rate in LEVELS[1:-1]:

@@ -37,8 +37,8 @@ def stored(random: Random, questions: int) -> StoredScores:
 
 
 def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
-    """At most one in twenty, whatever the level of each; over 1,000 draws within a binomial
-    tolerance.
+    """At most one question in twenty raises a doubt at every level, within a binomial tolerance
+    over 1,000 draws.
     """
     random = Random(0)
     doubted = 0
@@ -69,8 +69,8 @@ def test_without_questions_nothing_is_said() -> None:
 
 
 def test_the_embedded_pair_starts_informed() -> None:
-    """From scores of its own weights and conditions; other conditions, gates, scores or models
-    start as they did.
+    """The pair starts from scores of its own weights and conditions; other conditions, gates,
+    scores or models start without.
     """
     shipped = embedded_scores()
     assert (len(set(shipped.questions)), len(shipped) < 2000) == (200, True)

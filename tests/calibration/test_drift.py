@@ -35,7 +35,9 @@ def shifted(stored: StoredScores, by: float) -> StoredScores:
 
 
 def test_clean_streams_raise_few_alarms(array_of: ArrayOf) -> None:
-    """Under 1 % over whole questions of the same array; 80 streams here, 1,000 in the study."""
+    """Fewer than 1 % alarm over whole questions of the same array; 80 streams here, 1,000 in the
+    study.
+    """
     stored = array_of()
     alarms = sum(noticed_after(stored, stored, seed) is not None for seed in range(80))
     assert alarms <= 3
@@ -43,7 +45,7 @@ def test_clean_streams_raise_few_alarms(array_of: ArrayOf) -> None:
 
 @pytest.mark.parametrize("by", [0.5, -0.5])
 def test_a_shift_of_a_half_is_noticed_within_300_scores(by: float, array_of: ArrayOf) -> None:
-    """In every one of fifteen runs, and long before."""
+    """The shift is noticed early in every one of fifteen runs."""
     stored = array_of()
     seen = [noticed_after(shifted(stored, by), stored, seed) for seed in range(15)]
     assert all(after is not None and after <= 160 for after in seen)
@@ -69,7 +71,7 @@ def test_scores_of_another_model_are_noticed_in_most_runs(
 def test_a_real_stream_is_told_from_another_array_by_its_first_300_scores_of_all_turns(
     part: str, after: int | None, arrivals: dict[str, list[dict[str, Any]]], array_of: ArrayOf
 ) -> None:
-    """Of these only eighty are of the stored turn; the run's own array is left alone."""
+    """Only eighty of these scores belong to the stored turn; the run's own array raises no alarm."""
     for records in arrivals.values():
         monitor = DriftMonitor(array_of(part) if part else array_of())
         for record in records[:300]:
@@ -419,7 +421,7 @@ def test_siblings_that_write_the_same_chunk_are_no_fault() -> None:
 def test_copied_draws_are_noticed_once_the_siblings_of_the_run_do_not_repeat(
     every: int, array_of: ArrayOf
 ) -> None:
-    """At the first look, for half of the draws and for a tenth of them."""
+    """The first look notices copies of half of the draws, and copies of a tenth."""
     for seed in range(5):
         events = watched(copies(array_of(), every), whole(array_of(), seed)).events
         assert [(event.kind, event.scores) for event in events] == [("duplicates", 64)]

@@ -90,7 +90,9 @@ def test_without_a_link_of_time_and_length_nothing_leans() -> None:
 
 
 def test_every_length_escalates_alike() -> None:
-    """Of the shorter and of the longer half as many go over; ranked among all, the longer ones do."""
+    """The shorter and the longer half escalate equally often; ranked among all, the longer ones
+    escalate more.
+    """
     run = arrivals(1200, 64, 3)
     middle = sorted(record["length"] for record in run)[600]
 
@@ -145,7 +147,7 @@ def test_a_calibrator_restored_half_way_goes_on_alike_in_every_mode(mode: Mode) 
 
 
 def test_merged_calibrators_know_the_lengths_of_both_and_the_stored_ones_once() -> None:
-    """What both started from is not counted twice."""
+    """Scores that both calibrators started from are not counted twice."""
     one, other = (
         Calibrator(0.3, "marginal", stored=stored(), by_length=True, drift="report")
         for _ in range(2)

@@ -176,8 +176,8 @@ def test_aci_bound_is_nearly_reached() -> None:
 def test_question_modes_bound_every_question(
     mode: Mode, stream: list[tuple[float, int]], rate: float
 ) -> None:
-    """For any scores the count of each question stays within its limit and 1 of rate * n, at every
-    n.
+    """The count of each question stays within its limit and within 1 of rate * n, at every n and
+    for any scores.
     """
     calibrator = Calibrator(rate, mode)
     sums = defaultdict[int, list[bool]](list)
@@ -268,7 +268,7 @@ def test_decisions_without_a_score_count_for_the_rate_alone() -> None:
 
 
 def test_scores_join_the_pools_in_order_of_issue() -> None:
-    """Whatever order chunks finish in, the pools and p-values are those of the order of asking."""
+    """Pools and p-values follow the order of requests, in whatever order chunks finish."""
     scores = [1 + 0.1 * k for k in range(8)]
     orders = [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 1, 7, 2, 6, 5, 4]]
     states = list[Any]()

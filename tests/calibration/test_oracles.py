@@ -24,7 +24,7 @@ def oracle(name: str) -> Any:
 
 
 def test_plain_p_values_equal_crepes() -> None:
-    """Of every new score, near 0 for a worse one."""
+    """The p-values of new scores equal those of crepes, and are near 0 for worse scores."""
     base = oracle("crepes.base")
     draw = np.random.default_rng(1)
     stored = draw.random(100)

@@ -127,8 +127,8 @@ def test_any_sequence_ends_within_a_decision_if_what_is_left_is_known_to_a_facto
 def test_every_decision_that_was_expected_in_vain_adds_at_most_one(
     wishes: list[bool], rate: float, extra: int
 ) -> None:
-    """With `extra` decisions beyond twice the truth, the sum of errors is at most 1 + (1 - rate)
-    extra.
+    """The sum of errors is at most 1 + (1 - rate) extra, with `extra` decisions beyond twice the
+    truth.
     """
     controller = Adaptive(rate, 0.002)
     total = 0
@@ -235,8 +235,8 @@ def test_the_band_of_a_small_run_holds_as_often_as_it_says_and_is_worth_printing
 
 @pytest.mark.parametrize("worst", ["random", "all at once", "never"])
 def test_a_cap_is_exact_at_every_moment(worst: str) -> None:
-    """At most ceil(cap n) of any first n, under modes that want more, also after the calibrator was
-    restored.
+    """At most ceil(cap n) of any first n decisions escalate, under modes that want more and after a
+    restored calibrator too.
     """
     draw = random.Random(3)
     calibrator = Calibrator(0.5, "marginal", cap=0.2)

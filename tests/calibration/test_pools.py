@@ -164,7 +164,7 @@ def test_only_a_mode_that_asks_by_turn_keeps_pools_of_turns() -> None:
 
 
 def test_a_turn_is_ranked_among_all_turns_until_its_pool_is_large_enough() -> None:
-    """Of turn 1, whose scores are far higher, the first few rank among those of turn 0 too."""
+    """The first few scores of turn 1, which are far higher, are ranked among those of turn 0 too."""
     by_turn = ByTurn()
     everything = Pooled()
     for place in range(MINIMUM + 5):
@@ -197,7 +197,9 @@ def test_siblings_count_for_their_question_alone() -> None:
 
 
 def test_a_question_s_own_residuals_count_next_to_those_of_all() -> None:
-    """With a prior, a question whose scores vary more ranks an outlier lower; others as without."""
+    """With a prior, a question whose scores vary more ranks an outlier lower; other questions are
+    unchanged.
+    """
 
     def pool(prior: float) -> Residuals:
         residuals = Residuals(Window, None, 1.0, prior)

@@ -19,7 +19,9 @@ def runs(
 
 @pytest.mark.parametrize(("questions", "alike"), [(6, 3.0), (30, 3.0), (30, 1000.0), (200, 1.0)])
 def test_a_rate_that_is_right_is_rarely_called_left(questions: int, alike: float) -> None:
-    """In about one run of a hundred, however strongly the decisions of a question move together."""
+    """The test errs in about one run of a hundred, however strongly the decisions of a question
+    move together.
+    """
     draw = np.random.default_rng(0)
     found = [check_rate(0.3, runs(draw, questions, 0.3, alike)).standing for _ in range(150)]
     assert found.count("left") <= 5

@@ -128,7 +128,9 @@ def test_every_mode_words_its_promise_with_its_numbers(mode: Mode) -> None:
 
 
 def test_bounds_that_exclude_no_rate_are_not_printed() -> None:
-    """Of two decisions neither bound of `aci` says anything; a question's says from when it does."""
+    """After two decisions neither bound of `aci` excludes a rate; a question's bound is printed
+    once it does.
+    """
     calibrator = Calibrator(0.2, "aci")
     assert "bound it by nothing yet" in calibrator.guarantee
     assert "within" not in calibrator.guarantee
@@ -309,7 +311,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
 
 @pytest.mark.parametrize("bad", ["abc", [3], True, 10**400])
 def test_lengths_and_shares_that_are_no_numbers_are_refused(bad: Any) -> None:
-    """By the record that holds them."""
+    """The error names the record that holds them."""
     rows = [{"question": 1, "turn": 0, "score": 1.5, "length": length} for length in (3, bad)]
     with pytest.raises(CalibrationInputError, match="length of record 2"):
         StoredScores.from_records(rows)

@@ -220,7 +220,7 @@ def test_a_question_that_is_over_leaves_nothing_but_its_scores(mode: Mode) -> No
 
 
 def test_a_score_that_waits_for_its_issue_is_let_go_with_its_question() -> None:
-    """What joins the pools after the question was over is forgotten then."""
+    """Scores that would join the pools after the question is over are forgotten with it."""
     calibrator = Calibrator(0.3, "question-turn", hold=8)
     late = calibrator.decide(1.5, "slow", issue=0)
     early = calibrator.decide(1.2, "quick", issue=1)
@@ -242,7 +242,7 @@ def test_a_score_that_waits_for_its_issue_is_let_go_with_its_question() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_state_with_wrong_fields_is_refused(change: dict[str, Any]) -> None:
-    """Whatever is not what a calibrator saved, each field by itself changed or left out."""
+    """Each field is changed or left out by itself."""
     calibrator = Calibrator(0.3, "aci", stored=STORED)
     play(calibrator, stream(20))
     state = json.loads(json.dumps(strict(calibrator.state())))

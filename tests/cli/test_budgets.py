@@ -80,7 +80,7 @@ def test_more_tokens_make_more_turns(engines: dict[str, str], tmp_path: Path) ->
 
 
 def test_what_a_policy_does_not_say_is_as_the_models_need_it() -> None:
-    """In code and in files alike: one more field given changes that field alone."""
+    """One more given field changes that field alone, in code and in files."""
     plain = Setup(R1["draft"], R1["target"]).run_policy
     some = Setup(R1["draft"], R1["target"], policy=Policy(samples=4)).run_policy
     assert (some.bounds(), some.score, some.samples) == (plain.bounds(), plain.score, 4)
@@ -286,7 +286,7 @@ async def test_the_other_context_sets_no_budget(method: str, used: Role) -> None
 
 @pytest.mark.anyio
 async def test_a_served_target_needs_no_draft(served: DialectServer, tmp_path: Path) -> None:
-    """Without --draft the embedded draft neither cuts rollouts nor appears in what is printed."""
+    """Without --draft the embedded draft neither cuts rollouts nor appears in the output."""
     target = f"chat:{served.url}/v1/toy?context=40000"
     for method, role in (("target-only", "target"), ("draft-only", "draft")):
         configuration = configure(
@@ -407,7 +407,7 @@ def test_a_folder_tells_by_its_template_whether_its_model_reasons(
 def test_a_run_whose_chunks_are_whole_rollouts_says_so(
     atts: Any, scripted: tuple[str, ...]
 ) -> None:
-    """With what to set; a run with steps says nothing."""
+    """The warning names the setting to change; a run with steps prints no warning."""
     run = ("eval", "arithmetic[:6]", *scripted, "--samples", "2", "--set", "early_stop=none")
     long = ("--set", "chunking.draft_tokens=500", "--set", "chunking.stop=[]")
     coarse = atts(*run, *long, "--report", "markdown", "--out", "coarse")

@@ -165,7 +165,7 @@ def test_the_words_say_who_and_how_much(atts: Any, runs: Path) -> None:
 def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
     atts: Any, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """From either side; runs without a coin are not called so."""
+    """The coin may be either run; a comparison without a coin has another name."""
     coin = ("--method", "coin", "--out", "runs/coin")
     assert atts("eval", "arithmetic[:3]", "--samples", "3", *scripted, *coin).code == 0
     said = atts("compare", "runs/coin", "runs/atts").out
@@ -348,7 +348,7 @@ def test_the_bounds_hold_what_a_run_at_that_rate_came_to(recorded: Path, tmp_pat
 def test_a_plan_says_what_the_score_gains_and_what_a_run_can_show(
     recorded: Path, tmp_path: Path
 ) -> None:
-    """Without a coin's run it asks for one; with it the gain is that of `compare`."""
+    """Without a coin's run the plan asks for one; with it the gain is that of `compare`."""
     alone = "\n".join(plan(recorded).notes)
     assert "plan with a run of --method coin --rate 0.3 as well" in alone
     assert "Power: " in alone
@@ -364,7 +364,7 @@ def test_a_plan_says_what_the_score_gains_and_what_a_run_can_show(
 
 
 def test_several_runs_bring_several_rates(recorded: Path, tmp_path: Path) -> None:
-    """What was run at another rate is vouched for, so nothing is guessed; other problems are
+    """Rates of given runs are measured, so nothing is guessed; runs over other problems are
     refused.
     """
     policy = Policy(samples=5, turns=8, max_tokens=300, early_stop="none")

@@ -69,7 +69,7 @@ def test_the_defaults_are_those_of_the_python_api(tmp_path: Path) -> None:
 
 
 def test_every_field_of_a_policy_has_a_key_with_words() -> None:
-    """What Python can set, a file can: no field is forgotten, and none is unexplained."""
+    """A file can set everything that Python can, and every key has a description."""
     spoken = {name.partition(".")[0] for name in config_keys()}
     assert {field.name for field in fields(Policy)} <= spoken
     assert [key.name for key in config_keys().values() if not key.help] == []
@@ -217,7 +217,7 @@ def test_a_setup_changed_by_code_says_so(tmp_path: Path) -> None:
 
 
 def test_show_prints_every_key_with_its_origin(atts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For people in columns, for programs one object per line."""
+    """The command prints columns for people, and one object per line for programs."""
     monkeypatch.setenv("ATTS_GROWTH", "2.5")
     said = atts("config", "show", "--json")
     records = {record["key"]: record for record in map(json.loads, said.out.splitlines())}
@@ -290,7 +290,7 @@ def test_a_shards_dry_run_is_of_its_part(atts: Any, scripted: tuple[str, ...]) -
 
 
 def test_the_embedded_pair_can_be_foretold(atts: Any, tmp_path: Path) -> None:
-    """With no earlier run: from the worked solutions of the generated problems."""
+    """Without an earlier run, the forecast uses the worked solutions of the generated problems."""
     said = json.loads(atts("eval", "--dry-run", "--json").out)
     assert 20 * said["rollouts"] < said["expected"]["draft"] < said["at_most"]["draft"]
     assert "worked solutions" in said["basis"]

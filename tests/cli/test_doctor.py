@@ -48,8 +48,8 @@ def serve() -> Iterator[Serve]:
 
 
 def test_every_pair_can_be_run_and_placed(tmp_path: Path) -> None:
-    """At least twelve; each sets keys that exist, with values that make a policy, and has models of
-    known size.
+    """Each of at least twelve pairs sets existing keys with values that make a policy, and has
+    models of known size.
     """
     assert len(known_pairs()) >= 12
     for pair in known_pairs().values():
@@ -91,7 +91,7 @@ def test_an_opened_server_lowers_what_rollouts_get(serve: Serve, tmp_path: Path)
 def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(
     flags: dict[str, Any], most: int, tmp_path: Path
 ) -> None:
-    """What somebody said is theirs, and warned of."""
+    """A user's own value stays, with a warning."""
     found = configure({"pair": "r1-1.5b/r1-70b", **flags}, environment={}, folder=tmp_path)
     bounds = found.setup().policy_within(8192).bounds()
     assert bounds.max_tokens == most
@@ -130,8 +130,8 @@ def test_what_is_said_wins_over_the_pair(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None:
-    """On every card both servers' shares, their weights and a whole rollout's cache fit; no fewer
-    cards would do.
+    """Both servers' shares, their weights and a whole rollout's cache fit on every card, and no
+    fewer cards would do.
     """
     for pair in known_pairs().values():
         found = gpu_placement(pair, card, 16_000)
@@ -215,7 +215,9 @@ def test_the_pages_have_the_commands_and_versions_that_are_printed(atts: Any) ->
 
 
 def test_a_share_of_memory_is_larger_than_the_weights_in_it() -> None:
-    """On every card, for every pair, alone or together, what the command claims holds the weights."""
+    """The share that the command prints holds the weights, on every card, for every pair, alone or
+    together.
+    """
     roles: list[tuple[Role, ...]] = [("draft", "target"), ("target",), ("draft",)]
     for pair in known_pairs().values():
         for card in CARDS:

@@ -834,7 +834,7 @@ def test_two_runs_in_one_directory(atts: Any, runs: Path) -> None:
 def test_other_settings_are_refused_before_a_model_is_loaded(
     atts: Any, runs: Path, words: str, named: str
 ) -> None:
-    """In the flags that were typed, although neither engine could be reached."""
+    """The error uses the flags that were typed, although neither engine can be reached."""
     before = (runs / "atts/journal.jsonl").read_bytes()
     run = "eval arithmetic[:3] --samples 3 --report none --out runs/atts"
     dead = "--draft vllm:http://127.0.0.1:9/d --target vllm:http://127.0.0.1:9/t"

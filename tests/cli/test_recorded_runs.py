@@ -72,7 +72,7 @@ def test_the_recorded_policy_replays_to_itself(atts: Atts, runs: Path) -> None:
 
 
 def test_another_rate_is_replayed_and_its_strays_are_flagged(atts: Atts, runs: Path) -> None:
-    """What follows a decision that came out otherwise is another story's, and said to be."""
+    """Turns after a changed decision are off the record, and the output says so."""
     *found, summary = lines(atts("replay", str(runs / "atts"), "--rate", "0.7", "--json"))
     decisions = [line for line in found if line["type"] == "decision"]
     assert summary["nominal"] == 0.7
@@ -280,8 +280,8 @@ def test_a_run_starts_from_scores_of_its_own_conditions_only(
 def test_a_fitted_calibrator_starts_a_run(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """What `calibration fit` writes is read where scores are; the rate is the run's own unless
-    another is given.
+    """--scores reads the output of `calibration fit`; the rate is the run's own unless another is
+    given.
     """
     assert atts("calibration", "fit", str(runs / "atts"), "--out", "fitted.json").code == 0
     made = Calibrator.load(Path("fitted.json"))
@@ -317,7 +317,7 @@ def test_a_fitted_calibrator_starts_a_run(
 def test_a_condition_that_no_run_records_is_refused_at_once(
     atts: Atts, runs: Path, name: str, near: str
 ) -> None:
-    """Not after the models were loaded; the nearest one there is is named."""
+    """The error comes before the models are loaded, and names the nearest condition."""
     said = atts(
         "calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", f"{name}=x"
     )
@@ -329,7 +329,7 @@ def test_a_condition_that_no_run_records_is_refused_at_once(
 def test_scores_without_conditions_are_taken_with_a_warning(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """What is not recorded cannot be checked, and the report says so."""
+    """Conditions that are not recorded cannot be checked, and the report says so."""
     Path("s.jsonl").write_text("".join(f'{{"score": {1 + n / 40}}}\n' for n in range(30)))
     assert (
         atts(
@@ -435,9 +435,7 @@ def test_a_union_is_a_run_like_any_other(atts: Atts, shards: Path) -> None:
 
 
 def test_calibrators_that_learnt_apart_are_put_together(atts: Atts, tmp_path: Path) -> None:
-    """What they decided adds up, the report still takes every decision again, and the union is
-    somewhere to start.
-    """
+    """Their decisions add up, the report audits each one, and a run can start from the union."""
     setup = Setup(draft="scripted", target="scripted", rate=0.3)
     for number in (1, 2):
         evaluate_sync(toy_problems(6), setup, directory=tmp_path / str(number), shard=f"{number}/2")
@@ -709,7 +707,7 @@ def test_a_run_that_cannot_be_read_is_listed_with_the_reason(atts: Any, runs: Pa
 
 
 def test_a_folder_without_runs_says_so(atts: Any, tmp_path: Path) -> None:
-    """On standard error; nothing was found, and nothing is wrong."""
+    """The message goes to standard error, and the exit code is 0."""
     (tmp_path / "empty").mkdir()
     said = atts("runs", "empty", "--json")
     assert (said.code, said.out) == (0, "")
@@ -783,7 +781,7 @@ def test_a_run_that_is_over_is_reported_once(atts: Any, runs: Path) -> None:
 
 
 def test_a_run_that_is_taken_away_is_told(runs: Path, tmp_path: Path) -> None:
-    """By its directory."""
+    """The error names its directory."""
     run = GrowingRun(runs / "atts", tmp_path / "gone", 9)
     with pytest.raises(JournalError, match="there is no run here"):
         follow(run.folder, lambda: shutil.rmtree(run.folder), wait=lambda seconds: None)

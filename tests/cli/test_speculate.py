@@ -185,7 +185,9 @@ def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
 
 
 def test_a_dry_run_says_who_proposes(atts: Callable[..., Any]) -> None:
-    """With what said so; nothing of it decides where the run is kept."""
+    """The output names the setting that chose the proposer; the run's directory does not depend on
+    it.
+    """
     plain, off = (
         atts("eval", "arithmetic[:1]", *words, "--dry-run")
         for words in ((), ("--set", "speculate=off"))

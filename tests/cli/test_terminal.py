@@ -407,7 +407,7 @@ def test_a_press_after_the_work_is_done_changes_nothing() -> None:
 
 
 def test_after_signals_were_watched_the_handlers_from_before_are_back() -> None:
-    """Not Python's own, which raises wherever the loop happens to be."""
+    """Python's own handler, which raises anywhere in the loop, is not put in their place."""
 
     async def work() -> None:
         before = signal.getsignal(signal.SIGINT)
@@ -425,7 +425,9 @@ def test_after_signals_were_watched_the_handlers_from_before_are_back() -> None:
 def test_a_press_while_handlers_change_leaves_no_thread_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a run ends, Ctrl-C falls on every change of its handler in turn; none raises in the loop."""
+    """Ctrl-C comes at every change of its handler in turn while a run ends, and none raises in the
+    loop.
+    """
     before = workers()
     real = signal.signal
     chosen = 0
@@ -464,7 +466,7 @@ def test_a_press_while_handlers_change_leaves_no_thread_behind(
 
 
 def test_many_presses_kill() -> None:
-    """Whatever hangs in the clean-up, the keyboard ends it."""
+    """The keyboard ends the process even if the clean-up hangs."""
     code = (
         "import signal, anyio\n"
         "from atts.interrupts import run_async\n"

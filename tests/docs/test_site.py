@@ -76,7 +76,7 @@ def test_links_follow_pages_to_the_site() -> None:
 
 
 def test_gathering_writes_every_page_and_picture(tmp_path: Path) -> None:
-    """What was in the folder before is gone, and every relative link of a page has its file."""
+    """Earlier files are gone from the folder, and every relative link of a page has its file."""
     folder = tmp_path / "pages"
     folder.mkdir()
     (folder / "old.md").write_text("gone")

@@ -87,7 +87,7 @@ def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_caps_are_said() -> None:
-    """What a cap stops is unscored with the cap's name, not different."""
+    """A text that a cap stops is unscored with the cap's name, not different."""
     verdict = equivalent("1", "+".join(["x"] * 15_000))
     assert (verdict.status, verdict.rule) == ("unscored", "limits")
     small = Limits(characters=10)

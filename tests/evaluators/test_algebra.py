@@ -67,7 +67,9 @@ def worker() -> Iterator[algebra.Worker]:
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL.values(), ids=EQUAL)
 def test_equal(gold: str, answer: str) -> None:
-    """What sympy proves is equal, whichever side is the reference, and one class of a vote."""
+    """Texts that sympy proves equal are equal, whichever is the reference, and form one class of a
+    vote.
+    """
     verdicts = [equivalent(gold, answer), equivalent(answer, gold)]
     assert [verdict.status for verdict in verdicts] == ["equal", "equal"]
     assert group([gold, answer]) == [0, 0]
@@ -75,7 +77,7 @@ def test_equal(gold: str, answer: str) -> None:
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT.values(), ids=DIFFERENT)
 def test_different(gold: str, answer: str) -> None:
-    """What differs clearly is different, and the rule is named."""
+    """Clearly different texts are different, and the rule is named."""
     verdicts = [equivalent(gold, answer), equivalent(answer, gold)]
     assert [verdict.status for verdict in verdicts] == ["different", "different"]
     assert group([gold, answer]) == [0, 1]
@@ -107,7 +109,7 @@ def test_a_killed_worker_is_replaced(worker: algebra.Worker) -> None:
 def test_a_worker_that_cannot_start_leaves_pairs_unscored(
     program: str, worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without sympy, or without the right to start a process, nothing raises."""
+    """Nothing raises without sympy, or without the right to start a process."""
     monkeypatch.setattr(sys, "executable", program)
     assert equivalent(*EQUAL["integral"]).status == "unscored"
 
@@ -121,7 +123,7 @@ def test_any_thread_may_ask() -> None:
 
 
 def test_inside_event_loops() -> None:
-    """Under asyncio and trio as anywhere else."""
+    """The worker works inside asyncio and trio too."""
     trio = pytest.importorskip("trio")
 
     async def graded() -> str:

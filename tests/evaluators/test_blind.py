@@ -47,7 +47,7 @@ def test_pairs(number: int) -> None:
 
 
 def test_verdicts_are_symmetric_and_group_agrees() -> None:
-    """Which side is the reference does not matter, and a vote sees the same classes."""
+    """A verdict does not depend on which side is the reference, and a vote has the same classes."""
     for row in rows("blind_pairs.jsonl"):
         gold = row["gold"]
         answer = row["answer"]

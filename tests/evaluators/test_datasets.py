@@ -351,7 +351,7 @@ def test_a_seeded_draw_is_pythons_own_sample() -> None:
 
 
 def test_filters_then_draw_then_slice() -> None:
-    """In that order, and ids in the order asked, with or without their prefix."""
+    """The steps follow this order, and ids keep the requested order, with or without their prefix."""
     chosen = select(
         problems(100), Selection(levels=(2, 3), subjects=("a",), sample=10, seed=1, stop=4)
     )
@@ -423,7 +423,7 @@ def test_a_line_separator_inside_a_string_is_no_new_line(tmp_path: Path) -> None
 def test_any_text_survives_the_way_through_a_file(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any]
 ) -> None:
-    """Whatever unicode it holds."""
+    """Any unicode text comes back unchanged."""
     path = write_jsonl(tmp_path_factory.mktemp("rows") / "x.jsonl", rows)
     assert [dict(row) for row in read_table([path], "x").rows] == rows
 
@@ -441,5 +441,5 @@ def test_the_generated_benchmark_loads_by_name() -> None:
 
 
 def test_columns_may_be_given_whole() -> None:
-    """As a value, where a mapping cannot say it."""
+    """Python can pass columns as a value that a mapping of names cannot express."""
     assert Columns.of({"text": "q"}) == Columns(text="q")

@@ -90,7 +90,7 @@ def test_math100_is_the_reference_hundred_in_its_order(shared_data: Path) -> Non
 
 
 def test_math500_can_be_picked_apart(shared_data: Path) -> None:
-    """By level and subject."""
+    """Level and subject select its problems."""
     options = LoadOptions(file=shared_data / "benchmarks" / "math500.jsonl")
     hard = load_dataset("math500", Selection(levels=(5,), subjects=("algebra",)), options)
     assert {(it.level, it.subject) for it in hard} == {(5, "Algebra")}
@@ -288,7 +288,7 @@ QUIRKS: list[tuple[str, str, str, Callable[[], bytes], Problem]] = [
 def test_each_hub_copy_reads_with_its_quirks(
     tmp_path: Path, name: str, repo: str, file: str, content: Callable[[], bytes], expected: Problem
 ) -> None:
-    """By the benchmark's name and by the hub's, from the commit that is recorded."""
+    """The benchmark's name and the hub's load the same problems from the recorded commit."""
     commit = hub_copy(tmp_path, repo, {file: content(), "README.md": b"# card"})
     for asked in (name, f"hub:{repo}", repo):
         found = cached(asked, tmp_path)
@@ -563,7 +563,7 @@ def test_what_the_hub_refuses_says_what_to_do(
     "cut", ["[:3]", "[2:9:3]", "[-2:]", "[:-7]", "[8:3:-2]", "[-4::-1]", "[:]", "[10:]"]
 )
 def test_a_slice_of_what_is_generated_is_one_of_the_whole(cut: str) -> None:
-    """Whatever of it is not generated; the note and the revision are of the whole."""
+    """The note and the revision are of the whole set, although only a part is generated."""
     of_twelve = Selection(sample=12, seed=5)
     whole = load_dataset("arithmetic", of_twelve)
     start, stop, step = (int(end) if end else None for end in f"{cut[1:-1]}::".split(":")[:3])

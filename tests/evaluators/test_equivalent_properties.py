@@ -156,7 +156,7 @@ def test_units_may_be_left_out(value: str, unit: str) -> None:
 @CASES
 @given(ANSWERS, ANSWERS)
 def test_distinct_answers_stay_distinct(one: str, two: str) -> None:
-    """Of these answers no two are equal, and the verdict does not depend on which is the reference."""
+    """No two of these answers are equal, and the verdict does not depend on which is the reference."""
     same = one == two or {one, two} == {"0.75", r"\frac{3}{4}"}
     assert (equivalent(one, two).status == "equal") == same
     assert equivalent(one, two).status == equivalent(two, one).status
@@ -206,7 +206,7 @@ def test_order_is_free_in_sets_and_kept_in_tuples(items: list[Written], turn: in
     st.sampled_from(["()", "[]", "[)", "(]"]),
 )
 def test_intervals_keep_their_ends(low: Written, high: Written, one: str, two: str) -> None:
-    """Which ends belong to an interval matters."""
+    """Intervals that differ in an included end are different."""
     first, second = (f"{ends[0]}{low.text};{high.text}{ends[1]}" for ends in (one, two))
     assert equivalent(first, second).is_equal == (one == two)
 

@@ -134,8 +134,8 @@ def test_distinct_answers_are_hardly_compared(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_shared_model_answers(shared_data: Path) -> None:
-    """On real models' answers, those a reader called right share one class per question, and no
-    wrong one joins it.
+    """Real models' answers that a reader called correct share one class per question, and no wrong
+    answer joins it.
     """
     lines = (shared_data / "traces/answer_pairs.jsonl").read_text(encoding="utf-8").split("\n")
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line]

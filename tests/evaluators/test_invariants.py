@@ -32,7 +32,9 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_shared_pairs_are_symmetric_and_grouped_alike(shared_data: Path) -> None:
-    """Which side is the reference does not matter, and a vote joins exactly the equal ones."""
+    """A verdict does not depend on which side is the reference, and a vote joins exactly the equal
+    answers.
+    """
     pairs = [
         (row["gold"], row["pred"])
         for name in ("cases", "adversarial")
@@ -82,7 +84,7 @@ def test_no_verdict_depends_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_last_defence_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What only the clock ends is unscored, and the verdict says so."""
+    """An answer that only the clock ends is unscored, and the verdict says so."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks) * 100))
     gold = r"\sum_{k=1}^{300}\sum_{j=1}^{60}(k+j)"
@@ -140,7 +142,7 @@ def test_reading_takes_linear_time(unit: str, read: str) -> None:
 
 
 def test_very_long_texts_are_read_at_their_end() -> None:
-    """Of ten million characters the last million count; an answer so long is past a cap."""
+    """The last million of ten million characters count; an answer of such a length exceeds a cap."""
     text = "a" * 10 * MOST_CHARACTERS
     assert extraction(text + r" so \boxed{7}").answer == "7"
     assert extraction(r"\boxed{7} " + text).answer is None

@@ -192,7 +192,9 @@ def exact_majority(right: int, wrong: Sequence[int], blank: int, k: int) -> Frac
     ],
 )
 def test_maj_at_k_is_exact_for_64_samples(right: int, wrong: list[int], blank: int, k: int) -> None:
-    """To twelve digits, ties and blanks included, all rows in one call as well."""
+    """The value is exact to twelve digits, ties and blanks included, in one call for all rows as
+    well.
+    """
     problem = Votes((right, *wrong), (1.0, *[0.0] * len(wrong)), blank)
     expected = float(exact_majority(right, wrong, blank, k))
     assert maj_at_k([problem, Votes((64,), (1.0,)), problem], k).tolist() == pytest.approx(
@@ -213,7 +215,7 @@ def test_maj_at_k_survives_thousands_of_samples() -> None:
 def test_a_vote_does_not_depend_on_the_order_of_finishing(
     labels: list[str | None], chance: random.Random
 ) -> None:
-    """Not even in the last digits of maj@k."""
+    """The order does not change even the last digits of maj@k."""
     order = list(range(len(labels)))
     chance.shuffle(order)
     shuffled = [labels[at] for at in order]

@@ -43,7 +43,9 @@ def sample_scores(scorer: Any, rows: NDArray[np.int64]) -> list[Any]:
 
 @pytest.mark.parametrize("k", [1, 2, 5, 8, 9])
 def test_pass_at_k_and_pass_hat_k_are_inspects(k: int) -> None:
-    """For every count of right samples of 8, and undefined where inspect says so."""
+    """The values agree for every count of correct samples of 8, and are undefined where inspect
+    says so.
+    """
     scorer = inspect_scorer()
     for right in range(9):
         values = [scorer.Score(value=float(at < right)) for at in range(8)]

@@ -72,7 +72,9 @@ def test_coverage_and_power(problems: int, samples: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
 def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> None:
-    """On the problems the runs disagree on; the four cells add up; mid-p is not above it."""
+    """The test uses the problems on which the runs disagree; the four cells add up, and mid-p is
+    not above the exact p.
+    """
     first = [a for a, _ in pairs]
     second = [b for _, b in pairs]
     found = mcnemar(first, second)

@@ -76,7 +76,7 @@ def test_a_record_has_its_own_policy() -> None:
 
 
 def test_columns_say_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
-    """As OlympiadBench's `error` and `unit` do; other rows keep the default."""
+    """OlympiadBench's `error` and `unit` set them for their row; other rows keep the default."""
     rows = [
         {"problem": "a", "answer": "29", "error": "1e-1", "unit": ""},
         {"problem": "b", "answer": "7", "error": None, "unit": "km/h"},
@@ -121,7 +121,9 @@ def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
 
 
 def test_a_choice_is_asked_for_by_its_letter() -> None:
-    """In the user's turn, before the pair's own instruction; other problems are not."""
+    """The user's turn requests the letter before the pair's own instruction; other problems get no
+    such request.
+    """
     choice = Problem("1", "Which?\n\n(A) x\n(B) y", "B", "choice", choices=("x", "y"))
     asked = prompt_of(choice, Policy(system="", instruction="Think."))
     assert asked == [
@@ -143,7 +145,7 @@ def test_a_prompt_belongs_to_a_pair_and_a_benchmark() -> None:
 
 
 def test_worked_examples_come_first(tmp_path: Path) -> None:
-    """As earlier turns, asked as the problem is."""
+    """They are earlier turns in the form of the problem."""
     file = tmp_path / "shots.jsonl"
     file.write_text(
         '{"problem": "1+1?", "solution": "It is \\\\boxed{2}."}\n{"problem": "1+2?", "solution": '

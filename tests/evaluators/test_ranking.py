@@ -53,7 +53,7 @@ def test_a_level_of_the_question_is_no_skill() -> None:
 
 
 def test_a_perfect_score_catches_what_the_rate_allows() -> None:
-    """Of ten chunks with two wrong ones, a rate of 0.2 catches both, a coin a fifth of them."""
+    """A rate of 0.2 catches both wrong chunks of ten; a coin catches a fifth of them."""
     made = [LabelledChunk(q, float(n), n > 7) for q in range(5) for n in range(10)]
     assert gain_over_coin(made, 0.2).value == pytest.approx(0.8)
     assert gain_over_coin(made, 0.1).value == pytest.approx(0.4)

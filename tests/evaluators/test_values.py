@@ -48,7 +48,7 @@ def tree(text: str) -> Node:
     ],
 )
 def test_rational_values(text: str, value: Fraction) -> None:
-    """By hand."""
+    """The values were computed by hand."""
     assert exact(tree(text), LIMITS) == value
 
 

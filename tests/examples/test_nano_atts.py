@@ -107,6 +107,6 @@ def test_it_stands_alone() -> None:
 
 
 def test_it_runs(nano: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a program it says how many problems it got right."""
+    """The program prints how many problems it solved."""
     run_virtual(nano.main)
     assert "of 8 right" in capsys.readouterr().out

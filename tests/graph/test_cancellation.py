@@ -281,8 +281,8 @@ def test_rollouts_that_never_started_have_results_too(virtually: Virtually[None]
 def test_a_deadline_lets_problems_conclude_from_what_they_have(
     virtually: Virtually[None], is_empty: IsEmpty
 ) -> None:
-    """At the run's time-out no more problems are opened, rollouts end, and each open problem still
-    returns.
+    """After the run's time-out no more problems are opened, rollouts end, and each open problem
+    still returns.
     """
 
     async def main() -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_lone_error_leaves_as_itself() -> None:
-    """Not as a group of one, and not as a chain of groups."""
+    """The error is neither a group of one nor a chain of groups."""
 
     async def fail() -> None:
         raise KeyError("lost")
@@ -167,7 +167,7 @@ def test_the_clock_is_the_loops_own(virtually: Virtually[None]) -> None:
 
 
 def test_slots_and_tokens_in_use_are_counted() -> None:
-    """What was taken and not given back; unlimited queues count nothing."""
+    """The count is what was taken and not given back; unlimited queues count nothing."""
     queue = concurrency.SlotQueue(3, 10)
     assert (queue.in_use, queue.tokens_in_use) == (0, 0)
     assert queue.take_nowait(4)

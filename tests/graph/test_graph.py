@@ -147,7 +147,7 @@ def test_bounds_hold_and_nothing_is_idle(
     slots: int,
     tokens: int,
 ) -> None:
-    """In every state: places, slots and tokens are within bounds, and a caller waits only because
+    """Places, slots and tokens are within bounds in every state, and a caller waits only because
     one is used up.
     """
     graph = Graph(rollouts=places, limits={"draft": Limit(slots), "target": Limit(slots, tokens)})
@@ -217,8 +217,8 @@ def test_problems_are_opened_when_there_is_room(virtually: Virtually[None]) -> N
 
 
 def test_problems_that_conclude_slowly_hold_back_the_next(virtually: Virtually[int]) -> None:
-    """Whatever comes after the rollouts and is slower than they are: four rollouts for every place
-    wait, no more.
+    """At most four rollouts for every place wait if the step after the rollouts is slower than they
+    are.
     """
 
     async def main() -> int:
@@ -531,7 +531,7 @@ def test_a_run_is_given_up_when_everything_fails(virtually: Virtually[None]) -> 
 
 
 def test_a_failed_problem_sinks_no_other(virtually: Virtually[None]) -> None:
-    """What a problem's own function raises is its result; what `settle` raises too."""
+    """The error of a problem's own function is its result, and so is an error in `settle`."""
 
     async def main() -> None:
         async def rollout(line: RolloutScope[int]) -> int:

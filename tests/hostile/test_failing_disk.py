@@ -125,8 +125,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int
 def test_a_journal_goes_on_after_any_write_that_failed(
     refusal: str, part: float, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """At every write: a short one changes nothing, any other ends the run in words; then it goes on
-    as ever.
+    """A short write changes nothing, any other failure ends the run with a message; then the run
+    continues as usual.
     """
     expected, writes = whole
     # each of which meets its part of the writes
@@ -157,8 +157,8 @@ def test_no_line_follows_one_that_was_counted_and_not_written(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What goes wrong between a line's number and its bytes ends the writing: else all that follows
-    is unreadable.
+    """A failure between a line's number and its bytes ends the writing, because later lines would
+    be unreadable.
     """
     expected, _ = whole
     nth = Nth(9, None)
@@ -229,8 +229,8 @@ SNAPSHOT: dict[str, Callable[[Path], object]] = {
 def test_a_file_that_is_replaced_is_whole_at_any_failure(
     kind: str, refusal: str, tmp_path: Path
 ) -> None:
-    """At each of the writer's calls in turn: an error in words, the old file or the new one, and no
-    litter.
+    """A failure of any of the writer's calls gives a message, leaves the old file or the new one,
+    and no litter.
     """
     write = SNAPSHOT[kind]
     path = tmp_path / "file"
@@ -263,8 +263,8 @@ def _refusal(act: Callable[[], object]) -> BaseException | None:
 def test_a_run_goes_on_after_any_refusal_of_the_system(
     refusal: str, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """At every call that the writers of a run directory make, one of the two, in a new run and in
-    one that goes on.
+    """A refusal of any call of the writers ends or does not change a run, new or resumed, and the
+    run can continue.
     """
     expected, _ = whole
     for number in range(1 + (refusal == "no memory"), 200, 2):

@@ -159,7 +159,7 @@ def test_a_link_in_a_run_directory_is_not_followed(recorded: Path, tmp_path: Pat
 
 
 def test_a_file_named_by_a_user_is_written_whole(tmp_path: Path) -> None:
-    """Who may read it stays as it was."""
+    """The file's permissions do not change."""
     (tmp_path / "f").write_text("old")
     (tmp_path / "f").chmod(0o600)
     write_out(tmp_path / "f", b"new")
@@ -203,7 +203,9 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path, recorded: Path, cap
 def test_a_run_directory_with_a_pipe_in_it_is_refused_before_models_load(
     name: str, tmp_path: Path, capsys: Said
 ) -> None:
-    """Whatever a run would read or lock there; nothing waits for a writer that never comes."""
+    """A pipe in place of any file of the run is refused, so nothing waits for a writer that never
+    comes.
+    """
     os.mkfifo(tmp_path / name)
     assert run(("eval", "arithmetic[:1]", *SCRIPTED, "--out", str(tmp_path))) == 4
     said = capsys.readouterr().err

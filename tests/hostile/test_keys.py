@@ -36,7 +36,9 @@ def test_a_key_in_the_place_of_a_name_is_refused_and_not_shown(
 def test_a_variable_that_is_not_set_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By its name; one that is set is read, in small letters too; the usual one may be missing."""
+    """The error names the variable; a set one is read, in lower case too, and the usual one may be
+    missing.
+    """
     monkeypatch.delenv("ATTS_API_KEY", raising=False)
     assert ApiKey().read() == ""
     with pytest.raises(OptionError, match="MY_KEY is not set"):

@@ -82,7 +82,9 @@ def test_a_template_that_breaks_is_refused_in_words(folder: Path, process: Templ
 def test_a_template_that_would_take_all_memory_is_refused(
     folder: Path, process: TemplateProcess
 ) -> None:
-    """What can compute is rendered in a child with limits; the message names the folder."""
+    """Templates that can compute are rendered in a child with limits, and the message names the
+    folder.
+    """
     tokenizer = ModelTokenizer(folder, "mine")
     tokenizer._templates = process  # pyright: ignore[reportPrivateUsage]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -179,9 +181,7 @@ HEADERS = {
 
 @pytest.mark.parametrize("what", HEADERS)
 def test_a_header_that_lies_is_refused_in_bounded_memory(what: str, folder: Path) -> None:
-    """Whatever the header of the weights declares, nothing is allocated for it that the file does
-    not hold.
-    """
+    """Nothing is allocated for contents that the header declares and the file does not hold."""
     config = read_model_config(folder, "mine")
     (folder / "model.safetensors").write_bytes(HEADERS[what])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -207,7 +207,9 @@ def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: P
 
 
 def test_a_folder_with_a_gguf_file_alone_is_refused_for_that_reason(tmp_path: Path) -> None:
-    """By every reader of folders, with the two ways that work; other files beside it are fine."""
+    """Every reader of folders refuses it and names the two ways that work; other files next to it
+    are fine.
+    """
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
     for read in (require_template, read_model_config):
         with pytest.raises(ModelLoadError, match="model-q4.gguf and no config.json") as raised:

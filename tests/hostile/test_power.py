@@ -93,7 +93,7 @@ def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(
 
 
 def test_a_replacement_that_fails_leaves_the_old_file(tmp_path: Path, disk: Disk) -> None:
-    """At whichever of its calls the disk refuses; no litter stays."""
+    """The disk refuses each of its calls in turn, and no litter stays."""
     write_atomic(tmp_path / "f", b"old")
     for call in (1, 2):
         disk.calls = 0

@@ -287,7 +287,7 @@ async def test_what_a_server_says_of_itself_is_read_strictly(kind: str) -> None:
 
 @pytest.mark.parametrize("gauge", ["nan", "inf", "1e400", "-1", "", "x", "9" * 5000, "1 2 3"])
 async def test_gauges_that_count_nothing_are_not_counted(gauge: str) -> None:
-    """How many requests run is then unknown."""
+    """The number of running requests is then unknown."""
     async with opened("vllm") as (client, requests):
         client.replies = {"/metrics": f"vllm:num_requests_running{{a=1}} {gauge}\n".encode()}
         assert await requests.dialect.running(cast(Client, client)) in (None, 3)

@@ -273,9 +273,7 @@ async def test_a_retry_after_is_waited_for_within_reason(
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a server asks for is capped at half a minute; a date, nonsense and less than nothing
-    count as no wish.
-    """
+    """The wait is capped at half a minute; a date, nonsense and negative numbers are ignored."""
     slept = list[float]()
 
     async def sleep(seconds: float) -> None:
@@ -317,7 +315,9 @@ async def test_no_echo_of_the_key_leaves_the_client(
     echo: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the status: not in the reply, not in the error, not escaped as JSON and URLs do."""
+    """Neither the reply nor the error contains the key, plain or escaped as JSON and URLs do, for
+    any status.
+    """
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     forms = (
         CANARY,

@@ -166,7 +166,7 @@ def test_no_command_obeys_a_text(
 def test_failures_and_logs_are_shown_not_obeyed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an engine says in an error, in the middle of a run or in a warning."""
+    """An engine's text is harmless in an error, in the middle of a run and in a warning."""
 
     async def fail(engine: ScriptedEngine, request: SampleRequest) -> Any:
         logging.getLogger("atts.servers").warning("it says %s", CANARY)
@@ -278,7 +278,7 @@ ESCAPED: dict[str, Callable[[ast.Call], bool]] = {
 
 
 def test_commands_print_through_one_function() -> None:
-    """Whatever else prints must name `sanitized` in what it prints, or be a line of nothing."""
+    """Every other print names `sanitized` in its arguments, or prints an empty line."""
     strays = list[str]()
     for module in pkgutil.iter_modules(atts.cli.__path__):
         code = import_module(f"atts.cli.{module.name}")

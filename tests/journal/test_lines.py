@@ -128,7 +128,9 @@ def test_other_shapes_are_damage(tmp_path: Path, changes: dict[str, Any], words:
 
 
 def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event]) -> None:
-    """In their places, whole even where they refer to lines not wanted; the tail is the same."""
+    """They keep their numbers, and are whole even if they refer to other lines; the tail is the
+    same.
+    """
     lines = write(tmp_path / "j", [Sampled("p0", "k", chunk_of(story[2]), "draft"), *story])
     everything = list(read_entries(tmp_path / "j"))
     for kinds in ((TurnFinished,), (OutcomeReached, SessionOpened), (Sampled,), FACTS):
@@ -252,7 +254,7 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, story: list[Event]
 
 
 def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
-    """In one sentence, with the documented exit code."""
+    """The error is one sentence, with the documented exit code."""
     with pytest.raises(StorageError, match="No such file"):
         list(read_entries(tmp_path / "nothing"))
 

@@ -134,7 +134,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("schema", [1, SCHEMA - 1, SCHEMA + 1])
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path, schema: int) -> None:
-    """Whatever else it holds."""
+    """Its other contents do not matter."""
     (tmp_path / "m").write_text(json.dumps({"schema": schema, "unheard": "of"}))
     with pytest.raises(JournalVersion, match=f"schema {schema}, this version knows {SCHEMA}"):
         load_manifest(tmp_path / "m")

@@ -110,7 +110,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
 
 
 def test_damaged_and_other_versions_runs_are_refused(tmp_path: Path) -> None:
-    """By what their manifests say, before any line is read."""
+    """Their manifests decide that before any line is read."""
     for text, error in (
         ("{", JournalCorrupt),
         (json.dumps({"schema": SCHEMA + 1}), JournalVersion),
@@ -122,7 +122,9 @@ def test_damaged_and_other_versions_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_last_verdict_counts() -> None:
-    """Of several on one answer; agreement is the winner's share of the votes."""
+    """The last of several verdicts on one answer counts; agreement is the winner's share of the
+    votes.
+    """
     rollouts = (
         Rollout("p", 0, Prompt((), ()), finish="answer", answer="4"),
         Rollout("p", 1, Prompt((), ()), finish="settled"),

@@ -147,7 +147,7 @@ def fuzz(runs: Path, folder: Path, count: int, seed: int, readers: tuple[str, ..
 def test_edits_with_right_checksums_end_in_words(
     runs: Path, tmp_path: Path, count: int, readers: tuple[str, ...]
 ) -> None:
-    """Whatever a hand changed, every reader ends with an answer or a documented exit code."""
+    """Every reader ends with an answer or a documented exit code after any edit by hand."""
     assert {0, 5} <= fuzz(runs, tmp_path, count, 2, readers) <= {0, 2, 4, 5}
 
 

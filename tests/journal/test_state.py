@@ -72,7 +72,7 @@ def test_every_prefix_is_a_state(story: list[Event]) -> None:
 
 
 def test_a_finished_problem_lets_go_of_its_steps(story: list[Event]) -> None:
-    """What stays is a line per problem, verdicts before and after the outcome included."""
+    """One line per problem stays, verdicts before and after the outcome included."""
     state = RunState()
     graded = [Graded("p0", "correct", sample=0), Graded("p0", "wrong")]
     for entry in entries(
@@ -123,8 +123,8 @@ def test_steps_are_found_again(story: list[Event]) -> None:
 
 
 def test_a_failure_stands_once_the_rollout_went_on(story: list[Event]) -> None:
-    """By another step of the same line of work, a word about it, or the end of its turn; never by a
-    sibling's step.
+    """Another step or a note of the same rollout, or the end of its turn, makes it final; a
+    sibling's step does not.
     """
     prompt = story[1]
     turn = story[2]

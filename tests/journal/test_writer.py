@@ -101,7 +101,7 @@ async def test_many_tasks_keep_the_order_of_recording(tmp_path: Path) -> None:
 
 
 async def test_nothing_is_held_back(tmp_path: Path) -> None:
-    """What was recorded is in the file at once, for callers who never wait too."""
+    """A recorded event is in the file at once, for callers who never wait too."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         for number in range(20):
             journal.record(Warned("w", str(number)))

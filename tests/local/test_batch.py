@@ -29,7 +29,9 @@ def _sequence(number: int) -> Sequence:
 
 @given(st.data())
 def test_a_batch_filled_anew_is_one_made_anew(data: st.DataObject) -> None:
-    """Who decodes, in which rows, after which table, and what was prefilled or proposed between."""
+    """Sequences, rows and tables may change between two batches, with prefills and proposals in
+    between.
+    """
     sequences = [_sequence(number) for number in range(_ROWS)]
     batches = StepBatches()
     table = np.arange(_ROWS * _WIDTH, dtype=np.int32).reshape(_ROWS, _WIDTH)

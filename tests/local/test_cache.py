@@ -91,7 +91,7 @@ def test_going_on_from_a_scored_chunk_starts_with_a_free_token(
 
 
 def test_slots_of_running_requests_are_counted_as_locked() -> None:
-    """What running requests read or write cannot be given to others; when they end it can."""
+    """Slots that running requests read or write cannot be given to others until the requests end."""
     tree = PrefixTree(0)
     scheduler = Scheduler(SchedulerConfig(512, 4, 64, 256), tree)
     request = SampleRequest(ids_of(6, 40), 4, Sampling(0))

@@ -73,7 +73,7 @@ def no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_python")
 def test_a_child_that_dies_while_loading_is_told_with_its_last_words(make_model: Make) -> None:
-    """Whatever it said last is in the message, also when the pipe breaks in the middle of the
+    """The message contains its last output, also when the pipe breaks in the middle of the
     configuration.
     """
     config = worker_config(make_model("llama"), pieces=1_000_000)
@@ -133,9 +133,7 @@ signal.pause()
     ],
 )
 def test_a_child_ends_with_its_parent(until: str, end: signal.Signals, make_model: Make) -> None:
-    """Whatever it does when its parent is killed, no process is left; not even of a child that was
-    stopped.
-    """
+    """No process is left after its parent is killed, not even a child that was stopped."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     command = [sys.executable, "-c", PARENT, until]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

@@ -54,7 +54,7 @@ def test_the_process_of_an_engine_has_that_environment(monkeypatch: pytest.Monke
 
 
 def test_loops_hear_how_many_share_the_cores() -> None:
-    """As soon as one opens or closes; twice closed is closed once."""
+    """They hear it as soon as one opens or closes; closing twice counts once."""
     loops = OpenLoops()
     heard: dict[str, int] = {}
     listeners = {

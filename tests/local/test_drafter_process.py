@@ -99,7 +99,7 @@ def test_a_process_that_dies_or_stops_is_a_miss(
 def test_a_dead_process_is_named(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the counters, where anybody looks who wonders why nothing is proposed."""
+    """The counters name it, so that a user can see why nothing is proposed."""
     Hurt(monkeypatch, signal.SIGKILL)
     done = run(
         make_model("llama"), [requests(3, 40)], None, 4, near, speculate="pearl", beside="process"
@@ -113,7 +113,7 @@ def test_a_dead_process_is_named(
 def test_what_cannot_be_loaded_is_an_error_at_once(
     make_model: Make, near: Path, tmp_path: Path
 ) -> None:
-    """As with any model."""
+    """The error is that of any model that cannot be loaded."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in near.iterdir():
@@ -129,7 +129,9 @@ def test_what_cannot_be_loaded_is_an_error_at_once(
 def test_nothing_is_left_of_a_process_whose_start_broke(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whatever: an order that cannot be written, memory, an interrupt."""
+    """The start is broken by a message that cannot be written, by lack of memory, and by an
+    interrupt.
+    """
     started = list[subprocess.Popen[bytes]]()
     start = subprocess.Popen[bytes]
 

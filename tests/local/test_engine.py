@@ -236,7 +236,7 @@ async def test_any_byte_of_the_weights_changes_their_digest(
 def test_a_template_without_system_messages_gets_them_before_the_question(
     make_model: Make, tmp_path: Path
 ) -> None:
-    """As Gemma 2's; one that refuses more than that is still refused."""
+    """Gemma 2's template is such a one; a template that refuses more than that is still refused."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     path = folder / "chat_template.jinja"
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -348,8 +348,8 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_model_that_cannot_be_used_is_refused_in_words(
     what: str, worker: Literal["thread", "process"], make_model: Make, tmp_path: Path
 ) -> None:
-    """Which model, what is wrong, what to do; never a traceback of a library, also from another
-    process.
+    """The message names the model, the fault and the remedy, without a library's traceback, also
+    from another process.
     """
     change, words = BAD[what]
     folder = _broken(tmp_path / "model", make_model("llama"), change)

@@ -100,8 +100,8 @@ def test_a_group_computes_what_its_attentions_do_one_by_one(make_model: Make, fa
 
 
 def test_groups_of_one_are_exact_and_larger_ones_are_near(make_model: Make) -> None:
-    """To the bit where a group is one layer; further off the more layers read one input; first and
-    last stay apart.
+    """Groups of one layer are exact to the bit; the error grows with the group, and first and last
+    layer stay single.
     """
     folder = make_model("llama", **DEEP)
     exact = hidden(folder, 1)
@@ -125,9 +125,7 @@ def drafted(
 def test_grouped_drafts_change_no_token_and_calibration_keeps_them_near(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what is drafted more stands where each round begins with an exact pass than where errors
-    pile up.
-    """
+    """More proposals are accepted if each round begins with an exact pass than if errors pile up."""
     folder = make_model("llama", **DEEP)
     plain = run(folder, [requests(4, 60)])
     shares = dict[tuple[int, str], float]()
@@ -164,7 +162,7 @@ def test_one_call_of_the_kernels_drafts_what_steps_of_the_model_do(
 
 
 def test_groups_need_a_drafter_of_its_own_size_that_takes_turns() -> None:
-    """What cannot be is refused."""
+    """Impossible combinations are refused."""
     good = SpeculationOptions(drafter="embedded:draft", fuzzy=2)
     good.check()
     for wrong in ({"fuzzy": 0}, {"drafter": ""}, {"speculate": "pearl"}):

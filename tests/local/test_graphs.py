@@ -280,8 +280,8 @@ def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.Mon
 
 
 def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
-    """Whatever is written into the table between two steps, the copy equals it where steps read; a
-    step that decodes sends an entry a row, and a grown table is another tensor.
+    """The copy equals the table where steps read, whatever is written between two steps; a decoding
+    step sends an entry a row, and a grown table is another tensor.
     """
     random = np.random.default_rng(3)
     copy = SlotTableCopy(torch.device("cpu"))

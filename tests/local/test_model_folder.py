@@ -87,7 +87,7 @@ def singing(
 def test_code_of_a_model_folder_is_refused_and_never_run(
     way: str, singing: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Which file asks for what is in the message; the command ends with the code of an engine."""
+    """The message says which file asks for what, and the exit code is that of an engine."""
     folder = singing(way)
     assert run(["solve", "What is 2 + 2?", "--draft", f"hf:{folder}"]) == 3
     said = " ".join(capfd.readouterr().err.split())
@@ -248,7 +248,7 @@ def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
 def test_a_chat_template_is_found_wherever_tokenizers_keep_it(
     file: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """In a file of its own, or as a value of the tokenizer's configuration."""
+    """The template may be a separate file, or a value of the tokenizer's configuration."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     if file == "tokenizer_config.json":
         template = (folder / "chat_template.jinja").read_text()

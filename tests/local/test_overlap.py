@@ -114,8 +114,8 @@ def test_drafting_beside_the_target_changes_no_token(
 def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
     way: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two sequences: all that was guessed stands but for first guesses; a stale key or a wrong
-    place would show.
+    """All guesses but the first ones hit, with two sequences; a stale key or a wrong position would
+    show.
     """
     folder = make_model("llama")
     orders = requests(2, 40, HOT)
@@ -152,7 +152,7 @@ def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
 def test_an_exit_that_knows_the_text_hits_always(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the target's exit names is continued, whatever the draft would have guessed."""
+    """The tokens that the target's exit names are continued, whatever the draft would have guessed."""
     folder = make_model("llama")
     orders = requests(3, 32, HOT)
     plain = run(folder, [orders])
@@ -182,7 +182,7 @@ def test_an_exit_that_knows_the_text_hits_always(
 def test_more_guesses_hit_more_often(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What else may come at every place is worth its branches."""
+    """Further guesses at every position are worth their branches."""
     Made(monkeypatch, InlineTransport)
     ways = ("pearl", "ssd")
     pearl, ssd = (
@@ -244,8 +244,8 @@ def test_nothing_is_lost_when_sequences_come_and_go(
 def test_a_drafter_that_dies_is_a_miss(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of its work, even by being told to exit: the texts are what they are, and it is
-    said.
+    """The texts do not change if it dies in the middle of its work, even by exit, and the counters
+    say so.
     """
     folder = make_model("llama")
     orders = requests(3, 20)

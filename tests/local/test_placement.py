@@ -140,7 +140,7 @@ def test_a_device_that_is_named_is_taken(make_model: Make, monkeypatch: pytest.M
 def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the first of the two, with both sizes and what to do."""
+    """The first engine of the pair refuses, with both sizes and the remedy."""
     draft, target = make_model("llama"), make_model("qwen3")
     sizes = [_sizes(draft), _sizes(target)]
     total = sum(size.weights + WORKSPACE for size in sizes) + 1000
@@ -235,7 +235,7 @@ def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
 
 @pytest.mark.parametrize("card", CARDS)
 def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
-    """What is said to open fits with its parts, holds a rollout, and takes no more than 64 use."""
+    """Each placement fits with its parts, holds a rollout, and takes no more than 64 rollouts use."""
     opens = set[str]()
     for pair in known_pairs().values():
         placed = local_placement(pair, card, 16_000)
@@ -257,7 +257,7 @@ def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
 
 
 def test_a_smaller_card_never_holds_more() -> None:
-    """For every pair: cards of more memory open what smaller ones do, with as many rollouts."""
+    """Cards of more memory open all that smaller ones open, with as many rollouts, for every pair."""
     by_memory = sorted(CARDS, key=lambda name: CARDS[name])
     for pair in known_pairs().values():
         rollouts = [0]

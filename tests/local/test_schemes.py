@@ -139,7 +139,7 @@ def test_a_drafter_that_does_not_end_is_left(
 def test_a_late_job_makes_no_other_scheme_late(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a scheme begins is waited for like any first job, whatever the one before it left."""
+    """A scheme's first job is waited for, whatever the scheme before it left behind."""
     waits = list[float]()
 
     class Late(InlineTransport):

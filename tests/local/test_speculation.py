@@ -251,8 +251,8 @@ def test_nothing_is_lost_when_slots_run_short(room: int, make_model: Make, near:
 
 
 def test_proposals_preempt_nobody(make_model: Make, near: Path) -> None:
-    """As the cache fills, less is proposed: there are as many pre-emptions as without proposals, or
-    fewer.
+    """Fewer tokens are proposed when the cache fills, so pre-emptions are no more than without
+    proposals.
     """
     orders: list[list[Command]] = [[*requests(6, 40, (Sampling(1.0),))]]
     for room in (150, 250):
@@ -322,8 +322,8 @@ def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
 
 @pytest.mark.parametrize("k", [2, 7])
 def test_texts_end_inside_a_proposal_where_they_end_without(k: int, make_model: Make) -> None:
-    """At the token limit, a stop id, a stop string across tokens, an end token: nothing after it is
-    kept.
+    """They end at a token limit, a stop id, a stop string across tokens or an end token, and
+    nothing after it is kept.
     """
     plain, done = ended_within(make_model("llama"), k)
     ends = {reply.ended for reply in plain.replies.values() if isinstance(reply, SampleReply)}

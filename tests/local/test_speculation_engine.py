@@ -76,7 +76,7 @@ def test_in_torch_only_near_ties_may_differ(
 async def test_an_engine_with_a_drafter_answers_as_one_without(
     worker: Any, make_model: Make, near: Path
 ) -> None:
-    """In a thread and in a process; what was proposed is in its counters."""
+    """The answers agree in a thread and in a process, and the counters hold the proposals."""
     request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
     answers = list[Any]()
     for drafter in ("", str(near)):
@@ -295,7 +295,7 @@ def test_what_is_done_between_two_steps_is_part_of_what_the_second_takes(
 def test_a_wait_for_requests_is_no_part_of_a_step(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even where it is the first thing that was ever done between two steps."""
+    """The first wait of all is not counted either."""
     now = [0.0]
     told = list[float]()
     take = Script.take
@@ -326,9 +326,7 @@ def test_a_wait_for_requests_is_no_part_of_a_step(
 def test_a_step_that_is_tried_again_teaches_nothing(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it took is that of two, and that nothing of it was verified says nothing about
-    proposers.
-    """
+    """Its time is that of two steps, and its missing verification says nothing about proposers."""
     orders = requests(2)
     compute = StepLoop._run  # pyright: ignore[reportPrivateUsage]
     plain = run(make_model("llama"), [orders])

@@ -296,8 +296,8 @@ def test_replicas_of_a_stage_say_what_one_says(
     family: str, proposed: int, seed: int, here: type[StageHere], make_model: Make, near: Path, drive: Any,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """To the bit, wherever each sequence goes in each step, and when most of the replicas are gone
-    on the way.
+    """The replies agree to the bit for any choice of replica in each step, and after most replicas
+    are gone.
     """
     folder = make_model(family, eos_token_id=None, num_hidden_layers=5)
     rng = random.Random(seed)
@@ -344,8 +344,8 @@ def test_replicas_of_a_stage_say_what_one_says(
 
 
 def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
-    """As they were fed, whichever of them are missing: long runs, short ones, rows alone, and parts
-    of runs.
+    """Any missing rows are recomputed as they were fed: long runs, short ones, single rows, and
+    parts of runs.
     """
     setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5))
     one, two = (build_stage(setup) for _ in range(2))
@@ -371,8 +371,8 @@ def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
 
 
 def test_keys_and_values_are_brought_whatever_is_heard_meanwhile(make_model: Make) -> None:
-    """Who is asked for them may first say that a step broke, so that what it has is not known any
-    more.
+    """The worker that is asked for them may first report that a step broke, so that its contents
+    are unknown.
     """
     kept = KvResidency(3, 64, 8)
     costs = StageCosts(setup_of(make_model("llama"), range(1, 3)))
@@ -417,7 +417,9 @@ def test_a_step_that_breaks_in_a_stage_is_tried_again(
     drive: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What one replica could not do is done in smaller steps; nobody relies on what it did of it."""
+    """The step of a failed replica is repeated in smaller steps, and its partial results are not
+    used.
+    """
     folder = make_model("llama", eos_token_id=None)
     through = NativeModel.through
     calls = count()
@@ -438,7 +440,7 @@ def test_a_step_that_breaks_in_a_stage_is_tried_again(
 
 
 def test_a_tokenizer_goes_into_another_process(make_model: Make) -> None:
-    """As an actor sends it to the process that asks."""
+    """An actor sends it in this way to the process that asks."""
     tokenizer = ModelTokenizer(make_model("llama"), "m")
     again = pickle.loads(pickle.dumps(tokenizer))
     messages = [Message("user", "the step is done")]

@@ -180,7 +180,7 @@ def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) ->
 
 
 def test_presets_build_the_warmed_gate() -> None:
-    """By name, from a calibrator."""
+    """A preset's name and a calibrator suffice."""
     assert isinstance(preset("atts").gate(GateInputs(Calibrator(0.2), warmup=10)), WarmingGate)
 
 

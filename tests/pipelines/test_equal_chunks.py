@@ -64,7 +64,7 @@ def turns(outcomes: list[Outcome]) -> list[tuple[Rollout, Turn]]:
 
 @pytest.mark.parametrize("latency", [0.0, 2.0])
 def test_the_target_is_asked_about_one_of_equal_chunks(attempt: Solve, latency: float) -> None:
-    """Whether its answer is there or still on its way: nobody asks twice, and every chunk is
+    """No equal chunk is scored twice, even while the first score is under way, and every chunk is
     decided on.
     """
     target = Heedful(latency=latency)
@@ -143,7 +143,7 @@ def test_a_replay_counts_what_was_asked(attempt: Solve, answers: Answers) -> Non
 
 @pytest.mark.parametrize("takeover", ["continue", "replace", "repair"])
 def test_turns_say_what_was_scored_in_them(attempt: Solve, takeover: Takeover) -> None:
-    """Whatever became of the chunk: of recalled ones nothing; in sum what was charged."""
+    """Recalled chunks count no scored tokens, and the turns' sum is what was charged."""
     policy = replace(POLICY, takeover=takeover, sampling=Sampling(temperature=0.7))
     outcomes = attempt(policy, ThresholdGate(1.8), target=Heedful())
     found = turns(outcomes)

@@ -148,7 +148,7 @@ def test_a_dead_target_fails_only_the_rollouts_that_need_it(
 
 
 def test_finished_work_is_kept_when_the_target_dies_in_mid_run(attempt: Solve) -> None:
-    """What was answered before the death stands, and its vote counts."""
+    """Answers from before the death stay, and their votes count."""
 
     class Mortal(ScriptedEngine):
         """Dies after some calls and stays dead."""

@@ -69,7 +69,7 @@ def test_what_is_not_a_perplexity_is_refused(score: float) -> None:
 
 
 def test_a_threshold_knows_its_bad_side_and_fails_closed() -> None:
-    """Not a number is on the bad side of either kind."""
+    """A NaN escalates, whichever side is bad."""
     assert not ThresholdGate(2.0).decide(Features("q"), 2.0).escalate
     assert ThresholdGate(2.0).decide(Features("q"), 2.1).escalate
     assert ThresholdGate(7.0, "below").decide(Features("q"), 6.9).escalate

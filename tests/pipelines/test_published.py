@@ -125,7 +125,7 @@ def test_only_first_turns_are_stored_and_a_strange_question_is_accepted() -> Non
 
 
 def test_an_answer_is_judged_before_it_ends_its_rollout() -> None:
-    """As in the published loop, a chunk that holds the answer may escalate, and then stays."""
+    """A chunk that holds the answer may escalate, as in the published loop, and then stays."""
     base = Policy(samples=2, turns=1)
     first = Setup(draft="scripted", target="scripted", rate=0.0, policy=base)
     stored = scores_of(evaluate_sync(toy_problems(6), first))
@@ -166,7 +166,7 @@ def test_a_recorded_run_is_replayed_by_its_own_preset(tmp_path: Path) -> None:
 @pytest.mark.checkout
 @pytest.mark.parametrize("method", ["paper-marginal", "paper-conditional"])
 def test_departures_are_listed_where_the_method_is_named(method: str, tmp_path: Path) -> None:
-    """In the dry run and on the page of methods, each of them."""
+    """Each departure is in the dry run and on the page of methods."""
     departures = preset(method).departures
     assert departures
     scores = tmp_path / "scores.jsonl"

@@ -119,8 +119,8 @@ def test_fewer_samples_and_turns_are_cuts_of_the_record(attempt: Solve, answers:
 
 
 def test_words_that_were_put_in_are_no_models_tokens(attempt: Solve, answers: Answers) -> None:
-    """Of a rollout cut to fewer turns, what budget forcing put in counts no more than in the whole
-    rollout's usage.
+    """Tokens that budget forcing inserted count no more in a rollout cut to fewer turns than in the
+    whole rollout's usage.
     """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     wait = Turn(0, (Chunk("draft", "Wait", (1, 2, 3), (1, 2, 3), "delimiter"),), is_forced=True)
@@ -148,7 +148,7 @@ def test_a_round_gate_replays_over_whole_rounds(attempt: Solve, answers: Answers
 def test_a_replay_holds_no_token_that_it_does_not_ask_for(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is dropped while the journal is read changes no number; only cuts of turns and votes by
+    """The data dropped while the journal is read change no number; only cuts of turns and votes by
     confidence need ids and log-probabilities.
     """
     setup = Setup(draft="scripted", target="scripted", rate=0.3, concurrency=8)

@@ -119,7 +119,7 @@ def test_words_without_any_chance_make_no_score() -> None:
 
 
 def test_the_drafts_own_score_asks_the_target_nothing(attempt: Solve) -> None:
-    """Not one token is scored or read by the target."""
+    """The target scores and reads no token."""
     policy = Policy(samples=4, score=ScoreRule("draft"), early_stop="none")
     outcomes = attempt(policy, Scoring(), problems=4)
     assert all(outcome.usage.scored_tokens == 0 for outcome in outcomes)

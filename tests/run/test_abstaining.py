@@ -34,7 +34,7 @@ def abstaining(labelled: Path, abstain: str = ".2@.9") -> Setup:
 
 @pytest.mark.anyio
 async def test_an_answer_is_withheld_where_too_few_votes_agree(labelled: Path) -> None:
-    """In an outcome, the votes stay and the answer goes; why is said."""
+    """The outcome keeps its votes, loses its answer, and says why."""
     async with Session(abstaining(labelled)) as session, Session(SETUP) as plain:
         for problem in NEW:
             found = await session.solve(problem)
@@ -48,7 +48,7 @@ async def test_an_answer_is_withheld_where_too_few_votes_agree(labelled: Path) -
 
 
 def test_a_run_says_what_it_answered_and_what_was_promised(labelled: Path, tmp_path: Path) -> None:
-    """In its result, its JSON, its report; and again when it is opened a second time."""
+    """Result, JSON and report say it, and again when the run is opened a second time."""
     result = evaluate_sync(NEW, abstaining(labelled), directory=tmp_path / "run")
     given = [problem for problem in result.problems if problem.answer is not None]
     assert 0 < len(given) < len(NEW)

@@ -68,7 +68,9 @@ def test_what_an_older_version_called_wrong_is_read_as_spared() -> None:
 
 
 def test_fewer_samples_are_the_first_ones_and_spared_ones_are_unknown(run: RunResult) -> None:
-    """Of one, its answer or none; no decision changes; bounds hold what the whole samples say."""
+    """One sample gives its answer or none, no decision changes, and bounds hold the whole samples'
+    values.
+    """
     one = replay(run, samples=1)
     firsts = {problem.problem: problem.samples[0] for problem in run.problems}
     unknown = [name for name, first in firsts.items() if first.is_censored]
@@ -125,7 +127,9 @@ def test_a_problem_that_was_cut_before_any_answer_is_not_graded(
 
 
 def test_tokens_of_another_rate_are_unknown(tmp_path: Path) -> None:
-    """What was never written has no tokens to count; the record's own replay counts."""
+    """A text that was never written has no tokens to count; the record's own replay counts its
+    tokens.
+    """
     setup = Setup(
         draft="scripted", target="scripted", policy=Policy(samples=4, early_stop="none"), seed=3
     )

@@ -81,7 +81,7 @@ def test_it_is_the_same_in_memory_and_after_an_interruption(world: Any) -> None:
 
 
 def test_a_problem_that_failed_and_goes_on_keeps_its_count(world: Any) -> None:
-    """What was judged before the failure counts in the session that does better."""
+    """Chunks that were judged before the failure count in the session that succeeds."""
     broken = world.plan(gate=world.online(), policy=POLICY, pipeline=_failing_late)
     world.run(broken, world.session(), problems=3)
     resumed = world.run(_plan(world), world.session(), problems=3)

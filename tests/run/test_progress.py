@@ -147,7 +147,7 @@ def test_the_time_left_counts_rollouts_in_flight_as_partly_done() -> None:
 
 
 def test_the_time_left_is_of_this_session() -> None:
-    """What an earlier session did does not make this one fast."""
+    """The work of an earlier session does not make this session look fast."""
     clock = Clock()
     progress = Progress(clock)
     for event in (ProblemStarted(Problem("a", "?")), OutcomeReached("a", "answered", "1", (0, 1))):

@@ -185,8 +185,8 @@ def test_a_crash_between_any_two_lines_changes_nothing(world: Any, outcomes: Out
 
 
 def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
-    """At full speed later decisions may differ, recorded ones not; and the gate knows all that it
-    was ever told.
+    """Later decisions may differ at full speed, recorded ones may not, and the gate knows all
+    earlier observations.
     """
     plan = world.plan(gate=world.online())
     world.run(plan, world.session())
@@ -231,7 +231,7 @@ def test_a_hard_cap_is_carried_over(world: Any, seed: int) -> None:
 
 
 def test_one_rollout_at_a_time_decides_alike_in_every_run(world: Any) -> None:
-    """In real time: a slow grader changes nothing, for no decision waits for a grade."""
+    """A slow grader changes nothing in real time, because no decision waits for a grade."""
     quick = world.plan().grade
 
     def run(name: str, seconds: list[float]) -> list[str]:

@@ -163,7 +163,9 @@ def test_without_a_directory_the_result_keeps_the_outcomes(world: Any, outcomes:
 
 
 def test_the_result_is_in_the_order_of_the_dataset(world: Any) -> None:
-    """Whatever order problems ended in; usage adds up; the exit code is 0."""
+    """The order does not depend on which problem ended first; usage adds up, and the exit code is
+    0.
+    """
     result = world.run(world.plan(), world.session())
     assert [line.problem for line in result.problems] == [
         problem.id for problem in toy_problems(5, 5)
@@ -469,7 +471,7 @@ async def one_call(
 
 
 def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
-    """What a pipeline has seen, no crash can make unseen."""
+    """A crash cannot lose a result that a pipeline has seen."""
     missing: list[str] = []
 
     async def pipeline(
@@ -583,8 +585,8 @@ class Crowd(Diary):
 
 
 def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
-    """What waits for its grading is in proportion to what may be in flight, however far the engines
-    could run ahead.
+    """The results that wait for a grade are in proportion to what may be in flight, however fast
+    the engines are.
     """
     one_at_a_time = threading.Lock()
     usual = world.plan(concurrency=4, draft=ScriptedEngine("draft"))
@@ -642,7 +644,7 @@ def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
     [{"warmup": 3}, {"method": "coin"}, {"method": "top-b"}, {"accept_when_agreeing": 0.5}],
 )
 def test_every_gate_lets_go_of_problems_that_are_over(world: Any, wants: dict[str, Any]) -> None:
-    """Whatever it is made of, also of chunks that were announced and never scored."""
+    """Every gate does so, also for chunks that were announced and never scored."""
     setup = Setup(rate_scope="question-turn", rate=0.4, policy=world.plan().policy, **wants)
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="score")
     target = ScriptedEngine("target", latency=world.quick, faults=ill)

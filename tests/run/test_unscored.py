@@ -146,7 +146,7 @@ def test_a_stray_failure_ends_nothing() -> None:
 
 
 def test_an_unknown_reaction_is_refused() -> None:
-    """By name, with what there is."""
+    """The error names it and lists the valid ones."""
     with pytest.raises(OptionError, match="on_unscored"):
         Setup(draft="scripted", target="scripted", on_unscored="never").plan(  # type: ignore[arg-type]
             ScriptedEngine("draft"), ScriptedEngine("target")

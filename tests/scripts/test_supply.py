@@ -35,7 +35,9 @@ def constrained() -> dict[str, str]:
 
 
 def test_the_lock_has_the_tested_versions_with_hashes() -> None:
-    """What both files name has one version, and every requirement of the project is locked."""
+    """Both files have the same version of each package, and every requirement of the project is
+    locked.
+    """
     locked = {pin.name: pin.version for pin in read_lock(LOCK.read_text())}
     tested = constrained()
     differing = {name for name in locked.keys() & tested.keys() if locked[name] != tested[name]}

@@ -61,7 +61,7 @@ RATING = "\n\nI think the quality score is: "
 
 @pytest.mark.parametrize("share", [0.8, 1.3])
 def test_a_long_text_of_many_tokens_is_cut_in_no_time(share: float) -> None:
-    """As many pieces as the server counted, of which the text is made, however long it is."""
+    """The text is cut into as many pieces as the server counted, however long it is."""
     tokenizer = TextTokenizer()
     text = "So x_{1} = 12345, which is 7 more than before.\n\n" * 800
     count = int(len(tokenizer.encode(text)) * share)
@@ -201,7 +201,9 @@ async def test_ten_digits_cost_one_request(serve: Serve) -> None:
 async def test_failures_are_tried_a_few_times_and_named(
     serve: Serve, kind: Simple, fault: str, error: type[EngineError]
 ) -> None:
-    """As with servers that speak ids: bounded attempts, the error of its kind, nothing accepted."""
+    """Attempts are bounded, errors keep their kind, and nothing is accepted, as with servers that
+    speak ids.
+    """
     server = serve("chat" if kind is chat else "ollama")
     async with kind(server) as remote:
         server.faults = ServerFaults({fault: 1.0})  # type: ignore[dict-item]
@@ -389,9 +391,7 @@ async def test_a_run_keeps_the_reasoning_and_grades_the_content(
 async def test_a_rejected_key_and_a_missing_model_are_said(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name of the place where a key belongs, and of the models that there are; no message has
-    the key.
-    """
+    """The message names the place for a key, or the models that exist, and never the key."""
     server = serve("chat", key="good")
     with pytest.raises(UnsupportedByEngine, match="wants an API key.*ATTS_API_KEY"):
         await chat(server).__aenter__()
@@ -520,7 +520,7 @@ async def test_the_key_of_openai_is_sent_to_its_base_url(
 
 
 def test_a_chunk_without_log_probs_still_has_tokens() -> None:
-    """What is counted does not depend on log-probs."""
+    """The count of tokens does not depend on log-probs."""
     assert Chunk("draft", "ab", (1, 2), (3,), "length").tokens == 2
     assert Chunk("target", "ab", (1, 2), (3,), "end", (-1.0, -2.0)).tokens == 2
 

@@ -48,7 +48,9 @@ def slots(limit: AdaptiveLimit) -> int:
 
 
 def test_a_burst_of_refusals_shrinks_the_limit_once() -> None:
-    """What was under way when the limit shrank says nothing new; what was sent later shrinks it more."""
+    """Refusals of requests from before the limit shrank are ignored; refusals of later requests
+    shrink it more.
+    """
     clock = Hands()
     limit = filled(100, clock)
     sent_at = clock.now
@@ -174,7 +176,7 @@ class Hotel:
 
 
 def test_one_stray_refusal_does_not_hold_up_a_ramp() -> None:
-    """Of 400 callers that come within four seconds all are served at once soon after."""
+    """All of 400 callers that come within four seconds are served at once soon after."""
     hotel = Hotel(10_000, strays=1)
 
     async def ramp() -> int:
@@ -259,7 +261,7 @@ def test_what_python_servers_send_for_infinity_is_read() -> None:
 async def test_a_missed_deadline_says_what_the_attempt_before_met(
     serve: Callable[..., DialectServer],
 ) -> None:
-    """Who is refused until the deadline hears of the refusal, not of silence."""
+    """A caller that is refused until the deadline gets the refusal, not a report of silence."""
     server = serve("sglang", faults=ServerFaults({"429": 1.0}))
     options = RemoteOptions(
         timeout_seconds=5.0, attempts=1000, delay_seconds=0.01, connect_seconds=20.0

@@ -504,8 +504,8 @@ async def test_keys_are_used_and_never_shown(
 async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default it is not looked at, and mentioned when the connection fails; asked for, it is
-    what fails.
+    """By default a proxy is only mentioned when the connection fails; with the setting, the proxy
+    is what fails.
     """
     server = serve("vllm")
     for name in ("HTTP_PROXY", "http_proxy"):

@@ -108,7 +108,7 @@ async def test_a_dead_actor_loses_no_request(cluster: Any) -> None:
 
 @pytest.mark.anyio
 async def test_errors_keep_their_kind_on_the_way_back(cluster: Any) -> None:
-    """What the engine in the actor raises is raised here, with its words."""
+    """An error of the engine in the actor is raised here, with its message."""
     async with RayEngine(_small, options=RayOptions(cpus=0.5)) as engine:
         with pytest.raises(ContextOverflow, match="the context holds"):
             await engine.actors[0]._ask("sample", SampleRequest(PROMPT, 500))  # pyright: ignore[reportPrivateUsage]

@@ -162,7 +162,7 @@ def test_a_server_is_tuned_by_its_counters(
 def test_loads_that_do_not_rise_are_refused(
     serve: Serve, load: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the flag, with exit code 2."""
+    """The error names the flag, with exit code 2."""
     server = serve("vllm", embedded, model="owner/draft")
     words = f"vllm:{server.url}/owner/draft?tokenizer={path('draft')}"
     assert command(["tune", words, "--load", load]) == 2

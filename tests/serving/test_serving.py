@@ -48,7 +48,7 @@ async def events(client: Client, **fields: Any) -> list[Any]:
 
 
 def test_a_reply_has_answer_reasoning_usage_and_facts() -> None:
-    """What clients read is there, and the usage is what the ledger has."""
+    """The reply has the fields that clients read, and its usage equals the ledger's."""
 
     async def main() -> None:
         async with serving(prices=PRICES) as client:
@@ -256,7 +256,7 @@ def test_a_restart_remembers_what_was_spent(tmp_path: Path) -> None:
 
 
 def test_only_the_key_opens_the_door() -> None:
-    """Without the key nothing but the health of the server is told."""
+    """Without the key only the server's health is reported."""
 
     async def main() -> None:
         async with serving(key="secret") as client:

@@ -135,8 +135,8 @@ def random_table(seed: int, most: int) -> Table:
 def test_on_random_tables_it_is_near_the_best_fixed_length_and_never_behind_plain_decoding(
     sequences: int,
 ) -> None:
-    """At least .97 of either, once it has seen what steps take, but that a gain below 6 % may be
-    missed.
+    """Goodput is at least 0.97 of either once step times are known, except that a gain below 6 %
+    may be missed.
     """
     best_lengths = set[int]()
     for seed in range(6):
@@ -160,7 +160,7 @@ def test_on_random_tables_it_is_near_the_best_fixed_length_and_never_behind_plai
 
 
 def test_a_drafter_that_costs_much_before_its_first_token_is_asked_for_many() -> None:
-    """What one token costs says nothing of what eight do."""
+    """The cost of one token does not predict the cost of eight."""
     machine = Machine(straight(1e-3, 2e-5), 2e-5, once=1e-3)
     machine.rate(400, 2, 0.9)
     fixed = [machine.fixed(length, 2, 0.9) for length in range(MOST + 1)]
@@ -255,7 +255,7 @@ def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
 
 
 def test_one_step_in_eight_is_looked_at_while_a_decision_holds() -> None:
-    """To look takes as long as a good part of a small model's step; what was seen stands for the
+    """An observation takes as long as a good part of a small model's step, so it stands for the
     steps between.
     """
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
@@ -267,9 +267,7 @@ def test_one_step_in_eight_is_looked_at_while_a_decision_holds() -> None:
 
 
 def test_prompts_between_other_steps_change_no_lengths() -> None:
-    """What pays in the long run is what pays in the steps without: a prompt is fed once, whatever
-    is proposed.
-    """
+    """A prompt is fed once, whatever is proposed, so the other steps decide which length pays."""
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
     machine.ends = 0.0
     before = [*machine.steps(600, 4, 0.95)][-1]

@@ -134,7 +134,9 @@ def fixed(draft: str, sequences: int) -> dict[int, float]:
 @pytest.mark.parametrize("sequences", [1, 4, 16, 64])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_little_is_lost_beside_the_best_length(draft: str, sequences: int) -> None:
-    """At least .97 of plain decoding from the first step on; later near the best fixed length."""
+    """Goodput is at least 0.97 of plain decoding from the first step on, and later near the best
+    fixed length.
+    """
     rates = fixed(draft, sequences)
     machines = [Machine(GoodputControl(MOST), draft, seed) for seed in range(3)]
     first, later = (
@@ -148,7 +150,7 @@ def test_little_is_lost_beside_the_best_length(draft: str, sequences: int) -> No
     ("draft", "sequences"), [("embedded", 1), ("embedded", 4), ("embedded", 16), ("weak", 4)]
 )
 def test_on_a_shared_machine_most_of_that_is_kept(draft: str, sequences: int) -> None:
-    """Where times vary by half and the machine's speed changes every fifty steps."""
+    """Times vary by half there, and the machine's speed changes every fifty steps."""
     kept = list[float]()
     for seed in range(4):
         machine = Machine(GoodputControl(MOST), draft, seed, is_shared=True)
@@ -285,7 +287,7 @@ class Opened(Rounds):
 
 @pytest.mark.parametrize("sequences", [2, 4])
 def test_interrupted_first_steps_do_not_hide_what_pays(sequences: int) -> None:
-    """Whatever the first trials were taken for, later ones put it right."""
+    """Later trials correct the wrong impression of the first ones."""
     fixed = max(Opened(k, "embedded").rate_of(6000 * sequences, sequences) for k in (4, 8))
     kept = list[float]()
     for seed in range(24):

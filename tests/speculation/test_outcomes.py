@@ -58,7 +58,9 @@ def test_outcomes_are_ranked_by_probability_and_share_out_no_more_than_all(
 def test_what_is_continued_is_worth_most(
     chances: list[float], acceptance: list[float], budget: int
 ) -> None:
-    """As many and as long as fit into the time there is; no other number is expected to bring more."""
+    """As many branches of such a length as fit into the time are continued; no other number has a
+    higher expectation.
+    """
     chances = sorted(chances, reverse=True)
 
     def length(count: int) -> int:

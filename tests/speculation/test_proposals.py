@@ -24,7 +24,9 @@ def ask(
 
 
 def test_a_hint_is_followed_and_found_again_after_a_difference() -> None:
-    """From its start, on after what stands, and from where the text meets it again."""
+    """Proposals follow the hint from its start, after accepted tokens, and where the text meets it
+    again.
+    """
     hints = HintProposer()
     hint = tuple(range(10, 30))
     assert hints.propose([ask((1, 2), 0, 4, hint=hint)])[0].tokens == hint[:4]
@@ -67,7 +69,9 @@ def test_a_suffix_learns_how_far_matches_of_a_length_go() -> None:
 
 
 def test_the_next_request_of_a_rollout_goes_on_with_its_text() -> None:
-    """What its earlier requests wrote is not counted again, and what was taken back is still known."""
+    """The text of its earlier requests is not counted again, and tokens that were taken back are
+    still known.
+    """
     suffixes = SuffixProposer()
     first = (1, 2, 3, 40, 41, 42, 43)
     suffixes.propose([ask(first, 4, key=1)])

@@ -47,8 +47,8 @@ def test_the_fastest_scheme_gets_nearly_all_steps(best: int) -> None:
 
 @pytest.mark.parametrize("slow", [0.2, 0.6, 0.9])
 def test_tries_lose_little(slow: float) -> None:
-    """Of what the fastest would have written in the same time, 3 % at most; where others are far
-    behind too.
+    """Trials lose at most 3 % of the tokens that the fastest scheme would have written, even if
+    others are far slower.
     """
     control = SchemeControl(3)
     draw = random.Random(1)
@@ -70,7 +70,7 @@ def test_a_change_is_noticed() -> None:
 
 
 def test_loads_are_told_apart() -> None:
-    """What is best for one sequence need not be for sixteen."""
+    """The best scheme for one sequence need not be the best for sixteen."""
     control = SchemeControl(2)
     used(control, lambda step: (1.0, 2.0), 1000, sequences=1)
     assert used(control, lambda step: (2.0, 1.0), 2000, sequences=16)[0] >= 1700

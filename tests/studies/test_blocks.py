@@ -12,7 +12,7 @@ from scripts.studies.blocks import ALIKE, TENANTS, Arm, Arrival, arrive, make_fa
 
 
 def test_requests_have_prompts_of_their_own_or_common_ones() -> None:
-    """At the same moments, of the same tenants."""
+    """Both kinds come at the same moments from the same tenants."""
     own, common = (arrive(40, 2.0, 1, prompts) for prompts in ("own", "common"))
     assert [(one.at, one.tenant) for one in own] == [(one.at, one.tenant) for one in common]
     assert len({one.prompt for one in own}) == 40

@@ -90,8 +90,8 @@ def dotted(text: str) -> set[str]:
 
 
 def test_it_imports_nothing_that_a_bare_machine_lacks(checkout: Path) -> None:
-    """Of packages only those that come with torch and transformers; of msgspec, what stands in for
-    it.
+    """It imports only packages that come with torch and transformers, and of msgspec only names
+    with a stand-in.
     """
     packages, used = closure(checkout)
     assert packages - ALLOWED == {"msgspec"}

@@ -56,7 +56,7 @@ def test_every_problem_has_its_rollouts_and_one_experiment(recorded: Path) -> No
 
 
 def test_a_problem_that_a_kill_cut_is_recorded_again(recorded: Path, tmp_path: Path) -> None:
-    """What has no mark of completion is left out, and so is a torn line."""
+    """A problem without its mark of completion is left out, and so is a torn line."""
     text = recorded.read_text(encoding="utf-8")
     whole = [json.loads(line) for line in text.splitlines()]
     complete = [entry["problem"] for entry in whole if entry["kind"] == "complete"]
@@ -123,7 +123,7 @@ def planted(costly: int) -> list[Any]:
 
 
 def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
-    """Where the draft's votes scatter the target is right, elsewhere both are: a coin wastes half."""
+    """The target alone is correct where the draft's votes scatter, so that a coin wastes half."""
     rows = {(row[0], row[2]): row for row in judges.cascade_table(planted(10)).rows}
     assert rows["cascade 8 + 4", 0.5][3] == 1.0
     assert rows["cascade 8 + 4, by a coin", 0.5][3] == 0.75
@@ -161,5 +161,5 @@ def test_a_bank_of_rollouts_alone_has_what_cascades_need(tmp_path: Path) -> None
 
 
 def test_auroc_counts_ties_half() -> None:
-    """By hand."""
+    """The value was computed by hand."""
     assert judges.auroc([3.0, 1.0], [1.0, 0.0]) == pytest.approx(3.5 / 4)

@@ -24,7 +24,7 @@ def piece(arm: str, shard: int, right: float = 1.0) -> Any:
 
 
 def test_pieces_come_back_as_they_were(tmp_path: Path) -> None:
-    """What one session adds the next one has."""
+    """The next session has what this one added."""
     path = tmp_path / "ledger.jsonl"
     first = Ledger(path)
     first.add(Piece("atts", 8, 0, 3, [SOLVED], [1.25]))

@@ -100,7 +100,7 @@ def test_requests_queue_when_the_token_budget_is_full(law: Any) -> None:
 def test_everything_is_served_and_nothing_is_held_afterwards(
     law: Any, jobs: list[tuple[float, int, int]], room: float
 ) -> None:
-    """Whatever comes whenever: all end, all tokens are counted, no step is lost or done twice."""
+    """Requests at random times all end, all tokens are counted, and no step is lost or done twice."""
     ends, load = run_virtual(_timed, law, jobs, room)
     assert len(ends) == len(jobs)
     assert load.prefilled == sum(ids for _, ids, _ in jobs) * law.grain
@@ -119,7 +119,7 @@ async def _cancelled(law: Any) -> float:
 
 
 def test_a_cancelled_request_gives_its_place_up(law: Any) -> None:
-    """What comes next waits for at most one step of it."""
+    """The next request waits for at most one step of it."""
     step = COST.seconds(1, 500)
     assert run_virtual(_cancelled, law) <= COST.seconds(1, 500, 20 * law.grain) + 2 * step
 

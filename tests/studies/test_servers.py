@@ -20,8 +20,8 @@ PAIR = servers.PAIRS["8B/70B"]
 
 
 def test_virtual_and_live_runs_write_the_same() -> None:
-    """Over HTTP the target alone is asked for the texts that the prediction had, and says them;
-    votes are alike.
+    """The live target is asked over HTTP for the predicted texts and writes them, and votes are
+    equal.
     """
     fast = servers.paced(PAIR, 2000.0)
     found = problems("test", 1)
@@ -54,8 +54,8 @@ async def _conversation(law: Any) -> list[int]:
 
 
 def test_requests_without_names_find_their_prefix() -> None:
-    """As in a server's cache: what a rollout had, all of it; what siblings share, the prompt but
-    for its last token.
+    """A rollout finds all of its own prefix, and a sibling finds the prompt but for its last token,
+    as in a server's cache.
     """
     with servers.pair_law() as law:
         first, again, scored, sibling = run_virtual(_conversation, law)
@@ -85,7 +85,7 @@ def test_rollouts_that_wrote_the_same_keep_a_prefix_each() -> None:
 
 
 def test_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this process wakes up late, a step still begins when the one before it was due."""
+    """A step begins when the one before was due, even if this process wakes up late."""
 
     async def late(seconds: float, sleep: Any = anyio.sleep) -> None:
         await sleep(seconds + 0.004 if seconds > 0 else 0)

@@ -75,8 +75,8 @@ def test_wall_times_stand_alone_where_there_are_any() -> None:
 
 
 def test_what_to_take_is_what_was_fastest() -> None:
-    """By number of rollouts; alike when within a twentieth, and a method that never wins is said
-    to.
+    """The fastest method is named for each number of rollouts; times within a twentieth are equal,
+    and a method that never wins is named.
     """
     found = [
         measured("200M", samples, atts, 5.0)

@@ -38,7 +38,7 @@ def test_a_day_passes_at_once(backend: Backend) -> None:
 
 
 def test_arguments_and_errors_pass_through(backend: Backend) -> None:
-    """What the function takes, returns and raises is the caller's."""
+    """The function's arguments, result and error are the caller's."""
 
     async def divide(left: float, right: float) -> float:
         await anyio.lowlevel.checkpoint()
@@ -196,7 +196,7 @@ def test_ready_input_is_read_before_time_jumps(backend: Backend) -> None:
 
 
 def test_patience_waits_for_input_that_is_on_its_way(backend: Backend) -> None:
-    """With patience, a socket answered by an unknown thread is waited for."""
+    """A socket that an unknown thread answers is waited for."""
     ours, theirs = socket.socketpair()
     helper = threading.Timer(0.02, theirs.sendall, (b"x",))
 

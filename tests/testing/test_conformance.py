@@ -576,7 +576,7 @@ def test_an_engine_without_seeds_passes_where_seeds_are_not_promised() -> None:
 
 @pytest.mark.anyio
 async def test_an_open_engine_is_checked_and_stays_open() -> None:
-    """In real time too; what would close it is skipped with a reason."""
+    """It is checked in real time too; checks that would close it are skipped with a reason."""
     async with ScriptedEngine() as engine:
         report = await check_engine(engine)
         skipped = {
@@ -630,8 +630,8 @@ def test_an_engine_that_fails_or_hangs_is_reported_not_raised() -> None:
     ],
 )
 def test_an_engine_that_lacks_something_is_reported_not_raised(engine: Any, why: str) -> None:
-    """What it lacks, or why it does not open or close, is a line of the report; what could not be
-    tried is skipped.
+    """The report names the lack, or why the engine does not open or close; checks that could not
+    run are skipped.
     """
     report = run_virtual(partial(check_engine, engine, options=QUICK, broken="report"))
     assert why in [result.why for result in report.broken if result.check == "opening"][0]

@@ -115,7 +115,9 @@ def test_each_kind_does_what_its_name_says(
 
 @ways
 def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults], Engine]) -> None:
-    """About the share asked for, the same ones in any order, others at another attempt or seed."""
+    """About the requested share fails, the same calls in any order, and others at another attempt
+    or seed.
+    """
 
     async def struck(order: list[int], attempt: int = 0, seed: int = 0) -> set[int]:
         async def one(engine: Engine, sample: int) -> int | None:

@@ -173,7 +173,7 @@ def test_drawing_is_the_inverse_distribution(table: dict[int, float], sampling: 
 @QUICK
 @given(st.integers(0, 50), any_ids.filter(bool))
 def test_every_prefix_has_a_distribution(problem: int, ids: TokenIds) -> None:
-    """Whatever was written before, the next token's probabilities are positive and sum to one."""
+    """The next token's probabilities are positive and sum to one after any text."""
     for prefix in (ids, ask(toy_problems(51)[problem]) + ids):
         distribution = MODEL.distribution(MODEL.read(prefix))
         assert math.fsum(dense(distribution, PLAIN.vocabulary)) == pytest.approx(1)

@@ -239,9 +239,7 @@ def solve_with(draft: ScriptedEngine, target: ScriptedEngine) -> list[float]:
 
 
 def test_drift_is_planted_where_it_was_asked_for() -> None:
-    """From a number of calls or of steps on, log-probabilities are scaled; before that they are
-    honest.
-    """
+    """Log-probabilities are scaled from a number of calls or of steps on, and honest before it."""
     plain = solve_with(ScriptedEngine(), ScriptedEngine("target"))
     for drift in (ScoreDrift(4, 1.5), ScoreDrift(4, 1.5, when="steps")):
         drifted = solve_with(ScriptedEngine(), ScriptedEngine("target", drift=drift))

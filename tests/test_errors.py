@@ -34,7 +34,7 @@ def test_an_unknown_option_is_answered_with_the_nearest() -> None:
 
 
 def test_a_fingerprint_names_every_difference() -> None:
-    """Both values stand in the message."""
+    """The message has both values."""
     text = str(
         errors.FingerprintError("calibration", [("model", "A", "B"), ("dtype", "bf16", "fp32")])
     )

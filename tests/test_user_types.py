@@ -76,7 +76,7 @@ def found(folder: Path, program: str, *words: str | Path) -> str:
 
 
 def test_pyright_follows_every_public_name(tmp_path: Path, python: Path) -> None:
-    """Strictly, with nothing unresolved and nothing unknown."""
+    """Strict mode finds nothing unresolved and nothing unknown."""
     strict = f"# pyright: strict\n{PROGRAM}"
     assert found(tmp_path, strict, TOOLS / "pyright", "--warnings", "--pythonpath", python) == ""
 

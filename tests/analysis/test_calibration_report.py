@@ -235,7 +235,7 @@ def test_scores_without_questions_are_told_as_such(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["split", "marginal", "aci", "question", "question-turn"])
 def test_every_mode_has_a_report(mode: Any) -> None:
-    """Each with its own promise."""
+    """Each report states the promise of its mode."""
     found = calibration_of_scores("mine", _scores(5, 8), 0.3, mode)
     assert found.promise.mode == mode
     assert found.promise.guarantee

@@ -56,8 +56,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SweepReport:
 
 
 def test_every_choice_is_a_run_beside_two_baselines(made: SweepReport) -> None:
-    """Each in its own directory, over, with its accuracy, its interval and its distance from the
-    target alone.
+    """Each run has its own directory, is finished, and has its accuracy, interval and distance from
+    the target alone.
     """
     names = [point.name for point in made.points]
     assert names[:2] == ["target-only", "draft-only"]
@@ -266,8 +266,8 @@ def test_what_cannot_vary_is_refused_before_anything_runs(
 
 
 def test_the_page_needs_nothing_and_draws_everything(made: SweepReport) -> None:
-    """Three pictures, each with every point, bands, dashed baselines and a dotted ceiling; no
-    address of a network.
+    """Three pictures show every point, bands, dashed baselines and a dotted ceiling, without any
+    network address.
     """
     page = render_sweep(read_sweep(Path(made.directory)))
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)

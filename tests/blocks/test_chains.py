@@ -133,8 +133,8 @@ def schedule(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_models_say_beside_others_what_they_say_alone(seed: int, family: Zoo) -> None:
-    """Bit for bit: in a loop of its own on its folder, alone in the zoo's loop, beside five under
-    random schedules.
+    """The output is equal to the bit in a loop on its own folder, alone in the zoo's loop, and with
+    five others under random schedules.
     """
     rng = random.Random(seed)
     names = ["base", "end", "middle", "head", "narrow", "wide"]

@@ -174,7 +174,7 @@ async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
 
 
 def test_words_name_replicas(zoo: Zoo) -> None:
-    """A number of processes from 1 on, for models of zoos."""
+    """`replicas` is a number of processes from 1 on, for models of zoos."""
     words = f"zoo:{zoo.directory}/base"
     assert isinstance(build_engine(f"{words}?replicas=1", "target"), LocalEngine)
     pool = build_engine(f"{words}?replicas=3&threads=1", "target")
@@ -188,5 +188,5 @@ def test_words_name_replicas(zoo: Zoo) -> None:
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_replicas_keep_every_promise(zoo: Zoo) -> None:
-    """The conformance suite."""
+    """They pass the conformance suite."""
     await check_engine(lambda: pool_of(zoo, "other", options=replace(SHARED, kv_tokens=8192)))

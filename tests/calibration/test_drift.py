@@ -222,7 +222,7 @@ def test_split_mode_learns_live_scores_once_its_stored_ones_are_disowned() -> No
     "call", [lambda s: DriftMonitor(s, policy=cast(Any, "panic")), lambda s: DriftMonitor(s, significance=0.0)]
 )  # fmt: skip
 def test_impossible_monitors_are_refused(call: Any) -> None:
-    """An unknown policy, an impossible level."""
+    """An unknown policy and an impossible level are refused."""
     with pytest.raises((OptionError, CalibrationInputError)):
         call(stored_around(2.0))
 

@@ -146,7 +146,7 @@ def test_memory_of_a_fading_pool_is_bounded() -> None:
     ("build", "value"), [(Window, 0), (Fading, 0.0), (Fading, 1.0), (Fading, math.nan)]
 )
 def test_impossible_memories_are_refused(build: type[Window] | type[Fading], value: float) -> None:
-    """A window of nothing, a decay outside (0, 1)."""
+    """A window of nothing and a decay outside (0, 1) are refused."""
     with pytest.raises(CalibrationInputError):
         build(value)  # type: ignore[arg-type]  # the mistake under test
 

@@ -33,7 +33,7 @@ def test_a_rate_that_is_right_is_rarely_called_left(questions: int, alike: float
 def test_a_wrong_rate_is_called_left_once_there_are_enough_questions(
     questions: int, alike: float
 ) -> None:
-    """Half as much again as promised, over independent decisions or many questions."""
+    """A rate that is half too high is found over independent decisions and over many questions."""
     draw = np.random.default_rng(1)
     found = [check_rate(0.3, runs(draw, questions, 0.45, alike)).standing for _ in range(50)]
     assert found.count("left") >= 48

@@ -58,7 +58,7 @@ def lines_of(records: Records) -> str:
 
 
 def test_replay_is_the_calibrator_in_a_loop() -> None:
-    """Decision for decision."""
+    """Every decision is the same."""
     done = replay_scores(FEW, rate=0.4, mode="question-turn", seed=3)
     calibrator = Calibrator(0.4, "question-turn", seed=3)
     for record, decision in zip(FEW, done.decisions, strict=True):

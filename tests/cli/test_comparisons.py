@@ -27,7 +27,7 @@ def results(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def test_accuracy_costs_and_problems_needed_by_hand(tmp_path: Path) -> None:
-    """Ten problems, better on four, worse on one; half the target's tokens on every one."""
+    """Ten problems are better on four and worse on one, with half the target's tokens on every one."""
     before = results(
         tmp_path / "a.jsonl",
         [

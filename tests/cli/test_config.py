@@ -22,7 +22,7 @@ from atts.testing import toy_problems
 
 
 def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
-    """Defaults < file < environment < flags, each value with its origin."""
+    """The order is defaults < file < environment < flags, and each value has its origin."""
     (tmp_path / "atts.toml").write_text(
         "rate = 0.3\nsamples = 4\nturns = 5\n[sampling]\ntemperature = 0.5\n"
     )
@@ -46,7 +46,7 @@ def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
 
 
 def test_a_named_file_replaces_the_usual_one(tmp_path: Path) -> None:
-    """`--config`, then ATTS_CONFIG, then atts.toml: one file only."""
+    """One file is read: that of `--config`, else of ATTS_CONFIG, else atts.toml."""
     for name, rate in (("atts.toml", 0.1), ("mine.toml", 0.2), ("theirs.toml", 0.3)):
         (tmp_path / name).write_text(f"rate = {rate}")
     variables = {"ATTS_CONFIG": str(tmp_path / "mine.toml")}

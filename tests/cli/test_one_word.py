@@ -134,7 +134,7 @@ def test_no_help_has_a_rival_word() -> None:
 
 
 def test_the_first_screen_names_dataset_models_and_method(surfaces: dict[str, str]) -> None:
-    """Before anything else in HTML and in Markdown."""
+    """They come before anything else in HTML and in Markdown."""
     for name in ("first/report.html", "first.md"):
         opening = " ".join(surfaces[name].split())[:700]
         assert "atts on arithmetic" in opening, opening

@@ -196,7 +196,7 @@ def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -
 
 
 def test_a_terminal_shows_the_run_as_it_goes(tmp_path: Path) -> None:
-    """A table drawn over itself: problems, rollouts by stage, chunks, the rate, tokens of both
+    """A table is drawn over itself: problems, rollouts by stage, chunks, the rate, tokens of both
     models.
     """
     with Terminal("eval", "arithmetic[:3]", *FROZEN, "--out", "run", cwd=tmp_path) as terminal:

@@ -58,7 +58,7 @@ def faults(text: str, allowed: Collection[str] = ()) -> list[str]:
     sorted(name for name in sources() if name.endswith(".md") and name not in NOT_WRITTEN),
 )
 def test_a_page_keeps_the_rules(name: str) -> None:
-    """Restricted words, decimals, percentages and singulars."""
+    """The page has no restricted word, and writes decimals, percentages and singulars correctly."""
     found = faults((ROOT / name).read_text(), EXCEPTIONS.get(name, set()))
     assert found == [], "\n".join(found)
 

@@ -52,5 +52,5 @@ def test_servers_listen_where_a_pair_looks(recipe: str) -> None:
 
 
 def test_there_are_recipes() -> None:
-    """Two models' worth, from one GPU to eight."""
+    """The page has recipes for two models, from one GPU to eight."""
     assert len(recipes()) == 8

@@ -184,7 +184,7 @@ def message(action: Callable[[], object]) -> str:
 def test_bad_files_say_what_is_wrong_and_where(
     tmp_path: Path, name: str, content: bytes, says: list[str]
 ) -> None:
-    """One clear sentence: the file, the line, the advice."""
+    """One clear sentence names the file, the line and the remedy."""
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
     (tmp_path / name).write_bytes(content)
@@ -247,7 +247,7 @@ def test_an_unknown_option_is_an_error(tmp_path: Path, option: str, value: objec
 
 
 def test_an_unknown_name_suggests_a_known_one() -> None:
-    """Usage, not a traceback."""
+    """The error is about usage, without a traceback."""
     with pytest.raises(OptionError, match="did you mean 'math500'"):
         load_dataset("mathh500")
 

@@ -432,7 +432,7 @@ def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> Non
 def test_what_is_not_cached_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the network forbidden by us, or by huggingface_hub's own switch."""
+    """The network is forbidden by our setting, or by huggingface_hub's own switch."""
     with pytest.raises(
         DatasetError,
         match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or name a file of it with "
@@ -553,7 +553,7 @@ def test_a_missing_dataset_is_fetched_once(tmp_path: Path, hub: list[str]) -> No
 def test_what_the_hub_refuses_says_what_to_do(
     tmp_path: Path, hub: list[str], name: str, revision: str, says: str
 ) -> None:
-    """Gated, absent, unknown."""
+    """Gated, absent and unknown datasets each get their own advice."""
     with pytest.raises(DatasetError, match=says):
         load_dataset(name, options=LoadOptions(cache=tmp_path, revision=revision))
     assert hub

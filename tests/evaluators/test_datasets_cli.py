@@ -31,7 +31,7 @@ def atts(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_list_names_every_benchmark(tmp_path: Path) -> None:
-    """Plainly, and one object per line; without loading any."""
+    """The list is plain text or one object per line, and loads no benchmark."""
     plain = atts(tmp_path)
     machine = atts(tmp_path, "list", "--json")
     assert (plain.returncode, machine.returncode) == (0, 0), plain.stderr + machine.stderr
@@ -81,7 +81,7 @@ def test_show_prints_the_record_and_the_problems(tmp_path: Path, rows: Path) -> 
 def test_errors_are_one_message_and_code_two(
     tmp_path: Path, rows: Path, words: list[str], says: str
 ) -> None:
-    """Nothing on stdout, never a traceback."""
+    """Nothing is printed on stdout, and no traceback anywhere."""
     done = atts(tmp_path, "show", *(word.format(rows=rows) for word in words))
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr

@@ -160,7 +160,7 @@ def test_a_missing_file_and_a_misspelt_option(atts: Callable[..., Done]) -> None
 
 
 def test_python_twin() -> None:
-    """The same verdicts from Python, and a tally of them."""
+    """Python gives the same verdicts and a tally of them."""
     tally = GradeTally()
     found = list(grade(RECORDS))
     for each in found:

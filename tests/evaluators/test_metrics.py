@@ -228,7 +228,7 @@ def test_a_vote_does_not_depend_on_the_order_of_finishing(
 
 
 def test_problems_with_too_few_samples_make_a_rate_undefined() -> None:
-    """Never dropped in silence."""
+    """They are never dropped in silence."""
     values = pass_at_k([4, 4, 2], [4, 0, 2], 4)
     n = [4, 4, 2]
     whole = rate(values, n)

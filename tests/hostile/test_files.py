@@ -125,7 +125,7 @@ def test_a_link_stays_and_its_target_is_written(name: str, recorded: Path, tmp_p
 def test_a_dash_is_standard_output(
     name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
 ) -> None:
-    """The same bytes as in a file, and nothing but them."""
+    """The bytes are those of a file, and nothing else is printed."""
     monkeypatch.chdir(tmp_path)
     assert writes(name, recorded, "file") == 0
     capsys.readouterr()
@@ -348,7 +348,7 @@ def test_a_parquet_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_rows_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
-    """Too deep, half a character, no object."""
+    """Rows that are nested too deeply, hold half a character, or are not objects are refused."""
     for suffix in (".json", ".jsonl", ".csv", ".parquet"):
         (tmp_path / f"in{suffix}").write_text(text)
         with pytest.raises(ATTSError):

@@ -125,7 +125,7 @@ def test_what_does_not_decide_may_differ(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
-    """Damaged or foreign: an error with advice, the file untouched."""
+    """A damaged or foreign file is an error with advice, and stays untouched."""
     (tmp_path / "m").write_text(text)
     with pytest.raises(JournalCorrupt, match="not a manifest"):
         load_manifest(tmp_path / "m")
@@ -141,7 +141,7 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path, schema: int) -
 
 
 def test_no_manifest_is_none(tmp_path: Path) -> None:
-    """A new directory."""
+    """A new directory has no manifest."""
     assert load_manifest(tmp_path / "m") is None
 
 

@@ -91,8 +91,8 @@ def test_sessions_without_a_last_word_are_counted() -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
-    """No directory, an empty one, one without a journal, one without a manifest: one sentence, one
-    exit code.
+    """A missing directory, an empty one, and one without journal or manifest each give one sentence
+    and one exit code.
     """
     for name, files in (
         ("none", ()),

@@ -228,7 +228,7 @@ MISUSES: dict[str, tuple[Harm, str, int, str]] = {
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_said_in_words(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """One message, the documented exit code, nothing written."""
+    """The error is one message with the documented exit code, and nothing is written."""
     harm, words, code, said = MISUSES[name]
     harm(run)
     places = {"RUN": str(run), "OUT": str(run.parent / "out")}

@@ -70,7 +70,7 @@ def test_what_is_no_device_is_refused(words: str) -> None:
 def test_the_option_reaches_the_drafters_model(
     way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights and its cache, and nothing of the target."""
+    """The option moves the drafter's weights and cache, and nothing of the target."""
     asked = list[torch.device]()
 
     def weights(folder: Path, config: Any, dtype: Any, device: torch.device, name: str) -> Any:

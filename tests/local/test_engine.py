@@ -83,7 +83,7 @@ async def test_a_thread_loads_what_it_computes(
 async def test_every_worker_and_kernel_keeps_every_promise(
     worker: Literal["thread", "process"], kernel: Literal["torch", "native"], make_model: Make
 ) -> None:
-    """The conformance suite over all four combinations."""
+    """All four combinations pass the conformance suite."""
     folder = make_model("qwen3")
     options = LocalOptions(worker=worker, kernel=kernel, kv_tokens=8192)
     await check_engine(lambda: LocalEngine(folder, options=options), options=PATIENT)
@@ -364,7 +364,7 @@ def test_a_model_that_cannot_be_used_is_refused_in_words(
 
 
 def test_a_model_that_is_nowhere_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a folder nor a hub id; a hub id without a network."""
+    """The name is neither a folder nor a hub id, or is a hub id without a network."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     async def enter(model: str) -> None:

@@ -60,7 +60,7 @@ rows = st.lists(st.floats(-6, 6), min_size=8, max_size=8, unique_by=lambda x: ro
 def test_a_batch_of_settings_is_each_row_by_the_definition(
     batch: list[tuple[list[float], Sampling]],
 ) -> None:
-    """Temperature, top-k, top-p, min-p, mixed freely over the rows of one batch."""
+    """Temperature, top-k, top-p and min-p are mixed freely over the rows of one batch."""
     logits = torch.tensor([row for row, _ in batch], dtype=torch.float64)
     found = probabilities(logits, batch_sampling([sampling for _, sampling in batch], 8))
     expected = torch.tensor(
@@ -90,7 +90,9 @@ def by_sorting(logits: torch.Tensor, laws: list[Sampling]) -> torch.Tensor:
 def test_filters_that_do_not_sort_in_float64_keep_every_bit(
     ties: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Top-k alone, top-p alone, both, and rows with other limits or none, with ties at the border."""
+    """Top-k alone, top-p alone, both, and rows with other limits or none agree, with ties at the
+    border.
+    """
     random = torch.Generator().manual_seed(5)
     logits = torch.randn(64, 3000, generator=random) * 4
     if ties:

@@ -279,7 +279,7 @@ def compare_with_naive(folder: Path, naive: Any, drive: Any, kernel: str) -> Non
 def test_greedy_text_is_that_of_transformers_generate(
     family: str, make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Token for token, up to the first near tie."""
+    """The texts agree token for token, up to the first near tie."""
     folder = make_model(family)
     prompt = ids_of(5, 20)
     ours = drive(folder, [[Submit(1, SampleRequest(prompt, 40, GREEDY))]]).replies[1].ids

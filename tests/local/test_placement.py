@@ -222,7 +222,7 @@ def test_the_cache_comes_last(make_model: Make, monkeypatch: pytest.MonkeyPatch)
 def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Down to one rollout, and not below."""
+    """The cache is halved until it holds one rollout, and not below."""
     config = prepared(make_model("llama"), "m", None)
     FakeGpus(monkeypatch, 1_000_000)
     config = replace(config, room=Room(8, 64), options=replace(config.options, kv_tokens=4096))

@@ -103,7 +103,7 @@ async def test_what_is_only_sampled_is_not_rounded() -> None:
 
 
 def test_what_cannot_round_says_so() -> None:
-    """Other kernels and types, and stages."""
+    """Other kernels and types, and stages, refuse the option."""
     scored = LocalOptions(scores="bfloat16")
     for options in (
         replace(scored, kernel="torch"),

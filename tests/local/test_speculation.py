@@ -97,7 +97,7 @@ def test_lengths_chosen_by_goodput_change_no_token(
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 32])
 def test_the_long_sweep(family: str, count: int, make_model: Make, near: Path) -> None:
-    """Every family, number of sequences, number of tokens and proposer."""
+    """Texts agree for every family, number of sequences, number of tokens and proposer."""
     folder = make_model(family)
     orders = requests(count, 60)
     plain = run(folder, [orders])

@@ -253,7 +253,7 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_stages_keep_every_promise(make_model: Make) -> None:
-    """The conformance suite, the loop in a process as well."""
+    """They pass the conformance suite, with the loop in a process as well."""
     folder = make_model("llama")
     await check_engine(
         lambda: engine_of(folder, **{**HERE, "worker": "process", "kv_tokens": 8192})

@@ -94,7 +94,9 @@ def test_both_share_one_tokenizer() -> None:
 
 
 def test_servers_and_laptops_can_take_them() -> None:
-    """Head dimension 64, bf16, at least 2,048 positions, both together under 12 MB."""
+    """The models have head dimension 64, bf16 weights, at least 2,048 positions, and take under 12
+    MB together.
+    """
     from safetensors import safe_open
 
     for name in EMBEDDED:

@@ -110,7 +110,7 @@ def test_the_sort_takes_the_worst_and_carries_its_rounding(
 
 
 def test_the_coin_is_fair_and_belongs_to_the_chunk() -> None:
-    """Same chunk, same coin; over many chunks the rate."""
+    """The same chunk gets the same coin, and many chunks get the rate."""
     gate = CoinGate(0.3, seed=2)
     coins = [gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)]
     assert coins == [
@@ -164,7 +164,7 @@ def test_a_draft_without_log_probabilities_is_refused_by_a_gate_that_needs_them(
 
 
 def test_a_cue_hands_over() -> None:
-    """Hesitation in the text, in any case."""
+    """Hesitation in the text escalates, in upper and lower case."""
     assert CueGate().preview(Features("q", text="So x = 3. WAIT, no")).escalate
     assert not CueGate().preview(Features("q", text="So x = 3.")).escalate
 
@@ -190,7 +190,7 @@ def test_every_preset_is_a_policy_and_a_gate(row: object) -> None:
 
 
 def test_misspelt_options_are_errors_with_a_suggestion() -> None:
-    """Methods, takeovers, limits."""
+    """Methods, ways to escalate and limits are covered."""
     with pytest.raises(OptionError, match="did you mean 'top-b'"):
         preset("topb")
     with pytest.raises(OptionError, match="did you mean 'replace'"):

@@ -119,7 +119,7 @@ TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline
 @pytest.mark.parametrize("requests", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_random_requests_on_the_scripted_engine_keep_every_cap(requests: int) -> None:
-    """Requests of random sizes, a third of them cancelled, with failing engines and few caps."""
+    """Requests have random sizes, a third of them is cancelled, and engines fail."""
     draw = random.Random(7)
     ceiling = Account(Caps(max_calls=3 * requests, max_cost=requests * 1e-4), prices=PRICES)
     refused = 0
@@ -362,7 +362,7 @@ def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
 
 
 def test_a_reply_costs_what_its_model_costs() -> None:
-    """Cached tokens at their own price, written ones at the output price, to the picodollar."""
+    """Cached tokens cost their own price, written ones the output price, to the picodollar."""
 
     async def main() -> None:
         async with ScriptedEngine("draft") as engine:

@@ -111,7 +111,7 @@ def escalated(tmp_path: Path) -> RunResult:
 
 
 def test_a_run_that_goes_on_says_so_first(tmp_path: Path) -> None:
-    """The summary's first fact, and the report's."""
+    """It is the first fact of the summary and of the report."""
     result = escalated(tmp_path)
     assert result.status == "finished"
     judged = sum(problem.judged for problem in result.problems)

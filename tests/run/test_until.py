@@ -146,7 +146,7 @@ def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
-    """One without the other, other words, a shard, strangers."""
+    """One setting without the other, unknown values, a shard, and other problems are refused."""
     earlier = tmp_path / "earlier.jsonl"
     earlier.write_text('{"id": "x", "correct": false}\n')
     setup = Setup(draft="scripted", target="scripted")

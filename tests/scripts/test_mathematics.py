@@ -160,7 +160,7 @@ def test_the_page_agrees_with_what_is_run() -> None:
 def test_misuse_is_one_helpful_line(
     line: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, nothing on stdout."""
+    """The exit code is 2, and stdout is empty."""
     assert main(line) == 2
     out, err = capsys.readouterr()
     assert out == ""

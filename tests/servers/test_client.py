@@ -64,7 +64,7 @@ def test_a_burst_of_refusals_shrinks_the_limit_once() -> None:
 
 
 def test_a_stray_refusal_is_forgotten_within_seconds() -> None:
-    """One refusal with few requests under way, of a limit of many: it doubles each second."""
+    """After one refusal with few requests under way, the limit doubles each second."""
     clock = Hands()
     limit = AdaptiveLimit(4096, clock)
     for _ in range(74):

@@ -187,7 +187,7 @@ async def test_a_replica_that_comes_back_as_another_is_never_used_again(
 async def test_without_any_replica_the_error_is_retryable_and_says_why(
     serve: Serve, client: Connect
 ) -> None:
-    """All gone: unavailable, with each replica's reason, at once."""
+    """If all replicas are lost, the pool is unavailable at once, with each replica's reason."""
     server = serve("vllm")
     async with pool_of(client, server) as pool:
         server.kill()

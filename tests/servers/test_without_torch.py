@@ -55,7 +55,7 @@ def test_a_run_on_servers_needs_neither_torch_nor_transformers(
 
 
 def test_a_local_model_without_torch_names_what_to_install(tmp_path: Path) -> None:
-    """One line, and the exit code of a usage error."""
+    """The error is one line, with the exit code of a usage error."""
     done = run_blocked("eval", "arithmetic", "--limit", "1", "--out", str(tmp_path / "run"))
     assert done.returncode == 2, done.stderr
     assert "pip install 'atts-llm[local]'" in done.stderr

@@ -56,7 +56,7 @@ def test_the_lines_of_the_page_work_with_the_real_client(
 
 
 def test_the_real_client_streams(address: str) -> None:
-    """Reasoning, then content, then usage, in the client's own types."""
+    """Reasoning, content and usage arrive in this order, in the client's own types."""
     openai = pytest.importorskip("openai", reason="needs the package openai")
     client = openai.OpenAI(base_url=address, api_key="none")
     asked = {"model": "atts/embedded:fast", "seed": 1}

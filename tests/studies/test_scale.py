@@ -135,7 +135,7 @@ def test_the_closed_form_of_many_steps_is_the_sum_of_single_ones() -> None:
 
 
 def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
-    """Least squares on exact observations."""
+    """Least squares on exact observations returns them."""
     made = replace(COST, request=3e-4)
     seen: list[Any] = []
     for steps, batch, context, fed in (

@@ -67,7 +67,9 @@ def test_decoding_is_concatenation(left: TokenIds, right: TokenIds) -> None:
 
 
 def test_the_vocabulary_has_the_traps_of_real_ones() -> None:
-    """Words of several characters, blank lines across tokens, and one text with several spellings."""
+    """It has words of several characters, blank lines across tokens, and one text with several
+    spellings.
+    """
     assert PLAIN.piece_id(" minus") is not None
     assert PLAIN.piece_id(".\n") is not None
     assert PLAIN.piece_id("\nSo") is not None
@@ -348,7 +350,7 @@ def separation(scores: list[tuple[str, float, bool]]) -> float:
 
 
 def test_slips_raise_the_targets_perplexity_by_a_margin_one_can_set() -> None:
-    """Somewhat by default; more for a surer target, less when idle words drown the slip."""
+    """The default margin is moderate; a surer target raises it, and idle words lower it."""
     plain = separation(step_scores(TARGET))
     sure = separation(step_scores(Skill(right=0.9995, typical=0.05, fluency=1.0)))
     drowned = separation(

@@ -276,7 +276,7 @@ async def test_a_draft_need_not_score() -> None:
 
 
 def test_impossible_options_are_errors() -> None:
-    """No role but two, no fewer than one slot, and no misspelt option."""
+    """A third role, fewer than one slot, and a misspelt option are refused."""
     with pytest.raises(OptionError, match="known: draft, target"):
         ScriptedEngine("drafter")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     with pytest.raises(OptionError, match="at least 1"):

@@ -11,7 +11,7 @@ ATTSError (1)
 │   ├── EngineUnavailable       it cannot be reached, or is closed (retryable)
 │   ├── EngineTimeout           it did not answer in time (retryable)
 │   ├── BadReply                it answered, and the answer cannot be true (retryable)
-│   ├── UnusableScores          it went on answering without scores that can be used
+│   ├── UnusableScores          it continued answering without scores that can be used
 │   ├── UnsupportedByEngine     it cannot do what the pipeline needs
 │   ├── ModelLoadError          a model or tokenizer that cannot be loaded
 │   │   └── ZooError            a zoo of blocks that cannot be read, or lacks what is asked of it
@@ -151,7 +151,7 @@ class BadReply(EngineError):
 
 
 class UnusableScores(EngineError):
-    """The engine went on answering, but not with scores that can be used."""
+    """The engine continued answering, but not with scores that can be used."""
 
 
 class UnsupportedByEngine(EngineError):

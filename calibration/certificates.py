@@ -29,7 +29,7 @@ PValue = Callable[[Sequence[float]], float]
 # The chance that the share of problems on which two runs differ is outside its interval.
 _INTERVAL_MISS = 0.001
 # Walks down the thresholds of abstention start here, in twentieths. Each walk has an equal part of
-# delta: the one from 1 finds cautious thresholds, the one from .6 does not stop at a few unlucky
+# delta: the one from 1 finds cautious thresholds, the one from 0.6 does not stop at a few unlucky
 # problems far up.
 _STARTS = (20, 12)
 
@@ -152,7 +152,7 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
 
     There is one net loss in [-1, 1] per problem. Where all are -1, 0 or 1 it is exact: the chance
     of so few problems lost more than won, at the worst share of problems that differ within its
-    99.9 % interval, plus .001 for that interval (Berger and Boos, 1994). Otherwise it is that of
+    99.9 % interval, plus 0.001 for that interval (Berger and Boos, 1994). Otherwise it is that of
     betting on the losses moved into [0, 1]; the order of problems must then not depend on them.
     """
     array = checked_losses(losses, -1.0)
@@ -378,7 +378,9 @@ def _net_problems_needed(losses: Sequence[float], epsilon: float, share: float) 
 def _chains(
     candidates: Sequence[Candidate], epsilon: float, delta: float
 ) -> tuple[list[list[Candidate]], float]:
-    """Return the candidates of each gate from the highest rate down, and each gate's share of delta."""
+    """Return the candidates of each gate from the highest rate down, and each gate's share of
+    delta.
+    """
     if not candidates:
         raise CalibrationInputError("candidates", [], "at least one policy")
     if len({len(candidate.losses) for candidate in candidates}) > 1:
@@ -483,7 +485,7 @@ def certify_abstention(
     The promise holds with probability `kept` over the labelled problems. There is one confidence in
     [0, 1] and one label per problem; a problem without any answer has confidence nan. Given how
     many are answered, the wrong ones of a threshold are binomial, so its p-value is exact.
-    Thresholds are twentieths, tried from 1 down and from .6 down until one fails; so their order
+    Thresholds are twentieths, tried from 1 down and from 0.6 down until one fails; so their order
     does not depend on the data.
 
     :raises CalibrationInputError: without problems, for a confidence outside [0, 1], `risk` or

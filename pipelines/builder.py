@@ -403,7 +403,7 @@ class RolloutBuilder:
         """End the rollout; without a marked answer, a text that its model has ended is read again
         for one that it only states.
         """
-        # A text that a limit cut is not finished: "The total is 1" may go on as 12.
+        # A text that a limit cut is not finished: "The total is 1" may continue as 12.
         chunks = self.rollout.turns[-1].chunks
         has_model_ended = bool(chunks) and chunks[-1].ended == "end"
         is_fallback = False

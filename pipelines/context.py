@@ -23,10 +23,11 @@ class Answers:
     """Plain functions: the final answer of a reasoning text (None: none yet), and classes of equal
     answers.
 
-    An answer that `extract` finds ends its rollout, so it must not guess. `extract_finished` may: it
-    reads a text that its model has ended and that holds no marked answer. `unmarked` says how much
-    of a text without an answer holds none however the text goes on: it is not read again. `prepare`
-    is awaited before `group` sees a new answer, so that `group` itself need not wait for anything.
+    An answer that `extract` finds ends its rollout, so it must not guess. `extract_finished` may:
+    it reads a text that its model has ended and that holds no marked answer. `unmarked` says how
+    much of a text without an answer holds none however the text continues: it is not read again.
+    `prepare` is awaited before `group` sees a new answer, so that `group` itself need not wait for
+    anything.
     """
 
     extract: Callable[[str], str | None]

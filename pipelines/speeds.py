@@ -58,7 +58,7 @@ class WriterChoice:
     draws, or the target itself.
 
     The text is the same; what counts is the tokens that all rollouts together write a second.
-    Stretches of the better writer go on; after some of them the other writes one piece, and a
+    Stretches of the better writer continue; after some of them the other writes one piece, and a
     stretch unless that was far slower.
     """
 

@@ -24,9 +24,9 @@ class GroupedDrafter(ModelDrafter):
     """EasySpec's: drafts with attentions of a group that read one input, first and last layer
     apart.
 
-    Keys and values computed so are used within the round alone: the exact pass over what was accepted and
-    the token after it computes them anew and gives the first token of the next round. With
-    calibration "none" they are kept, and their errors pile up: for comparison.
+    Keys and values computed so are used within the round alone: the exact pass over what was
+    accepted and the token after it computes them again and gives the first token of the next round.
+    With calibration "none" they are kept, and their errors pile up: for comparison.
     """
 
     calibration: Calibration = "exact"

@@ -146,7 +146,7 @@ def replay_policy(
     *,
     decided: Mapping[TurnKey, Decided] = MappingProxyType({}),
 ) -> Replayed:
-    """Decide anew on every recorded score, cut to the policy's samples and turns, and vote again.
+    """Decide again on every recorded score, cut to the policy's samples and turns, and vote again.
 
     Of fewer samples than were recorded the first are taken, by their numbers: those that ended
     first would lean towards the quick. A rollout that was cut, or that left the recorded path, has
@@ -364,7 +364,7 @@ class PolicyChange:
 def replay_run(
     run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gate | RoundGate] | None
 ) -> Replay:
-    """Decide anew on every recorded score and vote again.
+    """Decide again on every recorded score and vote again.
 
     `gate` makes a fresh gate for so many rollouts of a problem; None keeps every recorded decision.
     Answers that were not graded then are graded now.

@@ -393,7 +393,7 @@ def axes(given: Sequence[str]) -> dict[str, list[object]]:
     """Parse the keys and values of `--over`.
 
     >>> axes(["rate=.1,.2", 'draft=["hf:a", "hf:b"]'])
-    {'rate': ['.1', '.2'], 'draft': ['hf:a', 'hf:b']}
+    {'rate': ['0.1', '0.2'], 'draft': ['hf:a', 'hf:b']}
 
     :raises OptionError: one is not of that form, or a key comes twice.
     """

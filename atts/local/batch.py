@@ -240,7 +240,7 @@ def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
 
 class StepBatches:
     """Makes the batches of a loop; steps in which the same sequences feed their last token each
-    fill one batch anew.
+    fill one batch again.
     """
 
     def __init__(self) -> None:

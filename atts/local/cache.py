@@ -14,7 +14,8 @@ from torch import Tensor
 from atts.core import Recent, TokenIds
 
 SlotIds = NDArray[np.int32]
-"""Slots of the key-value cache, one token each; a store may give every token several, in columns."""
+"""Slots of the key-value cache, one token each; a store may give every token several, in columns.
+"""
 
 
 class SlotAllocator:
@@ -98,9 +99,9 @@ class PrefixTree:
     """Token sequences by longest common prefix, exact to the token; nodes in use are locked and
     stay.
 
-    A node may also keep the logits after its last token: then a sequence that goes on there starts
-    without a forward. And it may keep what its tokens scored: four bytes a token, for as long as
-    its slots are kept.
+    A node may also keep the logits after its last token: then a sequence that continues there
+    starts without a forward. And it may keep what its tokens scored: four bytes a token, for as
+    long as its slots are kept.
     """
 
     def __init__(self, max_logits: int) -> None:

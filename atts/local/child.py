@@ -17,7 +17,7 @@ from atts.local.worker import Mailbox, broken
 
 
 def main() -> int:
-    """Read the configuration, build the loop, run it until told to close; the parent's end is this
+    """Read the configuration, build the loop, run it until asked to close; the parent's end is this
     process's end.
     """
     end_with(int(sys.argv[1]))
@@ -45,7 +45,7 @@ def main() -> int:
         loop.run(mailbox)
     except BrokenPipeError:
         return 0  # the parent is gone
-    except Exception as error:  # noqa: BLE001  told to the callers
+    except Exception as error:  # noqa: BLE001  reported to the callers
         loop.fail_all(broken(error))
         return 1
     return 0

@@ -216,7 +216,7 @@ class LocalEngine:
         return self._require().in_loop
 
     async def recheck(self) -> None:
-        """Open it if it never was, and anew where its step loop has ended; see
+        """Open it if it never was, and again where its step loop has ended; see
         `atts.servers.pool.Replica`.
 
         :raises EngineError: it cannot be opened.

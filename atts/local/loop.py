@@ -92,7 +92,7 @@ class StepLoop:
         self.share_cores: Callable[[int], None] = lambda loops: None
 
     def run(self, inbox: Inbox) -> None:
-        """Step as long as there is work, sleep while there is none, return when told to close."""
+        """Step as long as there is work, sleep while there is none, return when asked to close."""
         while True:
             if not self._scheduler.num_unfinished:
                 self._report()
@@ -140,7 +140,7 @@ class StepLoop:
         self._stats.requests += 1
         try:
             self._scheduler.add(self._new_sequence(command))
-        except Exception as error:  # noqa: BLE001  it is this request's, and told to its caller alone
+        except Exception as error:  # noqa: BLE001  reported to this request's caller alone
             problem = f"it cannot take this request ({type(error).__name__}: {error})"
             failure = FailureReply(command.request_id, "broken", problem, "The others go on")
             self._replies.append(failure)
@@ -162,7 +162,7 @@ class StepLoop:
             results = self._run(plan)
         except EngineUnavailable:  # part of the model is gone
             raise
-        except Exception as error:  # noqa: BLE001  told to the callers whose requests it concerns
+        except Exception as error:  # noqa: BLE001  reported to the callers whose requests it concerns
             if plan.proposals:
                 self._proposals.give_way(plan, shorten=is_out_of_memory(error))
                 self._attempt(plan)
@@ -336,7 +336,7 @@ class StepLoop:
                 break
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> bool:
-        """Write a token; whether the sequence goes on."""
+        """Write a token; whether the sequence continues."""
         if math.isnan(logprob):
             self._fail(sequence, "broken", *_NOT_NUMBERS)
             return False

@@ -207,7 +207,7 @@ class Loop(Protocol):
     """A loop that a worker runs."""
 
     def run(self, inbox: Inbox) -> None:
-        """Serve commands until told to close."""
+        """Serve commands until asked to close."""
         ...
 
     def fail_all(self, failure: FailureReply) -> None:

@@ -30,8 +30,8 @@ from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.seams import LayerHook
 
 # A step is sent to the device as one array. Steps that only decode can be captured as graphs
-# (`StepGraphs`); attention over the cache is a function that is given (`MakeAttend`): gathered slots
-# everywhere, a kernel where there is one.
+# (`StepGraphs`); attention over the cache is a function that is given (`MakeAttend`): gathered
+# slots everywhere, a kernel where there is one.
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """[rows, heads * head_dim] of [rows, heads, head_dim] queries over [slots, kv_heads, head_dim] keys
@@ -237,7 +237,7 @@ class TorchModel:
             for index, attended in zip(
                 group.layers, mixed.chunk(len(group.layers), 1), strict=True
             ):
-                # only these go on from here
+                # only these continue from here
                 if index == config.num_layers - 1 and step.logit_rows is not None:
                     x = x[step.logit_rows]
                     attended = attended[step.logit_rows]

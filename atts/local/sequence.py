@@ -121,7 +121,7 @@ def new_sequence(
 def ending(
     sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: frozenset[int]
 ) -> Ending | None:
-    """Say why the sequence ends with this, its newest token; None when it goes on."""
+    """Say why the sequence ends with this, its newest token; None when it continues."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences grow"
     if token in end_ids:

@@ -127,7 +127,7 @@ class ThreadWorker:
             ready.set_result(found)
             try:
                 loop.run(self._mailbox)
-            except Exception as error:  # noqa: BLE001  told to the callers, not to this thread
+            except Exception as error:  # noqa: BLE001  reported to the callers, not to this thread
                 loop.fail_all(broken(error))
 
         self._thread = threading.Thread(target=run, name=f"atts-{config.name}", daemon=True)

@@ -113,12 +113,12 @@ class RunOptions:
 async def evaluate(
     problems: Iterable[Problem], plan: RunSpec, options: RunOptions | None = None
 ) -> RunResult:
-    """Solve every problem as planned; in a directory with an earlier session, go on where that one
-    was.
+    """Solve every problem as planned; in a directory with an earlier session, continue where that
+    one was.
 
     Problems and rollouts that failed are tried again. The first Ctrl-C lets calls in flight finish
     and be recorded, the second ends at once; either way the result says "interrupted" and the same
-    call goes on from there.
+    call continues from there.
 
     :raises JournalError: the directory cannot be used, or the disk refuses; see `open_journal`.
     :raises FingerprintError: it holds another run, or the gate's stored scores were made under
@@ -486,7 +486,7 @@ class _Run:
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.is_complete:
             self._comparing.end(line)
-        # what failed before goes on now; what fails now, in another session
+        # what failed before continues now; what fails now, in another session
         if line.is_complete or self._taken:
             self._escalations.forget(name)
             self._plan.on_problem_done(name)

@@ -273,7 +273,8 @@ class Recorder:
         self._decided = None
         if waiting is not None:
             self.record(waiting)
-        # Requests for a score count for nothing; this happens for every chunk, so the call is saved.
+        # Requests for a score count for nothing; this happens for every chunk, so the call is
+        # saved.
         if event.decision.action != "verify":
             self._left.count(event.decision)
         # its gate is not told what was done with it: its own word counts
@@ -479,8 +480,8 @@ class RecordedGate:
 
 
 class RecordedRoundGate:
-    """The same for rounds: the real gate ranks every round anew, for what it carries over; recorded
-    decisions stand.
+    """The same for rounds: the real gate ranks every round again, for what it carries over;
+    recorded decisions stand.
     """
 
     def __init__(self, gate: RoundGate, steps: ProblemLog) -> None:

@@ -135,7 +135,7 @@ class RunResult:
     sessions: int = 1
     directory: Path | None = None
     why: str = ""
-    comparison: Sequential | None = None  # with the run that this one was to be told apart from
+    comparison: Sequential | None = None  # with the run that this one was to be distinguished from
     # whole, for a run without a directory
     kept: tuple[Outcome, ...] = field(default=(), repr=False)
     # to the target, while the run had it open; None: nothing was proposed

@@ -37,7 +37,7 @@ class Pipeline(Protocol):
 
     Its calls must depend on its arguments, on what its calls came to, and on seeds, never on time
     or chance: then an interrupted problem is run again from the start, recorded calls return at
-    once, and it goes on where it was.
+    once, and it continues where it was.
     """
 
     async def __call__(

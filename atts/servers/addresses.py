@@ -1,4 +1,6 @@
-"""Table of the known dialects, and the addresses that name a server: SCHEME:URL[/MODEL][?SETTING=VALUE&...]."""
+"""Table of the known dialects, and the addresses that name a server:
+SCHEME:URL[/MODEL][?SETTING=VALUE&...].
+"""
 
 from __future__ import annotations
 
@@ -189,13 +191,14 @@ def _chat_path(path: str) -> tuple[str, str]:
 
     Without a version the API lives at "/v1".
 
-    >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"), _chat_path("/m")
-    (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1', 'm'))
+    >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"),
+    _chat_path("/m") (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1',
+    'm'))
     """
     parts = path.strip("/").split("/")
     for number, part in enumerate(parts, start=1):
         if _VERSION.fullmatch(part):
-            # Google's path goes on after the version: /v1beta/openai
+            # Google's path continues after the version: /v1beta/openai
             end = number + 1 if parts[number : number + 1] == ["openai"] else number
             return "/" + "/".join(parts[:end]), "/".join(parts[end:])
     return "/v1", path.strip("/")

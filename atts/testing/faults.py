@@ -60,8 +60,8 @@ class Faults:
     """The calls that fail, and how: a share of all calls by kind, and fixed call numbers first.
 
     The shares are drawn from the request itself (seed, ids, rollout): the same calls fail under any
-    schedule. A retry fares otherwise if it changes the seed's attempt; scores are told apart by how
-    often they were asked. Calls are numbered from 0 in order of arrival. `delay_seconds` is how
+    schedule. A retry fares otherwise if it changes the seed's attempt; scores are distinguished by
+    how often they were asked. Calls are numbered from 0 in order of arrival. `delay_seconds` is how
     late the slow, dropped and timed-out answer.
 
     :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.

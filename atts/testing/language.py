@@ -135,7 +135,7 @@ class ToyTokenizer:
 _STATEMENT = re.compile(r"Start at (\d{1,2})\.((?: [+-]\d{1,2},?)+)")
 _OPERATION = re.compile(r"[+-]\d{1,2}")
 _BOX = re.compile(r"\\boxed\{(\d+)\}")
-MOODS = 8  # how finely the traits of a question are told apart
+MOODS = 8  # how finely the traits of a question are distinguished
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""HTTP servers around any engine that speak a serving engine's dialect, quirks included, and fail on demand."""
+"""HTTP servers around any engine that speak a serving engine's dialect, quirks included, and fail
+on demand.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,13 @@ class ServerQuirks:
     told as that server tells it; "hot" writes garbage at temperatures above 0, as a vLLM for
     processors did, "greedy" strays at temperature 0, "lossless" changes nothing; a request for one
     token is never speculated. `acceptance` is the chance of each proposed token, where all before
-    it were accepted; the counters of a vLLM server follow it. `prefill` is when a chat API goes on
-    with a last assistant message:
-    told by vLLM's two flags, by a mark on the message, always, or never (it becomes a user's);
-    "closed" and "prefix" also refuse fields that hosted models do not know. `ratings` "off": it
-    tells no likely tokens. `reasoning` other than "off" takes what comes before the answer out of
-    the content: into a field of that name (Ollama's is "thinking" in any case), or "hidden", as
-    OpenAI does, whose models are sampled at temperature 1 only.
+    it were accepted; the counters of a vLLM server follow it. `prefill` is when a chat API
+    continues with a last assistant message: told by vLLM's two flags, by a mark on the message,
+    always, or never (it becomes a user's); "closed" and "prefix" also refuse fields that hosted
+    models do not know. `ratings` "off": it tells no likely tokens. `reasoning` other than "off"
+    takes what comes before the answer out of the content: into a field of that name (Ollama's is
+    "thinking" in any case), or "hidden", as OpenAI does, whose models are sampled at temperature 1
+    only.
     """
 
     cached_scores: Literal["on", "refused", "off"] = "on"
@@ -318,7 +320,7 @@ def shown(done: Completion, stop: tuple[str, ...]) -> str:
 class DialectServer:
     """A server in a thread, on a loopback port, from `with` to the end of the block.
 
-    `make` makes the engine it serves, anew at every start. `kill` breaks every connection off,
+    `make` makes the engine it serves, again at every start. `kill` breaks every connection off,
     `restart` begins again on the same port; `faults` may be set while it runs. Needs aiohttp: `pip
     install 'atts[servers]'`.
 

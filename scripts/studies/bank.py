@@ -1,4 +1,5 @@
-"""Record a bank of rollouts of a real pair: the draft's, scored by the target, and what takeovers change.
+"""Record a bank of rollouts of a real pair: the draft's, scored by the target, and what takeovers
+change.
 
 Each problem brings `SAMPLES` rollouts of the draft with the log-probabilities of both models,
 `TARGET_SAMPLES` rollouts of the target alone, the target's verdict on every finished rollout of the
@@ -7,7 +8,7 @@ after its own chunk, and as often after the target's chunk in its place. The sha
 answers after the second less that after the first is the measured advantage of a takeover there.
 
 The bank is a file of JSON lines outside the repository. It is written problem by problem, and the
-same command goes on where it ended; with `--rollouts-only` it goes on
+same command continues where it ended; with `--rollouts-only` it continues
 with what comparisons of cascades need: the rollouts of both, and no score or takeover.
 """
 

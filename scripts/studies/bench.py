@@ -227,7 +227,7 @@ def run_all(
     """Do what is left of a series; the names of steps whose work says that they failed.
 
     What an interrupted series has done is not repeated; once all are done the next series begins
-    anew, and a step that failed is tried again.
+    again, and a step that failed is tried again.
     """
     failed: list[str] = []
     for number, step in enumerate(steps):

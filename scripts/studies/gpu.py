@@ -1,8 +1,8 @@
 """Measure the local engine on a GPU: what it computes, how fast, and where a draft pays."""
 
-# It needs no installation: a Python with torch and transformers, and this checkout on its path, which
-# `scripts/bench gpu` sees to. Every finished cell is on disk at once, and the same command continues
-# where an earlier one stopped.
+# It needs no installation: a Python with torch and transformers, and this checkout on its path,
+# which `scripts/bench gpu` sees to. Every finished cell is on disk at once, and the same command
+# continues where an earlier one stopped.
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _MATRIX = 8192  # bytes and rows: larger than a device's caches
 
 
 class OutOfTime(Exception):
-    """The minutes are over; the same command goes on."""
+    """The minutes are over; the same command continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -698,7 +698,8 @@ _PROBLEM_TOKENS = 2048
 
 @asynccontextmanager
 async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
-    """Open the pair, padded to these sizes, as a run does: the draft first, with the target's room kept.
+    """Open the pair, padded to these sizes, as a run does: the draft first, with the target's room
+    kept.
 
     On a GPU each cache is what both models' sizes leave; on a processor it is the lab's own.
     """
@@ -1118,7 +1119,7 @@ def run(
                 job(lab)
             except OutOfTime:
                 left.append(name)
-            except Exception as error:  # noqa: BLE001  whatever a driver or a library says, other parts go on
+            except Exception as error:  # noqa: BLE001  whatever a driver or a library says, other parts continue
                 _told(lab, name, f"{type(error).__name__}: {str(error)[:500]}")
                 skipped.append(name)
                 if _is_broken(lab):

@@ -122,7 +122,7 @@ class Job:
 
 
 class Interrupted(Exception):
-    """A run that did not come to its end; with --out the same command goes on."""
+    """A run that did not come to its end; with --out the same command continues."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -219,9 +219,9 @@ def synthetic_library(questions: int = 100, samples: int = 16, seed: int = 0) ->
     """Make log-normal lengths and scores with about the recorded spreads, for machines without the
     traces.
 
-    Between questions and within, the deviations are .75 and .45 (log tokens) and .55 and .47 (log
-    of mean negative log-probability, median .47 nats); one rollout in twenty never ends; wrong
-    answers come in a few kinds.
+    Between questions and within, the deviations are 0.75 and 0.45 (log tokens) and 0.55 and 0.47
+    (log of mean negative log-probability, median 0.47 nats); one rollout in twenty never ends;
+    wrong answers come in a few kinds.
     """
     draw = np.random.default_rng(seed)
     table = list[tuple[Recorded, ...]]()
@@ -549,7 +549,9 @@ class BatchedEngine:
                 self.load.busy += self._due - began
 
     async def _pass(self, seconds: float) -> None:
-        """Take a step of that length: it is over when it is due, however late this process wakes up."""
+        """Take a step of that length: it is over when it is due, however late this process wakes
+        up.
+        """
         self._due += seconds
         await anyio.sleep(max(0.0, self._due - self._now()))
 

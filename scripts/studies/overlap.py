@@ -1,4 +1,6 @@
-"""Compare schemes that draft and verify at the same time: live, on virtual devices, and by closed forms."""
+"""Compare schemes that draft and verify at the same time: live, on virtual devices, and by closed
+forms.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,7 @@ def grouped_drafting(layers: int, group: int, attention: float, mlp: float) -> f
     return (min(2, layers) + ceil(max(0, layers - 2) / group)) * attention + layers * mlp
 
 
-_MOST_RANKS = 1 << 16  # ranks told apart at one place
+_MOST_RANKS = 1 << 16  # ranks distinguished at one place
 
 
 class Work(NamedTuple):

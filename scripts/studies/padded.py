@@ -175,7 +175,7 @@ def _filled(pool: Tensor, rows: int, columns: int, start: int) -> Tensor:
 
 
 class _Layers(Sequence[LayerWeights]):
-    """Layers of random numbers, no two alike, each made anew when it is asked for."""
+    """Layers of random numbers, no two alike, each made again when it is asked for."""
 
     def __init__(self, config: ModelConfig, pool: Tensor) -> None:
         self._config = config

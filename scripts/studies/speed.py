@@ -42,7 +42,8 @@ from scripts.studies.padded import padded_folder
 from scripts.studies.pipelines import Rescoring
 
 AGREEMENT = 0.75
-"""Tokens on which drafts and targets that people use agree, about; the embedded pair agrees on .98.
+"""Tokens on which drafts and targets that people use agree, about; the embedded pair agrees on
+0.98.
 """
 _AGREEMENT_WITHIN = 0.02
 _TRIES = 8
@@ -296,8 +297,9 @@ def _advice(groups: Sequence[Group]) -> Table:
 def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
     """Say which method is fastest at which numbers of rollouts, and whether atts ever is.
 
-    >>> sentence([(1, {"exact": 0.5, "atts": 0.9}), (2, {"exact": 0.6, "atts": 0.8}), (4, {"exact": 1.0, "atts": 0.4})])
-    'exact up to 2 rollouts (2.0 to 1.7 times the target alone), atts at 4 (2.5 times)'
+    >>> sentence([(1, {"exact": 0.5, "atts": 0.9}), (2, {"exact": 0.6, "atts": 0.8}), (4, {"exact":
+    1.0, "atts": 0.4})]) 'exact up to 2 rollouts (2.0 to 1.7 times the target alone), atts at 4 (2.5
+    times)'
     """
     chosen = list[tuple[str, int, float]]()
     parts = list[str]()

@@ -480,7 +480,7 @@ _STEPS = st.builds(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(_STEPS, max_size=12))
 def test_steps_come_back_from_their_columns(steps: list[GateStep]) -> None:
-    """None, infinities and zeros are told apart; slices and kinds are those of a list."""
+    """None, infinities and zeros are distinguished; slices and kinds are those of a list."""
     log = StepLog()
     for step in steps:
         log.append(step)

@@ -164,7 +164,7 @@ def test_a_step_is_laid_out_once_while_the_same_texts_go_on(
     family: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then only its tokens, places and slots are new; a model that comes meanwhile lays it out
-    anew.
+    again.
     """
     laid = list[int]()
     inner = ChainModel._prepared
@@ -307,7 +307,7 @@ def test_a_shallow_model_shares_the_trunk_of_a_deep_one(
 
 
 def test_cancelled_requests_of_one_model_leave_the_others_alone(family: Zoo) -> None:
-    """Those that go on say what they would have said."""
+    """Those that continue say what they would have said."""
     asks = dict(enumerate(requests(random.Random(7), 12), 1))
     submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
     added = [AddModel(config_of(family, "end"))]
@@ -321,7 +321,7 @@ def test_cancelled_requests_of_one_model_leave_the_others_alone(family: Zoo) -> 
 
 @pytest.mark.anyio
 async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
-    """Two engines, one loop, counters of their own; the one that stays goes on when the other
+    """Two engines, one loop, counters of their own; the one that stays continues when the other
     leaves.
     """
     alone = {name: await asked(family.folder(name), kernel="native") for name in ("base", "end")}
@@ -412,8 +412,8 @@ async def test_a_damaged_block_keeps_only_its_own_models_out(family: Zoo) -> Non
 async def test_a_loop_that_is_killed_while_it_serves_loses_no_model(
     make_model: Make, tune: Tune, tmp_path: Path
 ) -> None:
-    """All its callers are told; the zoo is whole, and engines that are opened anew say what the old
-    ones said.
+    """All its callers are told; the zoo is whole, and engines that are opened again say what the
+    old ones said.
     """
     zoo = Zoo(tmp_path / "zoo")
     endless = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)

@@ -147,7 +147,7 @@ def test_a_ledger_without_memory_for_more_stays_as_it_was() -> None:
 def test_a_model_without_memory_to_come_is_refused_alone(
     relatives: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request fails; the others go on, and it comes when there is memory again."""
+    """Its request fails; the others continue, and it comes when there is memory again."""
     loop = Loop(relatives, "base", "end")
     loop.submit(1, sample(IDS, 8))
     loop.loop.step()

@@ -105,7 +105,7 @@ def turn(tokens: int, rollout: str = "p/0") -> ScoreRequest:
 
 def test_a_request_goes_where_it_costs_least() -> None:
     """A rollout stays where it is cached, until more is waited for there than it takes to compute
-    it anew.
+    it again.
     """
     dispatch, loads = dispatch_of(0, 0)
     assert dispatch.choose(loads, turn(300)) == 0
@@ -143,7 +143,7 @@ def test_siblings_go_where_their_prompt_is() -> None:
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
-    """They are asked again at the other; it is started anew for those to come."""
+    """They are asked again at the other; it is started again for those to come."""
     from tests.local.test_engine import loop_process
 
     options = replace(SHARED, worker="process")

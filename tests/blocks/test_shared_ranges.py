@@ -139,7 +139,7 @@ def test_a_worker_of_a_shared_range_that_is_gone_costs_no_answer(
     spare: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranges are loaded again, by another or where one is left; what two models had there is
-    computed anew.
+    computed again.
     """
     asks = dict(enumerate(requests(random.Random(5), 16), 1))
     alone = dict[int, Reply]()
@@ -204,7 +204,7 @@ def test_a_worker_that_dies_while_it_loads_is_replaced_once(
 
 
 def test_a_model_that_cannot_be_loaded_hinders_no_other(family: Zoo, here: type[StageHere]) -> None:
-    """The request is told; ranges that only it had are gone, and others go on."""
+    """The request is told; ranges that only it had are gone, and others continue."""
     digest = unit_digests(family.folder("end"), 3)[-2]
     path = family.folder("end").parent.parent / "blocks" / f"{digest}.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
@@ -316,7 +316,7 @@ def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(
 def test_what_cannot_be_loaded_again_is_an_outage(
     part: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker is gone whose ranges are damaged meanwhile: no model goes on without its own, and
+    """A worker is gone whose ranges are damaged meanwhile: no model continues without its own, and
     all are told.
     """
     digest = next(block.digest for block in family.model("wide").blocks if block.place == part)

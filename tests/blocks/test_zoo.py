@@ -215,7 +215,9 @@ def damaged(zoo: Zoo, name: str, other: str) -> str:
 def test_a_damaged_block_is_named_and_spares_the_others(
     zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """Export and check say which; the model without it goes on; adding the model again repairs it."""
+    """Export and check say which; the model without it continues; adding the model again repairs
+    it.
+    """
     folder = tune("tuned", "layers.1.mlp")
     zoo.add("base", base)
     zoo.add("tuned", folder)

@@ -152,7 +152,7 @@ def test_pooled_thresholds_are_overconfident_and_the_effective_size_says_so() ->
 
 
 def test_effective_sizes_of_real_arrays(array_of: Callable[..., StoredScores]) -> None:
-    """1,600 scores of 100 questions with ICC about .6 are worth about 160; 240 of 15 about 22."""
+    """1,600 scores of 100 questions with ICC about 0.6 are worth about 160; 240 of 15 about 22."""
     for part, icc, effective in (
         ("ec846181", (0.57, 0.61), (155, 170)),
         ("7564d923", (0.55, 0.77), (19, 26)),

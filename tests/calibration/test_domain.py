@@ -86,7 +86,7 @@ def test_the_embedded_pair_starts_informed() -> None:
 @pytest.mark.parametrize("role", EMBEDDED)
 @pytest.mark.anyio
 async def test_the_shipped_scores_are_of_the_shipped_weights(role: str) -> None:
-    """`python -m scripts.studies.models` makes them anew after training."""
+    """`python -m scripts.studies.models` makes them again after training."""
     options = LocalOptions(worker="thread", kv_tokens=256)
     async with LocalEngine(path(role), name=role, options=options) as engine:  # type: ignore[arg-type]
         assert embedded_scores().fingerprint[f"{role}.weights"] == engine.spec.weights

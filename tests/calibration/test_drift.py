@@ -104,7 +104,7 @@ def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
 
 
 def test_martingale_state_round_trip_and_bad_p_values() -> None:
-    """Stopped and restored it goes on exactly; p outside [0, 1] is refused."""
+    """Stopped and restored it continues exactly; p outside [0, 1] is refused."""
     draw = random.Random(0)
     whole = SimpleJumper()
     half = SimpleJumper()
@@ -259,7 +259,7 @@ def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> T
 
 
 def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
-    """p <= .1 in a tenth of clean runs, to within four binomial deviations."""
+    """p <= 0.1 in a tenth of clean runs, to within four binomial deviations."""
     draw = np.random.default_rng(0)
     stored = law(draw, 30)
     found = [

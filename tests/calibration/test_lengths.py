@@ -76,14 +76,14 @@ def realised(in_flight: int, by_length: bool, number: int = 400, **options: Any)
 def test_marginal_mode_keeps_its_rate_when_long_chunks_score_worse_and_come_later(
     in_flight: int,
 ) -> None:
-    """Ranks among all lean; ranks by length are within .01 of nominal."""
+    """Ranks among all lean; ranks by length are within 0.01 of nominal."""
     assert realised(in_flight, by_length=False) > 0.22
     assert realised(in_flight, by_length=True) == pytest.approx(0.2, abs=0.01)
 
 
 def test_without_a_link_of_time_and_length_nothing_leans() -> None:
-    """The bias is one of arrival: with durations dealt out anew, ranks among all hold, and ranks by
-    length as well.
+    """The bias is one of arrival: with durations dealt out again, ranks among all hold, and ranks
+    by length as well.
     """
     assert realised(256, by_length=False, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
     assert realised(256, by_length=True, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)

@@ -323,7 +323,7 @@ def test_lengths_and_shares_that_are_no_numbers_are_refused(bad: Any) -> None:
 
 def test_health_of_a_real_array(array_of: Callable[..., StoredScores]) -> None:
     """Sixteen hundred scores worth about 160; half of the questions set the other half's rate with
-    SD .06-.07.
+    SD 0.06-.07.
     """
     health = examine(array_of(), 0.4)
     assert health.threshold == pytest.approx(1.64, abs=0.01)

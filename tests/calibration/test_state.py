@@ -1,4 +1,4 @@
-"""States go on where they stopped, add up, and are refused when damaged."""
+"""States continue where they stopped, add up, and are refused when damaged."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def test_a_saved_calibrator_goes_on_as_if_never_stopped(
 
 @pytest.mark.parametrize("mode", ["marginal", "aci", "question", "question-turn"])
 def test_shards_merge_into_one(mode: Mode) -> None:
-    """Pools and counts of two shards add up to those of both streams, and the result goes on
+    """Pools and counts of two shards add up to those of both streams, and the result continues
     deciding.
     """
     left, right = (Calibrator(0.4, mode, stored=STORED) for _ in range(2))

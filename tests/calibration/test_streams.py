@@ -96,7 +96,7 @@ def test_adaptive_modes_end_at_the_rate_under_broken_calibration(
     arrivals: dict[str, Records],
     array_of: Callable[..., StoredScores],
 ) -> None:
-    """Within .01 overall, whether the alarm acts or only reports; aci moves slowly, so it pays for
+    """Within 0.01 overall, whether the alarm acts or only reports; aci moves slowly, so it pays for
     an ignored one.
     """
     good = array_of().scores
@@ -126,7 +126,7 @@ def test_good_stored_scores_raise_no_alarm_and_help_the_start(
 def test_the_published_rule_and_the_sort_are_where_they_were(
     arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
 ) -> None:
-    """The frozen pooled array: .41 overall, .066 by turn, .27 by question, as known of this run."""
+    """The frozen pooled array: 0.41 overall, 0.066 by turn, 0.27 by question, as known of this run."""
     metrics = replay_scores(arrivals["lock"], rate=0.4, mode="split", stored=array_of()).metrics
     assert metrics["overall_error"] == pytest.approx(0.012, abs=2e-3)
     assert metrics["turn_rms"] == pytest.approx(0.066, abs=2e-3)

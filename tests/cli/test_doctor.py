@@ -312,7 +312,7 @@ def statuses(said: Any) -> dict[str, list[str]]:
 
 
 def test_two_good_servers_pass_and_the_settings_are_kept(atts: Any, serve: Serve) -> None:
-    """Exit 0; the file runs what was looked at, and is written anew by the same command, but no
+    """Exit 0; the file runs what was looked at, and is written again by the same command, but no
     other file is.
     """
     words = (

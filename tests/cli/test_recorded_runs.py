@@ -208,7 +208,7 @@ def _bent(journal: bytes) -> bytes:
 
 
 def test_a_run_of_which_nothing_came_says_why(atts: Atts) -> None:
-    """Every problem failed: "failed", an engine's exit code, the first reason, how to go on;
+    """Every problem failed: "failed", an engine's exit code, the first reason, how to continue;
     results are printed.
     """
     engine = f"hf:{model_path('draft')}?kv_tokens=40&worker=thread"

@@ -140,7 +140,7 @@ async def test_the_key_says_who_proposes_and_the_targets_own_words_go_before_it(
 async def test_a_lent_draft_that_does_not_fit_is_left_out(
     flaw: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run goes on as it would have without; asked for by name, the same draft is an error."""
+    """The run continues as it would have without; asked for by name, the same draft is an error."""
     from atts.models import path
 
     folder = tmp_path / "draft"

@@ -1,4 +1,4 @@
-"""A person at a terminal: watches a run load and go on, presses Ctrl-C, and loses nothing."""
+"""A person at a terminal: watches a run load and continue, presses Ctrl-C, and loses nothing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ CTRL_C = b"\x03"
 
 
 class Terminal:
-    """`atts` on a pseudo-terminal of its own, as a shell would start it; killed when the block ends."""
+    """`atts` on a pseudo-terminal of its own, as a shell would start it; killed when the block
+    ends.
+    """
 
     def __init__(self, *words: str, cwd: Path) -> None:
         self.shown = b""
@@ -165,7 +167,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -> None:
     """Once: calls in flight end and are saved. Twice: it ends at once. Either way the same command
-    goes on.
+    continues.
     """
     run = tmp_path / "run"
     words = ("eval", "arithmetic[:14]", *FROZEN, "--out", str(tmp_path / "run"))
@@ -274,7 +276,7 @@ def test_a_polite_kill_is_a_ctrl_c(tmp_path: Path) -> None:
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """Seconds that pass on command."""
 
     now = 0.0
 
@@ -360,8 +362,8 @@ def workers() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("presses", [1, 2, 3])
 def test_presses_while_the_loop_cleans_up_leave_no_thread_behind(presses: int) -> None:
-    """The first press cancels; the others come in the middle of the clean-up, which goes on to its
-    end.
+    """The first press cancels; the others come in the middle of the clean-up, which continues to
+    its end.
     """
     before = workers()
     cleaned = False

@@ -90,7 +90,7 @@ def test_the_rule_is_named() -> None:
 
 
 def test_a_timeout_is_unscored(worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verdict says what ended it, and the worker goes on to the next question."""
+    """The verdict says what ended it, and the worker continues to the next question."""
     monkeypatch.setattr(algebra, "SECONDS", 1.0)
     assert equivalent(*SLOW).rule == "time"
     assert equivalent(*EQUAL["integral"]).is_equal

@@ -146,7 +146,7 @@ def test_a_box_may_follow_a_letter() -> None:
 
 
 def test_what_holds_no_answer_yet_need_not_be_read_again() -> None:
-    """Wherever a text is cut, its lines that hold no answer however it goes on may be left out of
+    """Wherever a text is cut, its lines that hold no answer however it continues may be left out of
     the longer text.
     """
     rng = Random(4)

@@ -111,8 +111,8 @@ def test_many_answers() -> None:
 
 
 def test_distinct_answers_are_hardly_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Radicals, fractions, decimals and tuples with many digits in common are told apart by their
-    keys alone.
+    """Radicals, fractions, decimals and tuples with many digits in common are distinguished by
+    their keys alone.
     """
     compared: list[str] = []
 

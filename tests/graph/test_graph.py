@@ -459,7 +459,7 @@ def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) ->
 
 
 def test_a_rollout_is_tried_again_from_what_it_saved(virtually: Virtually[None]) -> None:
-    """With attempts to spare, the second one goes on where the first one left off."""
+    """With attempts to spare, the second one continues where the first one left off."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> list[int | None]:
@@ -595,7 +595,7 @@ def test_a_call_that_can_never_fit_fails_alone(
     virtually: Virtually[None], is_empty: IsEmpty
 ) -> None:
     """Too many KV tokens is that rollout's failure; its siblings, also those behind it in the
-    queue, go on.
+    queue, continue.
     """
 
     async def main() -> None:
@@ -785,7 +785,9 @@ def test_edges_from_the_journal_are_the_live_ones(
 
 
 def test_a_graph_may_run_again_and_be_shared(virtually: Virtually[None], is_empty: IsEmpty) -> None:
-    """CallSpan ids go on, and two runs at once stay within the bounds of the one graph they share."""
+    """CallSpan ids continue, and two runs at once stay within the bounds of the one graph they
+    share.
+    """
 
     async def main() -> None:
         recording = Recording()

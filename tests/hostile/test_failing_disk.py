@@ -334,7 +334,7 @@ def test_what_a_power_loss_leaves_in_any_order_goes_on_or_is_salvaged(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any subset of what was not synced survives: it goes on at once, or is refused in words and
+    """Any subset of what was not synced survives: it continues at once, or is refused in words and
     saved.
     """
     expected, _ = whole

@@ -309,7 +309,7 @@ READERS = (
 
 
 def test_journals_with_valid_checksums(recorded: Path, capsys: Said) -> None:
-    """Every reader of an edited journal, and the run that goes on with it."""
+    """Every reader of an edited journal, and the run that continues with it."""
     counts = Counter[int]()
     resumed = Counter[int]()
     rows = list(map(json.loads, (recorded / JOURNAL).read_text().splitlines()))
@@ -344,7 +344,7 @@ def test_journals_with_valid_checksums(recorded: Path, capsys: Said) -> None:
 
 
 def test_manifests_with_valid_checksums(recorded: Path, capsys: Said) -> None:
-    """Every reader of an edited manifest, and the run that goes on with it."""
+    """Every reader of an edited manifest, and the run that continues with it."""
     counts = Counter[int]()
     whole = json.loads((recorded / "manifest.json").read_text())
     whole.pop("checksum")
@@ -380,7 +380,7 @@ def test_manifests_with_valid_checksums(recorded: Path, capsys: Said) -> None:
 
 
 def test_calibrator_states_with_valid_digests(tmp_path: Path) -> None:
-    """Restored to what decides, or refused; what is restored goes on."""
+    """Restored to what decides, or refused; what is restored continues."""
     ended = Counter[str]()
     for _, draws in cases():
         calibrator = Calibrator(0.3, draws.choice(MODES), stored=[1.1, 1.2, 1.7, 2.0])

@@ -78,7 +78,7 @@ def test_reading_gives_what_was_written(tmp_path: Path, story: list[Event]) -> N
 
 
 def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
-    """Any JSON tool can read the file; each checksum goes on from the one before."""
+    """Any JSON tool can read the file; each checksum continues from the one before."""
     crc = 0
     for line in write(tmp_path / "j", story):
         crc = zlib.crc32(line[:-19], crc)

@@ -87,7 +87,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_frees_no_lock_and_writes_no_line(tmp_path: Path) -> None:
-    """The parent goes on writing; the child's copy of the journal refuses."""
+    """The parent continues writing; the child's copy of the journal refuses."""
 
     def fork(journal: Journal) -> None:
         child = os.fork()

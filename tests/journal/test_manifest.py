@@ -1,4 +1,4 @@
-"""A run directory goes on only with the settings it was begun with."""
+"""A run directory continues only with the settings it was begun with."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def texts(directory: Path) -> list[str]:
 
 
 async def test_a_run_and_its_resume(tmp_path: Path, story: list[Event]) -> None:
-    """Numbers go on, sessions count, and the resumed process is handed everything in order."""
+    """Numbers continue, sessions count, and the resumed process is handed everything in order."""
     run = tmp_path / "deep" / "run"
     async with open_journal(run, SETTINGS) as journal:
         for event in story[:5]:
@@ -130,7 +130,7 @@ async def fill(directory: Path, options: JournalOptions, acknowledged: list[str]
 async def test_a_full_disk_loses_nothing_saved(
     tmp_path: Path, small_disk: Callable[..., Any], room: int
 ) -> None:
-    """Everything acknowledged before the disk filled up is there; the same directory goes on once
+    """Everything acknowledged before the disk filled up is there; the same directory continues once
     there is room.
     """
     _, opener = small_disk(room=room)

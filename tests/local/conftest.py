@@ -87,7 +87,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 class Naive:
-    """One sequence at a time, the whole of it anew for every token: slow and obviously right."""
+    """One sequence at a time, the whole of it again for every token: slow and obviously right."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Batches of a loop that are filled anew equal those that are made anew, whatever changed between
+"""Batches of a loop that are filled again equal those that are made again, whatever changed between
 two steps.
 """
 

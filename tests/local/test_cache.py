@@ -37,7 +37,9 @@ def ids_of(seed: int, count: int) -> TokenIds:
 def test_siblings_share_one_prompt_in_time_and_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """16 siblings of 1,024 tokens: prefilled once, stored once, at most 15% over prompt plus tails."""
+    """16 siblings of 1,024 tokens: prefilled once, stored once, at most 15 % over prompt plus
+    tails.
+    """
     folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
     prompt = ids_of(1, 1024)
     tail = 96

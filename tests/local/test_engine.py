@@ -91,7 +91,7 @@ async def test_every_worker_and_kernel_keeps_every_promise(
 
 @pytest.mark.anyio
 async def test_cancelling_frees_the_work(make_model: Make) -> None:
-    """A cancelled call leaves nothing in flight and nothing locked; the engine goes on."""
+    """A cancelled call leaves nothing in flight and nothing locked; the engine continues."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     async with LocalEngine(folder, options=replace(HERE, kv_tokens=100_000)) as engine:
         async with task_group() as group:
@@ -194,8 +194,8 @@ def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Pat
 
 @pytest.mark.anyio
 async def test_texts_join_and_templates_render(make_model: Make) -> None:
-    """Decoding is piecewise; a conversation ends where the assistant goes on, an open answer stays
-    open.
+    """Decoding is piecewise; a conversation ends where the assistant continues, an open answer
+    stays open.
     """
     tokenizer = ModelTokenizer(make_model("llama"), "tiny")
     text = "the step \u00e9\U0001f600 is\n\n done"
@@ -415,8 +415,8 @@ WRONG = (
 
 @pytest.mark.anyio
 async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is told to who asked; what is in flight beside it, and what comes after, is answered as
-    if it were not.
+    """Each is reported to its caller; what is in flight beside it, and what comes after, is
+    answered as if it were not.
     """
 
     def failing(request_id: int, request: SampleRequest | ScoreRequest, *rest: Any) -> Any:

@@ -274,7 +274,7 @@ def test_the_cache_serves_as_the_place_to_build_where_there_is_no_other(
 
 
 def test_what_killed_builds_left_is_removed(builds: Builds) -> None:
-    """Where they are this user's and old; a build that goes on elsewhere is not touched."""
+    """Where they are this user's and old; a build that continues elsewhere is not touched."""
     builds.folder.mkdir(parents=True)
     old = builds.folder / "atts-build-old"
     young = builds.temporary / "atts-build-young"

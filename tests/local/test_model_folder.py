@@ -102,8 +102,8 @@ def test_code_of_a_model_folder_is_refused_and_never_run(
 def test_code_is_not_run_even_where_it_is_not_refused(
     way: str, singing: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second lock: what reads a folder is told to run nothing, so there is no question to agree
-    to.
+    """The second lock: what reads a folder is asked to run nothing, so there is no question to
+    agree to.
     """
     folder = singing(way)
     for module in (tokenizers, model_config, folders):

@@ -263,8 +263,8 @@ def test_proposals_preempt_nobody(make_model: Make, near: Path) -> None:
 
 
 def test_what_is_cached_afterwards_is_right(make_model: Make, near: Path) -> None:
-    """Texts that go on where speculation ended are those of an engine that never saw it, and so are
-    their scores.
+    """Texts that continue where speculation ended are those of an engine that never saw it, and so
+    are their scores.
     """
     folder = make_model("llama")
     first = run(folder, [[*requests(4, 30)]], None, 6, near)

@@ -204,7 +204,7 @@ def stage_processes() -> dict[int, bytes]:
 @pytest.mark.parametrize("replicas", ["1", "2"])
 async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: Make) -> None:
     """While one is left that has its layers nobody notices; then whoever waits is told, and opened
-    anew it goes on.
+    again it continues.
     """
     options = {**HERE, "stages": 2, "stage_replicas": replicas}
     engine = engine_of(make_model("llama", eos_token_id=None), name="m", **options)

@@ -123,7 +123,7 @@ def test_a_beginning_and_its_rest_are_the_whole(cut: int) -> None:
 
 
 def test_an_engine_that_draws_other_tokens_is_found() -> None:
-    """Planted bugs: the stream of another attempt, a rest that begins its stream anew."""
+    """Planted bugs: the stream of another attempt, a rest that begins its stream again."""
 
     class OtherStream(ScriptedEngine):
         async def score(self, request: ScoreRequest) -> Scores:

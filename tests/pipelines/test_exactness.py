@@ -339,7 +339,7 @@ def test_rate_1_with_replace_and_its_own_temperature() -> None:
 
 
 def test_continue_alternates_the_two_models() -> None:
-    """Continue keeps the draft's chunk and goes on with the target's: the mixed distribution,
+    """Continue keeps the draft's chunk and continues with the target's: the mixed distribution,
     computed exactly.
     """
     draft = TableEngine(DRAFT, "draft")

@@ -85,7 +85,7 @@ def test_replace_discards_the_chunk(attempt: Solve) -> None:
 
 
 def test_repair_keeps_what_the_target_does_not_doubt(attempt: Solve, answers: Answers) -> None:
-    """A part of the rejected chunk stays, token for token, the target goes on after it, and every
+    """A part of the rejected chunk stays, token for token, the target continues after it, and every
     token counts once.
     """
     policy = replace(POLICY, takeover="repair", score=ScoreRule("speculative"))
@@ -278,7 +278,7 @@ def test_the_context_is_a_limit_too(attempt: Solve) -> None:
 
 
 def test_budget_forcing_makes_a_rollout_go_on(attempt: Solve) -> None:
-    """After its first answer the rollout is told to wait; the answer it had is the answer if no
+    """After its first answer the rollout is asked to wait; the answer it had is the answer if no
     other comes.
     """
     plain = lines(attempt(POLICY, FixedGate("accept")))

@@ -53,7 +53,7 @@ def main(directory: Path) -> int:
 
 class Forked(subprocess.Popen[bytes]):
     """A worker process that is a fork of its parent: the same pipes and the same program, nothing
-    imported anew.
+    imported again.
     """
 
     def _execute_child(self, *arguments: Any) -> None:

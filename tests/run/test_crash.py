@@ -92,7 +92,7 @@ def test_ctrl_c(
     crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, times: int
 ) -> None:
     """Once: calls in flight finish and are saved. Twice: they are dropped. Either way 130, and the
-    run can go on.
+    run can continue.
     """
     order = crashing.Order(str(tmp_path), signals="handle")
     # it must not be done before it hears of it

@@ -186,8 +186,8 @@ class Study:
 
 
 def test_signals_at_any_moment_change_nothing(runs: Runs, tmp_path: Path) -> None:
-    """ATTS_KILLS many, at seeded moments from the start of a process on; the run goes on after each
-    to the same end.
+    """ATTS_KILLS many, at seeded moments from the start of a process on; the run continues after
+    each to the same end.
     """
     whole = tmp_path / "whole"
     number = 0

@@ -32,7 +32,7 @@ from atts.run import CallBegun, Notice, Progress, ProgressSnapshot, RunBegun, St
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """Seconds that pass on command."""
 
     def __init__(self) -> None:
         self.now = 100.0

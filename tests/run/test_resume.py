@@ -1,4 +1,4 @@
-"""A run goes on from any beginning of its journal as if it had never stopped."""
+"""A run continues from any beginning of its journal as if it had never stopped."""
 
 from __future__ import annotations
 

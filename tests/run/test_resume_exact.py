@@ -1,5 +1,5 @@
-"""A run of method exact goes on from its journal, although the clock decided who wrote and how much
-was drafted.
+"""A run of method exact continues from its journal, although the clock decided who wrote and how
+much was drafted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def texts(result: RunResult) -> list[Any]:
 
 @pytest.mark.parametrize("drafts", ["draft", "target"])
 def test_method_exact_asks_for_no_recorded_call_again(world: Any, drafts: Role) -> None:
-    """Pieces that were begun go on with the writer and the lengths of the session before."""
+    """Pieces that were begun continue with the writer and the lengths of the session before."""
 
     def plan() -> Any:
         draft = ScriptedEngine(drafts, latency=Latency(sampled_token=0.002))

@@ -136,7 +136,9 @@ def test_every_call_is_a_node_and_a_step(world: Any) -> None:
 
 
 def test_fallback_answers_are_marked_in_the_journal(world: Any) -> None:
-    """An answer that is only stated counts once its text has ended, and says so wherever it is kept."""
+    """An answer that is only stated counts once its text has ended, and says so wherever it is
+    kept.
+    """
     answers = Answers(lambda text: None, toy_groups, extract_finished=toy_answer)
     plan = world.plan(answers=answers, policy=replace(POLICY, turns=60))
     result = world.run(plan, world.session())
@@ -251,7 +253,7 @@ def test_a_pipeline_that_breaks_fails_its_problem_alone(world: Any) -> None:
 
 
 def test_two_problems_of_one_name_are_refused(world: Any) -> None:
-    """They could not be told apart in the journal."""
+    """They could not be distinguished in the journal."""
     with pytest.raises(DatasetError, match="two problems have the id 'a'"):
         world.run(world.plan(), world.session(), [Problem("a", "1"), Problem("a", "2")])
 
@@ -276,8 +278,8 @@ def test_impossible_plans_are_refused(world: Any) -> None:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_asked_to_end(world: Any, outcomes: Outcomes, backend: Backend, times: int) -> None:
-    """Once: calls in flight finish and are recorded. Twice: they are cancelled. Then it goes on to
-    the same end.
+    """Once: calls in flight finish and are recorded. Twice: they are cancelled. Then it continues
+    to the same end.
     """
     whole = world.run(world.plan(), world.session("whole"), backend=backend)
     stop = Stop()
@@ -419,7 +421,7 @@ def test_recalled_turns_that_differ_are_told(world: Any) -> None:
 
 @pytest.mark.parametrize("again", ["0a", "0a 0b", "0a 1x", "0a 0x", "0a 1c", "0a 0b 1d 1x", ""])
 def test_an_attempt_an_earlier_session_gave_up_may_stand(world: Any, again: str) -> None:
-    """Then it tried turn 0 anew; whatever this session comes to, the journal tells these turns and
+    """Then it tried turn 0 again; whatever this session comes to, the journal tells these turns and
     no mixture.
     """
     chunk = Chunk("draft", "x", (1,), (1,), "end")
@@ -623,8 +625,8 @@ def test_a_calibrator_lets_go_of_problems_that_are_over(world: Any) -> None:
 
 
 def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
-    """They go on in another session, which remembers them: an outage of any length is not paid for
-    in memory.
+    """They continue in another session, which remembers them: an outage of any length is not paid
+    for in memory.
     """
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="sample")
     draft = ScriptedEngine("draft", latency=world.quick, faults=ill)

@@ -134,7 +134,7 @@ def test_a_sound_run_says_nothing_of_it() -> None:
 
 
 def test_a_stray_failure_ends_nothing() -> None:
-    """One usable score starts the count anew."""
+    """One usable score starts the count again."""
 
     class Stray(Overflowing):
         async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""Runs that end once they are told apart from an earlier one."""
+"""Runs that end once they are distinguished from an earlier one."""
 
 from __future__ import annotations
 

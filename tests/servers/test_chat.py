@@ -1,4 +1,6 @@
-"""Servers that speak text: what the chat API and Ollama can be used for, and what they are refused for."""
+"""Servers that speak text: what the chat API and Ollama can be used for, and what they are refused
+for.
+"""
 
 from __future__ import annotations
 
@@ -406,8 +408,8 @@ async def test_a_rejected_key_and_a_missing_model_are_said(
 
 
 def test_chat_apis_are_named_by_words() -> None:
-    """The path goes on to the version, the model follows; the key's variable is a setting, a key is
-    none.
+    """The path continues to the version, the model follows; the key's variable is a setting, a key
+    is none.
     """
     words = "openai:https://h/api/v1/deepseek/deepseek-r1?key=H_KEY&prefill=prefix&context=4096"
     one = build_engine(words, "target")

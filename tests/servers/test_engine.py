@@ -140,7 +140,7 @@ async def test_llamacpp_is_refused_as_a_target(serve: Serve, client: Connect) ->
 async def test_a_dialect_without_tokenize_is_probed_all_the_same(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its author learns which method is missing; the rest of the probe goes on."""
+    """Its author learns which method is missing; the rest of the probe continues."""
     monkeypatch.delattr(LlamaCppDialect, "tokenize")
     async with client(serve("llamacpp").url) as remote:
         finding = dict(remote.spec.findings)["tokenizer"]

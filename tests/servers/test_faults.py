@@ -55,7 +55,7 @@ ALL = {
 
 
 class Stalling(ScriptedEngine):
-    """An engine that can be told to take for ever."""
+    """An engine that can be asked to take for ever."""
 
     stall = False
 
@@ -413,7 +413,7 @@ async def test_the_same_server_may_come_back(serve: Serve, client: Connect) -> N
 @pytest.mark.anyio
 async def test_steady_work_is_no_silence(serve: Serve, client: Connect) -> None:
     """Calls one after the other are not interrupted by questions about who answers, however long
-    they go on.
+    they continue.
     """
     now = 0.0
 

@@ -1,4 +1,6 @@
-"""Servers that are killed in mid-run: calls wait for their return, or are left for the next session."""
+"""Servers that are killed in mid-run: calls wait for their return, or are left for the next
+session.
+"""
 
 from __future__ import annotations
 
@@ -175,8 +177,8 @@ def forced(directory: Path) -> list[Any]:
 
 @pytest.mark.parametrize("pool", [False, True])
 def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, pool: bool) -> None:
-    """Killed and started again while the run goes on: the run ends as if nothing had been, and says
-    who was awaited.
+    """Killed and started again while the run continues: the run ends as if nothing had been, and
+    says who was awaited.
     """
     pair = Pair(serve)
     whole = outcomes(pair.run(tmp_path / "whole", PATIENT, pool=pool))

@@ -222,7 +222,7 @@ class Lost(ScriptedEngine):
 
 
 def test_calls_that_lost_the_only_replica_wait_until_it_was_checked(anyio_backend: Any) -> None:
-    """It is there before it was missed: every caller goes on when one has looked, however long it
+    """It is there before it was missed: every caller continues when one has looked, however long it
     failed before.
     """
 

@@ -188,7 +188,7 @@ async def test_stages_in_actors_say_what_one_process_says(cluster: Any) -> None:
 
 @pytest.mark.anyio
 async def test_a_killed_replica_of_a_stage_costs_no_answer(cluster: Any) -> None:
-    """Two actors with the same layers: one goes on with what was asked of both; the commands take
+    """Two actors with the same layers: one continues with what was asked of both; the commands take
     such words too.
     """
     words = "embedded:target?threads=1&kv_tokens=4096"

@@ -172,7 +172,7 @@ def test_what_cannot_be_done_as_asked_is_refused(
     ],
 )
 def test_bodies_that_are_no_request_are_refused(data: bytes, status: int) -> None:
-    """A broken, deep or huge body is an error of the client, and the server goes on."""
+    """A broken, deep or huge body is an error of the client, and the server continues."""
 
     async def main() -> None:
         async with serving() as client:
@@ -276,7 +276,7 @@ def test_only_the_key_opens_the_door() -> None:
 
 
 def test_overload_is_refused_with_a_time_to_try_again() -> None:
-    """One request is worked on, one waits, the third is told to come back."""
+    """One request is worked on, one waits, the third is asked to come back."""
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), requests=1, queue=1) as client:
@@ -321,7 +321,7 @@ def test_a_client_that_leaves_cancels_its_calls(stream: bool) -> None:
 
 
 def test_a_lost_engine_is_an_error_of_the_server() -> None:
-    """The client hears 502 and no internals; the server goes on."""
+    """The client hears 502 and no internals; the server continues."""
 
     async def main() -> None:
         faulty = ScriptedEngine("draft", faults=Faults({"refused": 1.0}))

@@ -296,7 +296,7 @@ def test_what_is_said_to_be_saved_is(acceptance: float) -> None:
 
 
 def test_survival_is_not_biased_by_places_that_were_never_tested() -> None:
-    """Accepted over proposed would say .54 for .8 and five tokens; places know no more than those
+    """Accepted over proposed would say 0.54 for 0.8 and five tokens; places know no more than those
     before them.
     """
     survival = Survival(8)

@@ -39,7 +39,7 @@ def test_a_hint_is_followed_and_found_again_after_a_difference() -> None:
 
 
 def test_a_suffix_is_looked_up_in_its_own_text_and_in_siblings() -> None:
-    """The longest match goes on; texts of other problems are not looked at; a finished one stays
+    """The longest match continues; texts of other problems are not looked at; a finished one stays
     known.
     """
     suffixes = SuffixProposer()
@@ -109,8 +109,8 @@ class Sure(HintProposer):
 
 
 def test_the_best_proposer_spares_the_others_the_work() -> None:
-    """One that is confident enough is the last that is asked; what stood is told to the one it came
-    from.
+    """One that is confident enough is the last that is asked; acceptance is reported to the one
+    that it came from.
     """
     unsure = Sure(5, 0.2)
     sure = Sure(6, 0.8)

@@ -1,5 +1,5 @@
 """The choice among schemes: the fastest gets nearly all steps, a change is noticed, and loads are
-told apart.
+distinguished.
 """
 
 from __future__ import annotations

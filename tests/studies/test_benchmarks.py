@@ -39,7 +39,7 @@ def _emit(
 
 
 def test_a_page_is_filled_from_records_and_says_what_is_missing(tmp_path: Path) -> None:
-    """Marked parts are made anew, with their chart; the rest stays, a part without a record too."""
+    """Marked parts are made again, with their chart; the rest stays, a part without a record too."""
     _emit(tmp_path / "runs")
     text, missing = pages.fill(MARKS, pages.read(tmp_path / "runs"), tmp_path / "pictures")
     assert "old" not in text

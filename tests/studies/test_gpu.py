@@ -1,5 +1,5 @@
-"""The GPU study without a GPU: what it imports, how it goes on, what its tables say, and all of its
-code on a CPU.
+"""The GPU study without a GPU: what it imports, how it continues, what its tables say, and all of
+its code on a CPU.
 """
 
 from __future__ import annotations

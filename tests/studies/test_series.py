@@ -34,7 +34,7 @@ def _run(
 
 
 def test_what_an_interrupted_series_has_done_is_kept(tmp_path: Path) -> None:
-    """The same command goes on; once all is done, the next one begins anew."""
+    """The same command continues; once all is done, the next one begins again."""
     assert _run(tmp_path, "B") == (["a"], ["interrupted"])
     assert _run(tmp_path, "C") == (["b"], ["interrupted"])
     assert _run(tmp_path) == (["c"], [])

@@ -76,7 +76,7 @@ async def _equal_siblings(law: Any) -> list[int]:
 
 
 def test_rollouts_that_wrote_the_same_keep_a_prefix_each() -> None:
-    """A server's cache loses nothing when the first of them goes on: none is fed what is known
+    """A server's cache loses nothing when the first of them continues: none is fed what is known
     again.
     """
     with servers.pair_law() as law:

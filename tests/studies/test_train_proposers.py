@@ -56,8 +56,8 @@ def test_training_makes_an_exit_and_heads_that_know_more(
 
 
 def test_the_shipped_exit_names_what_is_written() -> None:
-    """The target's token is among its first eight at least .95 of the time, which it is not without
-    an adapter.
+    """The target's token is among its first eight at least 0.95 of the time, which it is not
+    without an adapter.
     """
     texts = anyio.run(record, 8, 0)
     shares = list[float]()

@@ -143,7 +143,7 @@ def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults]
 
 @ways
 def test_a_score_asked_again_may_fare_better(make: Callable[[Faults], Engine]) -> None:
-    """Scores have no seed: the same one is told apart by how often it was asked."""
+    """Scores have no seed: the same one is distinguished by how often it was asked."""
 
     async def main() -> set[str]:
         async with make(Faults({"refused": 0.5})) as engine:

@@ -1,4 +1,4 @@
-"""The scripted engine waits, queues, counts, drifts and lets go as it was told to."""
+"""The scripted engine waits, queues, counts, drifts and lets go as it was asked to."""
 
 from dataclasses import replace
 from functools import partial
@@ -210,7 +210,7 @@ async def test_schedule_and_hints_change_nothing_but_cached_tokens() -> None:
 
 @pytest.mark.anyio
 async def test_roles_share_tokens_and_differ_in_skill() -> None:
-    """Draft and target read the same ids, and are told apart by their specs."""
+    """Draft and target read the same ids, and are distinguished by their specs."""
     async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
         assert draft.spec.tokenizer == target.spec.tokenizer
         assert draft.spec.fingerprint() != target.spec.fingerprint()

@@ -27,8 +27,8 @@ _SLOT_RUN = 64  # slots taken at a time
 
 
 class ToldTarget(InlineTransport):
-    """Works at once, while a target elsewhere computes: how long its steps take is told, and what its exit
-    says.
+    """Works at once, while a target elsewhere computes: how long its steps take is told, and what
+    its exit says.
     """
 
     is_beside = True
@@ -168,7 +168,7 @@ def _serve(orders: IO[bytes], answers: IO[bytes], drafting: Drafting) -> None:
             if not drafting.take(message):
                 continue
             answer = drafting.answer()
-        except Exception as error:  # noqa: BLE001  told to the target's side, which goes on without
+        except Exception as error:  # noqa: BLE001  reported to the target's side, which continues without
             answer = Drafted({}, OverlapStats(), f"{type(error).__name__}: {error}")
         write(answers, answer)
 

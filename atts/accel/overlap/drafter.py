@@ -262,9 +262,9 @@ class InlineTransport:
 class OverlappedDrafter(ModelDrafter):
     """Proposes what was drafted while the step before was verified.
 
-    Without a fan the one guess is that every token is accepted and the draft's own token follows (PEARL);
-    else the likeliest outcomes are continued, at every place the draft's first tokens among them
-    (SSD), or the first of the target's early exit, as soon as that tells them (Mirror).
+    Without a fan the one guess is that every token is accepted and the draft's own token follows
+    (PEARL); else the likeliest outcomes are continued, at every place the draft's first tokens
+    among them (SSD), or the first of the target's early exit, as soon as that tells them (Mirror).
     """
 
     def __init__(
@@ -435,8 +435,8 @@ class OverlappedDrafter(ModelDrafter):
             self._rows.advance(sequence, start + count)
 
     def _begin(self, job: DraftJob, ask: Ask, branch: DraftBranch | None) -> TokenProposal:
-        """Add to the job what is needed to go on from this sequence and its proposal, which is the
-        branch's rest.
+        """Add to the job what is needed to continue from this sequence and its proposal, which is
+        the branch's rest.
         """
         sequence = self._rows.sequence(ask.key)
         base = len(ask.ids)
@@ -482,7 +482,7 @@ class OverlappedDrafter(ModelDrafter):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Continue what is likely by the target's exit, while the target goes on."""
+        """Continue what is likely by the target's exit, while the target continues."""
         job = self._job
         self._began = perf_counter()
         assert job is not None, "it listens while a job is under way"

@@ -215,8 +215,8 @@ class DrafterProcess(Proposer):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Pass on what the target's exit tells, while the target goes on; an exit that broke tells
-        nothing.
+        """Pass on what the target's exit tells, while the target continues; an exit that broke
+        tells nothing.
         """
         self._hears = False
         self._began = perf_counter()

@@ -49,7 +49,8 @@ _TRIED = 2  # steps of a trial
 _RESTS = 64, 4096  # steps for which nothing is looked at: at first, at most
 _LENGTHS = 8, 4, 2, 1, 16  # tried for all sequences in advance; others near lengths that pay
 _FEW = 4  # tokens tried for few sequences
-# of all time, what proposals may have lost in total when they are stopped, and when they may go on
+# of all time, what proposals may have lost in total when they are stopped, and when they may
+# continue
 _MOST_LOST = 0.02, 0.012
 _GRACE = 64  # steps without proposals that may be lost at the beginning, whatever the run's length
 _NEW = -1  # stands for a sequence of which nothing is known

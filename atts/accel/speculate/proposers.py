@@ -37,7 +37,7 @@ class HintProposer(Proposer):
         return TokenProposal(tokens, 0.9 if tokens else 0.0)
 
     def _aligned(self, ask: Ask) -> int | None:
-        """Return the place in the hint where the text goes on; None when they have parted."""
+        """Return the place in the hint where the text continues; None when they have parted."""
         if ask.written == 0:
             return 0
         written = tuple(ask.ids[-min(ask.written, _ANCHOR) :])
@@ -87,7 +87,7 @@ class _Group:
                 self.grams[tuple(text[-_GRAM:])].append((text, end))
 
     def _begun(self, ask: Ask) -> _Text:
-        """Return the text that this request goes on with, as far as it is indexed: its rollout's,
+        """Return the text that this request continues with, as far as it is indexed: its rollout's,
         where that is known.
         """
         known = self.latest.get(ask.rollout, _Text()) if ask.rollout else _Text()

@@ -21,7 +21,7 @@ class Instance(NamedTuple):
     run: float
     owns: bool  # the request's keys and values of this block are there
     move: float  # to bring them there
-    recompute: float  # to compute them there anew
+    recompute: float  # to compute them there again
     hop: float  # to bring the states there
 
     @property

@@ -18,8 +18,8 @@ from atts.local.sequence import Sequence
 
 # Layers are divided where models of the loop part; each column of layers has slots of its own. A
 # position of a sequence has a slot in each column. Where a relative has computed the same tokens
-# through the same blocks, its slots are held once more instead of being computed again, and what went
-# into the first unit that differs is read from where it is kept.
+# through the same blocks, its slots are held once more instead of being computed again, and what
+# went into the first unit that differs is read from where it is kept.
 
 OnSplit = Callable[[list[int]], None]
 """Hears from which of the old columns each new one is."""
@@ -111,7 +111,7 @@ class SlotLedger(SlotAllocator):
         found = {
             (a, b): divergence_point(chains[a], chains[b]) for a in chains for b in chains if a != b
         }
-        units = dict[int, int]()  # by layers: one place where all that part there can go on
+        units = dict[int, int]()  # by layers: one place where all that part there can continue
         for layers, unit in found.values():
             if layers:
                 units[layers] = min(unit, units.get(layers, unit))
@@ -150,7 +150,7 @@ class SlotLedger(SlotAllocator):
         return bisect_right(self.starts, layer) - 1
 
     def reach(self, kin: Relative, slots: SlotIds) -> int:
-        """Count the relative's leading positions from which a sequence can go on."""
+        """Count the relative's leading positions from which a sequence can continue."""
         kept = self.kept[kin.unit]
         known = kept.is_known[slots[:, kept.column]] if len(slots) else np.zeros(0, dtype=np.bool_)
         return len(known) if known.all() else int(known.argmin())

@@ -49,7 +49,7 @@ class StageShare(NamedTuple):
     worker: int
     entries: Ints  # of the batch
     brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that others have, by slots
-    again: Sequence[tuple[StepBatch, Floats]] = ()  # what it computes anew first
+    again: Sequence[tuple[StepBatch, Floats]] = ()  # what it computes again first
     slots: Ints = _NONE  # whose keys and values it has then
 
 
@@ -368,7 +368,7 @@ class StageExecutor:
         """Create an executor of at most `most` workers; if `is_shared` is set, the models of a zoo
         may share their ranges of layers.
 
-        Where a range has but one worker, nothing is kept for others to go on from.
+        Where a range has but one worker, nothing is kept for others to continue from.
         """
         self._config = config
         self._build = build
@@ -407,7 +407,7 @@ class StageExecutor:
     def add(
         self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()
     ) -> None:
-        """Add the ranges of a model one after the other, where they are told to be or near their
+        """Add the ranges of a model one after the other, where they belong or near their
         neighbours.
         """
         path = self.paths[chain] = list[LayerRange]()

@@ -239,7 +239,7 @@ class NativeModel:
         """Prepare a step of which parts are to be run.
 
         `rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer
-        goes on alone; both are changed in place. To those of `adapted` adapters add.
+        continues alone; both are changed in place. To those of `adapted` adapters add.
         """
         self._grow_buffers(len(batch.tokens))
         step = _Step.from_buffer_copy(self._step)

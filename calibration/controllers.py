@@ -26,7 +26,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 # The deficit is rate * decisions - escalations. This share of a run's decisions may stay as deficit
 # at its end: making up for all of it takes the target from the run's last, hardest chunks.
-SLACK = 0.0075
+SLACK = 0.006
 # The rest is made up for as if so many times fewer decisions were left: slower misses runs
 # whose scores come sorted.
 _HASTE = 2.0

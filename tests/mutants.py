@@ -240,8 +240,8 @@ OTHERS = [
     *_table(
         "atts/run/recording.py",
         "tests/run/test_resume_exact.py tests/run/test_censored.py tests/run/test_decisions_left.py",
-        "return left / (left + sum(self._reached) - self._reached[0])",
-        "return left / (left + sum(self._reached))",
+        "return left / (left + self._decided)",
+        "return left / (left + self._decided + 1)",
     ),
     *_table(
         "atts/run/evaluation.py",

@@ -144,59 +144,93 @@ class EscalationCounter:
         return share_estimate(self._counts.values())
 
 
+# The share of a run's rollouts whose end makes what was seen before count for 1/e. With a longer
+# memory, runs of sorted problems expect late rollouts to be like the early ones.
+_MEMORY = 0.125
+
+
 class RunLengthEstimate(RunLength):
     """Estimate of the remaining decisions of a run of known size, from the decisions that its
     rollouts took so far.
 
     Of those that took so many, some ended and some took another: the product of such shares is
     Kaplan and Meier's estimate of how far a rollout goes. A concluded problem ends all of its
-    rollouts.
+    rollouts. Recent ones weigh more: where problems are sorted by difficulty, the rollouts to come
+    are like the latest, not like the average.
     """
 
-    __slots__ = ("_ended", "_open", "_reached", "_samples")
+    __slots__ = (
+        "_decided",
+        "_ended",
+        "_growth",
+        "_is_known",
+        "_open",
+        "_samples",
+        "_there",
+        "_weight",
+        "_went_on",
+    )
 
     def __init__(self, problems: int | None, samples: int) -> None:
+        rollouts = (problems or 0) * samples
         self._samples = samples
-        self._reached = [(problems or 0) * samples]  # rollouts that took at least so many decisions
-        self._ended = [0]  # those that took no more
+        self._is_known = rollouts > 0
+        self._decided = 0
+        # Three lists by the number of decisions: open rollouts that took exactly so many, the weight
+        # of those that ended there, and the weight of those that took another.
+        self._there = [rollouts]
+        self._ended = [0.0]
+        self._went_on = [0.0]
+        self._weight = 1.0  # of what happens now; it grows with each rollout that ends
+        self._growth = 1 + 1 / max(1.0, _MEMORY * rollouts) if rollouts else 1.0
         self._open = dict[str, dict[int, int]]()  # decisions of the rollouts that have not ended
 
     @property
     def share(self) -> float | None:
         """Return the share of decisions left: 1 until a rollout has ended."""
-        if not self._reached[0] or not any(self._ended):
-            return 1.0 if self._reached[0] else None
-        left = to_come = 0.0  # of all rollouts, and of one that took so many
-        went_on = 0
-        for reached, ended in zip(reversed(self._reached), reversed(self._ended), strict=True):
-            known = went_on + ended
-            to_come = (1 + to_come) * (went_on / known if known else 1.0)
-            left += to_come * (reached - known)
-            went_on = reached
+        if not self._is_known:
+            return None
+        if not any(self._ended):
+            return 1.0
+        left = 0.0  # decisions of all open rollouts
+        to_come = 0.0  # decisions of a rollout that took so many
+        for place in reversed(range(len(self._there))):
+            known = self._went_on[place] + self._ended[place]
+            to_come = (1 + to_come) * (self._went_on[place] / known if known else 1.0)
+            left += to_come * self._there[place]
         left = max(1.0, left)
-        return left / (left + sum(self._reached) - self._reached[0])
+        return left / (left + self._decided)
 
     def count(self, decision: Decision) -> None:
         """Count a decision unless it only asks for a score; each turn counts once."""
         if decision.action == "verify":
             return
         rollouts = self._open.get(decision.question) or self._rollouts(decision.question)
-        for made in range(rollouts.get(decision.sample, 0) + 1, decision.turn + 2):
-            if made == len(self._reached):
-                self._reached.append(0)
-                self._ended.append(0)
-            self._reached[made] += 1
-            rollouts[decision.sample] = made
+        for made in range(rollouts.get(decision.sample, 0), decision.turn + 1):
+            if made + 1 == len(self._there):
+                self._there.append(0)
+                self._ended.append(0.0)
+                self._went_on.append(0.0)
+            self._there[made] -= 1
+            self._there[made + 1] += 1
+            self._went_on[made] += self._weight
+            rollouts[decision.sample] = made + 1
+            self._decided += 1
 
     def end(self, problem: str, sample: int) -> None:
         """Note that one of this problem's rollouts has ended."""
-        self._ended[self._rollouts(problem).pop(sample, 0)] += 1
+        self._end_all([self._rollouts(problem).pop(sample, 0)])
 
     def conclude(self, problem: str) -> None:
         """Note that all rollouts of this problem have ended."""
-        for made in self._rollouts(problem).values():
-            self._ended[made] += 1
+        self._end_all(list(self._rollouts(problem).values()))
         del self._open[problem]
+
+    def _end_all(self, lengths: Sequence[int]) -> None:
+        for made in lengths:
+            self._there[made] -= 1
+            self._ended[made] += self._weight
+        self._weight *= self._growth ** len(lengths)  # to e^4 in a whole run
 
     def _rollouts(self, problem: str) -> dict[int, int]:
         return self._open.setdefault(problem, dict.fromkeys(range(self._samples), 0))

@@ -1,4 +1,6 @@
-"""Ledger of engine calls: every call is reserved before it is dispatched, so that no cap is exceeded."""
+"""Ledger of engine calls: every call is reserved before it is dispatched, so that no cap is
+exceeded.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ class Caps:
     def exceeded_by(self, amount: Amount) -> str:
         """Return the name of the first cap that the amount exceeds, or "".
 
-        Seconds pass without calls, so whoever runs the calls watches `max_seconds`.
+        Seconds pass without calls, so the caller watches `max_seconds`.
         """
         pairs = (
             ("max_calls", self.max_calls, amount.calls),
@@ -325,7 +327,7 @@ class Account:
     def reserved_now(self, most: Amount) -> Generator[_Reservation]:
         """Reserve a call for the length of the block.
 
-        :raises LimitReached: a cap has no room for it beside what is spent and reserved.
+        :raises LimitReached: a cap has no room for it next to what is spent and reserved.
         """
         for account in self.accounts:
             limit = account.caps.exceeded_by(account.spent + account.reserved + most)

@@ -192,7 +192,7 @@ class RolloutBuilder:
             self._ahead = None
 
     def hand_over(self) -> None:
-        """Let the target write this rollout from here on, with nobody to judge it.
+        """Let the target write this rollout from here on, without a judge.
 
         Nothing looks at it between its chunks any more, so the target writes it in long pieces.
         """

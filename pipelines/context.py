@@ -38,7 +38,7 @@ class Answers:
 
 
 class RolloutListener(Protocol):
-    """Is told facts as they happen; must not block."""
+    """A listener to facts as they happen; it must not block."""
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
         """Hear that a chunk was written after `rollout`; it may still be judged and discarded."""

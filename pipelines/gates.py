@@ -365,7 +365,7 @@ class AgreementGate:
     where they do not.
 
     The inner gate hears what was really done, so that one which holds a rate spends elsewhere what
-    is spared here.
+    is saved here.
     """
 
     inner: Gate

@@ -112,7 +112,9 @@ Judge = ChunkJudge | RoundJudge
 
 
 def make_judge(gate: Gate | RoundGate) -> Judge:
-    """Return the judge that asks this gate; made once per problem, for finding a gate's kind is slow."""
+    """Return the judge that asks this gate; made once per problem, for finding a gate's kind is
+    slow.
+    """
     return RoundJudge(gate) if isinstance(gate, RoundGate) else ChunkJudge(gate)
 
 
@@ -167,9 +169,9 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     target.
 
     Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter
-    than asking. Where the sibling's call fails and is tried again it is not, so one of those who wait
-    then asks for itself. Who asked in an earlier
-    session asks again, and is answered by what was recorded.
+    than asking. Where the sibling's call fails and is tried again it is not, so one of those who
+    wait then asks for itself. Who asked in an earlier session asks again, and is answered by what
+    was recorded.
     """
     if builder.score_source != "log-probabilities":
         return await score_by_target(builder, proposal)
@@ -241,7 +243,7 @@ def _request(builder: RolloutBuilder, chunk: Chunk) -> ScoreRequest:
 async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """Return the proposal with its score, or with the reason why there is none.
 
-    A score of the draft's own log-probabilities asks nobody.
+    A score of the draft's own log-probabilities needs no call.
 
     :raises EngineError: the engine is lost, or cannot score at all.
     """

@@ -67,7 +67,7 @@ def test_the_glossary_names_what_is_there() -> None:
 
 
 def test_the_table_of_events_is_complete() -> None:
-    """docs/api.md names every type that a listener may be told, where it can be imported from,
+    """docs/api.md names every type that a listener may receive, where it can be imported from,
     once.
     """
     from atts.run import Notice

@@ -204,8 +204,8 @@ def test_a_lost_engine_fails_the_question_alone() -> None:
 
 @pytest.mark.anyio
 async def test_runs_within_a_session(tmp_path: Path) -> None:
-    """Evaluations beside questions, on the same engines; one in a directory has a gate of its own
-    and resumes.
+    """Evaluations run next to questions, on the same engines; one in a directory has a gate of its
+    own and resumes.
     """
     problems = toy_problems(6)
     async with Session(SCRIPTED) as session:
@@ -299,7 +299,9 @@ def test_a_session_in_a_forked_child_refuses_and_its_parent_goes_on() -> None:
 
 
 def test_a_synchronous_session_is_open_once_at_a_time() -> None:
-    """A second `with` around an open session would lose the first one's thread; a later one is fine."""
+    """A second `with` around an open session would lose the first one's thread; a later one is
+    fine.
+    """
     session = SyncSession(Setup(draft="scripted", target="scripted", method="draft-only"))
     for _ in range(2):
         with session:

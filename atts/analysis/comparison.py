@@ -269,8 +269,8 @@ class Compared:
 def compare(
     first: GradedRun, second: GradedRun, *, seed: int = 0, points: float | None = None
 ) -> Compared:
-    """Pair the problems that both sides have; with `points`, also one by one until they are told
-    apart.
+    """Pair the problems that both sides have; with `points`, also one by one until they are
+    distinguished.
 
     :raises DatasetError: there are none.
     """

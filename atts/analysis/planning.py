@@ -51,7 +51,7 @@ class CompleteRollout:
     sample: int
     turns: tuple[TurnCost, ...]
     label: Hashable | None
-    is_right: bool | None  # None where that could not be told
+    is_right: bool | None  # None if it is unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,7 +299,7 @@ def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy
 
 @dataclass(frozen=True, slots=True)
 class ReplayedDecision:
-    """A decision taken again, beside the one that was carried out."""
+    """A decision taken again, and the one that was carried out."""
 
     decision: Decision
     recorded: Decision
@@ -466,7 +466,7 @@ def _read(run: RecordedRun, *, needs_tokens: bool) -> _Recorded:
 def _without_tokens(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Outcome:
     """Return the outcome without the ids and log-probabilities that no decision asks for again.
 
-    They are most of what a rollout takes in memory. What a gate is told of a chunk stands with its
+    They are most of what a rollout takes in memory. What a gate receives of a chunk stands with its
     recorded decision; turns whose decision tells too little stay as they are.
     """
     rollouts: list[Rollout] = []

@@ -69,7 +69,7 @@ def build_engine(
     """Build an engine, not open yet, from its words; an engine is returned as it is.
 
     Models of this machine are "embedded", "scripted", "hf:Qwen/Qwen3-1.7B" and "hf:./folder".
-    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=.01" it
+    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=0.01" it
     may be replaced by what `atts zoo compare` kept within so many nats a token, and the loss is
     logged as a warning. "?replicas=2" loads the model into two processes, "?stages=2" divides its
     layers between two.
@@ -84,9 +84,9 @@ def build_engine(
     "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the fields of `atts.servers.RayOptions`).
 
     With `chat`, a model of this machine without a chat template is refused before it is loaded. A
-    draft model that is `lent` proposes for one of this machine, where it fits (`atts.accel.accelerated`).
-    A `demand` says what a run needs of a model on a GPU. A server that is lost is waited for
-    `give_up_after` seconds, unless its address says how long.
+    draft model that is `lent` proposes for one of this machine, where it fits
+    (`atts.accel.accelerated`). A `demand` says what a run needs of a model on a GPU. A server that
+    is lost is waited for `give_up_after` seconds, unless its address says how long.
 
     :raises OptionError: no engine is called that, or it has no such setting.
     :raises UnsupportedByEngine: a folder without a chat template.
@@ -477,8 +477,8 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     model whose name does not say that it answers at once is taken to reason, for a rollout that is
     cut is worth nothing, and one that was allowed too much costs nothing.
 
-    >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
-    (512, 16000)
+    >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001",
+    "vllm:http://b:8000").max_tokens (512, 16000)
     """
     largest = max(map(_model_budget, engines), key=lambda budget: budget.max_tokens)
     contexts = [length for length in map(known_context, engines) if length is not None]
@@ -556,7 +556,8 @@ def _model_budget(engine: str | Engine) -> Budget:
     scheme, _, model = words.partition(":")
     if scheme in ("embedded", "scripted"):
         return SMALL
-    # The scheme is no part of a model's name: "chat:" says how a server is asked, not what it serves.
+    # The scheme is no part of a model's name: "chat:" says how a server is asked, not what it
+    # serves.
     folder = _folder_of(scheme, model)
     template = template_of(folder) if folder is not None else None
     if template is not None:

@@ -253,7 +253,7 @@ class Setup:
 
     @property
     def speculation(self) -> Speculate:
-        """Return who proposes tokens to the target; in method exact, which only scores, nobody."""
+        """Return who proposes tokens to the target; None in method exact, which only scores."""
         return "off" if self.speculate == "auto" and self.run_policy.exact else self.speculate
 
     @property

@@ -137,7 +137,7 @@ def plan_sweep(
     """
     axes = {name: _values(name, values, flags or {}, pairs) for name, values in over.items()}
     if not axes:
-        raise OptionError("--over", "nothing varies; give KEY=VALUE,VALUE such as rate=.1,.2,.4")
+        raise OptionError("--over", "nothing varies; give KEY=VALUE,VALUE such as rate=0.1,0.2,0.4")
     base = configure(flags, pairs, file=file)
     directory = _directory(base, axes)
 

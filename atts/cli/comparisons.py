@@ -175,11 +175,11 @@ def certify(
 ) -> None:
     """Certify the cheapest policy that is correct nearly as often as the target alone.
 
-    "Nearly" is at most --epsilon less often on new problems. Runs of one method and rate scope are tested
-    from the highest rate down until one fails. The net loss is bounded: answers that the policy
-    loses less those that it wins, so that two runs of the same models can be certified against each
-    other. If no policy is certified the exit code is 5, and the output says how many problems it
-    would take.
+    "Nearly" is at most --epsilon less often on new problems. Runs of one method and rate scope are
+    tested from the highest rate down until one fails. The net loss is bounded: answers that the
+    policy loses less those that it wins, so that two runs of the same models can be certified
+    against each other. If no policy is certified the exit code is 5, and the output says how many
+    problems it would take.
 
     Example: atts certify runs/target-only runs/first --epsilon 0.02
     """
@@ -374,7 +374,7 @@ def plan(
 ) -> None:
     """Advise what to spend: the rate, samples, turns and chunk length under a cap per problem.
 
-    Only recorded rollouts are used: subsets of them, and their beginnings. Rates that nobody ran
+    Only recorded rollouts are used: subsets of them, and their beginnings. Rates without a run
     get bounds. The output says how each number was estimated.
 
     Example: atts plan runs/first --target-tokens 300

@@ -317,10 +317,10 @@ def sweep(
     over: Annotated[
         list[str] | None,
         typer.Option(
-            help="Key to vary with its values, such as rate=.1,.2,.4 or a JSON list; repeatable: "
+            help="Key to vary with its values, such as rate=0.1,0.2,0.4 or a JSON list; repeatable: "
             "all combinations are run.",
             metavar="KEY=VALUE,VALUE",
-            show_default="rate=.1,.2,.4",
+            show_default="rate=0.1,0.2,0.4",
         ),
     ] = None,
     out: Annotated[
@@ -348,14 +348,14 @@ def sweep(
     share the reply. The same command continues a sweep that was interrupted; more values of the
     same keys add runs to it.
 
-    Example: atts sweep --over rate=.1,.2,.4 --over samples=2,4,8
+    Example: atts sweep --over rate=0.1,0.2,0.4 --over samples=2,4,8
 
     Example: atts sweep math500 --pair r1-1.5b/r1-70b --over max_tokens=4000,8000,16000 --dry-run
     """
     from atts.api import plan_sweep
 
     flags = options.flags_of(context)
-    planned = plan_sweep(axes(over or ["rate=.1,.2,.4"]), flags, pairs or (), file=config)
+    planned = plan_sweep(axes(over or ["rate=0.1,0.2,0.4"]), flags, pairs or (), file=config)
     for note in planned.notes:
         tell(f"atts: {note}")
     if dry_run:
@@ -392,7 +392,7 @@ def _run(planned: Sweep) -> SweepEnd:
 def axes(given: Sequence[str]) -> dict[str, list[object]]:
     """Parse the keys and values of `--over`.
 
-    >>> axes(["rate=.1,.2", 'draft=["hf:a", "hf:b"]'])
+    >>> axes(["rate=0.1,0.2", 'draft=["hf:a", "hf:b"]'])
     {'rate': ['0.1', '0.2'], 'draft': ['hf:a', 'hf:b']}
 
     :raises OptionError: one is not of that form, or a key comes twice.
@@ -401,7 +401,7 @@ def axes(given: Sequence[str]) -> dict[str, list[object]]:
     for words in given:
         name, mark, values = (part.strip() for part in words.partition("="))
         if not (name and mark and values.strip(", ")):
-            raise OptionError("--over", f"{words!r} is not KEY=VALUE,VALUE, such as rate=.1,.2,.4")
+            raise OptionError("--over", f"{words!r} is not KEY=VALUE,VALUE, such as rate=0.1,0.2,0.4")
         if name in values_by_key:
             raise OptionError("--over", f"{name} comes twice; put all its values into one --over")
         values_by_key[name] = _listed(values, words)

@@ -172,7 +172,7 @@ def compare(
     With --keep the blocks that diverge little are put in together and measured again: "?lossy="
     opens that model.
 
-    Example: atts zoo compare tuned --zoo zoo --lossy .01 --keep lean
+    Example: atts zoo compare tuned --zoo zoo --lossy 0.01 --keep lean
     """
     from atts.api import compare_blocks
 

@@ -50,11 +50,12 @@ _NO_PROMPT = Prompt((), ())
 
 
 class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """A line: {"n":17,"at":3.25,"wall":1790000003.25,"event":{"kind":"decided",...},"crc":"5f0c9a1b"}
+    """A line:
+    {"n":17,"at":3.25,"wall":1790000003.25,"event":{"kind":"decided",...},"crc":"5f0c9a1b"}
 
-    A line is whole when it ends in a newline. Its checksum continues that of the line before, so that
-    no line can be left out, put in or exchanged, not even with its number corrected. JSON has no
-    number for infinities and NaN: they are written as the texts "inf", "-inf" and "nan".
+    A line is whole when it ends in a newline. Its checksum continues that of the line before, so
+    that no line can be left out, put in or exchanged, not even with its number corrected. JSON has
+    no number for infinities and NaN: they are written as the texts "inf", "-inf" and "nan".
     """
 
     n: int
@@ -344,7 +345,7 @@ class LineWriter:
 def _is_finite(event: Event) -> bool:
     """Return True if JSON has numbers for all floats of a line, False if that is not known.
 
-    It spares the frequent kinds of lines, whose values may well be null, the slow way.
+    It saves the frequent kinds of lines, whose values may well be null, from the slow way.
     """
     numbers: list[float | None]
     decision: Decision | None = None
@@ -421,8 +422,8 @@ class LineReader:
         """Yield every event to the end, except a torn last line (its process was killed writing).
 
         With `kinds` only such events are given out, and the openings of sessions: other lines are
-        checked, and decoded only if wanted ones refer to them. Kinds may be taken out of a set while
-        reading.
+        checked, and decoded only if wanted ones refer to them. Kinds may be taken out of a set
+        while reading.
 
         :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
         :raises JournalVersion: another version wrote it.

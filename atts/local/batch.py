@@ -58,8 +58,8 @@ class StepPlan:
         return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
 
     def halves(self) -> Iterator[StepPlan]:
-        """Yield the same work in two steps, nothing proposed; the second without whoever lost its
-        row.
+        """Yield the same work in two steps, nothing proposed; the second without sequences that
+        lost their row.
         """
         sequences = self.sequences()
         for part in (sequences[: self.size // 2], sequences[self.size // 2 :]):

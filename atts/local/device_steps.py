@@ -17,8 +17,9 @@ from atts.local.batch import Ints, StepBatch
 from atts.local.cache import SlotIds
 
 # A device is sent one array a step, whose layout is known by a few sizes. Steps of one layout can
-# share a captured graph: `bucketed` rounds a layout up, and what is added feeds a slot that is never
-# read. Which slots a sequence reads is looked up on the device, in a table that is kept there.
+# share a captured graph: `bucketed` rounds a layout up, and what is added feeds a slot that is
+# never read. Which slots a sequence reads is looked up on the device, in a table that is kept
+# there.
 
 ALL_ROWS = -1
 _LEAST_LENGTH = 64
@@ -175,7 +176,7 @@ class SlotTableCopy:
 def packed(
     batch: StepBatch, classes: list[RowBlocks], layout: StepLayout, spare_slot: int
 ) -> NDArray[np.int32]:
-    """Pack a step's arrays end to end; rows that the layout adds feed token 0 into the spare slot."""
+    """Pack a step's arrays end to end; rows that the layout adds feed token 0 into the unused slot."""
     rows = layout.rows
     places = _places(len(batch.tokens), classes, layout)
     parts: list[Ints] = [_filled(batch.tokens, rows), _filled(batch.positions, rows)]

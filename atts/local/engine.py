@@ -368,7 +368,7 @@ class _OpenEngine:
         return len(self._waiters) if of_all is None else of_all
 
     async def close(self) -> None:
-        """End the worker; calls that still wait are told."""
+        """End the worker; calls that still wait get an error."""
         await anyio.to_thread.run_sync(self._worker.close)
         self._deliver(LoopReport((FailureReply(0, "closed", "it was closed"),), None))
 

@@ -88,7 +88,7 @@ class StepLoop:
         self._sampling: tuple[list[Sequence], SamplingBatch] = ([], batch_sampling([], 1))
         self._batches = StepBatches()
         self._is_closing = False
-        # set by whoever built the loop
+        # set by the builder of the loop
         self.share_cores: Callable[[int], None] = lambda loops: None
 
     def run(self, inbox: Inbox) -> None:

@@ -296,7 +296,7 @@ class TorchModel:
 
     @torch.inference_mode()
     def use_threads(self, threads: int) -> None:
-        """Leave it to torch, which counts threads for whoever calls it."""
+        """Leave it to torch, which counts threads per calling thread."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return their logits: [logits, vocabulary] float32."""

@@ -73,7 +73,8 @@ def share_cards(
     the same number of tokens, because both models read the same texts. None means that not even
     one rollout fits.
 
-    >>> draft, target = EngineSize(3_600_000_000, 28_672, 18_432), EngineSize(15_200_000_000, 57_344, 18_432)
+    >>> draft, target = EngineSize(3_600_000_000, 28_672, 18_432), EngineSize(15_200_000_000,
+    57_344, 18_432)
     >>> [share.tokens for share in share_cards([draft, target], [73.6e9], 64 * 18_432) or ()]
     [602213, 602213]
     """
@@ -96,7 +97,7 @@ def _on_card(
 
 
 def cards_for(weights: int, card: float) -> int:
-    """Return the fewest cards, a power of two, that hold these weights with a tenth to spare."""
+    """Return the fewest cards, a power of two, that hold these weights with a tenth left over."""
     count = 1
     while weights / count > 0.9 * card:
         count *= 2

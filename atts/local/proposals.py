@@ -31,12 +31,12 @@ def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
     """Return how many tokens of a chain are accepted, where `drawn[i]` was drawn after the first
     `i` of them.
 
-    The tokens to write are `drawn[: accepted_length + 1]`: after those that are accepted comes one more,
-    for the target's distribution after them is known, whether the next proposed token was wrong or
-    there was none.
+    The tokens to write are `drawn[: accepted_length + 1]`: after those that are accepted comes one
+    more, for the target's distribution after them is known, whether the next proposed token was
+    wrong or there was none.
 
-    >>> accepted_length((5, 6, 7), (5, 6, 9, 1)), accepted_length((5, 6), (5, 6, 7)), accepted_length((), (3,))
-    (2, 2, 0)
+    >>> accepted_length((5, 6, 7), (5, 6, 9, 1)), accepted_length((5, 6), (5, 6, 7)),
+    accepted_length((), (3,)) (2, 2, 0)
     """
     for place, token in enumerate(proposal):
         if drawn[place] != token:
@@ -137,7 +137,7 @@ class Proposals:
         return accepted
 
     def observed(self, plan: StepPlan) -> None:
-        """Tell whoever chooses lengths what came of the step, and how long it took."""
+        """Report to the chooser of lengths what came of the step, and how long it took."""
         if self.is_plain:
             return
         for each in self._rounds:
@@ -209,7 +209,7 @@ class Proposals:
 
 
 def ask_of(sequence: Sequence, room: int) -> Ask:
-    """Return what a proposer is told of a decoding sequence."""
+    """Return what a proposer receives of a decoding sequence."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences decode"
     assert sequence.uniforms is not None, "only sampled sequences decode"

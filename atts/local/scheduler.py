@@ -15,7 +15,7 @@ from atts.local.sequence import Sequence
 # slots taken at a time while decoding: neighbours in memory are read faster, and calls are few
 _SLOT_RUN = 32
 _HEADROOM = 16  # slots kept free per running sequence when another is admitted
-# tokens that must be saved, or a request does not wait for whoever computes them
+# tokens that must be saved, or a request does not wait for the sequence that computes them
 WORTH_WAITING = 8
 CacheAction = Literal["keep", "drop"]
 
@@ -148,7 +148,7 @@ class Scheduler:
         return plan
 
     def _candidates(self) -> list[Sequence]:
-        """Return whoever may be in the next step."""
+        """Return the sequences that may be in the next step."""
         return self._running.copy()
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
@@ -362,7 +362,9 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _release(self, sequence: Sequence, *, cache: CacheAction) -> None:
-        """Return a sequence's slots and row to the pool; with "keep" the cache has what it computed."""
+        """Return a sequence's slots and row to the pool; with "keep" the cache has what it
+        computed.
+        """
         if cache == "keep" and sequence.num_computed > sequence.num_shared:
             self.cache_prefix(sequence)
         assert sequence.node is not None, "a running sequence holds a lock"

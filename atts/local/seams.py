@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from atts.core import Sampling, TokenIds
 
-# A proposer says which tokens a step tries beyond the newest one, lengths say how many, a model takes
-# rows through its layers, and a slot store says where keys and values go. Whoever stands behind a
+# A proposer says which tokens a step tries beyond the newest one, lengths say how many, a model
+# takes rows through its layers, and a slot store says where keys and values go. The code behind a
 # seam, only time depends on it: the loop draws the model's own token at every place, and a proposed
 # token is accepted where it equals that draw.
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """All that a proposer is told of one sequence, of which the next tokens are wanted."""
+    """All that a proposer receives of one sequence, of which the next tokens are wanted."""
 
     key: int  # names the sequence as long as it runs
     ids: Sequence[int]  # the prompt and what is written so far; never to be changed
@@ -227,7 +227,9 @@ class Model(Protocol):
         ...
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """Return the final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
+        """Return the final, normed hidden states of the batch's `logit_rows`: [logits,
+        hidden_size].
+        """
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

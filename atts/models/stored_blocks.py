@@ -88,7 +88,7 @@ class StoredModel:
     name: str
     source: str  # the folder that was added
     base: str  # of an adapter, the model that it was added to
-    # its weight files lie beside as they were added: no other model shares a block of it
+    # its weight files lie next to it as they were added: no other model shares a block of it
     is_whole: bool
     bytes: int  # of its folder as it was added
     marks: tuple[str, str]  # the digests of its weights that an engine's spec names
@@ -172,8 +172,8 @@ def adapter_file(folder: Path) -> TensorFile | None:
 
 
 def check_stored(folder: Path) -> StoredModel | None:
-    """Read the manifest of the model in `folder`, its weights compared with their digests; None where it
-    has none.
+    """Read the manifest of the model in `folder`, its weights compared with their digests; None
+    where it has none.
 
     :raises ZooError: a file is missing, or is not what was stored.
     """

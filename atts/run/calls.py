@@ -45,7 +45,7 @@ from atts.run.recording import CallBegun, CallKind, EngineAwaited, ProblemLog
 
 OnUnscored = Literal["stop", "escalate"]
 """When chunk after chunk comes back without a usable score: the run stops with all it has, or
-continues and the target rewrites what nobody could score.
+continues and the target rewrites chunks without a score.
 """
 
 IN_A_ROW = 12  # calls without a usable score, each tried again as often as any other call

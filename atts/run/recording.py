@@ -56,7 +56,7 @@ class ChunkWritten:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """An engine was asked for work; told live only. `stage` is "score" where the target judges,
+    """An engine was asked for work; reported live only. `stage` is "score" where the target judges,
     else who writes.
     """
 
@@ -67,8 +67,8 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class EngineAwaited:
-    """One more call waits for an engine that was lost, or (`more` -1) one no longer does; told live
-    only.
+    """One more call waits for an engine that was lost, or (`more` -1) one no longer does; reported
+    live only.
     """
 
     role: Role
@@ -77,8 +77,8 @@ class EngineAwaited:
 
 @dataclass(frozen=True, slots=True)
 class RunBegun:
-    """A session is about to work: how much there is, and how much of it earlier sessions did; told
-    live only.
+    """A session is about to work: how much there is, and how much of it earlier sessions did;
+    reported live only.
     """
 
     problems: int | None  # None: they stream in
@@ -92,7 +92,7 @@ class RunBegun:
 
 
 Notice = Event | ChunkWritten | CallBegun | EngineAwaited | RunBegun
-"""Everything a listener is told while a run lasts."""
+"""Everything that a listener receives while a run lasts."""
 
 
 class Listener(Protocol):
@@ -248,7 +248,7 @@ class ProblemsLeft(RunLengthEstimate):
 
     @property
     def share(self) -> float | None:
-        """Return the share of problems that are not decided yet; None if nobody knows how many."""
+        """Return the share of problems that are not decided yet; None if their number is unknown."""
         if not self._problems:
             return None
         return max(1, self._problems - self._made) / self._problems
@@ -311,7 +311,7 @@ class Recorder:
         # saved.
         if event.decision.action != "verify":
             self._left.count(event.decision)
-        # its gate is not told what was done with it: its own word counts
+        # its gate does not learn what was done with it: its own decision counts
         if event.asked == "round":
             self._escalations.count(event.decision, event.decision.escalate)
             self.record(event)

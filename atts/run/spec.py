@@ -93,7 +93,7 @@ class RunSpec:
     """One evaluation: the models, the policy, the gate, the answers, and how much at once.
 
     The gate is used up: it learns from this run, so another run needs another. `configuration` goes
-    into the manifest with its origins, beside what the plan knows itself.
+    into the manifest with its origins, next to what the plan knows itself.
     """
 
     draft: Engine
@@ -117,7 +117,7 @@ class RunSpec:
     recall: RecallTiming = "instant"
     # so far; such as a calibrator's events
     alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]
-    # told each problem that is over; such as a calibrator's `forget`
+    # called with each problem that is over; such as a calibrator's `forget`
     on_problem_done: Callable[[str], object] = _nothing_kept
     # what the gate's stored scores record; None: it has none
     stored_under: Mapping[str, object] | None = None
@@ -129,7 +129,7 @@ class RunSpec:
     stop_when: StopWhen | None = None
     # the policy for a context of so many tokens; None: `policy` as it is
     policy_for_context: Callable[[int], Policy] | None = None
-    domain: DomainCheck | None = None  # of stored scores: problems unlike theirs are told
+    domain: DomainCheck | None = None  # of stored scores: problems unlike theirs are reported
     # of this session; open problems then conclude from what they have
     timeout_seconds: float | None = None
 

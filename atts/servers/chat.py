@@ -61,8 +61,8 @@ class TextTokenizer:
     >>> tokenizer = TextTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So x = 12345.\\n\\nça va"))
     'So x = 12345.\\n\\nça va'
-    >>> [message.role for message in tokenizer.messages(tokenizer.render([Message("user", "2+2?")]))]
-    ['user', 'assistant']
+    >>> [message.role for message in tokenizer.messages(tokenizer.render([Message("user",
+    "2+2?")]))] ['user', 'assistant']
     """
 
     vocabulary = 1 << (8 * _LONGEST + 1)
@@ -416,7 +416,7 @@ def left_open(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return a conversation whose last message is to be continued, as the server wants it.
 
-    Beside the messages there are flags for the whole request.
+    In addition to the messages there are flags for the whole request.
     """
     begun = messages[-1].content
     rows: list[dict[str, Any]] = [

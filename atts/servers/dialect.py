@@ -521,7 +521,7 @@ class DialectClient:
 
 
 class _RatingCache:
-    """Remembers the likeliest next words of a text; whoever asks meanwhile waits for the first."""
+    """Remembers the likeliest next words of a text; callers that ask meanwhile wait for the first."""
 
     def __init__(self, ask: Callable[[TokenIds], Awaitable[dict[str, float]]]) -> None:
         self._ask = ask

@@ -52,9 +52,9 @@ def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str
 
 
 # Time stands still while anything can run. When every task waits, it jumps to the next timer. While
-# worker threads are outstanding it passes really instead: their results are waited for, and no timer
-# overtakes them that would not have. Real sockets and subprocesses are polled before each jump, not
-# waited for; tests that have them give `patience_seconds`.
+# worker threads are outstanding it passes really instead: their results are waited for, and no
+# timer overtakes them that would not have. Real sockets and subprocesses are polled before each
+# jump, not waited for; tests that have them give `patience_seconds`.
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -85,8 +85,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
     # anyio keeps its asyncio workers in a set, and those whose last result arrived in a queue of
-    # idle ones beside it; both change on the loop's own thread only, so there is no moment in which
-    # a delivered result still counts as owed
+    # idle ones next to it; both change on the loop's own thread only, so there is no moment in
+    # which a delivered result still counts as missing
     workers = getattr(thread, "workers", ())
     idle = getattr(thread, "idle_workers", ())
     return getattr(thread, "loop", None) is loop and thread in workers and thread not in idle

@@ -63,11 +63,11 @@ class ServerQuirks:
     "ignore" leaves ghosts running when a client goes away, as some releases did. `scoring`
     "ignored" takes a scoring request and answers without scores, as llama.cpp and `transformers
     serve` do. `version` is what it says it is; "" its dialect's. `speculation` other than "off" is
-    told as that server tells it; "hot" writes garbage at temperatures above 0, as a vLLM for
+    reported as that server reports it; "hot" writes garbage at temperatures above 0, as a vLLM for
     processors did, "greedy" strays at temperature 0, "lossless" changes nothing; a request for one
     token is never speculated. `acceptance` is the chance of each proposed token, where all before
     it were accepted; the counters of a vLLM server follow it. `prefill` is when a chat API
-    continues with a last assistant message: told by vLLM's two flags, by a mark on the message,
+    continues with a last assistant message: set by vLLM's two flags, by a mark on the message,
     always, or never (it becomes a user's); "closed" and "prefix" also refuse fields that hosted
     models do not know. `ratings` "off": it tells no likely tokens. `reasoning` other than "off"
     takes what comes before the answer out of the content: into a field of that name (Ollama's is
@@ -261,7 +261,7 @@ class ServerCall:
             raise Refusal(400, words)
 
     def model_row(self, owner: str) -> dict[str, Any]:
-        """Return the model, as /v1/models lists it where the context is told."""
+        """Return the model, as /v1/models lists it where the context is reported."""
         model = self.state.model
         row = {"id": model, "object": "model", "owned_by": owner, "root": model, "parent": None}
         return row | {"max_model_len": self.state.context_length}

@@ -43,7 +43,7 @@ def group(
     None and empty answers abstain.
 
     Two answers in one class are equal under `equivalent`; equal ones share a class unless that
-    would join answers that differ (10 and 0.1 stay apart when 10% comes too). The partition does
+    would join answers that differ (10 and 0.1 stay apart when 10 % comes too). The partition does
     not depend on the order. Time grows nearly linearly: answers are keyed by their values, and only
     those whose keys meet are compared.
 

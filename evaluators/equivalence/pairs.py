@@ -105,7 +105,7 @@ def matches_reference(
     """Return the verdict on an answer to a reference, which may be more closely stated.
 
     Where units may be missing, an answer may leave out the reference's percent sign: 28 is accepted
-    for 28%. The converse is not: 28% is another answer than 28.
+    for 28 %. The converse is not: 28 % is another answer than 28.
     """
     if not isinstance(reference, str):
         return _best([matches_reference(each, answer, kind, grading=grading) for each in reference])

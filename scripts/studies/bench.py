@@ -49,10 +49,10 @@ STUDIES = {
         90,
         smallest=True,
     ),
-    "grading": Study("answer checkers beside each other", "grading:study", 0, 100),
-    "local": Study("the local engine beside transformers", "local:study", 0, 300),
+    "grading": Study("answer checkers compared", "grading:study", 0, 100),
+    "local": Study("the local engine compared with transformers", "local:study", 0, 300),
     "local-scores": Study(
-        "scores in bfloat16 beside float32: time, and what a gate decides",
+        "scores in bfloat16 compared with float32: time, and what a gate decides",
         "local:study_scores",
         0,
         15,
@@ -71,9 +71,11 @@ STUDIES = {
         0,
         60,
     ),
-    "blocks": Study("a zoo's one loop beside an engine for each of four tenants", "blocks:study"),
+    "blocks": Study(
+        "a zoo's one loop compared with an engine for each of four tenants", "blocks:study"
+    ),
     "blocks-simulated": Study(
-        "blocks on 12 to 64 virtual GPUs beside a whole model for each tenant",
+        "blocks on 12 to 64 virtual GPUs compared with a whole model for each tenant",
         "blocks:study_simulated",
         0,
         160,
@@ -89,7 +91,7 @@ STUDIES = {
         "accuracy, tokens and time of every policy, in the parts that follow", "pipelines:study"
     ),
     "pipelines-claim": Study(
-        "of these the claim alone: the policy beside the target", "pipelines:claim", 20, 80
+        "of these the claim alone: the policy compared with the target", "pipelines:claim", 20, 80
     ),
     "pipelines-rates": Study(
         "how the rate is kept, live, by three gates", "pipelines:rates", 0, 75
@@ -99,10 +101,10 @@ STUDIES = {
         "votes against samples, turns and tokens", "pipelines:axes", 0, 40, smallest=True
     ),
     "pipelines-time": Study(
-        "latency and throughput beside the target alone", "pipelines:timed", 0, 60
+        "latency and throughput compared with the target alone", "pipelines:timed", 0, 60
     ),
     "pipelines-exact": Study(
-        "method exact beside the target alone, transcript by transcript",
+        "method exact compared with the target alone, transcript by transcript",
         "pipelines:same_transcripts",
         0,
         90,
@@ -125,7 +127,10 @@ STUDIES = {
         smallest=True,
     ),
     "remote": Study(
-        "requests a second to servers, beside a bare aiohttp loop", "servers:study_remote", 0, 90
+        "requests a second to servers, compared with a bare aiohttp loop",
+        "servers:study_remote",
+        0,
+        90,
     ),
     "against": Study(
         "the published implementation and other methods, same work",

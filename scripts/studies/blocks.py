@@ -365,7 +365,7 @@ def _published(options: Options, count: int) -> Table:
                     reached[1],
                 )
             )
-    header = "shared | skew | load | beside | p95 | -33.5 % reached | tokens a busy second | +20.1 % reached"
+    header = "shared | skew | load | compared with | p95 | -33.5 % reached | tokens a busy second | +20.1 % reached"
     return Table.of("What the published figures need, 12 GPUs", header, rows)
 
 

@@ -1,4 +1,6 @@
-"""Measure how exactly rates are kept: modes and alarms on recorded scores, intervals, and small runs."""
+"""Measure how exactly rates are kept: modes and alarms on recorded scores, intervals, and small
+runs.
+"""
 
 from __future__ import annotations
 
@@ -727,7 +729,9 @@ SIZES = ((20, 8), (40, 8))
 RUN_ORDERS = ("random", "hard first", "easy first")
 RATES = (0.1, 0.2, 0.4)
 GATES = ("counted", "streaming in", "coin")
-"""The default, the same that is not told how much of the run is left, and coins of the same rate."""
+"""The default, the same without knowledge of how much of the run is left, and coins of the same
+rate.
+"""
 
 
 class WatchedGate(ConformalGate):

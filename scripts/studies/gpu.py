@@ -847,7 +847,7 @@ def _kernel(lab: Lab) -> Table:
     names = ("shape", "type", "off", "words")
     rows: list[Row] = [tuple(one[name] for name in names) for one in lab.parts.get("kernel", [])]
     return Table.of(
-        "The attention kernel beside gathered slots in float32",
+        "The attention kernel compared with gathered slots in float32",
         "heads of | type | largest difference | state",
         rows,
         "Random keys in scattered slots: blocks of 1 to 16 rows, contexts up to 616 tokens; for "
@@ -869,7 +869,7 @@ def _exactness(lab: Lab) -> Table:
         for (arm,), one in _found(lab, "exactness")
     ]
     return Table.of(
-        "The embedded target on the device beside float32 on a CPU",
+        "The embedded target on the device compared with float32 on a CPU",
         "computed as | texts | equal texts | tokens up to a first difference | log-prob off, mean "
         "| largest",
         rows,

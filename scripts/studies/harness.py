@@ -1,4 +1,6 @@
-"""Give every study its options, interleaved measurements, tables and the facts of the machine it ran on."""
+"""Give every study its options, interleaved measurements, tables and the facts of the machine it
+ran on.
+"""
 
 from __future__ import annotations
 
@@ -328,7 +330,7 @@ def figure(value: float, digits: int = 4) -> str:
 
 
 def times(factor: float) -> str:
-    """Return a factor to two digits: nobody reads more."""
+    """Return a factor to two digits."""
     return f"{factor:.0f}x" if factor >= 9.95 else f"{factor:.1f}x"
 
 

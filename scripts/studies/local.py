@@ -326,7 +326,7 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
             rows.append((subject.name, batch, subject.tokens, batch / step, *ratios, *limits))
     shown = next(row for row in rows if row[0] == "target" and row[1] == 16)
     table = Table.of(
-        "Decoding beside `transformers.generate`",
+        "Decoding compared with `transformers.generate`",
         "model | batch | tokens each | decoded tokens/s | decoding, ratio to generate | prompt and "
         "decoding, ratio | "
         "torch kernel, ratio | ms a step | its torch.mm, ms | its memory, ms | limit over step",
@@ -439,7 +439,7 @@ def continuous(lab: Lab, subjects: Sequence[Subject]) -> Table:
                 subject.theirs.destroy_cached_continuous_batching_manager()
         rate = count * tokens / Spread.of(seen["ours"]).median
         rows.append((subject.name, count, tokens, rate, str(ratio(seen, "theirs", "ours"))))
-    title = "Continuous batching beside transformers' own (`generate_batch`)"
+    title = "Continuous batching compared with transformers' own (`generate_batch`)"
     return Table.of(title, "model | requests | tokens each | tokens/s | ratio", rows)
 
 
@@ -681,7 +681,7 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
             works = _works(lab, (target, draft), engines)
             for name in _ALONE:
                 arms[f"{worker}: {name}"] = partial(_together, [works[name]])
-                arms[f"{worker}: {name} beside Python"] = partial(
+                arms[f"{worker}: {name} next to Python"] = partial(
                     _together, [works[name]], caller="busy"
                 )
             for other in _OTHERS:
@@ -705,21 +705,21 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
             pairs.append((worker, other, a, b, c, str(gain), (a + b) / max(a, b)))
         for name in _ALONE:
             alone = f"{worker}: {name}"
-            busy = f"{worker}: {name} beside Python"
+            busy = f"{worker}: {name} next to Python"
             beside.append(
                 (worker, name, median[alone], median[busy], str(ratio(seen, busy, alone)))
             )
     return [
         Table.of(
             "Two engines at once on this machine's cores",
-            "worker | draft decoding beside | draft alone, s | target alone, s | both, s | overlap "
+            "worker | draft decoding meanwhile | draft alone, s | target alone, s | both, s | overlap "
             "| at best",
             pairs,
             spent.disturbance(),
         ),
         Table.of(
             "One engine while its caller computes in Python",
-            "worker | work | alone, s | beside a caller busy in Python, s | ratio",
+            "worker | work | alone, s | next to a caller busy in Python, s | ratio",
             beside,
             spent.disturbance(),
         ),

@@ -219,7 +219,7 @@ def study_ablations(options: Options) -> list[Table]:
     changed = [str(row[0]) for row in verdicts if row[2] != "keep"]
     return [
         Table.of(
-            "Ablations beside the default policy",
+            "Ablations of the default policy",
             "choice | option | vote right | minus default, points | target tokens | arithmetic | "
             "time | "
             "realised rate | rate error by question",

@@ -44,9 +44,9 @@ class Cost:
     tokens fed.
 
     `request` is what the step that takes a request in costs more (admission, cache, another batch);
-    `call` what a request costs its host beside steps (hand-over, event loop, pipeline). `share` is
-    by how much a step is stretched while the other engine is at work on the same processors; 1:
-    they do not share any.
+    `call` what a request costs its host in addition to steps (hand-over, event loop, pipeline).
+    `share` is by how much a step is stretched while the other engine is at work on the same
+    processors; 1: they do not share any.
     """
 
     step: float
@@ -95,7 +95,7 @@ class Pair:
 
 _MS = 1e-3
 _OVERHEAD = 1.207 * _MS
-"""Per step beside the model, of the same simulator the 8B row comes from."""
+"""Per step in addition to the model, of the same simulator the 8B row comes from."""
 
 TARGET_70B = Cost(
     18.35 * _MS,
@@ -409,7 +409,7 @@ class BatchedEngine:
     """Continuous batching under a virtual clock.
 
     Every step serves all decoding sequences and feeds up to `chunk` tokens of those that wait for
-    their prefill. A request is admitted when its tokens fit beside what is at work; warm prefixes
+    their prefill. A request is admitted when its tokens fit next to what is at work; warm prefixes
     of other rollouts give way, least recently used first. Scoring is a prefill that writes nothing.
     On a real clock a step begins when the one before it was due to end: that this process woke up
     late is not the server's time.

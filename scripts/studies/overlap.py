@@ -430,7 +430,7 @@ class Headline:
     costs: str
     speedup: Speedup  # closed form
     run: Run
-    cost_ratio: float  # draft steps a target step, for serial speculation beside it
+    cost_ratio: float  # draft steps a target step, for serial speculation in the comparison
 
 
 def _pearl(costs: Costs, window: int, cost_ratio: float) -> tuple[Speedup, Run, float]:
@@ -474,7 +474,7 @@ def _easy(cost_ratio: float) -> tuple[Speedup, Run, float]:
 def headlines() -> list[Headline]:
     """Return the papers' settings."""
     cost_ratio = _TARGET_MS / _DRAFT_MS
-    fitted = f"published fits: {_TARGET_MS} + {_TARGET_MS_A_TOKEN} n ms beside {_DRAFT_MS} ms"
+    fitted = f"published fits: {_TARGET_MS} + {_TARGET_MS_A_TOKEN} n ms with {_DRAFT_MS} ms"
     five = "its window of 5 tokens, where by its theorem a target step takes 5 draft steps"
     exits = (
         "window 7, exit at half depth, drafting takes the other half, messages .01, exit right .95"
@@ -724,7 +724,7 @@ def _costs() -> list[tuple[str, Costs, float]]:
     apart = Costs(partial(_even, _MIRROR_RATIO), message=_MESSAGE)
     return [
         (
-            "70B on 4 H100 beside 8B (published fits)",
+            "70B on 4 H100 with 8B (published fits)",
             replace(_fitted(), message=0.005),
             _TARGET_MS / _DRAFT_MS,
         ),

@@ -212,7 +212,7 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
         for one in flips[:20]
     ]
     return Table.of(
-        "Method exact beside target-only: the same seed, engines of its own for each",
+        "Method exact compared with target-only: the same seed, engines of its own for each",
         "what | number",
         rows,
         "A draw takes the token in whose share of the law a uniform number falls. Scoring reads a "
@@ -436,7 +436,7 @@ def _headline(ledger: Ledger, m: int) -> str:
     alone = ledger.of("target-only", m)
     seeds = len({piece.seed for piece in alone.pieces})
     return (
-        f"votes **{points(ours.minus(alone, right))}** points beside the target alone, which "
+        f"votes **{points(ours.minus(alone, right))}** points compared with the target alone, which "
         f"writes "
         f"{100 * ours.each('target') / alone.each('target'):.1f} % of the tokens it would write "
         f"({len(alone.by_problem(right))} problems x {m} samples x {seeds} seeds)"

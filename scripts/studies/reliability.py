@@ -55,7 +55,7 @@ def verdict(tally: Tally) -> Table:
         f"{tally.levels[-1].seconds / 60:.0f} "
         f"minutes; {tally.failed_rollouts} rollouts failed as the fault schedule had it and were "
         f"recorded so.",
-        f"Journal beside live: {tally.compared} outcomes compared, {len(wrong)} differences"
+        f"Journal compared with live: {tally.compared} outcomes compared, {len(wrong)} differences"
         + (
             f" (first: {wrong[0]})"
             if wrong

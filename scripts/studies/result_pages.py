@@ -501,14 +501,14 @@ CLAIMS = tuple(
     for fields in (
         ("How much faster than target-only?", "pipelines", ("Time, throughput", "Time, latency"),
          "./scripts/bench pipelines-time",
-         "embedded models on two shared cores; reading is cheap beside writing on a GPU, not here "
+         "embedded models on two shared cores; reading is cheap compared with writing on a GPU, not here "
          "(next but one)"),
         ("At which accuracy?", "pipelines", ("The claim: ",), "./scripts/bench pipelines --full",
          "embedded models, graded arithmetic"),
         ("And where each engine has GPUs of its own?", "scale", ("What is gained",), "./scripts/scale",
          "virtual time with published costs; all methods write equally much; accuracy is not "
          "simulated"),
-        ("How exact is the rate, beside the published rule?", "calibration",
+        ("How exact is the rate, compared with the published rule?", "calibration",
          ("Every mode on the real stream at rate 0.4",), "./scripts/bench calibration",
          "recorded scores of one pair on 100 questions; what other decisions would have led to is "
          "not replayed"),

@@ -1,4 +1,6 @@
-"""Measure in virtual time what asynchrony, drafting and scale are worth, and whether fitted costs predict runs."""
+"""Measure in virtual time what asynchrony, drafting and scale are worth, and whether fitted costs
+predict runs.
+"""
 
 from __future__ import annotations
 
@@ -237,7 +239,7 @@ PIECES = (
     *(Micro(*sizes, is_scored=True) for sizes in ((4, 64, 16, 4), (16, 64, 16, 3))),
 )
 FOREGROUND = Micro(16, 48, 48)
-"""What each engine does alone and beside the other."""
+"""What each engine does alone and next to the other."""
 
 
 def pieces_of(role: Role) -> tuple[Micro, ...]:
@@ -465,7 +467,9 @@ def _prompts(engine: LocalEngine, piece: Micro, seed: int) -> list[TokenIds]:
 
 
 async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -> None:
-    """Time the same amount of work on each engine, alone and while the other has always something to do."""
+    """Time the same amount of work on each engine, alone and while the other has always something
+    to do.
+    """
     for role, engine in engines.items():
         other = engines["target" if role == "draft" else "draft"]
         done = anyio.Event()
@@ -511,8 +515,8 @@ Clock = Literal["wall", "processor"]
 
 
 def local_validation(options: Options) -> list[Table]:
-    """Return the fitted costs of this machine, and predicted next to measured times of live runs; needs
-    Linux's counters.
+    """Return the fitted costs of this machine, and predicted next to measured times of live runs;
+    needs Linux's counters.
     """
     if not THREADS.exists():
         say("scale: no validation: this system does not count what each thread uses")
@@ -553,7 +557,7 @@ def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
         "The embedded pair's costs on this machine",
         "engine | a, ms a step | b, us a sequence | c, ns a KV token | d, us a fed token | us a "
         "request | "
-        "beside the other, processor | beside the other, wall | fit's relative error",
+        "next to the other, processor | next to the other, wall | fit's relative error",
         rows,
         f"Least squares over {len(pieces_of('draft'))} and {len(pieces_of('target'))} kinds of "
         f"work (decoding at "
@@ -578,8 +582,8 @@ def _typical(every: Sequence[Observation]) -> Observation:
 
 
 def _handing(seen: Seen) -> float:
-    """Return the event loop's processor seconds for one request in pieces whose requests come and go as in
-    a run.
+    """Return the event loop's processor seconds for one request in pieces whose requests come and
+    go as in a run.
     """
     busy = [
         pieces for (_, kind), pieces in seen.pieces.items() if kind.turns > 1 and kind.batch > 2
@@ -675,8 +679,8 @@ def _words(errors: Sequence[float]) -> str:
 
 
 def _guess(seen: Seen, costs: Mapping[Role, Cost], live: Live, one: Run, seed: int) -> Taken:
-    """Return what the run should have taken: on the wall's clock as the engines get in each other's way
-    there, and so on.
+    """Return what the run should have taken: on the wall's clock as the engines get in each other's
+    way there, and so on.
     """
     call = one.host + _handing(seen)
     found = dict[Clock, Taken]()

@@ -118,7 +118,7 @@ def study(options: Options) -> list[Table]:
     return [
         _speeds(rows, spent),
         Table.of(
-            "What the controller chooses, beside the best fixed length",
+            "What the controller chooses, compared with the best fixed length",
             choices,
             chosen,
             "The best fixed length is found in every other round and compared in those between, "
@@ -136,7 +136,7 @@ def _opened(
     lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]
 ) -> Generator[dict[str, Arm]]:
     draft = {"drafter": str(drafter), "speculate": "draft"}
-    # in a process of its own: with helpers of other threads beside, OpenMP's own sleep between a
+    # in a process of its own: with helpers of other threads around, OpenMP's own sleep between a
     # step's parts
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -272,5 +272,5 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
         f"draft with Gaussian noise of {' and '.join(map(str, NOISE.values()))} of each matrix' "
         f"standard deviation.",
         spent.disturbance(),
-        headline=f"tokens a second beside plain decoding, embedded pair: {figures} sequences",
+        headline=f"tokens a second compared with plain decoding, embedded pair: {figures} sequences",
     )

@@ -194,7 +194,7 @@ class Measured:
 
 
 class Group(NamedTuple):
-    """A cell beside one draft, in all repeats."""
+    """A cell with one draft, in all repeats."""
 
     cell: Cell
     draft: str

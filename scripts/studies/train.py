@@ -359,8 +359,8 @@ class Recipe:
 
 
 EASY = (("instructions", 0.35), ("expression", 0.35), ("story", 0.7))
-"""Kinds whose next operation is simply the next one told are learned first; later there is less of
-them.
+"""Kinds whose next operation is simply the next one stated are learned first; later there is less
+of them.
 """
 
 LEARNED = (("instructions", 0.5), ("story", 0.4), ("variables", 0.5), ("shopping", 0.6))
@@ -568,7 +568,9 @@ def draft_errors(work: Path, models: Path) -> Errors:
 
 
 def main() -> None:
-    """Train tokenizer, draft and target by default; a second call continues where the first stopped."""
+    """Train tokenizer, draft and target by default; a second call continues where the first
+    stopped.
+    """
     if sys.argv[1:2] == ["family"]:
         train_family(sys.argv[2:])
         return

@@ -1,4 +1,6 @@
-"""Train what proposes tokens for the embedded target: its exit, the heads of its drafter, a deep drafter."""
+"""Train what proposes tokens for the embedded target: its exit, the heads of its drafter, a deep
+drafter.
+"""
 
 from __future__ import annotations
 
@@ -225,7 +227,7 @@ def stream_tops(heads: StreamHeads, reader: Reader, states: States) -> str:
 
 
 def train_exit_and_streams(recipe: HeadsRecipe) -> None:
-    """Write texts, train, save beside the models, and say what came of it on texts kept apart."""
+    """Write texts, train, save next to the models, and say what came of it on texts kept apart."""
     texts = anyio.run(write_texts, recipe)
     kept = max(1, round(_HEADS_TESTED * len(texts)))
     _make_exit(recipe, texts[:kept], texts[kept:])

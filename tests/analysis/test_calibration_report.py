@@ -92,7 +92,7 @@ def test_scores_are_decided_one_by_one() -> None:
 
 def test_what_is_seen_is_counted_and_said() -> None:
     """Questions that grow harder: the drift test counts as an alarm, a rate that left its band is
-    told, with care.
+    reported to be read with care.
     """
     rows = [{"question": f"q{n // 20}", "score": 1.1 + n / 100 + n % 20 / 50} for n in range(600)]
     found = calibration_of_scores("mine", StoredScores.from_records(rows), 0.3, "marginal")

@@ -352,7 +352,7 @@ async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("worker", ["thread", "process"])
 async def test_an_engine_of_a_zoo_keeps_every_promise(family: Zoo, worker: WorkerKind) -> None:
-    """The conformance suite, on an adapter's model beside another that is open in the same loop."""
+    """The conformance suite, on an adapter's model next to another that is open in the same loop."""
     options = replace(SHARED, worker=worker, kv_tokens=8192)
     async with accelerated(family.folder("base"), options=options) as other:
         await check_engine(lambda: accelerated(family.folder("narrow"), options=options))
@@ -363,7 +363,7 @@ async def test_an_engine_of_a_zoo_keeps_every_promise(family: Zoo, worker: Worke
 async def test_engines_that_cannot_share_have_loops_of_their_own(
     family: Zoo, make_model: Make
 ) -> None:
-    """Other options, other shapes, torch operations: each works, beside the others."""
+    """Other options, other shapes, torch operations: each works next to the others."""
     family.add("wider", make_model("llama", intermediate_size=128))
     others = {"base": SHARED, "end": replace(SHARED, kv_tokens=999), "wider": SHARED}
     engines = [
@@ -396,7 +396,7 @@ async def test_a_model_that_is_lent_a_drafter_drafts_in_a_loop_of_its_own(
 
 @pytest.mark.anyio
 async def test_a_damaged_block_keeps_only_its_own_models_out(family: Zoo) -> None:
-    """The engine that needs it says which block it is; the one beside it works."""
+    """The engine that needs it says which block it is; the one next to it works."""
     digest = damaged(family, "end", "base")
     async with accelerated(family.folder("base"), options=SHARED) as engine:
         with pytest.raises(ZooError, match=digest):
@@ -412,8 +412,8 @@ async def test_a_damaged_block_keeps_only_its_own_models_out(family: Zoo) -> Non
 async def test_a_loop_that_is_killed_while_it_serves_loses_no_model(
     make_model: Make, tune: Tune, tmp_path: Path
 ) -> None:
-    """All its callers are told; the zoo is whole, and engines that are opened again say what the
-    old ones said.
+    """All its callers get the error; the zoo is whole, and engines that are opened again say what
+    the old ones said.
     """
     zoo = Zoo(tmp_path / "zoo")
     endless = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)

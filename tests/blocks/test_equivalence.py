@@ -99,7 +99,7 @@ def _ends(zoo: Zoo) -> list[list[str]]:
 
 
 def test_divergence_is_that_of_the_written_out_laws(pair: Zoo, base: Path, tmp_path: Path) -> None:
-    """Beside transformers on the exported folders; none of a model from itself."""
+    """The loss agrees with transformers on the exported folders, and is 0 for a model and itself."""
     texts = [(tuple(range(5, 60)), 20), (tuple(range(200, 90, -3)), 1)]
     folders = [pair.folder(name) for name in ("tuned", "base")]
     assert divergence(folders[0], folders[0], texts) == (35 + 36, 0.0, 0.0)
@@ -122,8 +122,8 @@ def test_divergence_is_that_of_the_written_out_laws(pair: Zoo, base: Path, tmp_p
 def test_a_chain_with_another_block_is_what_its_tensors_say(
     pair: Zoo, base: Path, tmp_path: Path
 ) -> None:
-    """Beside the zoo while it is tried, which stays as it was; kept, it comes out as a folder that
-    says the same.
+    """The variant lies next to the zoo while it is tried, and the zoo stays as it was; kept, it
+    comes out as a folder that says the same.
     """
     digests = kept(pair)
     texts = [(tuple(range(5, 60)), 1)]
@@ -249,7 +249,9 @@ def test_a_folder_of_foreign_weights_is_no_cut(pair: Zoo, base: Path, tmp_path: 
 
 
 def test_relatives_of_the_embedded_target_are_measured(tmp_path: Path) -> None:
-    """One pair within reach: it is measured, kept, and told with as many problems as were asked."""
+    """One pair within reach: it is measured, kept, and reported with as many problems as were
+    asked.
+    """
     zoo = Zoo(tmp_path / "zoo")
     zoo.add("base", path("target"))
     zoo.add("tuned", path("target").parent / "family" / "tuned", "base")

@@ -170,8 +170,8 @@ def _refuse(*_: object) -> None:
 
 
 def test_slots_that_a_running_sequence_shares_are_not_room_for_another(relatives: Zoo) -> None:
-    """A relative's cached prompt is the running one's: letting it go frees nothing, so nobody is
-    admitted for it.
+    """A relative's cached prompt is the running one's: letting it go frees nothing, so no request
+    is admitted for it.
     """
     loop = Loop(relatives, "base", "head", kv_tokens=120)
     loop.answer(0, sample(OTHERS[:9]), 1)

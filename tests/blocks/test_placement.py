@@ -60,8 +60,8 @@ def test_blocks_are_placed_within_the_room(seed: int, count: int, servers: int) 
 
 
 def test_a_busy_block_has_replicas_and_neighbours_stand_together() -> None:
-    """The trunk is on three servers, what follows it stands beside it, a stranger where less is to
-    be done.
+    """The trunk is on three servers, what follows it is placed next to it, a stranger where less is
+    to be done.
     """
     blocks = {"trunk": Demand(4, 2.5), "own": Demand(1, 0.2), "else": Demand(4, 0.4)}
     found = placed(blocks, {("trunk", "own"): 9}, [6.0] * 4)

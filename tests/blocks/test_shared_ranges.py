@@ -204,7 +204,7 @@ def test_a_worker_that_dies_while_it_loads_is_replaced_once(
 
 
 def test_a_model_that_cannot_be_loaded_hinders_no_other(family: Zoo, here: type[StageHere]) -> None:
-    """The request is told; ranges that only it had are gone, and others continue."""
+    """The request gets the error; ranges that only it had are gone, and others continue."""
     digest = unit_digests(family.folder("end"), 3)[-2]
     path = family.folder("end").parent.parent / "blocks" / f"{digest}.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
@@ -317,7 +317,7 @@ def test_what_cannot_be_loaded_again_is_an_outage(
     part: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker is gone whose ranges are damaged meanwhile: no model continues without its own, and
-    all are told.
+    all get the error.
     """
     digest = next(block.digest for block in family.model("wide").blocks if block.place == part)
     path = family.directory / "blocks" / f"{digest}.safetensors"

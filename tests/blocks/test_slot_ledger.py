@@ -1,4 +1,4 @@
-"""Keys and values that models share: each (layer, position) is owned once, and nobody's numbers
+"""Keys and values that models share: each (layer, position) is owned once, and no model's numbers
 change by a bit.
 """
 
@@ -124,7 +124,7 @@ def drive(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_common_prompts_change_no_bit(seed: int, relatives: Zoo) -> None:
-    """Alone in a loop, each request in turn, and beside five relatives that have the same
+    """Alone in a loop, each request in turn, and next to five relatives that have the same
     beginnings.
     """
     rng = random.Random(seed)

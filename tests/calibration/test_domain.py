@@ -1,4 +1,4 @@
-"""Questions unlike those of the stored scores are told, and others as seldom as promised."""
+"""Questions unlike those of the stored scores are reported, and others as seldom as promised."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def test_draws_of_one_law_are_rarely_called_different() -> None:
     "change", [{"shift": 3.5}, {"scale": 4.0}, {"scale": 0.15}, {"noise": 2.5}, {"noise": 0.1}]
 )
 def test_level_width_and_spread_are_all_seen(change: dict[str, float]) -> None:
-    """Each alone makes another law, told from twenty questions."""
+    """Each alone makes another distribution, recognised after twenty questions."""
     draw = np.random.default_rng(2)
     found = looked(law(draw, 60, shift=1.0), law(draw, 20, **{"shift": 1.0, **change}))
     assert found.drawn <= 0.002

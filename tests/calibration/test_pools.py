@@ -179,7 +179,7 @@ def test_a_turn_is_ranked_among_all_turns_until_its_pool_is_large_enough() -> No
         alone.add(4.0 + place / 10, f"q{place}", 1)
     assert by_turn.rank(5.0, "new", 1) == alone.rank(5.0, "new", 1)
     assert by_turn.rank(5.0, "new", 1) != everything.rank(5.0, "new", 1)
-    # a turn that nobody has seen, and none at all
+    # a turn without scores, and none at all
     assert by_turn.rank(5.0, "new", 9) == by_turn.rank(5.0, "new", None)
 
 

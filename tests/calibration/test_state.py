@@ -187,7 +187,7 @@ def test_scores_are_read_from_every_supported_file(tmp_path: Path, shared_data: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_question_that_is_over_leaves_nothing_but_its_scores(mode: Mode) -> None:
-    """Decisions on other questions are the same, also after a save, and what is kept beside scores
+    """Decisions on other questions are the same, also after a save, and what is kept next to scores
     does not grow.
     """
     stored = [1.0 + number / 50 for number in range(100)]

@@ -144,8 +144,8 @@ def test_a_dry_run_refuses_what_a_run_would_refuse(atts: Any, words: str) -> Non
 
 
 def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Terminal, summary for programs, report and `solve` say the same words; cut rollouts are told
-    once.
+    """Terminal, summary for programs, report and `solve` say the same words; cut rollouts are
+    reported once.
     """
     run = (
         "eval",

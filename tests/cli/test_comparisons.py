@@ -257,7 +257,9 @@ def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
 
 
 def test_what_could_not_be_scored_is_told_with_every_option(record: PlanData) -> None:
-    """Rollouts that could not be scored count as wrong; the rate were they right is beside it."""
+    """Rollouts that could not be scored count as wrong; the rate if they were correct is next to
+    it.
+    """
     data = replace(record, cases=[_unscored(case) for case in record.cases])
     for option, known in zip(options(data), options(record), strict=True):
         assert option.accuracy.value == 0

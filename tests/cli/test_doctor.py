@@ -99,7 +99,7 @@ def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(
 
 
 def test_what_is_said_wins_over_the_pair(tmp_path: Path) -> None:
-    """A file may name the servers, a flag the tokens; turns follow; the origin is told."""
+    """A file may name the servers, a flag the tokens; turns follow; the origin is reported."""
     (tmp_path / "atts.toml").write_text(
         'pair = "r1-8b/qwq-32b"\ntarget = "sglang:http://gpu7:8000/Qwen/QwQ-32B"\n'
     )

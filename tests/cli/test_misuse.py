@@ -646,7 +646,7 @@ CASES = [
         ("c.json",),
         text("c.json", '{"kind": "atts calibrator"}'),
     ),
-    Case("sweep over nothing", f"sweep {RUN[:14]} --over rate", USAGE, ("--over", "rate=.1,.2,.4")),
+    Case("sweep over nothing", f"sweep {RUN[:14]} --over rate", USAGE, ("--over", "rate=0.1,0.2,0.4")),
     Case("sweep over no values", "sweep --over rate=,", USAGE, ("--over", "KEY=VALUE")),
     Case("sweep over an unknown key", "sweep --over raet=.1", USAGE, ("--over", "'rate'")),
     Case("sweep over an impossible value", "sweep --over rate=.1,2", USAGE, ("rate", "[0, 1]")),
@@ -794,7 +794,7 @@ def test_misuse(
     said = atts(*case.words.split(" "))
     assert (said.code, said.out) == (case.code, "")
     assert case.code in EXIT_CODES
-    # on a busy machine progress may have been told before
+    # on a busy machine progress may have been printed before
     _, mark, message = said.err.rpartition("atts: ")
     assert mark
     assert len(message.splitlines()) <= 2
@@ -809,7 +809,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_two_runs_in_one_directory(atts: Any, runs: Path) -> None:
-    """The second is refused while the first holds the directory, and told who that is."""
+    """The second is refused while the first holds the directory, and learns which process that is."""
     words = "eval arithmetic[:3] --samples 3 --draft scripted --target scripted --report none --out runs/atts"
     with locked(runs / "atts/lock", runs / "atts"):
         said = atts(*words.split(" "))

@@ -52,7 +52,7 @@ FROZEN = Setup(
     seed=5,
     policy=Policy(samples=4, early_stop="none"),
 )
-"""A gate that learns nothing, and votes that spare no rollout."""
+"""A gate that learns nothing, and votes that cancel no rollout."""
 
 
 def lines(said: Any) -> list[dict[str, Any]]:
@@ -137,8 +137,8 @@ def test_the_replay_of_a_run_is_a_table(atts: Atts, runs: Path) -> None:
 def test_a_list_of_runs_tells_what_could_not_be_scored(
     atts: Atts, tmp_path: Path, scripted: tuple[str, ...]
 ) -> None:
-    """A reference in unknown words: what it could change stands beside the accuracy, here as in a
-    set of runs.
+    """A reference in unknown words: what it could change is printed next to the accuracy, here as
+    in a set of runs.
     """
     rows = [{"problem": "Start at 4. +3. What is the result?", "answer": "7 of whatever it may be"}]
     (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, rows)))

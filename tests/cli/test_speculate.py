@@ -42,7 +42,7 @@ async def test_a_run_writes_the_same_whoever_proposes(
     """Every token, score and decision; one rollout at a time where the gate learns from their
     order.
 
-    What was proposed is told by the result, the run's journal and its report.
+    The result, the run's journal and its report say what was proposed.
     """
     setup = replace(EMBEDDED, method=method, concurrency=rollouts, rate=0.5)
     written = list[Any]()

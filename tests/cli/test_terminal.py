@@ -53,7 +53,7 @@ FROZEN = (
     "--method", "coin", "--rate", "0.3", "--samples", "4", "--seed", "5", "--set", "early_stop=none",
     "--concurrency", "6", "--draft", "scripted", "--target", "scripted", "--report", "none",
 )  # fmt: skip
-"""A gate that learns nothing, and votes that spare no rollout: every run of it comes out the same.
+"""A gate that learns nothing, and votes that cancel no rollout: every run of it comes out the same.
 """
 CTRL_C = b"\x03"
 

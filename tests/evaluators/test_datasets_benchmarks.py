@@ -401,7 +401,7 @@ def test_revisions_are_configurable_and_recorded(tmp_path: Path) -> None:
 
 
 def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> None:
-    """Split and configuration are told from file names; what is not clear is an error that lists
+    """Split and configuration are read from file names; what is not clear is an error that lists
     the files.
     """
     files = {

@@ -85,7 +85,7 @@ def test_equal_answers_are_together_unless_that_would_join_different_ones() -> N
 
 
 def test_percent_does_not_join_ten_and_a_tenth() -> None:
-    """10% equals 10 and equals 0.1; when both are there they stay apart."""
+    """10 % equals 10 and equals 0.1; when both are there they stay apart."""
     ten, tenth = group(["10", "0.1", r"10\%"])[:2]
     assert ten != tenth
     assert group(["0.1", r"10\%"]) == [0, 0]

@@ -1,4 +1,4 @@
-"""Every rate of a run stands beside what it left uncounted."""
+"""Every rate of a run comes with the number that it leaves uncounted."""
 
 import math
 from typing import Any, cast

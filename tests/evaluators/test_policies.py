@@ -41,7 +41,7 @@ UNITS = Grading(units="required")
     ],
 )
 def test_policies(grading: Grading, gold: str, answer: str, is_equal: bool) -> None:
-    """Each holds for what it says and for nothing beside."""
+    """Each holds for what it names and for nothing else."""
     assert equivalent(gold, answer, grading=grading).is_equal == is_equal
     assert not grading.relative or not equivalent(gold, answer).is_equal
 

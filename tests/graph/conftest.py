@@ -28,7 +28,7 @@ class Tick(Protocol):
 
 @dataclass
 class Watched:
-    """An engine that sleeps as long as it is told, counts what is inside it, and can be disturbed
+    """An engine that sleeps as long as requested, counts what is inside it, and can be disturbed
     at any step.
     """
 

@@ -63,7 +63,9 @@ def problems(count: int) -> list[Named]:
 def test_results_keep_order_while_events_stream(
     virtually: Virtually[list[list[int | None]]],
 ) -> None:
-    """Later samples end first, and are told first; the lists are in the order asked all the same."""
+    """Later samples end first, and are reported first; the lists are in the order asked all the
+    same.
+    """
     told: list[object] = []
 
     async def main() -> list[list[int | None]]:
@@ -459,7 +461,7 @@ def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) ->
 
 
 def test_a_rollout_is_tried_again_from_what_it_saved(virtually: Virtually[None]) -> None:
-    """With attempts to spare, the second one continues where the first one left off."""
+    """With attempts left, the second one continues where the first one left off."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> list[int | None]:

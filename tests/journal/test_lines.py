@@ -136,7 +136,7 @@ def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event])
     for kinds in ((TurnFinished,), (OutcomeReached, SessionOpened), (Sampled,), FACTS):
         reader = LineReader(tmp_path / "j", kinds)
         found = list(reader.entries())
-        wanted = (*kinds, SessionOpened)  # sessions are always told of
+        wanted = (*kinds, SessionOpened)  # sessions are always reported
         assert found == [entry for entry in everything if isinstance(entry.event, wanted)]
         assert end_of(reader) == (len(lines), 1, sum(map(len, lines)))
 

@@ -1,4 +1,4 @@
-"""The child process of an engine: what it imports, how its death is told, and that it never
+"""The child process of an engine: what it imports, how its death is reported, and that it never
 outlives its parent.
 """
 

@@ -70,7 +70,7 @@ def test_loops_hear_how_many_share_the_cores() -> None:
 def test_cores_are_divided_between_large_models(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small model takes one, an option wins, and nobody is left without."""
+    """A small model takes one, an option wins, and no loop is left without."""
     folder = make_model("llama")
     assert config_of(folder).threads(8) == 1
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)

@@ -101,7 +101,7 @@ async def test_cancelling_frees_the_work(make_model: Make) -> None:
             group.cancel_scope.cancel()
         await engine.sample(SampleRequest((5, 6, 7), 1))
         with anyio.fail_after(120):
-            while engine.loop_stats().kv_locked or not engine.stats().cancelled:  # noqa: ASYNC110  told by no event
+            while engine.loop_stats().kv_locked or not engine.stats().cancelled:  # noqa: ASYNC110  no event reports it
                 await anyio.sleep(0.01)
         assert engine.stats().in_flight == 0
 
@@ -415,7 +415,7 @@ WRONG = (
 
 @pytest.mark.anyio
 async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is reported to its caller; what is in flight beside it, and what comes after, is
+    """Each is reported to its caller; what is in flight next to it, and what comes after, is
     answered as if it were not.
     """
 

@@ -192,7 +192,9 @@ def test_rows_of_one_sequence_are_one_block_where_their_positions_follow() -> No
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 33, 255, 256])
 def test_what_fills_a_step_up_changes_nothing(count: int) -> None:
-    """Sizes are rounded to powers of two; added rows write to the spare slot, which no block reads."""
+    """Sizes are rounded to powers of two; added rows write to the unused slot, which no block
+    reads.
+    """
     random = np.random.default_rng(count)
     table = random.permutation(count * 300).reshape(count, 300).astype(np.int32) + 1
     batch = batch_of([(row, int(random.integers(1, 290))) for row in range(count)])

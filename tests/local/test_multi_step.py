@@ -74,8 +74,8 @@ def test_bursts_change_no_token(
 def test_a_burst_stops_at_a_token_that_may_end_a_text(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a reply waits for nobody, and nothing is computed in vain: with a stop string, a stop
-    id, and neither.
+    """A burst ends early so that no reply waits for another, and nothing is computed in vain: with
+    a stop string, a stop id, and neither.
     """
     folder = make_model("llama")
     watched = Watched(monkeypatch)

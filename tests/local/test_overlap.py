@@ -1,4 +1,4 @@
-"""Drafting beside the target changes no token: whatever is guessed, however late it is, and if it
+"""Drafting next to the target changes no token: whatever is guessed, however late it is, and if it
 breaks.
 """
 

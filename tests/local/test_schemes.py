@@ -1,4 +1,4 @@
-"""Drafting before a step or beside it: whatever the scheme, and whenever it changes, the texts are
+"""Drafting before a step or during it: whatever the scheme, and whenever it changes, the texts are
 the same.
 """
 
@@ -90,7 +90,8 @@ def test_schemes_that_change_change_no_token(
     assert overlap is not None
     asked = overlap.hits + overlap.misses
     if transport is DrafterProcess:
-        # A scheme lasts three steps: the second finds the process late, or gives it a guess to check.
+        # A scheme lasts three steps: the second finds the process late, or gives it a guess to
+        # check.
         asked += overlap.late
     assert asked > 0
 

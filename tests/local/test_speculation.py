@@ -112,7 +112,7 @@ def test_the_long_sweep(family: str, count: int, make_model: Make, near: Path) -
 @pytest.mark.parametrize("way", ["draft", "suffix", "auto"])
 def test_every_proposer_leaves_the_text_as_it_is(way: str, make_model: Make, near: Path) -> None:
     """A draft model, what was written before, and the better of them; with hints from another run
-    beside.
+    as well.
     """
     folder = make_model("llama")
     orders = requests(9, 40)
@@ -334,7 +334,7 @@ def test_texts_end_inside_a_proposal_where_they_end_without(k: int, make_model: 
 
 
 class Learning(AnyLength):
-    """Keeps what it is told of rounds."""
+    """Keeps the rounds that it observes."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most, most)

@@ -197,7 +197,9 @@ def test_a_proposer_that_fails_is_asked_no_more(make_model: Make) -> None:
 def test_a_step_that_breaks_is_tried_without_proposals(
     error: Exception, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is told, no text changes; where memory ran out, proposals are shorter afterwards."""
+    """No caller hears of it, and no text changes; where memory ran out, proposals are shorter
+    afterwards.
+    """
     orders = requests(4)
     compute = StepLoop._run  # pyright: ignore[reportPrivateUsage]
     seen = list[int]()
@@ -218,7 +220,7 @@ def test_a_step_that_breaks_is_tried_without_proposals(
 
 
 def test_company_changes_no_bit(make_model: Make) -> None:
-    """A request's log-probabilities are the same beside others that filter tokens, and alone."""
+    """A request's log-probabilities are the same next to others that filter tokens, and alone."""
     order = Submit(1, SampleRequest(ids_of(1, 12), 20, Sampling(0.7), Seed(1)))
     other = Submit(2, SampleRequest(ids_of(2, 12), 20, Sampling(0.7, top_k=9, min_p=0.01), Seed(2)))
     alone = run(make_model("llama"), [[order]])

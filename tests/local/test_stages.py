@@ -1,5 +1,5 @@
-"""Models whose ranges of layers are in processes of their own: the same bits, and an outage that is
-told.
+"""Models whose ranges of layers are in processes of their own: the same bits, and an outage is
+reported.
 """
 
 # pyright: reportPrivateUsage=false
@@ -203,8 +203,8 @@ def stage_processes() -> dict[int, bytes]:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("replicas", ["1", "2"])
 async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: Make) -> None:
-    """While one is left that has its layers nobody notices; then whoever waits is told, and opened
-    again it continues.
+    """While one is left that has its layers no caller notices; then waiting callers get an error,
+    and opened again it continues.
     """
     options = {**HERE, "stages": 2, "stage_replicas": replicas}
     engine = engine_of(make_model("llama", eos_token_id=None), name="m", **options)

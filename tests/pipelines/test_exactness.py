@@ -236,7 +236,7 @@ class Drawing(TableEngine):
 
 
 class Leaking(Drawing):
-    """Planted bug: what is drawn beside a score is drawn with the stream of the chunk that the
+    """Planted bug: what is drawn with a score is drawn with the stream of the chunk that the
     score is about.
     """
 

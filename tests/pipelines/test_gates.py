@@ -307,7 +307,7 @@ def test_what_is_spared_where_siblings_agree_is_spent_where_they_do_not(rate: fl
 
 
 def test_nothing_is_spared_before_three_siblings_have_answered() -> None:
-    """Two may agree by chance; and what was spared says so."""
+    """Two may agree by chance; and a skipped chunk says so."""
     gate = AgreementGate(ConformalGate(Calibrator(1.0, "aci")), 0.9)
     for answered, action in ((2, "escalate"), (3, "accept")):
         said = gate.decide(Features("q", answered=answered, agreement=1.0, issue=answered), 2.0)
@@ -349,7 +349,9 @@ def test_siblings_agree_by_their_answers_alone() -> None:
 
 
 def test_positions_in_the_tree_of_chunks_are_all_different() -> None:
-    """Equal chunks after equal beginnings share one position; the prompt is 0, which nothing else is."""
+    """Equal chunks after equal beginnings share one position; the prompt is 0, which nothing else
+    is.
+    """
     siblings = Siblings(toy_groups)
     chunks = [Chunk("draft", str(n), (n,), (n,), "length") for n in range(3)]
     paths = [path for size in range(4) for path in itertools.product(chunks, repeat=size)]

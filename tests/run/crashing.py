@@ -414,8 +414,8 @@ def essence(outcome: Outcome) -> str:
     """Return an outcome without what depends only on timing: caches, and the order of calls, also
     for equal chunks.
 
-    Which of the siblings that wrote an equal chunk asked, and is charged for it, is told by the sum
-    alone.
+    Which of the siblings that wrote an equal chunk asked, and is charged for it, is known from the
+    sum alone.
     """
     rollouts: list[Rollout] = []
     for rollout in outcome.rollouts:

@@ -19,7 +19,7 @@ from atts.run import RunResult
 from atts.testing import ScriptedEngine, Skill, ToyModel, ToyTokenizer, toy_problems
 
 SETUP = Setup(draft="scripted", target="scripted", policy=Policy(samples=6))
-"""Votes that spare rollouts as soon as they cannot change."""
+"""Votes that cancel rollouts as soon as they cannot change."""
 
 
 @pytest.fixture(scope="module")

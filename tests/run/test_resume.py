@@ -258,7 +258,7 @@ def test_one_rollout_at_a_time_decides_alike_in_every_run(world: Any) -> None:
 
 
 def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
-    """Each once, with its place and what the gate was told; requests for scores are not decisions."""
+    """Each once, with its place and what the gate observed; requests for scores are not decisions."""
     world.run(world.plan(gate=world.online()), world.session())
     found = list(open_run(world.tmp_path / "run").decisions())
     told = sum(isinstance(event, Observed) for event in world.events())

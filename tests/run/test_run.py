@@ -492,8 +492,8 @@ def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
 
 
 def test_samples_of_a_problem() -> None:
-    """Rollouts the vote spared are left out, not counted as wrong; one that could not be graded is
-    neither.
+    """Rollouts that the vote cancelled are left out, not counted as wrong; one that could not be
+    graded is neither.
     """
     samples = (
         FinishedSample(0, "answer", "1", "correct"),
@@ -612,7 +612,7 @@ def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
 
 
 def test_a_calibrator_lets_go_of_problems_that_are_over(world: Any) -> None:
-    """Live and after a resume: beside the scores of all, nothing of a finished problem is kept."""
+    """Live and after a resume: apart from the scores of all, nothing of a finished problem is kept."""
     for _ in range(2):
         calibrator = Calibrator(0.4, "question-turn", seed=3)
         world.run(

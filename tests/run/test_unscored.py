@@ -1,4 +1,4 @@
-"""A target that stops giving usable scores ends the run, or the reader is told first of all."""
+"""A target that stops giving usable scores ends the run, or the report says so first of all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Overflowing(EngineAround):
         self.calls = 0
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Spoil what is not spared."""
+        """Spoil everything that is not excepted."""
         answer = await call(request)
         if not isinstance(request, ScoreRequest):
             return answer

@@ -1,4 +1,6 @@
-"""The run that plants faults: each still has its place, and what is seen is told from what is not."""
+"""The run that plants faults: each still has its place, and what is seen is distinguished from what
+is not.
+"""
 
 from __future__ import annotations
 

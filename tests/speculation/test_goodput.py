@@ -42,7 +42,7 @@ class Machine:
         self._new = count(1)
         self._keys: list[int] = []
         self.expected = self.came = 0.0  # seconds, where a forecast was made
-        # what these take without proposals for as many tokens; what is told of that
+        # what these take without proposals for as many tokens; what is reported of that
         self.plain = self.saved = 0.0
         self.looked: list[int] = []  # steps that each forecast stands for
 
@@ -246,7 +246,7 @@ def test_less_is_proposed_with_more_sequences() -> None:
 
 
 def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
-    """The rows that are free beside a few sequences are not beside a prompt."""
+    """The rows that are free next to a few sequences are not free next to a prompt."""
     machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 16), 1e-5)
     alone = mean(list(machine.steps(400, 2, 0.6))[-100:])
     beside = mean(list(machine.steps(400, 2, 0.6, others=64))[-100:])
@@ -288,7 +288,9 @@ def test_what_is_expected_of_steps_comes() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.8, 0.3])
 def test_what_is_said_to_be_saved_is(acceptance: float) -> None:
-    """Beside what steps without proposals take for as many tokens, learnt from a few of these."""
+    """The gain is relative to steps without proposals for as many tokens, measured in a few of
+    these.
+    """
     machine = Machine(straight(1e-3, 5e-5), 2e-5)
     list(machine.steps(2000, 2, acceptance))
     assert machine.saved == pytest.approx(machine.plain - machine.came, abs=0.05 * machine.plain)

@@ -163,8 +163,8 @@ DEAR = {
     1: (1.0, 1.99, 2.8, 4.28, 5.4), 2: (1.0, 2.55, 3.75, 6.2, 8.2), 4: (1.0, 3.13, 4.72, 7.57, 9.6),
     8: (1.0, 3.33, 4.91, 7.75, 9.9),
 }  # fmt: skip
-"""By sequences, what steps of 1, 3, 5, 9 and 13 rows a sequence took of the embedded target, beside
-one of 1.
+"""Time of the embedded target's steps with 1, 3, 5, 9 and 13 rows a sequence, relative to 1 row, by
+number of sequences.
 """
 
 

@@ -196,7 +196,7 @@ def test_the_picture_of_the_page_is_that_of_the_devices() -> None:
 def test_virtual_time_needs_no_folder_made_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The picture lies beside the folder of the tables, whether that is there yet or not."""
+    """The picture lies next to the folder of the tables, whether that exists yet or not."""
     for name in ("record", "closed_forms", "published"):
         monkeypatch.setattr(overlap, name, lambda *args: None)
     monkeypatch.setattr(overlap, "recorded", lambda *args: [])

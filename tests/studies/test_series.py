@@ -1,4 +1,4 @@
-"""A series of studies: in order, told how far it is, and never done twice because it was cut off."""
+"""A series of studies: in order, with its progress, and never done twice because it was cut off."""
 
 from pathlib import Path
 from typing import Any

@@ -27,8 +27,8 @@ _SLOT_RUN = 64  # slots taken at a time
 
 
 class ToldTarget(InlineTransport):
-    """Works at once, while a target elsewhere computes: how long its steps take is told, and what
-    its exit says.
+    """Works at once, while a target elsewhere computes: the length of its steps is reported, and
+    what its exit says.
     """
 
     is_beside = True

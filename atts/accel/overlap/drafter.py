@@ -74,7 +74,7 @@ class DraftLine:
     laws: list[PlaceLaw]  # of the proposal's places
     uniforms: NDArray[np.float64]  # of the places from `base` on
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
-    # of the same places and the one after, as it is told
+    # of the same places and the one after, as reported
     exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
     # what the drafter has not computed of it
     fed: list[FedRow] = field(default_factory=list[FedRow])
@@ -117,7 +117,7 @@ class BranchWriter:
         self._heads = heads
         self._stats = stats
         self.streams = False  # whether the heads are used
-        self.fan = 0  # of a place's first tokens, those that are told besides its own
+        self.fan = 0  # of a place's first tokens, those that are named besides its own
         self.acceptance = 0.7  # estimated chance that a proposed token is accepted
 
     def following(self, batch: StepBatch, lines: list[DraftLine]) -> Drawn:
@@ -497,7 +497,7 @@ class OverlappedDrafter(ModelDrafter):
         self._transport.post(lambda: self._run(job, self._continue))
 
     def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
-        """Work in the drafter's thread; nothing else touches its cache, table and spare slots
+        """Work in the drafter's thread; nothing else touches its cache, table and branch slots
         meanwhile.
         """
         try:

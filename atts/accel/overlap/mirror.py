@@ -134,7 +134,7 @@ class ExitModel:
     def _tell(self, listener: ExitListener, batch: StepBatch, x: Tensor) -> None:
         try:
             told: ExitGuesses | Exception = self._heard(listener, batch, x)
-        except Exception as error:  # noqa: BLE001  whoever hears says what became of it; the step continues
+        except Exception as error:  # noqa: BLE001  the listener reports it; the step continues
             told = error
         listener.receive(told)
 

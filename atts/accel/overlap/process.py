@@ -39,7 +39,7 @@ class DraftSetup(NamedTuple):
     slots: int
     rows: int
     width: int  # tokens of the longest sequence
-    hears: bool  # whether the target's exit is told
+    hears: bool  # whether the target's exit is reported
 
 
 class DraftStep(NamedTuple):

@@ -190,7 +190,7 @@ def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
 
 
 class BestProposer(Proposer):
-    """Asks several proposers in turn, the cheapest first: one that is confident enough spares the
+    """Asks several proposers in turn, the cheapest first: one that is confident enough saves the
     others the work.
     """
 

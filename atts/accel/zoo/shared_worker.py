@@ -212,7 +212,7 @@ class _Host:
             return self._ready
 
     def chain_of(self, config: WorkerConfig) -> int:
-        """Return the number of a model in the loop, which is told of one that is new."""
+        """Return the number of a model in the loop, and announce a new model to it."""
         with self._lock:
             if config.folder not in self._chains:
                 self._chains[config.folder] = len(self._chains)

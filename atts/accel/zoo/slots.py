@@ -192,7 +192,7 @@ class SlotLedger(SlotAllocator):
         return self._hold(np.zeros((count, 0), dtype=np.int32))
 
     def free(self, runs: Many[SlotIds]) -> None:
-        """Hold these once less; those that nobody holds any more are free."""
+        """Hold these once less; those without a holder are free."""
         for run in runs:
             for at, (column, slots) in enumerate(zip(self._columns, run.T, strict=True)):
                 self.holders[at, slots] -= 1
@@ -285,7 +285,7 @@ class SharingScheduler(Scheduler):
         self.divide([0])
 
     def divide(self, parents: list[int]) -> None:
-        """Make each column of layers what that old one was; whoever is amid a loan borrows again."""
+        """Make each column of layers what that old one was; a loan under way is made again."""
         for sequence in self.running():
             if sequence.num_computed < self._ledger.borrowed[sequence.row]:
                 self._preempt(sequence)

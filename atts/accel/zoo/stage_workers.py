@@ -1,7 +1,7 @@
 """Workers that hold ranges of layers: processes, actors of a Ray cluster, or this process.
 
-A process runs this file as its main program. The messages are in `stages`, so that both sides import
-the same classes.
+A process runs this file as its main program. The messages are in `stages`, so that both sides
+import the same classes.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class StageProcess:
             ) from error
         finally:
             theirs.close()
-        with suppress(*GONE):  # one that is gone is told by its missing answers
+        with suppress(*GONE):  # a lost one is recognised by its missing answers
             self._pipe.send(build)
 
     def send(self, message: object) -> None:
@@ -237,7 +237,7 @@ KINDS: dict[str, type[StageProcess | RayStage]] = {"process": StageProcess, "ray
 
 
 Receive = Callable[[Any], object]
-"""Is told the answer to a message, or why there will be none."""
+"""Receive the answer to a message, or why there will be none."""
 
 
 class WorkerHandle:
@@ -252,7 +252,9 @@ class WorkerHandle:
         self._queue = deque[tuple[object, Receive]]()
         self._heard: Receive | None = None  # by the answer that is waited for
         self.error: EngineUnavailable | None = None
-        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # of slots, as far as it was told
+        self._table: SlotIds = np.zeros(
+            (0, 0), dtype=np.int32
+        )  # of slots, as far as they were sent
 
     @property
     def is_asked(self) -> bool:
@@ -315,7 +317,7 @@ class WorkerHandle:
         raise self.error
 
     def news(self, batch: StepBatch, table: SlotIds) -> News:
-        """Return what it was not told yet of the slots of the sequences in a step."""
+        """Return what was not sent yet of the slots of the sequences in a step."""
         if self._table.shape != table.shape:
             self._table = np.zeros_like(table)
         used = np.unique(batch.table_rows)

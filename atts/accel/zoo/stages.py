@@ -183,7 +183,7 @@ class StageServer:
     def __init__(self, build: BuildStage) -> None:
         self._build = build
         self._held: dict[str, StageModel] = {}
-        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # as far as it was told
+        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # as far as it was sent
 
     def answer(self, message: Any) -> object:
         """Answer a message; None, or why not, to a range that is to be loaded."""

@@ -290,7 +290,7 @@ def _settings(data: RunData) -> list[tuple[str, str, str]]:
     given = data.run.manifest.settings
     for name, found in data.run.manifest.configuration.items():
         if name in given or (name == "policy" and given):
-            continue  # told below, key by key, with who set it
+            continue  # reported below, key by key, with who set it
         parts = found.value.items() if isinstance(found.value, Mapping) else [("", found.value)]
         rows += [
             (f"{name}.{part}".rstrip("."), _setting(value), found.origin) for part, value in parts

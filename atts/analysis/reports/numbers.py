@@ -99,8 +99,8 @@ class Spend:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """This run beside another one, on the problems that both have; ratios are this run over the
-    other.
+    """This run compared with another one, on the problems that both have; ratios are this run over
+    the other.
     """
 
     name: str

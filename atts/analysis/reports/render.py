@@ -61,7 +61,7 @@ def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> 
     :raises StorageError: the disk refuses.
     """
     path = out or Path(built.report.run.directory) / FILE_NAMES[format]
-    # Whoever made the run directory may have put links into it: they are replaced.
+    # The author of the run directory may have put links into it: they are replaced.
     write = write_atomic if out is None else write_out
     problems = f"{path.stem}.problems.jsonl"
     if format == "html" and _is_large(built):

@@ -99,7 +99,7 @@ def _cache_folder() -> tuple[Path | None, str]:
         folder = (root if root.is_absolute() else Path.home() / ".cache") / "atts"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         problem = _distrust(folder.resolve())
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         folder = root / "atts"
         problem = f"cannot be used ({getattr(error, 'strerror', None) or error})"
     return (

@@ -401,7 +401,7 @@ class NativeModel:
     def _drawing(
         self, logits: Tensor, temperatures: Tensor, uniforms: NDArray[np.float64], tokens: Tensor
     ) -> _Sampling:
-        """Return what the kernels are told of draws to be written to `tokens`."""
+        """Return the description of draws that the kernels write to `tokens`."""
         return _Sampling(
             num_rows=len(temperatures),
             vocabulary=logits.shape[-1],

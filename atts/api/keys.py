@@ -143,7 +143,7 @@ def _converted(value: Any, kind: Any) -> Any:
     if kind in (int, float):
         if isinstance(value, str):
             value = value.strip()
-            if value.startswith("."):  # JSON, by whose rules numbers are read, has no ".1"
+            if value.startswith("."):  # JSON reads the number, and needs the zero
                 value = f"0{value}"
             value = value.replace("_", "")
         if kind is int:  # larger ones fit neither TOML nor the generators

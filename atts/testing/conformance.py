@@ -619,7 +619,8 @@ async def check_hints(probe: Probe) -> None:
 
 @check("sample", "score", "draw", "seeds")
 async def check_drawing(probe: Probe) -> None:
-    """What is drawn while a text is scored begins the answer, and the rest can be asked for."""
+    """Tokens that are drawn while a text is scored begin the answer, and the rest can be requested.
+    """
     for request in probe.requests(1, LOOSE):
         whole = await probe.engine.sample(request)
         other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))
@@ -720,7 +721,7 @@ async def check_refusals(probe: Probe) -> None:
 
 @check()
 async def check_capabilities(probe: Probe) -> None:
-    """What the spec does not list is refused as unsupported."""
+    """A call that the spec does not list is refused as unsupported."""
     engine = probe.engine
     missing = {"sample", "score"} - engine.spec.capabilities
     if not missing:

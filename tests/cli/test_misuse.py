@@ -646,7 +646,9 @@ CASES = [
         ("c.json",),
         text("c.json", '{"kind": "atts calibrator"}'),
     ),
-    Case("sweep over nothing", f"sweep {RUN[:14]} --over rate", USAGE, ("--over", "rate=0.1,0.2,0.4")),
+    Case(
+        "sweep over nothing", f"sweep {RUN[:14]} --over rate", USAGE, ("--over", "rate=0.1,0.2,0.4")
+    ),
     Case("sweep over no values", "sweep --over rate=,", USAGE, ("--over", "KEY=VALUE")),
     Case("sweep over an unknown key", "sweep --over raet=.1", USAGE, ("--over", "'rate'")),
     Case("sweep over an impossible value", "sweep --over rate=.1,2", USAGE, ("rate", "[0, 1]")),

@@ -1,9 +1,12 @@
-"""The pages that people write keep to the rules of plain prose that can be checked."""
+"""Pages, docstrings and comments keep to the rules of plain prose that can be checked."""
 
 from __future__ import annotations
 
+import ast
+import io
 import re
-from collections.abc import Collection
+import tokenize
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,7 +42,9 @@ EXCEPTIONS: dict[str, set[str]] = {
 
 def prose(text: str) -> str:
     """Return a page without its code, its links' addresses and its comments."""
-    text = result_pages.MARK.sub("", text)  # the words of a study, which change when it is run again
+    text = result_pages.MARK.sub(
+        "", text
+    )  # the words of a study, which change when it is run again
     text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.M | re.S)
     text = re.sub(r"^    .*$", "", text, flags=re.M)
     return re.sub(r"`[^`\n]*`|\]\([^)]*\)|https?://\S+", "", text)
@@ -72,3 +77,128 @@ def test_a_fault_is_reported_and_code_is_not_read() -> None:
     assert faults("`beside` [x](anew.md)\n\n```\n5% of .5\n```\n") == []
     assert faults("Output:\n\n    5% of .5\n\nThis is read, anew.\n") != []
     assert faults("Output:\n\n    5% of .5\n") == []
+
+
+CODE = ("atts", "calibration", "evaluators", "pipelines", "examples", "scripts/studies", "tests")
+
+VERBS = set(
+    """
+    accept add admit advise alarm align allocate answer append apply arrange ask attend audit
+    be begin believe bet bound break bring build
+    call cancel capture carry catch certify change charge check choose close combine compare
+    compile complete compute configure connect continue convert copy count create cut
+    deal decide delete describe divide do draft draw drop
+    earn edit end escalate escape estimate evaluate evict exchange exempt
+    fail feed fill find fit fix flush forget fork free
+    gather generate give grade grant group guess
+    halve hand hash have hear hide hold
+    ignore import index install interrupt iterate
+    join judge
+    keep kill
+    learn leave let list listen load lock log look
+    make mark measure merge move
+    name note number
+    open order
+    pack pair parse pass pick pickle place plan plant prepare press print propose protect put
+    queue
+    raise rank read rebuild receive record refuse register release remember remove render reorder
+    replace replay report request reserve return rotate round run
+    sample save say score see send serve set shift shorten show shrink simulate sleep solve spend
+    split spoil stand start state step stop store submit suggest sum summarise swap sync
+    tabulate take tell test time toss train truncate try turn
+    undo use
+    validate verify
+    wait walk watch work write
+    yield
+    """.split()
+)
+"""Verbs that a function's docstring may begin with. Add the one that you need."""
+
+STATED = {"atts/testing/conformance.py": "a report prints the sentence of a check: what holds"}
+"""Files whose functions state a fact as tests do, each with the reason."""
+
+HEADLESS = r"(?:What|Whatever|Which|Whichever|Who|Whose|Whoever|How|Whether|Of|By(?! default))\b"
+"""Beginnings of texts that lack a noun or a verb of their own."""
+
+CODE_EXCEPTIONS: dict[str, set[str]] = {
+    "tests/docs/test_prose.py": set(RULES),  # it lists the words and plants them
+}
+"""Rules that the comments and docstrings of a file may break, with the reason."""
+
+
+def python_files(folder: str) -> Iterator[Path]:
+    """Yield the Python files below a folder of the checkout; links are not followed."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        if not any(parent.is_symlink() for parent in (path, *path.parents)):
+            yield path
+
+
+def opening_faults(path: Path) -> Iterator[str]:
+    """Yield every docstring of a file that begins with neither the verb nor the noun it needs."""
+    name = path.relative_to(ROOT).as_posix()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node)
+        if not text:
+            continue
+        place = f"{name}: {getattr(node, 'name', 'module')}: {text.splitlines()[0]!r}"
+        is_function = not isinstance(node, ast.Module | ast.ClassDef)
+        is_statement = name in STATED or getattr(node, "name", "").startswith("test_")
+        if is_function and not is_statement:
+            verb = re.split(r"\W", text, maxsplit=1)[0].lower()
+            if verb not in VERBS:
+                yield f"{place}: begin with a verb (or add it to VERBS)"
+        elif re.match(HEADLESS, text):
+            yield f"{place}: begin with a noun that has a name"
+        if isinstance(node, ast.Module) and re.search(r"[.?!]\s+[A-Z]", text.split("\n\n")[0]):
+            yield f"{place}: say in one sentence what the module is"
+
+
+def remarks(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the comments and docstrings of a file with their lines, without examples of code."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        is_docstring = token.line.lstrip().startswith(('"""', 'r"""'))
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and is_docstring):
+            text = re.sub(r"^\s*(?:>>>|\.\.\.|Example:).*$", "", token.string, flags=re.M)
+            text = re.sub(r"`[^`]*`|\"[^\"\n]*\"", "", text.strip('r"'))
+            # Lines that are indented would count as a page's output.
+            yield token.start[0], re.sub(r"^\s+", "", text, flags=re.M)
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_docstrings_begin_as_they_should(folder: str) -> None:
+    """Functions begin with a verb, classes and modules with a noun, tests with a statement."""
+    found = [fault for path in python_files(folder) for fault in opening_faults(path)]
+    assert found == [], "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_comments_and_docstrings_keep_the_rules(folder: str) -> None:
+    """They have no restricted word, and write decimals, percentages and singulars correctly."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {fault}"
+        for path in python_files(folder)
+        for line, text in remarks(path)
+        for fault in faults(text, CODE_EXCEPTIONS.get(path.relative_to(ROOT).as_posix(), set()))
+    ]
+    assert found == [], "\n".join(found)
+
+
+def test_a_headless_docstring_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of docstring has its fault; the correct ones next to them have none."""
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    file = tmp_path / "module.py"
+    file.write_text(
+        '"""A module. It has two sentences."""\n'
+        'class Bad:\n    """What a thing is."""\n'
+        'class Good:\n    """A thing."""\n'
+        'def bad():\n    """The number of things."""\n'
+        'def good():\n    """Return the number of things."""\n'
+        'def test_bad():\n    """By its name."""\n'
+        'def test_good():\n    """Its name is in the message."""\n'
+        "# told beside\n"
+    )
+    faulty = [fault.split(": ")[1] for fault in opening_faults(file)]
+    assert faulty == ["module", "Bad", "bad", "test_bad"]
+    assert [len(faults(text)) for _, text in remarks(file)] == [0] * 7 + [2]

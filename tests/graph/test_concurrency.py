@@ -68,7 +68,7 @@ async def test_cancelling_from_outside_stays_a_cancellation() -> None:
 
 
 async def test_collect_keeps_the_order_asked() -> None:
-    """Whichever is ready first."""
+    """The order of the results does not depend on which is ready first."""
     events = [anyio.Event() for _ in range(4)]
     done: list[int] = []
 

@@ -122,7 +122,7 @@ class AnyLength:
         self._random = random.Random(most)
 
     def rests(self, plan: StepPlan) -> bool:
-        """Never rest."""
+        """Return False: it never rests."""
         return False
 
     def choose(self, plan: StepPlan) -> list[int]:

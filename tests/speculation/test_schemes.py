@@ -36,7 +36,7 @@ def used(
 
 @pytest.mark.parametrize("best", [0, 1, 2])
 def test_the_fastest_scheme_gets_nearly_all_steps(best: int) -> None:
-    """Whichever it is, of rates a tenth apart."""
+    """Any of the schemes may be the fastest; rates are a tenth apart."""
     control = SchemeControl(3)
     found = used(
         control, lambda step: [1.1 if scheme == best else 1.0 for scheme in range(3)], 6000

@@ -8,7 +8,7 @@ import errno
 import math
 import os
 import tomllib
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -96,6 +96,11 @@ class Caps:
 
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) is not None for field in fields(self))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the limits that are set."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
     def exceeded_by(self, amount: Amount) -> str:
         """Return the name of the first cap that the amount exceeds, or "".
@@ -272,13 +277,14 @@ class Account:
         inside: Account | None = None,
         file: LedgerFile | None = None,
         spent: Amount | None = None,
+        unanswered: Amount | None = None,
     ) -> None:
         self.caps = caps or Caps()
         self.name = name
         self.prices: Prices = dict(prices or {})
         self.spent = spent or Amount()
         self.reserved = Amount()
-        self.unanswered = Amount()  # the part of `spent` whose calls came to no reply
+        self.unanswered = unanswered or Amount()  # the part of `spent` whose calls came to no reply
         self.written = 0  # tokens, by both models
         self.cached = 0  # tokens of prompts that a cache had
         self.limit = ""  # the cap that refused a call
@@ -312,16 +318,21 @@ class Account:
                 account._settled = anyio.Event()
                 account._report()
             if self._file is not None and number is not None:
-                self._file.settle(self.name, number, reservation.taken)
+                is_answered = reservation.is_answered
+                self._file.settle(self.name, number, reservation.taken, is_answered=is_answered)
 
     def count(self, reply: Completion | Scores) -> None:
         """Add an answered call to the tokens written and cached, which no cap needs."""
         for account in self.accounts:
-            account.cached += reply.cached_tokens
-            if isinstance(reply, Completion):
-                account.written += len(reply.ids)
-            elif reply.beginning is not None:
-                account.written += len(reply.beginning.ids)
+            account.count_here(reply)
+
+    def count_here(self, reply: Completion | Scores) -> None:
+        """Add a call, such as one of an earlier session, in this account alone."""
+        self.cached += reply.cached_tokens
+        if isinstance(reply, Completion):
+            self.written += len(reply.ids)
+        elif reply.beginning is not None:
+            self.written += len(reply.beginning.ids)
 
     @contextmanager
     def reserved_now(self, most: Amount) -> Generator[_Reservation]:
@@ -413,19 +424,52 @@ class _Reservation:
         self.is_answered = True
 
 
+@dataclass(slots=True)
+class Spending:
+    """What an account has spent, on calls that were answered and on those that were not."""
+
+    answered: Amount = Amount()
+    unanswered: Amount = Amount()
+
+    @property
+    def total(self) -> Amount:
+        """Return the sum of both."""
+        return self.answered + self.unanswered
+
+    def count(self, taken: Amount, *, is_answered: bool) -> None:
+        """Add one call."""
+        if is_answered:
+            self.answered += taken
+        else:
+            self.unanswered += taken
+
+    def add(self, other: Spending) -> None:
+        """Add what another account has spent."""
+        self.answered += other.answered
+        self.unanswered += other.unanswered
+
+
 class LedgerFile:
     """An append-only file of reservations and settlements, which a killed process leaves complete.
 
     Every reservation is written before its call is dispatched. A reservation without a settlement
-    is charged whole when the file is opened again. The file is rewritten as one sum when it has
-    grown long, so its size is bounded by the calls in flight.
+    is charged whole when the file is opened again. The file is rewritten as sums when it has grown
+    long, so its size is bounded by the calls in flight: one sum for each account of `keep`, which
+    will be continued, and one for all the others.
     """
 
-    def __init__(self, path: Path, *, most_lines: int = 100_000) -> None:
+    def __init__(
+        self, path: Path, *, most_lines: int = 100_000, keep: Collection[str] = ()
+    ) -> None:
         self._path = path
         self._most_lines = most_lines
-        self._spent = sum(read_ledger(path).values(), Amount())
-        self.total = self._spent  # what earlier sessions spent
+        recorded = _read(path)
+        self.total = Amount()  # what earlier sessions spent
+        self._others = Spending()  # of all accounts that are not kept
+        self._kept = {name: Spending() for name in keep}
+        for name, spending in recorded.items():
+            self.total += spending.total
+            self._spending(name).add(spending)
         self._open = dict[int, tuple[str, Amount]]()  # reservations of calls in flight
         self._number = 0
         self._lines = 0
@@ -439,13 +483,28 @@ class LedgerFile:
         self._open[self._number] = name, most
         return self._number
 
-    def settle(self, name: str, number: int, taken: Amount) -> None:
+    def settle(self, name: str, number: int, taken: Amount, *, is_answered: bool = True) -> None:
         """Record what a reserved call took."""
-        self._write(_line("settle", name, number, taken))
+        self._write(_line("settle" if is_answered else "charge", name, number, taken))
         del self._open[number]
-        self._spent += taken
+        self._spending(name).count(taken, is_answered=is_answered)
         if self._lines > self._most_lines:
             self._rewrite()
+
+    def keep(self, name: str) -> None:
+        """Keep the sum of an account apart from now on, so that a restart can continue it."""
+        self._kept.setdefault(name, Spending())
+
+    def merge(self, name: str) -> None:
+        """Add the sum of a kept account, which nothing will continue, to that of all others."""
+        self._others.add(self._kept.pop(name, Spending()))
+
+    def spent_by(self, name: str) -> Spending:
+        """Return what a kept account has spent, earlier sessions included."""
+        return self._kept[name]
+
+    def _spending(self, name: str) -> Spending:
+        return self._kept.get(name, self._others)
 
     def close(self) -> None:
         """Close the file."""
@@ -459,8 +518,11 @@ class LedgerFile:
         self.close()
 
     def _rewrite(self) -> None:
-        """Replace the file's lines by their sum and the reservations of calls in flight."""
-        lines = [_line("spent", "", 0, self._spent)]
+        """Replace the file's lines by their sums and the reservations of calls in flight."""
+        lines = [_line("spent", "", 0, self._others.total)]
+        for name, spending in self._kept.items():
+            lines.append(_line("spent", name, 0, spending.answered))
+            lines.append(_line("charge", name, 0, spending.unanswered))
         for number, (name, most) in self._open.items():
             lines.append(_line("reserve", name, number, most))
         write_atomic(self._path, b"".join(lines), durable=False)
@@ -490,11 +552,15 @@ def read_ledger(path: Path) -> dict[str, Amount]:
 
     :raises JournalCorrupt: a line before the last one is damaged.
     """
+    return {name: spending.total for name, spending in _read(path).items()}
+
+
+def _read(path: Path) -> dict[str, Spending]:
     if not path.exists():
         return {}
     with storage(path):
         data = read_ordinary(path)
-    spent = dict[str, Amount]()
+    spent = dict[str, Spending]()
     open_calls = dict[int, tuple[str, Amount]]()
     lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -510,9 +576,9 @@ def read_ledger(path: Path) -> dict[str, Amount]:
         if kind == "reserve":
             open_calls[call] = name, amount
             continue
-        if kind == "settle":
+        if call:  # 0: the sum of earlier calls
             open_calls.pop(call, None)
-        spent[name] = spent.get(name, Amount()) + amount
+        spent.setdefault(name, Spending()).count(amount, is_answered=kind != "charge")
     for name, amount in open_calls.values():
-        spent[name] = spent.get(name, Amount()) + amount
+        spent.setdefault(name, Spending()).count(amount, is_answered=False)
     return spent

@@ -44,7 +44,7 @@ from atts.calibration.scores import (
     read_scores,
     scale_named,
 )
-from atts.calibration.state import state_text, write_state
+from atts.calibration.state import read_state, state_text, write_state
 
 __all__ = [
     "Abstention", "Calibrator", "Candidate", "Certificate", "ClusterSummary", "DEFAULTS", "DomainCheck", "DriftEvent",
@@ -52,5 +52,5 @@ __all__ = [
     "RateCheck", "ReplayResult", "Scale", "SimpleJumper", "StoredScores", "Tuning", "by_cluster", "certify",
     "certify_abstention", "certify_net", "check_fingerprint", "check_rate", "coin_band", "examine",
     "first_alarm", "is_state", "labels_of", "lost_answers", "net_losses", "parse_lines", "pooled_auroc",
-    "rate_metrics", "read_scores", "replay_scores", "scale_named", "state_text", "summarise", "write_state",
+    "rate_metrics", "read_scores", "read_state", "replay_scores", "scale_named", "state_text", "summarise", "write_state",
 ]  # fmt: skip

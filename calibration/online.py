@@ -98,6 +98,11 @@ class ReorderBuffer:
             self._skipped.add(issue)
         return self._release()
 
+    @property
+    def next_issue(self) -> int:
+        """Return the number after the highest that was pushed or skipped."""
+        return max([self._next, *(issue + 1 for issue in (*self._waiting, *self._skipped))])
+
     def has_waiting(self, question: str) -> bool:
         """Return whether a score of this question waits."""
         return any(score.question == question for score in self._waiting.values())
@@ -359,6 +364,17 @@ class Calibrator(Persisted):
             self._over.discard(question)
             self._pool.forget(question)
             self._controller.forget(question)
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """Return what two calibrators must have in common for one to continue the other."""
+        limits = (self._options.get("cap"), self._options.get("by_length"))
+        return self.rate, self.mode, self.seed, self.stored, self.fingerprint, limits
+
+    @property
+    def next_issue(self) -> int:
+        """Return the number of the next score, in the order of asking."""
+        return self._order.next_issue
 
     def settle(self) -> None:
         """End the run: what still waits for a score that will not come joins the pools.

@@ -98,6 +98,11 @@ class ConformalGate:
         self.calibrator = calibrator
         self._issued = 0
 
+    def continue_with(self, calibrator: CalibratorProtocol, issued: int) -> None:
+        """Decide by a calibrator of an earlier session, for which so many scores were asked."""
+        self.calibrator = calibrator
+        self._issued = issued
+
     def preview(self, features: Features) -> Decision:
         """Ask for a score, and number the request."""
         numbered = replace(features, issue=self._issued)

@@ -112,8 +112,6 @@ OPTIONS: Mapping[str, Parameter] = {
     "max_total_tokens": _key(
         "Tokens after which the run stops: prompts and completions of all calls.",
         True,
-        "--max-total-tokens",
-        "--max-tokens-total",
         kind=int,
     ),
     "max_seconds": _key("Seconds after which the run stops, all sessions together.", kind=float),

@@ -1,11 +1,13 @@
-"""The command `atts serve`: the pair behind an OpenAI-compatible endpoint."""
+"""The command `atts serve`: a pair or a model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,31 +16,58 @@ from atts.cli.terminal import say, tell
 from atts.errors import MissingExtra, OptionError
 from atts.interrupts import run_async
 
+if TYPE_CHECKING:
+    from atts.api import Setup
+
 KEY_VARIABLE = "ATTS_SERVE_KEY"
 _LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 @options.with_keys(
-    "host port name api_key_file state max_cost max_total_tokens request_cost request_tokens "
-    "request_seconds requests queue pair backend draft target scores seed concurrency config pairs "
-    "print_policies"
+    "host port name model api_key_file share state max_cost max_total_tokens request_cost "
+    "request_tokens request_seconds requests queue housekeeping pair backend draft target scores "
+    "seed concurrency config pairs print_policies"
 )
 def serve(
     context: typer.Context,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8321,
-    name: Annotated[str, typer.Option(help="Model name that clients ask.")] = "atts/pair",
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Model name that clients ask.",
+            show_default="atts/pair, or atts/model with --model",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="One model, whose rollouts vote; instead of a pair. Formats as --draft.",
+            show_default="none: a pair",
+        ),
+    ] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help=f"File with the key that clients must send; or set {KEY_VARIABLE}.",
+            help=(
+                "File with the keys that clients must send, one a line: KEY, or USER KEY; or set "
+                f"{KEY_VARIABLE}."
+            ),
             show_default="no key",
+        ),
+    ] = None,
+    share: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Share of a user under overload, such as alice=2; repeatable.",
+            metavar="USER=SHARE",
+            show_default="1 for every user",
         ),
     ] = None,
     state: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the ledger, so that a restart remembers what was spent.",
+            help="Folder of the ledger, calibrators and background responses, for restarts.",
             show_default="none: in memory",
         ),
     ] = None,
@@ -61,6 +90,15 @@ def serve(
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests worked on at once.")] = 64,
     queue: Annotated[int, typer.Option(help="Requests that may wait; more get status 429.")] = 256,
+    housekeeping: Annotated[
+        Literal["draft", "policy"],
+        typer.Option(
+            help=(
+                "What answers requests that begin with '### Task:', which Open WebUI sends for "
+                "titles and tags: one rollout of the draft, or the policy that was asked."
+            )
+        ),
+    ] = "draft",
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     print_policies: Annotated[
@@ -69,11 +107,14 @@ def serve(
 ) -> None:
     """Serve a draft and target as one OpenAI-compatible model, with hard caps.
 
-    Clients ask the model NAME, or NAME:fast, NAME:balanced, NAME:careful or NAME:exact. Caps of a
-    request are in its `atts` object; --request-* are the most that a request may ask, and
-    --max-cost and --max-total-tokens are for all requests together.
+    Clients ask the model NAME, or NAME:fast, NAME:balanced, NAME:careful or NAME:exact; the names
+    draft and target reach either model alone. Caps of a request are in its `atts` object;
+    --request-* are the most that a request may ask, and --max-cost and --max-total-tokens are for
+    all requests together.
 
     Example: atts serve
+
+    Example: atts serve --model vllm:http://localhost:8000 --name atts/qwen3
 
     Example: atts serve --pair r1-1.5b/r1-70b --request-tokens 200000 --state runs/serve
     """
@@ -88,10 +129,15 @@ def serve(
 
     configuration = options.configured(context, config, pairs)
     job = configuration.job
+    setup = configuration.setup()
+    if model is not None:
+        setup = _one_model(context, setup, model)
+    name = name or ("atts/pair" if model is None else "atts/model")
     served = ServeOptions(
         name=name,
         state=state,
-        api_key=_key(api_key_file),
+        keys=_keys(api_key_file),
+        shares=_shares(share or []),
         request_caps=Caps(
             max_cost=request_cost, max_total_tokens=request_tokens, max_seconds=request_seconds
         ),
@@ -99,10 +145,11 @@ def serve(
         prices=job.price_list,
         requests=requests,
         queue=queue,
+        housekeeping=housekeeping,
     )
-    if served.api_key is None and host not in _LOCAL_HOSTS:
+    if not served.keys and host not in _LOCAL_HOSTS:
         tell(f"atts: {host} is open to others and no key is set; see --api-key-file")
-    service = Service(configuration.setup(), served)
+    service = Service(setup, served)
 
     async def main() -> None:
         await run_server(
@@ -114,29 +161,71 @@ def serve(
 
 def policy_lines() -> list[str]:
     """Return the named policies as a table."""
-    from atts.serving import POLICIES
+    from atts.serving import POLICIES, VOTES
 
-    lines = [f"{'policy':<10} {'method':<7} {'samples':>7} {'rate':>5}  {'stop':<8} effort"]
-    for row in POLICIES.values():
+    lines = [f"{'policy':<10} {'method':<10} {'samples':>7} {'rate':>5}  {'stop':<8} effort"]
+    for row in (*POLICIES.values(), *VOTES.values()):
         efforts = ", ".join(row.efforts) or "-"
+        is_vote = row.name in VOTES and row is VOTES[row.name]
+        method = "one model" if is_vote else row.method
+        rate = "-" if is_vote else f"{row.rate:g}"
         lines.append(
-            f"{row.name:<10} {row.method:<7} {row.samples:>7} {row.rate:>5g}  "
-            f"{row.early_stop:<8} {efforts}"
+            f"{row.name:<10} {method:<10} {row.samples:>7} {rate:>5}  {row.early_stop:<8} {efforts}"
         )
     return lines
 
 
-def _key(file: Path | None) -> str | None:
-    """Return the key of the file, or that of the environment.
+def _one_model(context: typer.Context, setup: Setup, model: str) -> Setup:
+    """Return the setup in which one model stands for both.
 
-    :raises OptionError: the file cannot be read, or holds no key.
+    :raises OptionError: a pair, or one of its models, is named as well.
+    """
+    for option in ("pair", "draft", "target"):
+        if context.params.get(option) is not None:
+            raise OptionError("--model", f"{model} serves alone; leave --{option} out")
+    return replace(setup, draft=model, target=model, method="draft-only")
+
+
+def _keys(file: Path | None) -> dict[str, str]:
+    """Return the user of each key of the file, or of the environment's; "" where none is named.
+
+    :raises OptionError: the file cannot be read, or has a line that is not a key.
     """
     if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
+        key = os.environ.get(KEY_VARIABLE)
+        return {key: ""} if key else {}
     try:
-        key = file.read_text(encoding="utf-8").strip()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError("--api-key-file", f"{file} cannot be read: {error}") from error
-    if not key or not key.isascii():
+    keys: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words:
+            continue
+        if len(words) > 2 or not words[-1].isascii():
+            raise OptionError(
+                "--api-key-file",
+                f"line {number} of {file} is not KEY, or USER KEY, in plain letters",
+            )
+        keys[words[-1]] = words[0] if len(words) == 2 else ""
+    if not keys:
         raise OptionError("--api-key-file", f"{file} holds no key of plain characters")
-    return key
+    return keys
+
+
+def _shares(given: Sequence[str]) -> dict[str, float]:
+    """Return the shares of users.
+
+    :raises OptionError: one is not USER=SHARE.
+    """
+    shares: dict[str, float] = {}
+    for text in given:
+        user, mark, share = text.rpartition("=")
+        try:
+            shares[user] = float(share)
+        except ValueError:
+            mark = ""
+        if not mark or not user:
+            raise OptionError("--share", f"{text!r} is not USER=SHARE, such as alice=2")
+    return shares

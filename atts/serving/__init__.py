@@ -1,11 +1,11 @@
-"""The OpenAI-compatible endpoint of a pair: chat completions within hard caps."""
+"""The OpenAI-compatible endpoint of a pair or a model, within hard caps."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from atts.concurrency import import_lock
-from atts.serving.policies import POLICIES, NamedPolicy
-from atts.serving.requests import ChatRequest, RequestError
+from atts.serving.policies import POLICIES, VOTES, NamedPolicy
+from atts.serving.requests import RequestError, SolveRequest
 from atts.serving.service import ServeOptions, Service
 
 if TYPE_CHECKING:
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POLICIES",
-    "ChatRequest",
+    "VOTES",
     "NamedPolicy",
     "RequestError",
     "ServeOptions",
     "Service",
+    "SolveRequest",
     "build_app",
     "run_server",
 ]

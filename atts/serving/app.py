@@ -6,6 +6,7 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,21 +20,29 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atts.concurrency import task_group
 from atts.errors import ATTSError
 from atts.files import from_json
+from atts.serving.background import Responses
 from atts.serving.metrics import metrics_text
-from atts.serving.policies import POLICIES
-from atts.serving.requests import RequestError, parse_chat
-from atts.serving.service import Reply, Service
-from atts.serving.streams import ChatStream
+from atts.serving.replies import Reply, ServedRun
+from atts.serving.requests import RequestError, SolveRequest, parse_chat
+from atts.serving.responses import ResponseEvents, parse_response, response_body
+from atts.serving.service import Service, new_run
+from atts.serving.streams import ChatEvents, EventStream
 
 _log = logging.getLogger("atts.serving")
 _OPEN_PATHS = ("/health", "/ready")
+_USER = "atts.user"
+"""Entry of a request's scope: the user whose key came with it."""
 
 
-def build_app(service: Service) -> ASGIApp:
+def build_app(service: Service, responses: Responses) -> ASGIApp:
     """Return the ASGI application of a service, which its caller opens and closes."""
-    endpoint = _Endpoint(service)
+    endpoint = _Endpoint(service, responses)
     routes = [
         Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
+        Route("/v1/responses", endpoint.respond, methods=["POST"]),
+        Route("/v1/responses/{response}", endpoint.response, methods=["GET"]),
+        Route("/v1/responses/{response}", endpoint.delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response}/cancel", endpoint.cancel_response, methods=["POST"]),
         Route("/v1/models", endpoint.models, methods=["GET"]),
         Route("/atts/runs", endpoint.runs, methods=["GET"]),
         Route("/atts/runs/{run}", endpoint.run, methods=["GET"]),
@@ -52,21 +61,30 @@ def build_app(service: Service) -> ASGIApp:
             Exception: _failed,
         },
     )
-    return _Guard(app, service.options.api_key)
+    return _Guard(app, service.options.keys)
 
 
 class _Guard:
-    """Refuses requests without the key, before anything else of them is read."""
+    """Refuses requests without a key, before anything else of them is read.
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    The user of the key is noted in the scope of the request.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:
         self._app = app
-        self._key = None if key is None else f"Bearer {key}".encode()
+        self._users = {f"Bearer {key}".encode(): user for key, user in keys.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_checked = scope["type"] == "http" and scope["path"] not in _OPEN_PATHS
-        if self._key is not None and is_checked:
+        if self._users and is_checked:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._key):
+            user: str | None = None
+            # every key is compared, so that the time says nothing about which one is near
+            for key, name in self._users.items():
+                if hmac.compare_digest(given, key):
+                    user = name
+            scope[_USER] = user
+            if user is None:
                 error = RequestError(
                     "the API key is missing or wrong", status=401, code="invalid_api_key"
                 )
@@ -76,35 +94,85 @@ class _Guard:
 
 
 class _Endpoint:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, responses: Responses) -> None:
         self._service = service
+        self._responses = responses
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat completion, whole or as a stream."""
         service = self._service
         options = service.options
         body = await _body(request, options.body_bytes)
-        asked = parse_chat(body, request.headers, options.name, options.request_caps)
-        service.check(asked)
+        parsed = parse_chat(
+            body,
+            request.headers,
+            service.offer,
+            options.request_caps,
+            housekeeping=options.housekeeping == "draft",
+        )
+        asked = self._checked(request, parsed)
         if asked.stream:
-            # Refuse before the headers are sent: an overloaded server must answer with a status.
-            service.check_room()
-            return ChatStream(service, asked)
+            run = new_run()
+            return EventStream(service, asked, ChatEvents(asked, run), run)
 
-        async def solve() -> Reply:
-            async with service.admitted():
-                return await service.solve(asked)
-
-        reply = await _until_disconnect(request, solve)
+        reply = await _until_disconnect(request, lambda: service.solve(asked))
         if reply is None:
             return Response(status_code=499)
         return _json(completion(reply))
 
-    async def models(self, request: Request) -> Response:
-        """List the model names that are served: the pair, and the pair under each policy."""
-        name = self._service.options.name
-        names = [name, *(f"{name}:{policy}" for policy in POLICIES)]
+    def _checked(self, request: Request, asked: SolveRequest) -> SolveRequest:
+        """Return the request with the user of its key, if it can be run and there is room for it.
+
+        :raises RequestError: naming the field, or with status 429.
+        """
+        user = _user(request)
+        if user:
+            asked = replace(asked, user=user)
+        self._service.check(asked)
+        # Refuse before headers are sent: an overloaded server must answer with a status.
+        self._service.check_room(asked.user)
+        return asked
+
+    async def respond(self, request: Request) -> Response:
+        """Answer a request of the Responses API: whole, as a stream, or in the background."""
+        service = self._service
+        options = service.options
+        body = await _body(request, options.body_bytes)
+        parsed = parse_response(body, request.headers, service.offer, options.request_caps)
+        asked = replace(parsed, solve=self._checked(request, parsed.solve))
+        if asked.background:
+            return _json(await self._responses.submit(asked, body, request.headers))
+        run = new_run()
         created = int(time.time())
+        if asked.solve.stream:
+            return EventStream(service, asked.solve, ResponseEvents(asked, run, created), run)
+        reply = await _until_disconnect(request, lambda: service.solve(asked.solve, run=run))
+        if reply is None:
+            return Response(status_code=499)
+        response = response_body(asked, run, created, "completed", reply)
+        if asked.store:
+            self._responses.keep(asked.solve.user, response)
+        return _json(response)
+
+    async def response(self, request: Request) -> Response:
+        """Return a stored response as it stands."""
+        name = request.path_params["response"]
+        return _json(await self._responses.find(name, _user(request)))
+
+    async def cancel_response(self, request: Request) -> Response:
+        """Cancel a response, and return how it ended."""
+        name = request.path_params["response"]
+        return _json(await self._responses.cancel(name, _user(request)))
+
+    async def delete_response(self, request: Request) -> Response:
+        """Forget a response; one that runs is cancelled first."""
+        name = request.path_params["response"]
+        return _json(await self._responses.delete(name, _user(request)))
+
+    async def models(self, request: Request) -> Response:
+        """List the model names that are served."""
+        names = self._service.offer.names
+        created = int(self._service.began)
         return _json(
             {
                 "object": "list",
@@ -116,17 +184,34 @@ class _Endpoint:
         )
 
     async def runs(self, request: Request) -> Response:
-        """List the latest runs, newest first."""
-        latest = [served.as_json() for served in reversed(self._service.runs.values())]
+        """List the latest runs of the user, newest first."""
+        user = _user(request)
+        latest = [
+            served.as_json()
+            for served in reversed(self._service.runs.values())
+            if user in ("", served.user)
+        ]
         return _json({"object": "list", "data": latest})
 
     async def run(self, request: Request) -> Response:
         """Return one run, as it stands now."""
-        return _json(self._service.find(request.path_params["run"]).as_json())
+        return _json(self._run(request).as_json(with_text="text" in request.query_params))
 
     async def cancel(self, request: Request) -> Response:
         """Cancel one run; its client gets status 409, or an error event in its stream."""
-        return _json(self._service.cancel(request.path_params["run"]).as_json())
+        served = self._run(request)
+        return _json(self._service.cancel(served.run).as_json())
+
+    def _run(self, request: Request) -> ServedRun:
+        """Return the run that a path names.
+
+        :raises RequestError: there is none of this user.
+        """
+        name = request.path_params["run"]
+        served = self._service.find(name)
+        if _user(request) not in ("", served.user):
+            raise RequestError(f"there is no run {name!r}", status=404, param="run")
+        return served
 
     async def health(self, request: Request) -> Response:
         """Answer as long as the process lives."""
@@ -142,6 +227,11 @@ class _Endpoint:
         return PlainTextResponse(
             metrics_text(self._service), media_type="text/plain; version=0.0.4"
         )
+
+
+def _user(request: Request) -> str:
+    """Return the user of the key that came with a request; "" for a key without a name."""
+    return request.scope.get(_USER) or ""
 
 
 def completion(reply: Reply) -> dict[str, Any]:

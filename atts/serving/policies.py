@@ -1,13 +1,14 @@
-"""Named policies of the endpoint: the settings behind `:fast`, `:balanced`, `:careful`, `:exact`."""
+"""Named policies of the endpoint: the settings behind each model name that a client may ask."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
 from atts.api import Setup
+from atts.core import Role
 
 EarlyStop = Literal["none", "certain", "likely"]
 
@@ -22,6 +23,7 @@ class NamedPolicy:
     rate: float
     early_stop: EarlyStop
     efforts: tuple[str, ...] = ()  # values of `reasoning_effort` that choose this row
+    is_plain: bool = False  # one rollout of one model, whose whole text is the reply
 
     def applied(self, setup: Setup) -> Setup:
         """Return the setup with this row's settings."""
@@ -29,18 +31,84 @@ class NamedPolicy:
         return replace(setup, method=self.method, rate=self.rate, policy=policy)
 
 
-POLICIES: Mapping[str, NamedPolicy] = MappingProxyType(
+def _by_name(*rows: NamedPolicy) -> Mapping[str, NamedPolicy]:
+    return MappingProxyType({row.name: row for row in rows})
+
+
+POLICIES = _by_name(
+    NamedPolicy("fast", "atts", 2, 0.1, "likely", ("none", "minimal", "low")),
+    NamedPolicy("balanced", "atts", 4, 0.2, "likely", ("medium",)),
+    NamedPolicy("careful", "atts", 8, 0.3, "certain", ("high", "xhigh")),
+    NamedPolicy("exact", "exact", 1, 0.0, "none"),
+)
+"""Policies of a pair."""
+VOTES = _by_name(
+    NamedPolicy("fast", "draft-only", 2, 0.0, "likely", ("none", "minimal", "low")),
+    NamedPolicy("balanced", "draft-only", 4, 0.0, "likely", ("medium",)),
+    NamedPolicy("careful", "draft-only", 8, 0.0, "certain", ("high", "xhigh")),
+)
+"""Policies of a server with one model: its rollouts vote."""
+DEFAULT = "balanced"
+METHODS = ("atts", "cascade", "coin", "draft-only", "target-only", "exact")
+"""Methods that a request to a pair may name; the others need a calibration run of their own."""
+PLAIN: Mapping[str, NamedPolicy] = MappingProxyType(
     {
-        row.name: row
-        for row in (
-            NamedPolicy("fast", "atts", 2, 0.1, "likely", ("none", "minimal", "low")),
-            NamedPolicy("balanced", "atts", 4, 0.2, "likely", ("medium",)),
-            NamedPolicy("careful", "atts", 8, 0.3, "certain", ("high", "xhigh")),
-            NamedPolicy("exact", "exact", 1, 0.0, "none"),
-        )
+        "draft": NamedPolicy("draft", "draft-only", 1, 0.0, "none", is_plain=True),
+        "target": NamedPolicy("target", "target-only", 1, 0.0, "none", is_plain=True),
     }
 )
-DEFAULT = "balanced"
-BY_EFFORT: Mapping[str, str] = MappingProxyType(
-    {effort: row.name for row in POLICIES.values() for effort in row.efforts}
-)
+HOUSEKEEPING = replace(PLAIN["draft"], name="housekeeping")
+"""Policy of requests that chat programs send on their own, such as for a title."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The model names that a server answers to, and the policy behind each."""
+
+    name: str
+    policies: Mapping[str, NamedPolicy] = field(default_factory=lambda: POLICIES)
+    # by name: the draft or the target alone
+    plain: Mapping[str, NamedPolicy] = field(default_factory=dict[str, NamedPolicy])
+    methods: Sequence[str] = METHODS
+
+    @property
+    def names(self) -> list[str]:
+        """Return every name, the default policy's first."""
+        return [self.name, *(f"{self.name}:{policy}" for policy in self.policies), *self.plain]
+
+    @property
+    def efforts(self) -> dict[str, NamedPolicy]:
+        """Return the policy that each reasoning effort chooses."""
+        return {effort: row for row in self.policies.values() for effort in row.efforts}
+
+    def policy_of(self, model: str) -> NamedPolicy | None:
+        """Return the policy that a model name chooses, or None if it leaves the choice open.
+
+        :raises KeyError: the name is not served.
+        """
+        if model == self.name:
+            return None
+        if model in self.plain:
+            return self.plain[model]
+        name, _, policy = model.rpartition(":")
+        if name != self.name:
+            raise KeyError(model)
+        return self.policies[policy]
+
+
+def offer_of(name: str, models: Mapping[Role, str]) -> Offer:
+    """Return what a server of these models offers: a pair, or one model that votes.
+
+    >>> offer_of("atts/p", {"draft": "small", "target": "large"}).names[-4:]
+    ['draft', 'target', 'small', 'large']
+    >>> offer_of("atts/m", {"draft": "small"}).names
+    ['atts/m', 'atts/m:fast', 'atts/m:balanced', 'atts/m:careful', 'small']
+    """
+    if len(models) == 1:
+        ((role, model),) = models.items()
+        rows = {key: replace(row, method=f"{role}-only") for key, row in VOTES.items()}
+        return Offer(name, rows, {model: PLAIN[role]}, (f"{role}-only",))
+    plain = dict(PLAIN)
+    if len(set(models.values())) == len(models):
+        plain |= {model: PLAIN[role] for role, model in models.items()}
+    return Offer(name, POLICIES, plain)

@@ -1,17 +1,17 @@
-"""Requests of the endpoint: the body of a chat completion, checked key by key."""
+"""Requests of the endpoint: what a body asks, checked key by key."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from atts.api import Setup
 from atts.errors import OptionError
 from atts.ledger import Caps
-from atts.serving.policies import BY_EFFORT, DEFAULT, POLICIES
+from atts.serving.policies import DEFAULT, HOUSEKEEPING, NamedPolicy, Offer
 
 
 class RequestError(Exception):
@@ -39,22 +39,29 @@ class AttsFields:
 
     rate: float | None = None
     samples: int | None = None
+    method: str | None = None
     early_stop: str | None = None
+    combine: str = "vote"
     max_target_tokens: int | None = None
     max_total_tokens: int | None = None
     max_calls: int | None = None
     max_seconds: float | None = None
     max_cost: float | None = None
+    thinking_token_budget: int | None = None
     on_limit: str = "best"
+    trace: str = "none"
     seed: int | None = None
 
 
+Dialect = Literal["chat", "responses"]
+
+
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A chat completion that was checked: what is asked, under which policy, within which caps."""
+class SolveRequest:
+    """A request that was checked: what is asked, under which policy, within which caps."""
 
     model: str
-    policy: str
+    policy: NamedPolicy
     turns: tuple[tuple[str, str], ...]  # role and text, reasoning left out
     stream: bool = False
     stream_usage: bool = False
@@ -62,6 +69,7 @@ class ChatRequest:
     top_p: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    user: str = ""
     atts: AttsFields = field(default_factory=AttsFields)
     caps: Caps = field(default_factory=Caps)
     ignored: tuple[str, ...] = ()
@@ -72,7 +80,7 @@ class ChatRequest:
         :raises RequestError: a setting is impossible.
         """
         try:
-            setup = POLICIES[self.policy].applied(base)
+            setup = self.policy.applied(base)
             policy = setup.policy
             sampling = policy.sampling
             if self.temperature is not None:
@@ -80,12 +88,18 @@ class ChatRequest:
             if self.top_p is not None:
                 sampling = replace(sampling, top_p=self.top_p)
             changes: dict[str, Any] = {"sampling": sampling}
-            if self.max_tokens is not None:
-                changes["max_tokens"] = self.max_tokens
+            lengths = [self.max_tokens, self.atts.thinking_token_budget]
+            given = [length for length in lengths if length is not None]
+            if given:
+                changes["max_tokens"] = min(given)
             if self.atts.samples is not None:
                 changes["samples"] = self.atts.samples
             if self.atts.early_stop is not None:
                 changes["early_stop"] = self.atts.early_stop
+            if self.policy.is_plain:
+                # The model's own text: neither our prompt nor our guards belong to it.
+                changes |= {"system": "", "instruction": "", "repeats": 1_000_000}
+                changes["turns"] = changes.get("max_tokens") or policy.bounds(setup.budget)[0]
             setup = replace(setup, policy=replace(policy, **changes))
             if self.atts.rate is not None:
                 setup = replace(setup, rate=self.atts.rate)
@@ -115,7 +129,7 @@ _KINDS: Mapping[str, tuple[str, _Check]] = {
     "object": ("an object", lambda value: isinstance(value, dict)),
     "list": ("a list", lambda value: isinstance(value, list)),
 }
-_STANDARD = {
+KINDS_OF_CHAT = {
     "model": "text",
     "messages": "list",
     "stream": "flag",
@@ -127,21 +141,27 @@ _STANDARD = {
     "seed": "whole",
     "reasoning_effort": "text",
     "n": "whole",
+    "user": "text",
+    "safety_identifier": "text",
     "atts": "object",
 }
 _ATTS = {
     "rate": "number",
     "samples": "whole",
+    "method": "text",
     "early_stop": "text",
+    "combine": "text",
     "max_target_tokens": "whole",
     "max_total_tokens": "whole",
     "max_calls": "whole",
     "max_seconds": "number",
     "max_cost": "number",
+    "thinking_token_budget": "whole",
     "on_limit": "text",
+    "trace": "text",
     "seed": "whole",
 }
-_UNSUPPORTED = (
+_UNSUPPORTED_IN_CHAT = (
     "tools",
     "tool_choice",
     "functions",
@@ -163,23 +183,95 @@ _MOST_SAMPLES = 64
 _MOST_SEED = 1 << 63
 
 
-def parse_chat(body: Any, headers: Mapping[str, str], pair: str, ceiling: Caps) -> ChatRequest:
-    """Return the request of a parsed JSON body.
+def parse_chat(
+    body: Any,
+    headers: Mapping[str, str],
+    offer: Offer,
+    ceiling: Caps,
+    *,
+    housekeeping: bool = True,
+) -> SolveRequest:
+    """Return the request of a chat completion's parsed JSON body.
+
+    With `housekeeping`, requests that chat programs send on their own cost one draft rollout.
 
     :raises RequestError: anything in it that would not be done as asked.
+    """
+    given = checked(body, KINDS_OF_CHAT, _UNSUPPORTED_IN_CHAT, needed=("model", "messages"))
+    if given.get("n", 1) != 1:
+        raise RequestError("n above 1 is not supported; atts.samples sets the votes", param="n")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name in given and given[name] < 1:
+            raise RequestError(f"{name} is {given[name]}, expected at least 1", param=name)
+    request = build_request(
+        given,
+        headers,
+        offer,
+        ceiling,
+        turns=turns_of(given["messages"]),
+        effort=given.get("reasoning_effort"),
+        max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
+        ignored=given.keys() - KINDS_OF_CHAT.keys() - set(_UNSUPPORTED_IN_CHAT),
+    )
+    request = replace(
+        request, stream_usage=bool(given.get("stream_options", {}).get("include_usage"))
+    )
+    role, text = request.turns[-1]
+    is_task = role == "user" and text.lstrip().startswith(_TASK)
+    has_settings = any(getattr(request.atts, name) is not None for name in _OF_POLICIES)
+    if housekeeping and is_task and not has_settings and not request.policy.is_plain:
+        return replace(request, policy=replace(HOUSEKEEPING, method=_alone(offer)))
+    return request
+
+
+_TASK = "### Task:"
+"""Beginning of the requests for titles, tags and follow-ups that Open WebUI sends on its own."""
+
+
+def _alone(offer: Offer) -> str:
+    """Return the method under which the server's cheapest model writes alone."""
+    return "draft-only" if "draft-only" in offer.methods else offer.methods[0]
+
+
+def checked(
+    body: Any,
+    kinds: Mapping[str, str],
+    unsupported: Sequence[str],
+    *,
+    needed: Sequence[str],
+) -> dict[str, Any]:
+    """Return the fields of a body that are given, each of its kind.
+
+    :raises RequestError: a field that is missing, of another kind, or not supported.
     """
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
     given = cast(dict[str, Any], {name: value for name, value in body.items() if value is not None})
-    for name in _UNSUPPORTED:
+    for name in unsupported:
         if given.get(name) not in _EMPTY:
             raise RequestError(f"{name} is not supported; leave it out", param=name)
-    _check_kinds(given, _STANDARD, "")
-    for name in ("model", "messages"):
+    _check_kinds(given, kinds, "")
+    for name in needed:
         if name not in given:
             raise RequestError(f"{name} is missing", param=name)
-    if given.get("n", 1) != 1:
-        raise RequestError("n above 1 is not supported; atts.samples sets the votes", param="n")
+    return given
+
+
+def build_request(
+    given: Mapping[str, Any],
+    headers: Mapping[str, str],
+    offer: Offer,
+    ceiling: Caps,
+    *,
+    turns: tuple[tuple[str, str], ...],
+    effort: str | None,
+    max_tokens: int | None,
+    ignored: Iterable[str],
+) -> SolveRequest:
+    """Return the request of fields whose names both dialects share.
+
+    :raises RequestError: anything in it that would not be done as asked.
+    """
     extra = given.get("atts", {})
     for name in extra:
         if name not in _ATTS:
@@ -190,20 +282,25 @@ def parse_chat(body: Any, headers: Mapping[str, str], pair: str, ceiling: Caps) 
     _check_kinds(extra, _ATTS, "atts.")
     atts = _with_headers(AttsFields(**extra), headers)
     _check_ranges(given, atts)
-    seed = given.get("seed", atts.seed)
-    return ChatRequest(
+    policy = _policy_of(given["model"], effort, offer)
+    if policy.is_plain:
+        _check_plain(given["model"], extra, turns)
+    elif atts.method is not None:
+        policy = _with_method(policy, atts.method, offer)
+    left_out = {"reasoning_effort"} if policy.is_plain and effort is not None else set[str]()
+    return SolveRequest(
         given["model"],
-        _policy_of(given["model"], given.get("reasoning_effort"), pair),
-        _turns(given["messages"]),
+        policy,
+        turns,
         stream=given.get("stream", False),
-        stream_usage=bool(given.get("stream_options", {}).get("include_usage")),
         temperature=given.get("temperature"),
         top_p=given.get("top_p"),
-        max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
-        seed=seed,
+        max_tokens=max_tokens,
+        seed=given.get("seed", atts.seed),
+        user=given.get("safety_identifier", given.get("user", "")),
         atts=atts,
         caps=_caps(atts, ceiling),
-        ignored=tuple(sorted(given.keys() - _STANDARD.keys() - set(_UNSUPPORTED))),
+        ignored=tuple(sorted({*ignored} | left_out)),
     )
 
 
@@ -214,19 +311,54 @@ def _check_kinds(given: Mapping[str, Any], kinds: Mapping[str, str], prefix: str
             raise RequestError(f"{prefix}{name} is not {words}", param=f"{prefix}{name}")
 
 
+_COMBINE = ("vote",)
+_TRACES = ("none", "summary", "full")
+
+
 def _check_ranges(given: Mapping[str, Any], atts: AttsFields) -> None:
     if atts.on_limit not in ("best", "error"):
         raise RequestError("atts.on_limit is best or error", param="atts.on_limit")
+    if atts.combine not in _COMBINE:
+        raise RequestError(
+            f"atts.combine {atts.combine!r} is not supported; vote is", param="atts.combine"
+        )
+    if atts.trace not in _TRACES:
+        raise RequestError("atts.trace is none, summary or full", param="atts.trace")
     if atts.samples is not None and not 1 <= atts.samples <= _MOST_SAMPLES:
         raise RequestError(
             f"atts.samples is {atts.samples}, expected 1 to {_MOST_SAMPLES}", param="atts.samples"
         )
-    for name in ("max_tokens", "max_completion_tokens"):
-        if name in given and given[name] < 1:
-            raise RequestError(f"{name} is {given[name]}, expected at least 1", param=name)
+    if atts.thinking_token_budget is not None and atts.thinking_token_budget < 1:
+        raise RequestError(
+            f"atts.thinking_token_budget is {atts.thinking_token_budget}, expected at least 1",
+            param="atts.thinking_token_budget",
+        )
     for name, seed in (("seed", given.get("seed")), ("atts.seed", atts.seed)):
         if seed is not None and not 0 <= seed < _MOST_SEED:
             raise RequestError(f"{name} is {seed}, expected 0 to {_MOST_SEED - 1}", param=name)
+
+
+_OF_POLICIES = ("rate", "samples", "method", "early_stop")
+
+
+def _check_plain(model: str, extra: Mapping[str, Any], turns: tuple[tuple[str, str], ...]) -> None:
+    """Refuse what a request to one model alone cannot mean."""
+    for name in _OF_POLICIES:
+        if name in extra:
+            raise RequestError(
+                f"atts.{name} does not apply to {model!r}, which answers alone with one rollout",
+                param=f"atts.{name}",
+            )
+    if turns[-1][0] != "user":
+        raise RequestError("the last message is not the user's", param="messages")
+
+
+def _with_method(policy: NamedPolicy, method: str, offer: Offer) -> NamedPolicy:
+    if method not in offer.methods:
+        near = get_close_matches(method, offer.methods, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(offer.methods)}"
+        raise RequestError(f"atts.method {method!r} is unknown; {hint}", param="atts.method")
+    return replace(policy, method=method)
 
 
 def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
@@ -260,29 +392,30 @@ def _caps(atts: AttsFields, ceiling: Caps) -> Caps:
     return Caps(**lower)
 
 
-def _policy_of(model: str, effort: str | None, pair: str) -> str:
-    if effort is not None and effort not in BY_EFFORT:
+def _policy_of(model: str, effort: str | None, offer: Offer) -> NamedPolicy:
+    efforts = offer.efforts
+    if effort is not None and effort not in efforts:
         raise RequestError(
-            f"reasoning_effort {effort!r} is unknown; known: {', '.join(BY_EFFORT)}",
+            f"reasoning_effort {effort!r} is unknown; known: {', '.join(efforts)}",
             param="reasoning_effort",
         )
-    name, _, policy = model.rpartition(":") if model != pair else (model, "", "")
-    if name == pair and policy in POLICIES:
-        return policy
-    if model != pair:
-        known = [pair, *(f"{pair}:{row}" for row in POLICIES)]
-        near = get_close_matches(model, known, n=1, cutoff=0.8)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+    try:
+        policy = offer.policy_of(model)
+    except KeyError:
+        near = get_close_matches(model, offer.names, n=1, cutoff=0.8)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(offer.names)}"
         raise RequestError(
             f"the model {model!r} is not served{hint}",
             status=404,
             param="model",
             code="model_not_found",
-        )
-    return DEFAULT if effort is None else BY_EFFORT[effort]
+        ) from None
+    if policy is not None:
+        return policy
+    return offer.policies[DEFAULT] if effort is None else efforts[effort]
 
 
-def _turns(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+def turns_of(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     """Return role and text of each message; the reasoning of earlier replies is dropped."""
     turns: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
@@ -293,14 +426,18 @@ def _turns(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
         role = one.get("role")
         if role not in ("system", "developer", "user", "assistant"):
             raise RequestError(f"{where}.role {role!r} is not supported", param=f"{where}.role")
-        text = _text(one.get("content"), f"{where}.content")
+        text = text_of(one.get("content"), f"{where}.content")
         turns.append(("system" if role == "developer" else role, text))
     if not any(role == "user" and text.strip() for role, text in turns):
         raise RequestError("messages hold no question of the user", param="messages")
     return tuple(turns)
 
 
-def _text(content: Any, where: str) -> str:
+def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the text of a message's content.
+
+    :raises RequestError: a part of it is of another kind than text.
+    """
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -308,7 +445,7 @@ def _text(content: Any, where: str) -> str:
         for part in content:
             kind = cast(dict[str, Any], part).get("type") if isinstance(part, dict) else None
             text = cast(dict[str, Any], part).get("text") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(text, str):
+            if kind not in kinds or not isinstance(text, str):
                 raise RequestError(f"{where} has a part that is not text", param=where)
             texts.append(text)
         return "".join(texts)

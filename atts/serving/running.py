@@ -12,6 +12,7 @@ import uvicorn
 
 from atts.errors import UsageError
 from atts.serving.app import build_app
+from atts.serving.background import Responses
 from atts.serving.service import Service
 
 DRAIN_SECONDS = 30
@@ -64,9 +65,10 @@ async def run_server(
             f"--host {host} --port {port}: cannot listen there ({error.strerror})"
         ) from error
     with listener:
-        async with service.open():
+        responses = Responses(service)
+        async with responses.open():
             config = uvicorn.Config(
-                build_app(service),
+                build_app(service, responses),
                 log_level="warning",
                 access_log=False,
                 http="h11",  # the other parser bounds no headers

@@ -2,56 +2,77 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import secrets
 import time
-from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from anyio import CancelScope, get_cancelled_exc_class
+import anyio
+import anyio.to_thread
+from anyio import get_cancelled_exc_class
 
 from atts.adapters import question_of
 from atts.api import Setup
 from atts.calibration import Calibrator
-from atts.concurrency import SlotQueue
-from atts.core import Outcome, Problem, Recent, Role, Rollout
+from atts.concurrency import TaskGroup, background, task_group
+from atts.core import Outcome, Problem, Recent, Role
+from atts.engine import Engine
 from atts.errors import ATTSError, EngineUnavailable, OptionError
 from atts.graph import Graph
-from atts.journal import Event, TurnFinished
-from atts.ledger import LEDGER, Account, Amount, Caps, LedgerFile, Price, check_prices, prices_of
-from atts.pipelines import ConformalGate, GuaranteedGate
+from atts.journal import Event, Sampled, Scored
+from atts.ledger import (
+    LEDGER,
+    Account,
+    Amount,
+    Caps,
+    LedgerFile,
+    Price,
+    Spending,
+    check_prices,
+    prices_of,
+)
+from atts.pipelines import Answers, ConformalGate, GuaranteedGate
 from atts.run import Notice, RunOptions, RunResult, RunSpec, evaluate
-from atts.serving.policies import POLICIES
-from atts.serving.requests import ChatRequest, RequestError
+from atts.serving.calibrators import CalibratorFolder
+from atts.serving.fairness import Displaced, FairSlots
+from atts.serving.policies import Offer, offer_of
+from atts.serving.replies import LiveRun, Reply, ServedRun
+from atts.serving.requests import RequestError, SolveRequest
 
+_log = logging.getLogger("atts.serving")
 _MOST_GATES = 64  # of rates that requests choose
 _RETRY_SECONDS = 5
 _MOST_RUNS = 1000  # that are remembered after their end
-RunWord = Literal["running", "answered", "cancelled", "failed"]
 _ONE_CALL = Amount(calls=1, total_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The limits of a server, and the folder in which its ledger is kept.
+    """The limits of a server, and the folder in which its state is kept.
 
-    :raises OptionError: a limit below 1.
+    :raises OptionError: a limit below 1, or a share that is not above 0.
     """
 
     name: str = "atts/pair"  # of the model that clients ask
-    state: Path | None = None  # None: what was spent is forgotten at the end
-    api_key: str | None = field(default=None, repr=False)
+    # of the ledger, the calibrators and background responses; None: forgotten at the end
+    state: Path | None = None
+    # the user of each key; "" where a key names none
+    keys: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    shares: Mapping[str, float] = field(default_factory=dict[str, float])  # of users; else 1
     request_caps: Caps = Caps()  # the most that one request may ask
     server_caps: Caps = Caps()  # on all requests together, earlier sessions included
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
     requests: int = 64  # worked on at once
     queue: int = 256  # more that wait
+    housekeeping: Literal["draft", "policy"] = "draft"  # who answers a chat program's own requests
     body_bytes: int = 1 << 20
     keepalive_seconds: float = 15.0
+    save_seconds: float = 5.0  # between two looks at calibrators that learnt
 
     def __post_init__(self) -> None:
         for name in ("requests", "body_bytes"):
@@ -59,125 +80,9 @@ class ServeOptions:
                 raise OptionError(name, f"{getattr(self, name)} serves nothing; give at least 1")
         if self.queue < 0:
             raise OptionError("queue", f"{self.queue} is below 0")
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The end of a request: its outcome, what it spent, and the rules it ran under."""
-
-    run: str
-    request: ChatRequest
-    outcome: Outcome
-    account: Account
-    rate: float
-    guarantee: str
-    created: int
-
-    @property
-    def speaker(self) -> Rollout | None:
-        """Return the rollout whose reasoning is shown: the first one that gave the answer."""
-        rollouts = self.outcome.rollouts
-        agreeing = [one for one in rollouts if one.answer and one.answer == self.outcome.answer]
-        return next(iter([*agreeing, *(one for one in rollouts if one.turns)]), None)
-
-    @property
-    def reasoning(self) -> str:
-        """Return the reasoning behind the answer."""
-        return "" if self.speaker is None else self.speaker.text
-
-    @property
-    def content(self) -> str:
-        """Return the answer, or the text of one rollout where no answer could be extracted."""
-        return self.outcome.answer if self.outcome.answer is not None else self.reasoning
-
-    @property
-    def finish_reason(self) -> str:
-        """Return "stop", or "length" where a limit ended the work before there was an answer."""
-        if self.outcome.answer is not None:
-            return "stop"
-        is_cut = self.speaker is None or self.speaker.finish != "end"
-        return "length" if self.account.limit or is_cut else "stop"
-
-    def usage(self) -> dict[str, Any]:
-        """Return the usage over all calls that were answered."""
-        answered = self.account.spent - self.account.unanswered
-        written = self.account.written
-        plain: dict[str, Any] = {
-            "prompt_tokens": answered.total_tokens - written,
-            "completion_tokens": written,
-            "total_tokens": answered.total_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.account.cached},
-            "completion_tokens_details": {"reasoning_tokens": written},
-        }
-        if self.account.prices:
-            plain["cost"] = self.account.spent.dollars
-        return plain
-
-    def facts(self) -> dict[str, Any]:
-        """Return the object `atts` of the reply."""
-        outcome = self.outcome
-        ends = Counter(rollout.finish for rollout in outcome.rollouts)
-        cancelled = ends["cancelled"] + ends["settled"]
-        decisions = [
-            turn.decision
-            for rollout in outcome.rollouts
-            for turn in rollout.turns
-            if turn.decision is not None
-        ]
-        escalated = sum(decision.escalate for decision in decisions)
-        usage = outcome.usage
-        return {
-            "run": self.run,
-            "answer": outcome.answer,
-            "votes": {one: vote for one, vote in outcome.votes.items() if math.isfinite(vote)},
-            "settled": outcome.why,
-            "samples": {
-                "started": sum(bool(rollout.turns) for rollout in outcome.rollouts),
-                "finished": len(outcome.rollouts) - cancelled - ends["failed"],
-                "cancelled": cancelled,
-                "failed": ends["failed"],
-            },
-            "by_model": {
-                "draft": {"completion": usage.draft_tokens},
-                "target": {"completion": usage.target_tokens, "scored": usage.scored_tokens},
-            },
-            "rate": {
-                "nominal": self.rate,
-                "realised": escalated / len(decisions) if decisions else None,
-                "chunks": len(decisions),
-            },
-            "guarantee": self.guarantee,
-            "spent": self.account.as_json(),
-            "limit": self.account.limit or None,
-            "policy": self.request.policy,
-            "ignored": list(self.request.ignored),
-        }
-
-
-@dataclass(slots=True, eq=False)
-class ServedRun:
-    """One request as `/atts/runs` shows it: while it runs, and afterwards."""
-
-    run: str
-    request: ChatRequest
-    account: Account
-    began: float = field(default_factory=time.time)
-    status: RunWord = "running"
-    reply: Reply | None = None
-    scope: CancelScope = field(default_factory=CancelScope, repr=False)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the run as strict JSON: without the text of the conversation."""
-        plain = {
-            "run": self.run,
-            "status": self.status,
-            "created": int(self.began),
-            "model": self.request.model,
-            "policy": self.request.policy,
-            "spent": self.account.as_json(),
-            "reserved_calls": self.account.reserved.calls,
-        }
-        return plain if self.reply is None else {**plain, **self.reply.facts()}
+        for user, share in self.shares.items():
+            if not 0 < share < 1e9:
+                raise OptionError("share", f"{user}={share} is not a share above 0")
 
 
 @dataclass(slots=True)
@@ -190,22 +95,24 @@ class Counts:
     cancelled: int = 0
     failed: int = 0
     limited: int = 0
+    housekeeping: int = 0  # of the requests, those that chat programs send on their own
 
 
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    """Passes each turn of a rollout on once it will not change."""
+class _Recount:
+    """Counts the calls of earlier sessions in an account; a listener (`atts.run.Listener`)."""
 
-    written: Callable[[int, str], None]
+    def __init__(self, account: Account) -> None:
+        self._account = account
 
     def recalled(self, event: Event) -> None:
-        """Ignore an event of an earlier session."""
+        """Count a reply of an earlier session."""
+        if isinstance(event, Sampled):
+            self._account.count_here(event.completion)
+        elif isinstance(event, Scored):
+            self._account.count_here(event.scores)
 
     def notify(self, event: Notice) -> None:
-        """Pass on the text of a turn."""
-        if isinstance(event, TurnFinished):
-            text = "".join(chunk.text for chunk in event.turn.chunks)
-            self.written(event.sample, text)
+        """Ignore what happens now: the account counts it itself."""
 
 
 class Service:
@@ -216,13 +123,18 @@ class Service:
         self.options = options or ServeOptions()
         self.counts = Counts()
         self.in_flight = 0
-        self._slots = SlotQueue(self.options.requests)
+        self.began = time.time()
+        self.offer = Offer(self.options.name)
         self.is_draining = False
         self.account = Account()
         self.runs = Recent[str, ServedRun](_MOST_RUNS + self.options.requests + self.options.queue)
+        self._slots = FairSlots(self.options.requests, self.options.queue, self.options.shares)
+        self._file: LedgerFile | None = None
         self._base: RunSpec | None = None
         self._graph: Graph | None = None
-        self._plans = OrderedDict[tuple[str, float], RunSpec]()
+        self._tasks: TaskGroup | None = None
+        self._calibrators: CalibratorFolder | None = None
+        self._plans = OrderedDict[tuple[str, float, bool], RunSpec]()
 
     @property
     def is_ready(self) -> bool:
@@ -232,12 +144,32 @@ class Service:
     @property
     def models(self) -> dict[Role, str]:
         """Return the model of each role; the service must be open."""
-        base = self._opened()[0]
+        base, _ = self._opened()
         return base.models
 
+    @property
+    def engines(self) -> dict[Role, Engine]:
+        """Return the open engine of each role that is asked."""
+        base, _ = self._opened()
+        both: dict[Role, Engine] = {"draft": base.draft, "target": base.target}
+        return {role: both[role] for role in base.roles}
+
+    @property
+    def graph(self) -> Graph:
+        """Return the graph that all requests share; the service must be open."""
+        _, graph = self._opened()
+        return graph
+
+    @property
+    def gates(self) -> dict[tuple[str, float], RunSpec]:
+        """Return the plans whose gates requests share, by method and nominal rate."""
+        return {(method, rate): plan for (method, rate, _), plan in self._plans.items()}
+
     @asynccontextmanager
-    async def open(self) -> AsyncGenerator[Service]:
+    async def open(self, keep: Collection[str] = ()) -> AsyncGenerator[Service]:
         """Open the engines and the ledger for the length of the block.
+
+        `keep` names the runs of earlier sessions that will be continued.
 
         :raises OptionError: a cap in dollars without prices, or a setup that cannot be run.
         :raises EngineError: an engine cannot be opened.
@@ -250,24 +182,36 @@ class Service:
             base = self.setup.informed().plan(*engines)
             for caps in (options.request_caps, options.server_caps):
                 check_prices(caps, options.prices, base.models)
-            file: LedgerFile | None = None
             if options.state is not None:
                 options.state.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(LedgerFile(options.state / LEDGER))
+                file = LedgerFile(options.state / LEDGER, keep=keep)
+                self._file = stack.enter_context(file)
+                self._calibrators = CalibratorFolder(options.state / "calibrators", base.models)
             self.account = Account(
                 options.server_caps,
                 prices=prices_of(options.prices, base.models),
-                file=file,
-                spent=None if file is None else file.total,
+                file=self._file,
+                spent=None if self._file is None else self._file.total,
             )
             self._base = base
             self._graph = Graph(rollouts=base.concurrency, limits=base.limits)
+            self.offer = offer_of(options.name, base.models)
             try:
-                yield self
+                async with background(self._save_often), task_group() as tasks:
+                    self._tasks = tasks
+                    yield self
+                    tasks.cancel_scope.cancel()  # what survives a restart continues then
             finally:
+                self._save()
+                self._tasks = None
                 self._base = None
 
-    def check_room(self) -> None:
+    def start(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a function until it ends or the service closes; it must raise nothing."""
+        assert self._tasks is not None, "the service is open"
+        self._tasks.start_soon(function)
+
+    def check_room(self, user: str = "") -> None:
         """Refuse a request where too many are in flight and waiting.
 
         :raises RequestError: 429 under overload, 503 while the server ends.
@@ -279,31 +223,20 @@ class Service:
                 kind="server_error",
                 retry_after=_RETRY_SECONDS,
             )
-        if self.in_flight >= self.options.requests + self.options.queue:
-            self.counts.refused += 1
-            raise RequestError(
-                f"{self.in_flight} requests are in flight or wait; try again",
-                status=429,
-                kind="rate_limit_error",
-                code="overloaded",
-                retry_after=_RETRY_SECONDS,
-            )
+        if not self._slots.has_room(user):
+            raise self._overloaded()
 
-    @asynccontextmanager
-    async def admitted(self) -> AsyncGenerator[None]:
-        """Count a request in for the length of the block.
+    def _overloaded(self) -> RequestError:
+        self.counts.refused += 1
+        return RequestError(
+            f"{self.in_flight} requests are in flight or wait; try again",
+            status=429,
+            kind="rate_limit_error",
+            code="overloaded",
+            retry_after=_RETRY_SECONDS,
+        )
 
-        :raises RequestError: as `check_room` does.
-        """
-        self.check_room()
-        self.in_flight += 1
-        self.counts.requests += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-
-    def check(self, request: ChatRequest) -> None:
+    def check(self, request: SolveRequest) -> None:
         """Refuse what cannot be run, before any work.
 
         :raises RequestError: naming the field.
@@ -325,58 +258,57 @@ class Service:
             )
 
     async def solve(
-        self, request: ChatRequest, written: Callable[[int, str], None] | None = None
+        self,
+        request: SolveRequest,
+        written: Callable[[int, str], None] | None = None,
+        *,
+        run: str = "",
+        directory: Path | None = None,
     ) -> Reply:
         """Solve a request; cancelling the awaiting scope cancels its calls down to the engines.
 
-        :raises RequestError: an engine failed, or a cap was reached and the request asks for an
-            error then.
+        With a `directory` the run is journalled there, and one of an earlier session is continued.
+
+        :raises RequestError: an engine failed, the request lost its place under overload, or a cap
+            was reached and the request asks for an error then.
         """
-        _, graph = self._opened()
-        run = f"r_{secrets.token_hex(8)}"
-        plan = self._plan(request)
-        system, question = question_of(request.turns)
-        if system:
-            plan = _with_system(plan, system)
-        account = Account(request.caps, name=run, prices=self.account.prices, inside=self.account)
-        served = ServedRun(run, request, account)
-        self.runs[run] = served
-        # A request with a seed has the problem id and the gate of `atts solve`, and its answer.
-        problem = Problem("problem" if request.seed is not None else run, question)
-        options = RunOptions(
-            listeners=() if written is None else (_Watch(written),),
-            engines="are open",
-            signals="ignore",
-            shared_graph=graph,
-            gate="shared" if request.seed is None else "own",
-            account=account,
-            on_limit="conclude",
+        run = run or new_run()
+        setup = request.setup(self.setup)
+        plan = self._plan(request, is_alone=directory is not None)
+        problem, plan = _posed(request, run, plan)
+        served = ServedRun(
+            run,
+            request.model,
+            request.policy.name,
+            request.user,
+            samples=setup.policy.samples,
+            rate=setup.rate,
+            account=self._account_of(request, run, is_kept=directory is not None),
+            live=LiveRun(written),
         )
-        result: RunResult | None = None
+        self.runs[run] = served
+        self.counts.requests += 1
+        self.counts.housekeeping += request.policy.name == "housekeeping"
+        self.in_flight += 1
         try:
-            with served.scope:
-                await self._slots.take()
-                try:
-                    result = await evaluate([problem], plan, options)
-                finally:
-                    self._slots.give()
-            if result is None:
-                self._cancelled(served)
-                raise RequestError("the run was cancelled", status=409, code="cancelled")
-            outcome = next(result.outcomes())
+            result = await self._work(request, served, problem, plan, directory)
+            outcome = await _outcome_of(result)
         except get_cancelled_exc_class():
-            self._cancelled(served)
+            self.counts.cancelled += 1
+            served.end("cancelled")
             raise
         except ATTSError as error:
-            self.counts.failed += 1
-            served.status = "failed"
+            self._count_failure(served)
             raise RequestError(
                 str(error), status=502, kind="server_error", code="engine_failed"
             ) from error
+        finally:
+            self.in_flight -= 1
+        account = served.account
         if account.limit:
             self.counts.limited += 1
             if request.atts.on_limit == "error":
-                served.status = "failed"
+                served.end("failed")
                 raise RequestError(
                     f"{account.limit} is spent",
                     status=402,
@@ -384,24 +316,83 @@ class Service:
                     kind="limit_error",
                 )
         if outcome.status == "failed":
-            self.counts.failed += 1
-            served.status = "failed"
+            self._count_failure(served)
             raise RequestError(outcome.why, status=502, kind="server_error", code="engine_failed")
         self.counts.answered += 1
-        setup = request.setup(self.setup)
-        guarantee = _guarantee(plan.gate)
         reply = Reply(
             run,
             request,
             outcome,
             account,
             rate=setup.rate,
-            guarantee=guarantee,
-            created=int(time.time()),
+            guarantee=_guarantee(plan.gate),
+            created=int(served.began),
         )
-        served.status = "answered"
-        served.reply = reply
+        served.end("answered", reply.facts())
         return reply
+
+    async def _work(
+        self,
+        request: SolveRequest,
+        served: ServedRun,
+        problem: Problem,
+        plan: RunSpec,
+        directory: Path | None,
+    ) -> RunResult:
+        """Wait for a slot, and run the problem in it.
+
+        :raises RequestError: the run was cancelled, or lost its place to another user's.
+        """
+        _, graph = self._opened()
+        before = served.account.spent
+        options = RunOptions(
+            directory=directory,
+            listeners=(served.live, _Recount(served.account)),
+            engines="are open",
+            signals="ignore",
+            shared_graph=graph,
+            gate="shared" if request.seed is None and directory is None else "own",
+            account=served.account,
+            on_limit="conclude",
+        )
+        try:
+            with served.scope:
+                async with self._slots.slot(request.user) as cost:
+                    served.status = "running"
+                    try:
+                        return await evaluate([problem], plan, options)
+                    finally:
+                        cost.value = float((served.account.spent - before).total_tokens)
+        except Displaced:
+            served.end("failed")
+            raise self._overloaded() from None
+        self.counts.cancelled += 1
+        served.end("cancelled")
+        raise RequestError("the run was cancelled", status=409, code="cancelled")
+
+    def _account_of(self, request: SolveRequest, run: str, *, is_kept: bool) -> Account:
+        """Return the account of a run; one that is kept goes on with what it has spent."""
+        spending = Spending()
+        if is_kept and self._file is not None:
+            self._file.keep(run)
+            spending = self._file.spent_by(run)
+        return Account(
+            request.caps,
+            name=run,
+            prices=self.account.prices,
+            inside=self.account,
+            spent=spending.total,
+            unanswered=spending.unanswered,
+        )
+
+    def close_account(self, run: str) -> None:
+        """Let the ledger forget a kept run apart; what it spent still counts for the server."""
+        if self._file is not None:
+            self._file.merge(run)
+
+    def _count_failure(self, served: ServedRun) -> None:
+        self.counts.failed += 1
+        served.end("failed")
 
     def cancel(self, run: str) -> ServedRun:
         """Cancel a run down to the engines; a run that is over stays as it is.
@@ -421,28 +412,36 @@ class Service:
             raise RequestError(f"there is no run {run!r}", status=404, param="run")
         return self.runs[run]
 
-    def _cancelled(self, served: ServedRun) -> None:
-        self.counts.cancelled += 1
-        served.status = "cancelled"
-
     def _opened(self) -> tuple[RunSpec, Graph]:
         if self._base is None or self._graph is None:
             raise EngineUnavailable("atts", "the service is not open", "Use it inside `open`")
         return self._base, self._graph
 
-    def _plan(self, request: ChatRequest) -> RunSpec:
-        """Return the plan of a request, with the gate that requests of its policy and rate share."""
+    def _plan(self, request: SolveRequest, *, is_alone: bool = False) -> RunSpec:
+        """Return the plan of a request, with the gate that requests of its method and rate share.
+
+        A request with a seed, or one that `is_alone`, has a gate of its own.
+        """
         base, _ = self._opened()
         setup = request.setup(self.setup).informed()
         if not {*setup.roles} <= {*base.roles}:
             raise RequestError(
-                f"the policy {request.policy!r} asks a model that this server does not have open",
+                f"{request.model!r} asks a model that this server does not have open",
                 param="model",
             )
-        if request.seed is not None:
-            return setup.plan(base.draft, base.target)
-        key = (POLICIES[request.policy].method, setup.rate)
-        shared = self._plans.pop(key, None) or setup.plan(base.draft, base.target)
+        is_plain = request.policy.is_plain
+        if request.seed is not None or is_alone:
+            plan = setup.plan(base.draft, base.target)
+            return _without_answers(plan) if is_plain else plan
+        method = setup.method
+        key = (method, setup.rate, is_plain)
+        shared = self._plans.pop(key, None)
+        if shared is None:
+            shared = setup.plan(base.draft, base.target)
+            if is_plain:
+                shared = _without_answers(shared)
+            elif self._calibrators is not None:
+                shared = self._calibrators.continued(method, setup.rate, shared)
         self._plans[key] = shared
         if len(self._plans) > _MOST_GATES:
             self._plans.popitem(last=False)
@@ -452,6 +451,46 @@ class Service:
             policy_for_context=setup.policy_within,
             roles=setup.roles,
         )
+
+    async def _save_often(self) -> None:
+        """Save calibrators now and then, so that a killed server loses little of what it learnt."""
+        while True:
+            await anyio.sleep(self.options.save_seconds)
+            await anyio.to_thread.run_sync(self._write_states, self._changed_states())
+
+    def _save(self) -> None:
+        self._write_states(self._changed_states())
+
+    def _changed_states(self) -> list[tuple[Path, Any]]:
+        folder = self._calibrators
+        if folder is None:
+            return []
+        changed = [
+            folder.changed(method, rate, plan) for (method, rate), plan in self.gates.items()
+        ]
+        return [one for one in changed if one is not None]
+
+    def _write_states(self, states: list[tuple[Path, Any]]) -> None:
+        """Write states; a disk that refuses must not end the server, whose requests need no disk."""
+        assert self._calibrators is not None or not states, "states have a folder"
+        for path, state in states:
+            try:
+                assert self._calibrators is not None
+                self._calibrators.write(path, state)
+            except (ATTSError, OSError) as error:
+                _log.error("%s cannot be saved: %s", path, error)
+
+
+def new_run() -> str:
+    """Return the id of a new run."""
+    return f"r_{secrets.token_hex(8)}"
+
+
+async def _outcome_of(result: RunResult) -> Outcome:
+    """Return the outcome of a run's one problem; a run in a directory reads its journal."""
+    if result.directory is None:
+        return next(result.outcomes())
+    return await anyio.to_thread.run_sync(next, result.outcomes())
 
 
 def _guarantee(gate: object) -> str:
@@ -463,6 +502,53 @@ def _guarantee(gate: object) -> str:
     else:
         return ""
     return "; void if: ".join(filter(None, promise))
+
+
+def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, RunSpec]:
+    """Return the problem of a request, and the plan with the client's system prompt."""
+    # A request with a seed has the problem id and the gate of `atts solve`, and its answer.
+    name = "problem" if request.seed is not None else run
+    if request.policy.is_plain:
+        system, examples, question = conversation_of(request.turns)
+        problem = Problem(name, question, examples=examples)
+    else:
+        system, question = question_of(request.turns)
+        problem = Problem(name, question)
+    return problem, _with_system(plan, system) if system else plan
+
+
+def conversation_of(
+    turns: Sequence[tuple[str, str]],
+) -> tuple[str, tuple[tuple[str, str], ...], str]:
+    """Return a conversation as its system prompt, earlier exchanges, and the last question.
+
+    >>> conversation_of([("system", "s"), ("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")])
+    ('s', (('a\\n\\nb', 'c'),), 'd')
+    """
+    system = "\n\n".join(text for role, text in turns if role == "system")
+    merged: list[tuple[str, str]] = []
+    for role, text in turns:
+        if role == "system":
+            continue
+        if merged and merged[-1][0] == role:
+            merged[-1] = (role, f"{merged[-1][1]}\n\n{text}")
+        else:
+            merged.append((role, text))
+    if merged[0][0] == "assistant":  # templates begin with the user
+        merged.insert(0, ("user", ""))
+    texts = [text for _, text in merged]
+    exchanges = tuple(zip(texts[:-1:2], texts[1::2], strict=True))
+    return system, exchanges, texts[-1]
+
+
+def _no_answer(text: str) -> str | None:
+    """Return None: the text of a model that is asked alone ends where the model ends it."""
+    return None
+
+
+def _without_answers(plan: RunSpec) -> RunSpec:
+    """Return the plan whose rollouts are not searched for an answer."""
+    return replace(plan, answers=Answers(_no_answer, plan.answers.group))
 
 
 def _with_system(plan: RunSpec, system: str) -> RunSpec:

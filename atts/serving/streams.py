@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import anyio
@@ -13,8 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from atts.concurrency import task_group
-from atts.serving.requests import ChatRequest, RequestError
-from atts.serving.service import Reply, Service
+from atts.serving.replies import Reply
+from atts.serving.requests import RequestError, SolveRequest
+from atts.serving.service import Service
 
 NEXT_LINE = "\n\n- another line of thought -\n\n"
 """Text between two rollouts in the reasoning of a stream."""
@@ -26,25 +29,44 @@ _HEADERS = {
 _Item = tuple[int, str] | Reply | RequestError
 
 
-class ChatStream(Response):
-    """A chat completion as a stream: the role at once, reasoning turn by turn, then the answer.
+class Events(ABC):
+    """The events of one stream, in one dialect; each is a block of bytes to send."""
 
-    The reasoning is that of one rollout, the first that finishes a turn. If another one gives the
-    answer, its reasoning follows after a line of its own. When the client leaves, everything is
-    cancelled down to the engines.
+    @abstractmethod
+    def begin(self) -> Iterator[bytes]:
+        """Yield what is sent at once."""
+
+    @abstractmethod
+    def written(self, text: str) -> Iterator[bytes]:
+        """Yield what is sent for more of the text that is shown."""
+
+    @abstractmethod
+    def end(self, reply: Reply) -> Iterator[bytes]:
+        """Yield what is sent once the reply is there, after all of its text."""
+
+    @abstractmethod
+    def fail(self, error: RequestError) -> Iterator[bytes]:
+        """Yield what is sent instead of a reply."""
+
+
+class EventStream(Response):
+    """A reply as a stream: the text of one rollout turn by turn, then the answer.
+
+    The rollout is the first that finishes a turn. If another one gives the answer, its text follows
+    after a line of its own. When the client leaves, everything is cancelled down to the engines.
     """
 
-    def __init__(self, service: Service, request: ChatRequest) -> None:
+    def __init__(self, service: Service, request: SolveRequest, events: Events, run: str) -> None:
         super().__init__(headers=_HEADERS)
         self.raw_headers = [
             (name, value) for name, value in self.raw_headers if name != b"content-length"
         ]
         self._service = service
         self._request = request
-        self._created = int(time.time())
-        self._id = f"chatcmpl-{self._created}-{id(self):x}"
+        self._events = events
+        self._run = run
         self._leader: int | None = None
-        self._sent = ""  # the leader's reasoning
+        self._sent = ""  # the leader's text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, and cancel the work when the client leaves."""
@@ -75,14 +97,17 @@ class ChatStream(Response):
             into.send_nowait((sample, text))
 
         try:
-            async with self._service.admitted():
-                end: Reply | RequestError = await self._service.solve(self._request, written)
+            self._service.check_room(self._request.user)
+            end: Reply | RequestError = await self._service.solve(
+                self._request, written, run=self._run
+            )
         except RequestError as error:
             end = error
         into.send_nowait(end)
 
     async def _send_all(self, items: MemoryObjectReceiveStream[_Item], send: Send) -> None:
-        await _send(send, self._chunk({"role": "assistant", "content": ""}))
+        events = self._events
+        await _body(send, b"".join(events.begin()))
         while True:
             item: _Item | None = None
             with anyio.move_on_after(self._service.options.keepalive_seconds):
@@ -91,40 +116,71 @@ class ChatStream(Response):
                 # Proxies close connections that are silent for a minute.
                 await _body(send, b": keepalive\n\n")
             elif isinstance(item, RequestError):
-                await _send(send, item.body)
-                break
+                await _body(send, b"".join(events.fail(item)), more=False)
+                return
             elif isinstance(item, Reply):
-                await self._end(item, send)
-                break
+                rest = self._rest(item)
+                blocks = [*(events.written(rest) if rest else ()), *events.end(item)]
+                await _body(send, b"".join(blocks), more=False)
+                return
             elif self._leader in (None, item[0]):
                 self._leader = item[0]
                 self._sent += item[1]
-                await _send(send, self._chunk(_reasoning(item[1])))
-        await _body(send, b"data: [DONE]\n\n", more=False)
+                await _body(send, b"".join(events.written(item[1])))
 
-    async def _end(self, reply: Reply, send: Send) -> None:
-        """Send the rest of the reasoning, the content, the reason of the end, and the usage."""
+    def _rest(self, reply: Reply) -> str:
+        """Return the part of the reply's text that was not sent yet."""
         speaker = reply.speaker
-        rest = reply.reasoning
         if speaker is not None and speaker.sample == self._leader:
-            rest = rest.removeprefix(self._sent)
-        elif self._sent and rest:
-            rest = NEXT_LINE + rest
-        if rest:
-            await _send(send, self._chunk(_reasoning(rest)))
-        await _send(send, self._chunk({"content": reply.content}))
-        await _send(send, self._chunk({}, reply.finish_reason))
-        last = {**self._envelope(), "choices": list[Any](), "atts": reply.facts()}
-        last["usage"] = reply.usage()
+            return reply.text.removeprefix(self._sent)
+        return NEXT_LINE + reply.text if self._sent and reply.text else reply.text
+
+
+class ChatEvents(Events):
+    """A chat completion's chunks: the role at once, reasoning, then the content and the usage."""
+
+    def __init__(self, request: SolveRequest, run: str) -> None:
+        self._request = request
+        self._created = int(time.time())
+        self._id = f"chatcmpl-{run}"
+
+    def begin(self) -> Iterator[bytes]:
+        """Yield the role."""
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def written(self, text: str) -> Iterator[bytes]:
+        """Yield reasoning; the text of a model that is asked alone is content."""
+        if self._request.policy.is_plain:
+            yield self._chunk({"content": text})
+        else:
+            yield self._chunk({"reasoning": text, "reasoning_content": text})
+
+    def end(self, reply: Reply) -> Iterator[bytes]:
+        """Yield the content, the reason of the end, the usage, and the end mark."""
+        if not self._request.policy.is_plain:
+            yield self._chunk({"content": reply.content})
+        yield self._chunk({}, reply.finish_reason)
+        last = {"usage": reply.usage(), "atts": reply.facts()}
         if self._request.stream_usage:
-            await _send(send, last)
+            yield event({**self._envelope(), "choices": list[Any](), **last})
         else:
             # Strict clients expect a choice in every chunk unless they asked for usage.
-            await _send(send, {**self._chunk({}), "atts": reply.facts(), "usage": reply.usage()})
+            yield self._chunk({}, more=last)
+        yield _DONE
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    def fail(self, error: RequestError) -> Iterator[bytes]:
+        """Yield the error and the end mark."""
+        yield event(error.body)
+        yield _DONE
+
+    def _chunk(
+        self,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
-        return {**self._envelope(), "choices": [choice]}
+        return event({**self._envelope(), "choices": [choice], **(more or {})})
 
     def _envelope(self) -> dict[str, Any]:
         return {
@@ -135,12 +191,13 @@ class ChatStream(Response):
         }
 
 
-def _reasoning(text: str) -> dict[str, Any]:
-    return {"reasoning": text, "reasoning_content": text}
+_DONE = b"data: [DONE]\n\n"
 
 
-async def _send(send: Send, event: dict[str, Any]) -> None:
-    await _body(send, b"data: " + msgspec.json.encode(event) + b"\n\n")
+def event(data: dict[str, Any], kind: str = "") -> bytes:
+    """Return one server-sent event, with its type if it has one."""
+    head = f"event: {kind}\n".encode() if kind else b""
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 async def _body(send: Send, data: bytes, *, more: bool = True) -> None:

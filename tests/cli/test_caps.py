@@ -41,7 +41,7 @@ def test_a_run_stops_at_its_cost_and_prints_money(atts: Any, tmp_path: Path, pri
     [
         (("--max-cost", "1"), "has no price"),
         (("--max-cost", "0"), "--max-cost: 0.0 is not an amount above 0"),
-        (("--max-tokens-total", "0"), "allows nothing"),
+        (("--max-total-tokens", "0"), "allows nothing"),
         (("--max-seconds", "-1"), "not an amount above 0"),
         (("--set", "prices=missing.toml"), "cannot be read"),
     ],
@@ -59,5 +59,5 @@ def test_wrong_caps_are_usage_errors(
 def test_caps_leave_the_run_directory_the_same(atts: Any, tmp_path: Path) -> None:
     """A cap decides no result, so the same run continues with another one."""
     words = (*RUN, "--out", str(tmp_path / "run"))
-    assert atts(*words, "--max-tokens-total", "500").code == 130
+    assert atts(*words, "--max-total-tokens", "500").code == 130
     assert atts(*words).code == 0

@@ -344,6 +344,30 @@ def test_a_long_file_becomes_its_sum_and_forgets_nothing(tmp_path: Path) -> None
     assert len(path.read_bytes().splitlines()) == 1
 
 
+def test_a_kept_account_survives_restarts_apart_from_the_others(tmp_path: Path) -> None:
+    """Its calls, and which of them came to no reply, are known however often the file is opened."""
+    path = tmp_path / LEDGER
+    for session in range(1, 4):
+        with LedgerFile(path, most_lines=10, keep=["mine"]) as file:
+            for _ in range(20):
+                for name in ("mine", "other"):
+                    number = file.reserve(name, Amount(1, 0, 9))
+                    file.settle(name, number, Amount(1, 0, 4))
+            number = file.reserve("mine", Amount(1, 0, 7))
+            file.settle("mine", number, Amount(1, 0, 7), is_answered=False)
+            mine = file.spent_by("mine")
+            assert mine.answered == Amount(20 * session, 0, 80 * session)
+            assert mine.unanswered == Amount(session, 0, 7 * session)
+            total = Amount(41 * session, 0, 167 * session)
+            assert sum(read_ledger(path).values(), Amount()) == total
+    with LedgerFile(path, keep=["mine"]) as file:
+        assert file.total == total
+        file.merge("mine")
+    with LedgerFile(path) as file:
+        assert file.total == total
+        assert read_ledger(path) == {"": total}
+
+
 def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
     """The engine may have done the work, whatever came back."""
     account = Account(prices=PRICES)

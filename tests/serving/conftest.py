@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -54,7 +58,9 @@ async def serving(
     setup: Setup | None = None, key: str | None = None, **options: Any
 ) -> AsyncGenerator[Client]:
     """Serve for the length of the block."""
-    service = Service(setup or toy_setup(), ServeOptions(name=MODEL, api_key=key, **options))
+    if key is not None:
+        options["keys"] = {key: ""}
+    service = Service(setup or toy_setup(), ServeOptions(name=MODEL, **options))
     listening = anyio.Event()
     addresses: list[str] = []
 
@@ -67,3 +73,33 @@ async def serving(
         await listening.wait()
         async with httpx2.AsyncClient(base_url=addresses[0], headers=headers, timeout=60) as http:
             yield Client(service, http)
+
+
+async def stream_events(client: Client, **fields: Any) -> list[Any]:
+    """Return the events of a stream, without the end mark."""
+    got: list[Any] = []
+    async with client.http.stream(
+        "POST", "/chat/completions", json=body(stream=True, **fields)
+    ) as response:
+        assert response.status_code == 200
+        assert response.headers["cache-control"] == "no-cache, no-transform"
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                got.append(line.removeprefix("data: "))
+    assert got.pop() == "[DONE]"
+    return [json.loads(line) for line in got]
+
+
+def started_server(
+    state: Path, seconds: float = 0.0, requests: int = 64
+) -> tuple[subprocess.Popen[str], str]:
+    """Start a server whose calls take so long; return its process and its address."""
+    words = [str(state), str(seconds), str(requests)]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.serving.server_process", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert server.stdout is not None
+    return server, server.stdout.readline().strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,11 @@ from atts.core import Problem
 from atts.errors import OptionError
 from atts.ledger import LEDGER, Account, Amount, Caps, Price, read_ledger
 from atts.serving import POLICIES, ServeOptions
+from atts.serving.policies import Offer
 from atts.serving.requests import parse_chat
 from atts.serving.streams import NEXT_LINE
 from atts.testing import Faults, Latency, ScriptedEngine
-from tests.serving.conftest import MODEL, QUESTION, Client, body, serving, toy_setup
+from tests.serving.conftest import MODEL, QUESTION, body, serving, stream_events, toy_setup
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 SLOW = Latency(per_sample=0.05, per_score=0.02, sampled_token=0.002)
@@ -30,21 +30,6 @@ PRICES = {"draft": Price(0.1, 0.4), "target": Price(1.0, 4.0)}
 def run(main: Callable[[], Awaitable[None]]) -> None:
     """Run a test's coroutine."""
     anyio.run(main)
-
-
-async def events(client: Client, **fields: Any) -> list[Any]:
-    """Return the events of a stream, without the end mark."""
-    got: list[Any] = []
-    async with client.http.stream(
-        "POST", "/chat/completions", json=body(stream=True, **fields)
-    ) as response:
-        assert response.status_code == 200
-        assert response.headers["cache-control"] == "no-cache, no-transform"
-        async for line in response.aiter_lines():
-            if line.startswith("data: "):
-                got.append(line.removeprefix("data: "))
-    assert got.pop() == "[DONE]"
-    return [json.loads(line) for line in got]
 
 
 def test_a_reply_has_answer_reasoning_usage_and_facts() -> None:
@@ -99,7 +84,7 @@ def test_a_stream_says_what_a_whole_reply_says(seed: int) -> None:
     async def main() -> None:
         async with serving() as client:
             whole = (await client.chat(seed=seed)).json()
-            got = await events(client, seed=seed, stream_options={"include_usage": True})
+            got = await stream_events(client, seed=seed, stream_options={"include_usage": True})
             assert got[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
             last = got.pop()
             assert last["choices"] == []
@@ -231,7 +216,7 @@ def test_the_caps_of_the_server_win() -> None:
     asked = parse_chat(
         body(atts={"max_calls": 900, "max_total_tokens": 50}),
         {"x-atts-max-seconds": "3"},
-        MODEL,
+        Offer(MODEL),
         Caps(max_calls=10, max_total_tokens=100, max_cost=1.0, max_seconds=60),
     )
     assert asked.caps == Caps(10, None, 50, 1.0, 3.0)
@@ -345,7 +330,7 @@ def test_256_streams_at_once_lose_no_chunk() -> None:
 
             async def one() -> None:
                 nonlocal ended
-                got = await events(client, seed=5)
+                got = await stream_events(client, seed=5)
                 deltas = [event["choices"][0]["delta"] for event in got]
                 reasoning = "".join(delta.get("reasoning", "") for delta in deltas)
                 assert reasoning.split(NEXT_LINE)[-1] == whole["reasoning"]

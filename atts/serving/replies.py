@@ -1,0 +1,272 @@
+"""Replies of the endpoint: what came of a request, and a run as `/atts/runs` shows it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from anyio import CancelScope
+
+from atts.core import Decision, Outcome, Rollout, Turn
+from atts.journal import Event, RolloutFinished, TurnFinished
+from atts.ledger import Account
+from atts.run import Notice
+from atts.serving.requests import SolveRequest
+
+RunWord = Literal["waiting", "running", "answered", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The end of a request: its outcome, what it spent, and the rules it ran under."""
+
+    run: str
+    request: SolveRequest
+    outcome: Outcome
+    account: Account
+    rate: float
+    guarantee: str
+    created: int
+
+    @property
+    def speaker(self) -> Rollout | None:
+        """Return the rollout whose reasoning is shown: the first one that gave the answer."""
+        rollouts = self.outcome.rollouts
+        agreeing = [one for one in rollouts if one.answer and one.answer == self.outcome.answer]
+        return next(iter([*agreeing, *(one for one in rollouts if one.turns)]), None)
+
+    @property
+    def text(self) -> str:
+        """Return the text of the rollout that is shown."""
+        return "" if self.speaker is None else self.speaker.text
+
+    @property
+    def reasoning(self) -> str:
+        """Return the reasoning behind the answer; a model that is asked alone has none apart."""
+        return "" if self.request.policy.is_plain else self.text
+
+    @property
+    def content(self) -> str:
+        """Return the answer, or the text of one rollout where no answer could be extracted."""
+        return self.outcome.answer if self.outcome.answer is not None else self.text
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"]:
+        """Return "stop", or "length" where a limit ended the work before there was an answer."""
+        if self.outcome.answer is not None:
+            return "stop"
+        is_cut = self.speaker is None or self.speaker.finish != "end"
+        return "length" if self.account.limit or is_cut else "stop"
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage over all calls that were answered, as a chat completion has it."""
+        answered = self.account.spent - self.account.unanswered
+        written = self.account.written
+        plain: dict[str, Any] = {
+            "prompt_tokens": answered.total_tokens - written,
+            "completion_tokens": written,
+            "total_tokens": answered.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.account.cached},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0 if self.request.policy.is_plain else written
+            },
+        }
+        if self.account.prices:
+            plain["cost"] = self.account.spent.dollars
+        return plain
+
+    def facts(self) -> dict[str, Any]:
+        """Return the object `atts` of the reply."""
+        outcome = self.outcome
+        ends = Counter(rollout.finish for rollout in outcome.rollouts)
+        cancelled = ends["cancelled"] + ends["settled"]
+        decisions = [
+            turn.decision
+            for rollout in outcome.rollouts
+            for turn in rollout.turns
+            if turn.decision is not None
+        ]
+        usage = outcome.usage
+        policy = self.request.policy
+        facts: dict[str, Any] = {
+            "run": self.run,
+            "answer": outcome.answer,
+            "votes": {one: vote for one, vote in outcome.votes.items() if math.isfinite(vote)},
+            "settled": outcome.why,
+            "samples": {
+                "started": sum(bool(rollout.turns) for rollout in outcome.rollouts),
+                "finished": len(outcome.rollouts) - cancelled - ends["failed"],
+                "cancelled": cancelled,
+                "failed": ends["failed"],
+            },
+            "by_model": {
+                "draft": {"completion": usage.draft_tokens, "prompt": usage.draft_prefill_tokens},
+                "target": {
+                    "completion": usage.target_tokens,
+                    "prompt": usage.target_prefill_tokens,
+                    "scored": usage.scored_tokens,
+                },
+            },
+            "rate": {
+                "nominal": self.rate,
+                "realised": _escalated(decisions) / len(decisions) if decisions else None,
+                "chunks": len(decisions),
+            },
+            "guarantee": self.guarantee,
+            "spent": self.account.as_json(),
+            "limit": self.account.limit or None,
+            "policy": policy.name,
+            "method": policy.method,
+            "combine": "none" if policy.is_plain else self.request.atts.combine,
+            "report": f"/atts/runs/{self.run}",
+            "ignored": list(self.request.ignored),
+        }
+        if self.request.atts.trace != "none":
+            facts["trace"] = [self._trace(rollout) for rollout in outcome.rollouts]
+        return facts
+
+    def _trace(self, rollout: Rollout) -> dict[str, Any]:
+        """Return how one rollout went: in numbers, and with its texts where that was asked for."""
+        decisions = [turn.decision for turn in rollout.turns if turn.decision is not None]
+        plain: dict[str, Any] = {
+            "sample": rollout.sample,
+            "finish": rollout.finish,
+            "answer": rollout.answer,
+            "turns": len(rollout.turns),
+            "judged": len(decisions),
+            "escalated": _escalated(decisions),
+            "draft_tokens": rollout.usage.draft_tokens,
+            "target_tokens": rollout.usage.target_tokens,
+        }
+        if self.request.atts.trace == "full":
+            plain["chunks"] = [_turn(turn) for turn in rollout.turns]
+        return plain
+
+
+def _escalated(decisions: list[Decision]) -> int:
+    return sum(decision.escalate for decision in decisions)
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    decision = turn.decision
+    score = turn.score
+    return {
+        "authors": [chunk.author for chunk in turn.chunks],
+        "text": "".join(chunk.text for chunk in turn.chunks),
+        "discarded": "".join(chunk.text for chunk in turn.discarded),
+        "score": score if score is not None and math.isfinite(score) else None,
+        "action": None if decision is None else decision.action,
+        "p": None if decision is None else decision.p,
+    }
+
+
+@dataclass(slots=True)
+class LiveRun:
+    """A run's rollouts while they are written; a listener (`atts.run.Listener`)."""
+
+    written: Callable[[int, str], None] | None = None  # is passed each turn of a rollout
+    leader: int | None = None  # the rollout that finished a turn first
+    text: str = ""  # the leader's
+    turns: Counter[int] = field(default_factory=Counter[int])  # by rollout
+    ended: dict[int, str | None] = field(default_factory=dict[int, str | None])  # answers
+    judged: int = 0
+    escalated: int = 0
+
+    def recalled(self, event: Event) -> None:
+        """Take in an event of an earlier session."""
+        self.notify(event)
+
+    def notify(self, event: Notice) -> None:
+        """Take an event in: a turn that will not change, or the end of a rollout."""
+        if isinstance(event, TurnFinished):
+            self._turned(event.sample, event.turn)
+        elif isinstance(event, RolloutFinished):
+            self.ended[event.sample] = event.answer
+
+    def _turned(self, sample: int, turn: Turn) -> None:
+        text = "".join(chunk.text for chunk in turn.chunks)
+        if turn.index < self.turns[sample]:
+            return  # a session that was resumed lives through its turns again
+        self.turns[sample] = turn.index + 1
+        if turn.decision is not None:
+            self.judged += 1
+            self.escalated += turn.decision.escalate
+        if self.leader is None:
+            self.leader = sample
+        if sample == self.leader:
+            self.text += text
+        if self.written is not None:
+            self.written(sample, text)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the counts so far."""
+        return {
+            "rollouts": {"running": len(self.turns.keys() - self.ended), "ended": len(self.ended)},
+            "turns": self.turns.total(),
+            "votes": dict(Counter(answer for answer in self.ended.values() if answer is not None)),
+            "rate": {
+                "realised": self.escalated / self.judged if self.judged else None,
+                "chunks": self.judged,
+            },
+        }
+
+
+@dataclass(slots=True, eq=False)
+class ServedRun:
+    """One request as `/atts/runs` shows it: while it runs, and afterwards."""
+
+    run: str
+    model: str
+    policy: str
+    user: str
+    samples: int
+    rate: float
+    account: Account
+    began: float = field(default_factory=time.time)
+    ended: float | None = None
+    status: RunWord = "waiting"
+    live: LiveRun = field(default_factory=LiveRun, repr=False)
+    facts: dict[str, Any] | None = None  # of the reply; texts of the conversation are not kept
+    scope: CancelScope = field(default_factory=CancelScope, repr=False)
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if nothing of the run changes any more."""
+        return self.status in ("answered", "cancelled", "failed")
+
+    def end(self, status: RunWord, facts: dict[str, Any] | None = None) -> None:
+        """Note how the run ended, and drop the text of its rollouts."""
+        self.status = status
+        self.ended = time.time()
+        if facts is not None:
+            self.facts = {name: value for name, value in facts.items() if name != "trace"}
+        self.live.written = None
+        self.live.text = ""
+
+    def as_json(self, *, with_text: bool = False) -> dict[str, Any]:
+        """Return the run as strict JSON; `with_text` adds the leading rollout's text."""
+        until = time.time() if self.ended is None else self.ended
+        plain: dict[str, Any] = {
+            "run": self.run,
+            "status": self.status,
+            "created": int(self.began),
+            "seconds": round(until - self.began, 3),
+            "model": self.model,
+            "policy": self.policy,
+            "user": self.user,
+            "samples_asked": self.samples,
+            "rate_asked": self.rate,
+            "spent": self.account.as_json(),
+            "caps": self.account.caps.as_json(),
+            "reserved_calls": self.account.reserved.calls,
+        }
+        if self.facts is not None:
+            return {**plain, **self.facts}
+        plain["live"] = self.live.as_json()
+        if with_text and self.live.leader is not None:
+            plain["leader"] = {"sample": self.live.leader, "text": self.live.text}
+        return plain

@@ -1,0 +1,120 @@
+"""Calibrators of a server: shared by requests, kept over a restart, left out where they do not fit."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.calibration import Calibrator, read_state, write_state
+from atts.serving import Service
+from atts.serving.calibrators import conformal_gate
+from tests.serving.conftest import Client, serving, toy_setup
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+
+
+def calibrator(service: Service, method: str = "atts", rate: float = 0.2) -> Calibrator:
+    """Return the calibrator that requests of a method and rate share."""
+    gate = conformal_gate(service.gates[method, rate])
+    assert gate is not None
+    assert isinstance(gate.calibrator, Calibrator)
+    return gate.calibrator
+
+
+async def ask(client: Client, times: int = 1, **fields: Any) -> None:
+    """Ask the toy question so often."""
+    for _ in range(times):
+        assert (await client.chat(**fields)).status_code == 200
+
+
+def test_a_restarted_server_continues_with_what_it_learnt(tmp_path: Path) -> None:
+    """Its calibrators have the decisions of earlier sessions, each of its own method and rate."""
+
+    async def main() -> None:
+        async with serving(state=tmp_path) as client:
+            await ask(client, 5)
+            await ask(client, 2, reasoning_effort="high")
+            # a seed has a calibrator of its own, and teaches the shared one nothing
+            await ask(client, 3, seed=1)
+            decided = calibrator(client.service).decided
+            other = calibrator(client.service, rate=0.3).decided
+            assert decided > other > 0
+        async with serving(state=tmp_path) as client:
+            await ask(client, reasoning_effort="high", atts={"max_calls": 1})
+            assert calibrator(client.service, rate=0.3).decided >= other
+            assert client.service.gates.keys() == {("atts", 0.3)}
+            await ask(client)
+            assert calibrator(client.service).decided > decided
+
+    anyio.run(main)
+
+
+def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path) -> None:
+    """State and order of issue are those of the session before; the realised rate goes on."""
+
+    async def main() -> None:
+        async with serving(state=tmp_path) as client:
+            await ask(client, 8)
+            before = calibrator(client.service)
+            before.settle()
+            saved = before.state()
+        async with serving(state=tmp_path) as client:
+            # the plan is made, and no call fits
+            await ask(client, atts={"max_total_tokens": 1})
+            after = calibrator(client.service)
+            assert after is not before
+            assert after.state() == saved
+            assert after.next_issue == before.next_issue > 0
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("damage", ["torn", "models", "rate scope"])
+def test_what_does_not_fit_is_left_out_and_said(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A damaged file, or one of other models or settings, keeps no server from starting."""
+
+    async def main() -> None:
+        async with serving(state=tmp_path) as client:
+            await ask(client, 3)
+        (path,) = (tmp_path / "calibrators").iterdir()
+        setup = toy_setup()
+        if damage == "torn":
+            path.write_bytes(path.read_bytes()[:-20])
+        elif damage == "models":
+            state = read_state(path)
+            write_state(path, {**state, "models": {"draft": "another", "target": "one"}})
+        else:
+            setup = toy_setup(rate_scope="question")
+        with caplog.at_level(logging.WARNING, "atts.serving"):
+            async with serving(setup, state=tmp_path) as client:
+                await ask(client, atts={"max_total_tokens": 1})
+                assert calibrator(client.service).decided == 0
+        assert "is left out" in caplog.text
+
+    anyio.run(main)
+
+
+def test_calibrators_are_saved_while_the_server_runs(tmp_path: Path) -> None:
+    """A killed server has not forgotten everything: the file is there before the end."""
+
+    async def main() -> None:
+        async with serving(state=tmp_path, save_seconds=0.01) as client:
+            await ask(client, 2)
+            decided = calibrator(client.service).decided
+            path = tmp_path / "calibrators" / "atts-0.2.json"
+            with anyio.fail_after(20):
+                while not path.exists() or saved(path) < decided:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+
+    anyio.run(main)
+
+
+def saved(path: Path) -> int:
+    """Return how many decisions a file has."""
+    return int(read_state(path)["calibrator"]["decided"])

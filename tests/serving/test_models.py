@@ -1,0 +1,241 @@
+"""The model names of a server: pass-through ids, one model that votes, policies, housekeeping."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.api import Setup, solve
+from atts.core import Problem
+from atts.ledger import Amount
+from atts.serving import VOTES
+from atts.testing import ToyTokenizer
+from tests.serving.conftest import MODEL, QUESTION, body, serving, stream_events, toy_setup
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+
+
+def one_model(**changes: Any) -> Setup:
+    """A server's setup with one model."""
+    return toy_setup(method="draft-only", **changes)
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_model_can_be_asked_alone(role: str) -> None:
+    """One rollout of it, whole as content, without votes, by its own name as well."""
+
+    async def main() -> None:
+        async with serving() as client:
+            names = [role, client.service.engines[role].spec.model]
+            replies = [(await client.chat(model=name, seed=4)).json() for name in names]
+            for reply in replies:
+                message = reply["choices"][0]["message"]
+                assert "\\boxed{5}" in message["content"]
+                assert message["reasoning"] == ""
+                facts = reply["atts"]
+                assert (facts["answer"], facts["votes"], facts["combine"]) == (None, {}, "none")
+                assert facts["policy"] == role
+                assert facts["samples"]["started"] == 1
+                other = "target" if role == "draft" else "draft"
+                assert facts["by_model"][other]["completion"] == 0
+                assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+            assert replies[0]["choices"] == replies[1]["choices"]
+            got = await stream_events(client, model=role, seed=4)
+            deltas = [event["choices"][0]["delta"] for event in got]
+            content = "".join(delta.get("content", "") for delta in deltas)
+            assert content == replies[0]["choices"][0]["message"]["content"]
+            assert not any("reasoning" in delta for delta in deltas)
+
+    anyio.run(main)
+
+
+def test_a_conversation_reaches_a_model_turn_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own chat template renders the messages, and our system prompt is not among them."""
+    seen: list[Any] = []
+    render = ToyTokenizer.render
+
+    def watched(self: ToyTokenizer, messages: Any) -> Any:
+        seen.append([(one.role, one.content) for one in messages])
+        return render(self, messages)
+
+    monkeypatch.setattr(ToyTokenizer, "render", watched)
+
+    async def main() -> None:
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Start at 1. +1. What is the result?"},
+            {"role": "assistant", "content": "2", "reasoning": "long"},
+            {"role": "user", "content": QUESTION},
+        ]
+        async with serving() as client:
+            response = await client.chat(model="draft", messages=messages)
+            assert response.status_code == 200
+        assert seen[-1] == [(one["role"], one["content"]) for one in messages]
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("policy", VOTES)
+def test_one_model_votes_as_solve_does(policy: str) -> None:
+    """A server of one model has its policies, and a seed gives the answer of `atts.solve`."""
+
+    async def main() -> None:
+        setup = VOTES[policy].applied(one_model(seed=7))
+        expected = await solve(Problem("problem", QUESTION), setup)
+        async with serving(one_model()) as client:
+            reply = (await client.chat(model=f"{MODEL}:{policy}", seed=7)).json()
+            assert reply["atts"]["answer"] == expected.answer
+            assert reply["atts"]["votes"] == expected.votes
+            assert reply["atts"]["by_model"]["target"]["completion"] == 0
+            listed = (await client.http.get("/models")).json()["data"]
+            spec = client.service.engines["draft"].spec
+            assert [one["id"] for one in listed] == [
+                MODEL,
+                *(f"{MODEL}:{name}" for name in VOTES),
+                spec.model,
+            ]
+            refusal = await client.chat(atts={"method": "atts"})
+            assert "known: draft-only" in refusal.json()["error"]["message"]
+
+    anyio.run(main)
+
+
+def test_a_request_may_name_its_method() -> None:
+    """The method replaces that of the policy, and the reply says so."""
+
+    async def main() -> None:
+        setup = toy_setup(method="cascade", rate=0.2, seed=3)
+        setup = replace(setup, policy=replace(setup.policy, samples=4, early_stop="likely"))
+        expected = await solve(Problem("problem", QUESTION), setup)
+        async with serving() as client:
+            reply = (await client.chat(seed=3, atts={"method": "cascade"})).json()
+            assert reply["atts"]["method"] == "cascade"
+            assert reply["atts"]["answer"] == expected.answer
+            assert reply["atts"]["votes"] == expected.votes
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"atts": {"combine": "synthesize"}}, "combine 'synthesize' is not supported; vote is"),
+        ({"atts": {"method": "cascades"}}, "did you mean cascade?"),
+        ({"atts": {"method": "paper-marginal"}}, "is unknown; known: atts, cascade"),
+        ({"atts": {"trace": "all"}}, "none, summary or full"),
+        ({"atts": {"thinking_token_budget": 0}}, "expected at least 1"),
+        ({"model": "draft", "atts": {"samples": 2}}, "does not apply to 'draft'"),
+        ({"model": "target", "atts": {"method": "atts"}}, "does not apply to 'target'"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(fields: dict[str, Any], words: str) -> None:
+    """The field is named, before any work."""
+
+    async def main() -> None:
+        async with serving() as client:
+            response = await client.chat(**fields)
+            assert response.status_code == 400
+            assert words in response.json()["error"]["message"]
+            assert client.service.account.spent == Amount()
+
+    anyio.run(main)
+
+
+def test_a_thinking_budget_bounds_every_rollout() -> None:
+    """No rollout writes more tokens than the budget or `max_tokens` allow."""
+
+    async def main() -> None:
+        async with serving() as client:
+            for fields in (
+                {"atts": {"thinking_token_budget": 6, "trace": "summary"}},
+                {"max_tokens": 6, "atts": {"thinking_token_budget": 60, "trace": "summary"}},
+            ):
+                trace = (await client.chat(seed=1, **fields)).json()["atts"]["trace"]
+                assert len(trace) == 4
+                for rollout in trace:
+                    assert rollout["finish"] == "tokens"
+                    assert "chunks" not in rollout
+
+    anyio.run(main)
+
+
+def test_a_trace_has_every_chunk_and_its_decision() -> None:
+    """`full` has the texts that `summary` counts; `none` has neither."""
+
+    async def main() -> None:
+        async with serving() as client:
+            reply = (await client.chat(seed=2, atts={"trace": "full"})).json()
+            trace = reply["atts"]["trace"]
+            texts = ["".join(chunk["text"] for chunk in one["chunks"]) for one in trace]
+            assert reply["choices"][0]["message"]["reasoning"] in texts
+            judged = [chunk for one in trace for chunk in one["chunks"] if chunk["action"]]
+            assert len(judged) == reply["atts"]["rate"]["chunks"] > 0
+            assert all(chunk["score"] is not None for chunk in judged)
+            assert "trace" not in (await client.chat(seed=2)).json()["atts"]
+            run = reply["atts"]["report"]
+            root = str(client.http.base_url).removesuffix("/v1/")
+            assert "trace" not in (await client.http.get(root + run)).json()
+
+    anyio.run(main)
+
+
+TITLE = "### Task:\nGenerate a concise, 3-5 word title for the chat.\n\nUser: " + QUESTION
+
+
+@pytest.mark.parametrize("housekeeping", ["draft", "policy"])
+def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) -> None:
+    """It is counted as such; a server may be told to treat it as any other."""
+
+    async def main() -> None:
+        async with serving(housekeeping=housekeeping) as client:
+            messages = [{"role": "user", "content": TITLE}]
+            facts = (await client.chat(messages=messages)).json()["atts"]
+            is_cheap = housekeeping == "draft"
+            assert facts["policy"] == ("housekeeping" if is_cheap else "balanced")
+            assert client.service.counts.housekeeping == is_cheap
+            if is_cheap:
+                assert facts["samples"]["started"] == 1
+                assert facts["by_model"]["target"] == {"completion": 0, "prompt": 0, "scored": 0}
+            # a request with settings of its own is not the chat program's
+            facts = (await client.chat(messages=messages, atts={"samples": 2})).json()["atts"]
+            assert facts["policy"] == "balanced"
+
+    anyio.run(main)
+
+
+def test_the_body_of_the_page_is_complete() -> None:
+    """Every field that a client may send to the endpoint is accepted at once."""
+
+    async def main() -> None:
+        async with serving() as client:
+            everything = body(
+                temperature=0.5,
+                top_p=0.9,
+                max_completion_tokens=200,
+                seed=1,
+                reasoning_effort="high",
+                user="ann",
+                atts={
+                    "rate": 0.3,
+                    "samples": 3,
+                    "method": "atts",
+                    "early_stop": "none",
+                    "combine": "vote",
+                    "max_target_tokens": 5_000,
+                    "max_total_tokens": 50_000,
+                    "max_calls": 900,
+                    "max_seconds": 60,
+                    "thinking_token_budget": 150,
+                    "on_limit": "error",
+                    "trace": "summary",
+                    "seed": 1,
+                },
+            )
+            response = await client.http.post("/chat/completions", json=everything)
+            assert response.status_code == 200
+            assert response.json()["atts"]["ignored"] == []
+
+    anyio.run(main)

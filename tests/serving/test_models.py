@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from atts.api import Setup, solve
-from atts.core import Problem
+from atts.core import Problem, Role
 from atts.ledger import Amount
 from atts.serving import VOTES
 from atts.testing import ToyTokenizer
@@ -24,7 +24,7 @@ def one_model(**changes: Any) -> Setup:
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
-def test_a_model_can_be_asked_alone(role: str) -> None:
+def test_a_model_can_be_asked_alone(role: Role) -> None:
     """One rollout of it, whole as content, without votes, by its own name as well."""
 
     async def main() -> None:

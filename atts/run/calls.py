@@ -17,7 +17,6 @@ import anyio.lowlevel
 import msgspec
 
 from atts import errors
-from atts.concurrency import background
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.engine import (
     Engine,
@@ -57,7 +56,7 @@ _ADVICE = (
 )
 
 
-_CHECKS = 4  # looks at an engine's steps within a deadline
+_LOOKS = 4  # at an engine's steps, within the time that a call has
 
 Request = TypeVar("Request", SampleRequest, ScoreRequest)
 Result = TypeVar("Result", Completion, Scores)
@@ -77,6 +76,37 @@ class _Call(Generic[Request, Result]):
     source: Literal["live", "recalled"] = "live"
 
 
+class Deadlines:
+    """The deadlines of all calls in flight at one engine of a run.
+
+    A call may wait long for its turn at an engine that computes all calls in common steps. That is
+    not a fault while steps are taken, so its deadline counts from the newest step.
+    """
+
+    def __init__(self, engine: Engine, seconds: float) -> None:
+        self.seconds = seconds
+        self.scopes = set[anyio.CancelScope]()  # of the calls in flight
+        self._engine = engine if isinstance(engine, Stepping) else None
+        self.awaited = "answer" if self._engine is None else "step"  # what a late call lacks
+
+    async def keep(self) -> None:
+        """Move the deadlines whenever the engine has taken steps; return at once if it counts none.
+
+        One task does so for all calls: a task for each call would cost more than the call itself.
+        """
+        if self._engine is None:
+            return
+        steps = self._engine.steps_taken()
+        while True:
+            await anyio.sleep(self.seconds / _LOOKS)
+            taken = self._engine.steps_taken()
+            if taken != steps:
+                steps = taken
+                deadline = anyio.current_time() + self.seconds
+                for scope in self.scopes:
+                    scope.deadline = deadline
+
+
 class EngineCalls:
     """An engine as one rollout calls it. The concerns of a call nest, one method each:
 
@@ -84,16 +114,16 @@ class EngineCalls:
         scope.call         waits for a slot, times the call, tries it again (`atts.graph`)
         _outlast_outage    waits for an engine that was lost
         _recall_or_ask     returns what an earlier session recorded
+        _ask_within_caps   waits for room in the caps, and reserves the most that the call can take
         _ask_live          counts the call in flight, reports it, records its failure
-        _ask_within_caps   reserves the most that the call can take
         _ask_in_time       sets the deadline and checks the reply
         _record            records the reply before the slot is given back
 
     A pipeline is plain code that knows nothing of this. After a crash it runs again from the start:
     every call that was recorded returns its recorded result at once, so it comes to where it was
-    with no work done twice. Without a `log` calls are not recorded, without a `scope` they are not
-    admitted by the task graph. The engine inside is opened and closed by its owner, and its spec
-    must not change meanwhile.
+    with no work done twice. Without a `scope` calls are not admitted by the task graph, without a
+    `log` they are neither recorded nor counted against caps. The engine inside is opened and closed
+    by its owner, and its spec must not change meanwhile.
 
     :raises BadReply: by `sample` and `score`: the reply contradicts itself or the request.
     :raises EngineTimeout: likewise: it did not come in time.
@@ -106,6 +136,7 @@ class EngineCalls:
         scope: Caller | None,
         timeout_seconds: float,
         log: ProblemLog | None = None,
+        deadlines: Deadlines | None = None,
         unscored: UnscoredWatch | None = None,
         account: Account | None = None,
     ) -> None:
@@ -115,8 +146,8 @@ class EngineCalls:
         self._engine = engine
         self._role: Role = role
         self._scope = scope
-        self._timeout_seconds = timeout_seconds
         self._log = log
+        self._deadlines = deadlines or Deadlines(engine, timeout_seconds)
         self._unscored = unscored
         self._account = account
         # samples and turns of recorded completions, once asked for
@@ -151,7 +182,7 @@ class EngineCalls:
         if self._scope is not None:
             return await self._scope.call(
                 call.kind,
-                self._ask_within_caps if log is None else self._outlast_outage,
+                self._ask_in_time if log is None else partial(self._outlast_outage, log),
                 call,
                 engine=self._role,
                 turn=turn,
@@ -160,32 +191,33 @@ class EngineCalls:
                 record=None if log is None else partial(self._record, log, call),
             )
         if log is None:
-            return await self._ask_within_caps(call)
-        result = await self._recall_or_ask(call)
+            return await self._ask_in_time(call)
+        result = await self._recall_or_ask(log, call)
         await self._record(log, call, None, result)
         return result
 
-    async def _outlast_outage(self, call: _Call[Request, Result]) -> Result:
+    async def _outlast_outage(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
         """Wait for an engine that was lost, so that the next attempt finds it."""
         try:
-            return await self._recall_or_ask(call)
+            return await self._recall_or_ask(log, call)
         except EngineUnavailable:
-            if self._log is not None and isinstance(self._engine, Returning):
-                recorder = self._log.recorder
-                recorder.tell(EngineAwaited(self._role, 1))
+            if isinstance(self._engine, Returning):
+                log.recorder.tell(EngineAwaited(self._role, 1))
                 try:
                     await self._engine.comes_back()
                 finally:
-                    recorder.tell(EngineAwaited(self._role, -1))
+                    log.recorder.tell(EngineAwaited(self._role, -1))
             raise
 
-    async def _recall_or_ask(self, call: _Call[Request, Result]) -> Result:
+    async def _recall_or_ask(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
         """Return the recorded result of the call, or make the call."""
-        log = self._log
-        assert log is not None, "only calls with a log come this way"
         recorded = log.recorded.calls.get(call.key) if self.has_recorded_calls else None
         if not recorded:
-            return await self._ask_live(call, log)
+            if log.stop.asked:
+                await anyio.sleep_forever()  # the run is ending: no call begins any more
+            if self._account is None:
+                return await self._ask_live(log, call)
+            return await self._ask_within_caps(self._account, log, call)
         event = recorded.popleft()
         call.source = "recalled"
         if log.timing == "recorded":
@@ -198,78 +230,60 @@ class EngineCalls:
         call.check(reply, call.request, self.spec)
         return reply
 
-    async def _ask_live(self, call: _Call[Request, Result], log: ProblemLog) -> Result:
+    async def _ask_within_caps(
+        self, account: Account, log: ProblemLog, call: _Call[Request, Result]
+    ) -> Result:
+        """Reserve the most that the call can take, ask, and settle for what it took.
+
+        A call that waits for room is not in flight. A call that fails or is cancelled is charged as
+        the most it can take.
+        """
+        most = most_of(self._role, call.request, account.prices)
+        await account.room(most)
+        if log.stop.asked:
+            await anyio.sleep_forever()  # the run was asked to end while the call waited for room
+        with account.reserved_now(most) as reservation:
+            reply = await self._ask_live(log, call)
+            account.count(reply)
+            reservation.answered(taken_by(self._role, call.request, reply, account.prices))
+        return reply
+
+    async def _ask_live(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
         """Count the call in flight, report it, and record it if it fails."""
         stop = log.stop
-        if stop.asked:
-            await anyio.sleep_forever()  # the run is ending: no call begins any more
-        account = self._account
-        if account is not None:
-            # Wait here: a call that waits for room in a cap is not in flight.
-            await account.room(most_of(self._role, call.request, account.prices))
         call.source = "live"  # an earlier attempt may have been recalled
         since = log.now()
         stop.calls += 1
         try:
             log.recorder.tell(CallBegun(log.recorded.problem.id, call.request.rollout, call.kind))
-            ask = self._ask_in_time if account is None else self._ask_within_caps
-            result = await ask(call)
+            result = await self._ask_in_time(call)
             call.seconds = log.now() - since
             return result
         except EngineError as error:
-            self._record_failure(call, log, error, log.now() - since)
+            self._record_failure(log, call, error, log.now() - since)
             raise
         finally:
             stop.calls -= 1
             if stop.asked:
                 stop.report()
 
-    async def _ask_within_caps(self, call: _Call[Request, Result]) -> Result:
-        """Reserve the most that the call can take, ask, and settle for what it took.
-
-        A call that fails or is cancelled is charged as the most it can take.
-        """
-        account = self._account
-        if account is None:
-            return await self._ask_in_time(call)
-        most = most_of(self._role, call.request, account.prices)
-        await account.room(most)
-        with account.reserved_now(most) as reservation:
-            reply = await self._ask_in_time(call)
-            account.count(reply)
-            reservation.answered(taken_by(self._role, call.request, reply, account.prices))
-        return reply
-
     async def _ask_in_time(self, call: _Call[Request, Result]) -> Result:
-        """Ask the engine within the deadline, and check what it replies.
-
-        The deadline of an engine that takes steps for all its calls counts from its newest step.
-        """
+        """Ask the engine within the deadline, and check what it replies."""
         late: TimeoutError | None = None
-        problem = f"no answer within {self._timeout_seconds:g} s"
+        deadlines = self._deadlines
         try:
-            with anyio.move_on_after(self._timeout_seconds) as scope:
-                if isinstance(self._engine, Stepping):
-                    problem = f"no step within {self._timeout_seconds:g} s"
-                    async with background(self._postpone, self._engine, scope):
-                        reply = await call.ask(call.request)
-                else:
+            with anyio.move_on_after(deadlines.seconds) as scope:
+                deadlines.scopes.add(scope)
+                try:
                     reply = await call.ask(call.request)
+                finally:
+                    deadlines.scopes.discard(scope)
                 call.check(reply, call.request, self.spec)
                 return reply
         except TimeoutError as error:  # of the engine's own
             late = error
+        problem = f"no {deadlines.awaited} within {deadlines.seconds:g} s"
         raise EngineTimeout(self.spec.name, problem) from late
-
-    async def _postpone(self, engine: Stepping, scope: anyio.CancelScope) -> None:
-        """Move a call's deadline for as long as the engine takes steps."""
-        steps = engine.steps_taken()
-        while True:
-            await anyio.sleep(self._timeout_seconds / _CHECKS)
-            taken = engine.steps_taken()
-            if taken != steps:
-                steps = taken
-                scope.deadline = anyio.current_time() + self._timeout_seconds
 
     async def _record(
         self, log: ProblemLog, call: _Call[Any, Any], span: CallSpan | None, result: Any
@@ -308,7 +322,7 @@ class EngineCalls:
                 await recorder.saved()
 
     def _record_failure(
-        self, call: _Call[Any, Any], log: ProblemLog, error: EngineError, seconds: float
+        self, log: ProblemLog, call: _Call[Any, Any], error: EngineError, seconds: float
     ) -> None:
         """Record a failure from which a pipeline may continue; other failures recur by themselves."""
         kind = _failure_kind(error)

@@ -41,7 +41,7 @@ from atts.journal import (
 )
 from atts.ledger import LEDGER, PRICES, Account, Caps, LedgerFile, Price, check_prices, prices_of
 from atts.pipelines import Context, DraftLength, RoundGate, WriterChoice, needed_logprobs
-from atts.run.calls import EngineCalls, UnscoredWatch
+from atts.run.calls import Deadlines, EngineCalls, UnscoredWatch
 from atts.run.conditions import check_conditions
 from atts.run.recording import (
     AlarmWatch,
@@ -247,6 +247,11 @@ class _Run:
                 left.conclude(problem)
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
         self._unscored = UnscoredWatch(plan.on_unscored)
+        seconds = plan.policy.timeout_seconds
+        self._deadlines: Mapping[Role, Deadlines] = {
+            "draft": Deadlines(plan.draft, seconds),
+            "target": Deadlines(plan.target, seconds),
+        }
         self._draft_length = DraftLength()
         self._writers = WriterChoice()
         self._positions: dict[str, int] = {}  # of the problems in the dataset
@@ -279,6 +284,8 @@ class _Run:
             if self._options.account is not None:
                 watch = concurrency.background(self._end_when_spent, self._options.account)
                 await watches.enter_async_context(watch)
+            for deadlines in self._deadlines.values():
+                await watches.enter_async_context(concurrency.background(deadlines.keep))
             await self._graph.drive(
                 self._left_over(problems),
                 self._solve,
@@ -402,6 +409,7 @@ class _Run:
                 scope,
                 timeout_seconds,
                 log=log,
+                deadlines=self._deadlines[role],
                 unscored=self._unscored,
                 account=self._options.account,
             )

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from atts.concurrency import task_group
-from atts.core import Role, SampleRequest, ScoreRequest, Usage
+from atts.core import Problem, Role, SampleRequest, ScoreRequest, Usage
 from atts.errors import EngineUnavailable, JournalCorrupt, OptionError
+from atts.journal import OpenProblem
 from atts.ledger import (
     LEDGER,
     Account,
@@ -35,7 +36,16 @@ from atts.ledger import (
     read_prices,
     taken_by,
 )
-from atts.run import EngineCalls, RunOptions, evaluate
+from atts.run import (
+    EngineCalls,
+    EscalationCounter,
+    Recorder,
+    RunLengthEstimate,
+    RunOptions,
+    Stop,
+    evaluate,
+)
+from atts.run.recording import ProblemLog
 from atts.testing import Faults, Latency, ScriptedEngine, run_virtual, toy_problems
 from tests.run.conftest import World
 
@@ -48,6 +58,12 @@ def check(account: Account) -> None:
     assert account.caps.exceeded_by(account.spent + account.reserved) == ""
     assert all(getattr(account.reserved, name) >= 0 for name in NUMBERS)
     assert all(getattr(account.spent, name) >= 0 for name in NUMBERS)
+
+
+def unwritten_log(stop: Stop | None = None) -> ProblemLog:
+    """The log of a problem in a run without a journal; to be made inside the event loop."""
+    recorder = Recorder(None, (), EscalationCounter(), RunLengthEstimate(1, samples=1))
+    return ProblemLog(recorder, OpenProblem(Problem("p", "?")), stop or Stop(), "instant")
 
 
 amounts = st.builds(
@@ -133,7 +149,7 @@ def test_random_requests_on_the_scripted_engine_keep_every_cap(requests: int) ->
             max_cost=draw.choice([None, 1e-5, 1e-4]),
         )
         account = Account(caps, name=f"r{number}", prices=PRICES, inside=ceiling)
-        calls = EngineCalls(engine, role, None, 60.0, account=account)
+        calls = EngineCalls(engine, role, None, 60.0, unwritten_log(), account=account)
         ids = engine.tokenizer.encode("Start at 4. +3, -2.")
         cancelled_at = draw.choice([0.004, 1.0, 10.0])
 
@@ -374,7 +390,7 @@ def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
 
     async def main() -> SampleRequest:
         async with ScriptedEngine("target", latency=Latency(per_sample=5.0)) as engine:
-            calls = EngineCalls(engine, "target", None, 60.0, account=account)
+            calls = EngineCalls(engine, "target", None, 60.0, unwritten_log(), account=account)
             request = SampleRequest(engine.tokenizer.encode("Start at 4."), 30)
             with anyio.move_on_after(1):
                 await calls.sample(request)
@@ -383,6 +399,34 @@ def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
     request = run_virtual(main)
     assert account.spent == most_of("target", request, PRICES) == account.unanswered
     assert account.as_json()["cancelled"]["calls"] == 1
+
+
+def test_no_call_begins_that_waited_for_room_while_the_run_was_asked_to_end() -> None:
+    """The first call leaves room for the second, which is not made any more, nor charged."""
+
+    async def main() -> Account:
+        async with ScriptedEngine("target", latency=Latency(per_sample=5.0)) as engine:
+            ids = engine.tokenizer.encode(toy_problems(1)[0].text)
+            request = SampleRequest(ids, 400)
+            most = most_of("target", request, PRICES).total_tokens
+            account = Account(Caps(max_total_tokens=2 * most - 1), prices=PRICES)
+            stop = Stop()
+            log = unwritten_log(stop)
+            calls = EngineCalls(engine, "target", None, 60.0, log, account=account)
+            async with task_group() as group:
+                group.start_soon(calls.sample, request)
+                group.start_soon(calls.sample, replace(request, rollout="another"))
+                await anyio.sleep(1)
+                assert stop.calls == 1
+                stop.request()
+                await anyio.sleep(20)
+                assert account.spent.total_tokens < most, "the second call has room"
+                group.cancel_scope.cancel()
+            return account
+
+    account = run_virtual(main)
+    assert account.spent.calls == 1
+    assert account.reserved == account.unanswered == Amount()
 
 
 def test_a_reply_costs_what_its_model_costs() -> None:

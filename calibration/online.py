@@ -269,8 +269,9 @@ class Calibrator(Persisted):
         nonconformity = self.scale.nonconformity(score)
         value = self._pool_value(nonconformity, question, turn, sample, length)
         self._end = self._run_end(left)
+        theta = self._uniform(nonconformity, question, turn, sample)
         rank = self._pool.rank(value, question, turn)
-        p = rank.p(self._uniform(nonconformity, question, turn, sample))
+        p = rank.p(theta)
         rate = self._controller.current_rate(value, question, turn, self._end)
         if left is not None and self.mode == "aci" and rate < 1:
             # A rank among a handful of scores says little. What is kept back now becomes

@@ -105,9 +105,17 @@ class ConformalGate:
 
     def preview(self, features: Features) -> Decision:
         """Ask for a score, and number the request."""
-        numbered = replace(features, issue=self._issued)
+        decision = Decision(
+            "verify",
+            float(self.calibrator.rate),
+            features.question,
+            features.turn,
+            features.sample,
+            self._issued,
+            why="every chunk is scored",
+        )
         self._issued += 1
-        return numbered.decision("verify", float(self.calibrator.rate), "every chunk is scored")
+        return decision
 
     def decide(self, features: Features, score: float) -> Decision:
         """Decide as the calibrator does."""

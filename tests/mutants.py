@@ -200,7 +200,7 @@ OTHERS = [
         "if other.sample == node.sample:",
     ),
     *_table(
-        "atts/journal/writer.py",
+        "atts/journal/lines.py",
         "tests/journal/test_writer.py tests/journal/test_reader.py",
         'options.durability == "interval" and now - self._synced_at >= options.sync_seconds',
         'options.durability == "interval" and now - self._synced_at < options.sync_seconds',

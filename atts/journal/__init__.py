@@ -1,6 +1,15 @@
 """The append-only event log of a run, from which results, reports, resume and replay are made."""
 
 from atts.core import CallSpan, ProblemSpan, RolloutSpan
+from atts.journal.directory import (
+    JOURNAL,
+    LOCK,
+    MANIFEST,
+    check_directory,
+    is_held,
+    locked,
+    open_journal,
+)
 from atts.journal.events import (
     COMPARED,
     SCHEMA,
@@ -33,7 +42,7 @@ from atts.journal.finished import (
     is_censored,
     truncation,
 )
-from atts.journal.lines import LineWriter, read_entries
+from atts.journal.lines import Journal, JournalOptions, LineWriter, read_entries
 from atts.journal.manifest import (
     Json,
     JudgedUnit,
@@ -60,17 +69,6 @@ from atts.journal.state import (
     RunState,
     judged,
     read_outcomes,
-)
-from atts.journal.writer import (
-    JOURNAL,
-    LOCK,
-    MANIFEST,
-    Journal,
-    JournalOptions,
-    check_directory,
-    is_held,
-    locked,
-    open_journal,
 )
 
 __all__ = [

@@ -1,20 +1,29 @@
-"""The format of a journal's lines: numbered, dated, checksummed JSON."""
+"""The file of a journal: its numbered, dated, checksummed lines, their writer and their reader."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import struct
+import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import msgspec
 from msgspec import structs
 
+from atts import concurrency
 from atts.core import (
     Beginning,
     CallSpan,
@@ -25,8 +34,8 @@ from atts.core import (
     Scores,
     Turn,
 )
-from atts.errors import JournalCorrupt, JournalVersion
-from atts.files import open_ordinary, storage
+from atts.errors import JournalCorrupt, JournalLocked, JournalVersion, OptionError, StorageError
+from atts.files import is_same_file, open_ordinary, refused, storage, sync_directory
 from atts.journal.events import (
     KINDS,
     SCHEMA,
@@ -41,6 +50,7 @@ from atts.journal.events import (
     RolloutStarted,
     Sampled,
     Scored,
+    SessionClosed,
     SessionOpened,
     TurnFinished,
     WrittenChunk,
@@ -264,8 +274,9 @@ def _written(chunk: Chunk, calls: list[Sampled]) -> WrittenChunk:
     A chunk is more than one call's completion if a score drew its beginning; it is less if a
     character was cut or a part of it was kept.
     """
-    ids = chunk.ids(chunk.author)
-    other_ids = chunk.target_ids if chunk.author == "draft" else chunk.draft_ids
+    is_draft = chunk.author == "draft"
+    ids = chunk.draft_ids if is_draft else chunk.target_ids
+    other_ids = chunk.target_ids if is_draft else chunk.draft_ids
     other = None if other_ids == ids else other_ids
     for number, call in enumerate(calls):
         completion = call.completion
@@ -383,6 +394,211 @@ def _with_texts(line: _Line) -> bytes:
 
     plain = worded(msgspec.to_builtins(line, enc_hook=_plain))
     return json.dumps(plain, separators=(",", ":"), allow_nan=False).encode()
+
+
+Opener = Callable[[Path], FileIO]
+"""Opens a file for appending. Its `write` may take fewer bytes than it is given, as the files of
+tests do whose disk fills up.
+"""
+
+
+def open_append(path: Path) -> FileIO:
+    """Open an unbuffered file for appending, and create it if it is missing."""
+    return path.open("ab", buffering=0)
+
+
+def write_all(file: FileIO, data: bytes) -> None:
+    """Append all bytes, even if the file takes few at a time.
+
+    :raises OSError: the disk refuses; a part of `data` may have been written.
+    """
+    view = memoryview(data)
+    while view:
+        taken = file.write(bytes(view))
+        if not taken:
+            raise OSError(errno.EIO, "the file takes no more bytes")
+        view = view[taken:]
+
+
+Durability = Literal["always", "interval", "close"]
+"""When lines reach the disk itself, which matters if the machine loses power.
+
+"always": before `saved` returns; "interval": at most a second later; "close": at the end.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalOptions:
+    """Options of the writer; `clock` is the running loop's by default.
+
+    Under virtual time choose the durability "close": seconds pass by the thousand there, and syncs
+    take real time.
+
+    :raises OptionError: an unknown durability.
+    """
+
+    durability: Durability = "interval"
+    sync_seconds: float = 1.0
+    opener: Opener = open_append
+    clock: Callable[[], float] | None = None
+    wall: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        if self.durability not in get_args(Durability):
+            raise OptionError(
+                "durability", f"unknown value {self.durability!r}", get_args(Durability)
+            )
+
+
+class Journal:
+    """A run directory open for writing; made by `open_journal`.
+
+    Events are appended at once, as whole lines, and synced in the background. An event is in the file
+    when `record` returns, so a killed process loses nothing; a machine that loses power may lose what
+    the durability allows.
+    """
+
+    def __init__(self, past: LineReader, options: JournalOptions) -> None:
+        self.path = path = past.path
+        self.session = past.session + 1
+        self._options = options
+        self.durability = options.durability
+        self._lines = LineWriter(past.number, past.crc, past.records)
+        self._clock = options.clock or concurrency.clock()
+        self._epoch = self._synced_at = self._clock()
+        with storage(path), ExitStack() as undo:
+            self._file = options.opener(path)
+            undo.callback(self._file.close)
+            sync_directory(path.parent)
+            self._size = path.stat().st_size
+            undo.pop_all()
+        self._recorded = 0  # events in the file
+        self._synced = 0  # of those, on the disk itself
+        self._failure: StorageError | None = None
+        self._process = os.getpid()
+        self._state: Literal["open", "closed"] = "open"
+        self._sync_due = anyio.Event()
+        self._sync_done = anyio.Event()
+        self._syncs_ended = anyio.Event()
+
+    def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
+        """Append an event, and a `second` one that shares its line.
+
+        The second event is a call's span, or what was done with a decision. The event loop is
+        blocked only for a copy into the system's cache.
+
+        :raises StorageError: the disk refuses, now or earlier; what was written before that is
+            safe.
+        :raises JournalLocked: this is a forked child of the process that opened the journal.
+        """
+        assert self._state == "open", "recorded into a closed journal"
+        if os.getpid() != self._process:
+            raise JournalLocked(
+                self.path.parent,
+                f"process {self._process} opened it, and this is a forked child of that process",
+                "Open the run in one process, and fork before that",
+            )
+        if self._failure is not None:
+            raise self._failure
+        now = self._clock()
+        options = self._options
+        try:
+            line = self._lines.line(event, now - self._epoch, options.wall(), second)
+            taken = self._file.write(line)
+            if taken != len(line):
+                write_all(self._file, line[taken or 0 :])
+            self._size += len(line)
+        except BaseException as error:
+            # No line may follow one that is not whole, or that was counted and never written.
+            self._fail(error)
+            if not isinstance(error, OSError | MemoryError):
+                raise
+            self._check()
+        self._recorded += 1
+        is_overdue = (
+            options.durability == "interval" and now - self._synced_at >= options.sync_seconds
+        )
+        if is_overdue or options.durability == "always":
+            self._sync_due.set()
+
+    async def saved(self) -> None:
+        """Yield to other tasks; with "always", wait until everything recorded is on the disk.
+
+        :raises StorageError: the disk refuses.
+        """
+        until = self._recorded
+        await anyio.lowlevel.checkpoint()
+        while self.durability == "always" and self._synced < until and self._failure is None:
+            await self._sync_done.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def keep_synced(self) -> None:
+        """Sync the file whenever that is due, until `close`; cancellation does not interrupt it."""
+        wait = self._options.sync_seconds if self._options.durability == "interval" else math.inf
+        try:
+            with anyio.CancelScope(shield=True):
+                while self._failure is None and (
+                    self._state == "open" or self._synced < self._recorded
+                ):
+                    with anyio.move_on_after(wait):
+                        await self._sync_due.wait()
+                    if self._synced < self._recorded:
+                        await self._sync()
+        finally:
+            self._syncs_ended.set()
+
+    async def close(self, event: SessionClosed) -> None:
+        """Write a last line and make everything durable; closing twice is fine.
+
+        :raises StorageError: the disk refuses, now or earlier.
+        """
+        if self._state != "open":
+            return
+        try:
+            self.record(event)
+        finally:
+            self._state = "closed"
+            self._sync_due.set()
+            await self._syncs_ended.wait()
+            with storage(self.path):
+                self._file.close()
+        self._check()
+
+    async def _sync(self) -> None:
+        covered = self._recorded
+        self._synced_at = self._clock()
+        self._sync_due = anyio.Event()
+        try:
+            size = self._size
+            handle = self._file.fileno()
+            await anyio.to_thread.run_sync(os.fsync, handle)
+            self._look(handle, size)
+            self._synced = covered
+        except (OSError, MemoryError) as error:
+            self._fail(error)
+        self._sync_done.set()
+        self._sync_done = anyio.Event()
+
+    def _look(self, handle: int, size: int) -> None:
+        """Check that the file still has its name and holds what was written to it.
+
+        :raises OSError: it was deleted, moved, replaced or cut.
+        """
+        if not is_same_file(handle, self.path):
+            raise OSError(
+                errno.ESTALE, "it was deleted, moved or replaced while the run was writing it"
+            )
+        if os.fstat(handle).st_size < size:
+            raise OSError(errno.ESTALE, "it was cut while the run was writing it")
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = refused(self.path, error)
+        self._failure.__cause__ = error
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
 
 _END = len(b',"crc":"00000000"}\n')

@@ -10,11 +10,11 @@ from typing import Any
 from atts.core import CallSpan, Outcome
 from atts.errors import JournalCorrupt, JournalError, UsageError
 from atts.files import storage, sync_directory, write_atomic
+from atts.journal.directory import JOURNAL, LOCK, MANIFEST, held
 from atts.journal.events import Decided, Entry, Event
 from atts.journal.lines import LineReader, read_entries
 from atts.journal.manifest import Manifest, load_manifest
 from atts.journal.state import FACTS, RunClock, RunState, read_outcomes
-from atts.journal.writer import JOURNAL, LOCK, MANIFEST, held
 
 MERGED = "merged"
 """Name of the setting that lists the runs of which a merged run was made."""

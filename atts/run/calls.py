@@ -173,7 +173,7 @@ class EngineCalls:
                 await self._unscored.unusable(self._engine, error)
             raise
         if call.source == "live":
-            self._unscored.usable()
+            self._unscored.in_a_row = 0
         return scores
 
     async def _admit(self, call: _Call[Request, Result], turn: int, tokens: int) -> Result:
@@ -572,33 +572,29 @@ def engine_identity(spec: EngineSpec) -> dict[str, Json]:
 class UnscoredWatch:
     """Counts scoring calls that ended without a usable score, over all rollouts of a run.
 
-    One usable score ends the count. When it is full, the target is asked once more, about a fixed
+    When the count is full, the target is asked once more, about a fixed
     text, so that the error can say whether it scores anything at all.
     """
 
     def __init__(self, reaction: OnUnscored) -> None:
         self._reaction = reaction
-        self._in_a_row = 0
+        self.in_a_row = 0  # set back to 0 by every usable score
         self._asking = anyio.Lock()
         self._diagnosis: str | None = None
-
-    def usable(self) -> None:
-        """Note a usable score."""
-        self._in_a_row = 0
 
     async def unusable(self, engine: Engine, error: BadReply) -> None:
         """Note a call that ended without one.
 
         :raises UnusableScores: it was one too many.
         """
-        self._in_a_row += 1
-        if self._reaction == "escalate" or self._in_a_row < IN_A_ROW:
+        self.in_a_row += 1
+        if self._reaction == "escalate" or self.in_a_row < IN_A_ROW:
             return
         async with self._asking:
             if self._diagnosis is None:
                 self._diagnosis = await _diagnosed(engine)
         problem = (
-            f"{self._in_a_row} chunks in a row came back without a usable score "
+            f"{self.in_a_row} chunks in a row came back without a usable score "
             f"({error.problem}); {self._diagnosis}"
         )
         raise UnusableScores(engine.spec.name, problem, _ADVICE) from error

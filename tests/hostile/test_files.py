@@ -23,7 +23,7 @@ from atts.errors import ATTSError, CalibrationInputError, DatasetError, StorageE
 from atts.evaluators import load_dataset
 from atts.files import write_out
 from atts.journal import JOURNAL, MANIFEST
-from atts.journal.writer import LOCK
+from atts.journal.directory import LOCK
 
 Said = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

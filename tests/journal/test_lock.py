@@ -25,7 +25,7 @@ from atts.journal import (
     locked,
     open_journal,
 )
-from atts.journal.writer import Durability
+from atts.journal.lines import Durability
 from atts.testing import run_virtual
 
 HOLDER = """

@@ -37,7 +37,7 @@ from atts.journal import (
     open_journal,
     read_entries,
 )
-from atts.journal.writer import Durability
+from atts.journal.lines import Durability
 
 pytestmark = pytest.mark.anyio
 SETTINGS = Manifest(seed=1)

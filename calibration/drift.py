@@ -604,13 +604,10 @@ class DriftMonitor(Persisted):
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
         self._repeats = DuplicateScores.of(stored)
+        # whether there is something to compare with, and no alarm yet
+        self.watching = len(self._reference.questions) >= _FEWEST
         if self._repeats.fault:
             self._alarm("duplicates", 0.0, self._repeats.fault)
-
-    @property
-    def watching(self) -> bool:
-        """Return whether there is something to compare with, and no alarm yet."""
-        return not self.events and len(self._reference.questions) >= _FEWEST
 
     def observe(
         self, nonconformity: float, question: str, turn: int, theta: float = 0.5
@@ -694,6 +691,7 @@ class DriftMonitor(Persisted):
             self._alarm("shift", test.drawn, message)
 
     def _alarm(self, kind: Kind, p: float, message: str) -> None:
+        self.watching = False
         self.events.append(DriftEvent(kind, self._scores, len(self._live), p, self.policy, message))
 
     def state(self) -> Any:
@@ -705,3 +703,4 @@ class DriftMonitor(Persisted):
         self._ranked = Ranks()
         self.merge(state)
         self.events = [DriftEvent(**event) for event in state["events"]]
+        self.watching = not self.events and len(self._reference.questions) >= _FEWEST

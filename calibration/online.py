@@ -442,8 +442,8 @@ class Calibrator(Persisted):
         nonconformity, question, turn, length = pending
         # No sample has number -1: these uniforms are not those that the decision was taken with.
         value = self._pool_value(nonconformity, question, turn, -1, length)
-        self._pool.add(value, question, turn)
         self._store_length(nonconformity, length)
+        self._pool.add(value, question, turn)
         if self._monitor.watching:
             theta = self._uniform(nonconformity, question, turn, -1)
             event = self._monitor.observe(nonconformity, question, turn, theta)

@@ -34,6 +34,12 @@ from atts.pipelines.scores import (
 
 Round = Mapping[int, tuple[Features, float]]
 
+# "verify" as a final decision is refused: whatever is not escalated would be kept
+NOT_FINAL = (
+    "the gate decided 'verify' about a chunk that has its score: "
+    "its decide and decide_round must return 'accept' or 'escalate'"
+)
+
 
 class ChunkJudge:
     """Asks a gate about one chunk at a time, with the target's score where the gate wants it."""
@@ -45,6 +51,8 @@ class ChunkJudge:
         """Return the gate's decision, which the gate observes as carried out.
 
         What cannot be judged is escalated.
+
+        :raises UsageError: the gate asks for a score that it was just given.
         """
         known = features(builder, proposal)
         decision, proposal = await self._decide(builder, proposal, known)
@@ -72,7 +80,8 @@ class ChunkJudge:
             decision = self._gate.decide(known, proposal.score)
         except CalibrationInputError as error:
             return _forced(known, f"not a score: {error}"), proposal
-        check_final(decision)
+        if decision.action == "verify":
+            raise UsageError(NOT_FINAL)
         return decision, proposal
 
 
@@ -87,7 +96,10 @@ class RoundJudge:
         self._ranked: Mapping[int, Decision] = {}
 
     async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
-        """Return the gate's decision about this member of the round."""
+        """Return the gate's decision about this member of the round.
+
+        :raises UsageError: the gate asks for a score that it was just given.
+        """
         known = features(builder, proposal)
         if proposal.chunk.target_ids:
             proposal = await score_by_target(builder, proposal)
@@ -101,8 +113,8 @@ class RoundJudge:
         if self._round is not round_:
             samples = sorted(round_)
             decisions = self._gate.decide_round([round_[sample] for sample in samples])
-            for decision in decisions:
-                check_final(decision)
+            if any(decision.action == "verify" for decision in decisions):
+                raise UsageError(NOT_FINAL)
             self._round = round_
             self._ranked = dict(zip(samples, decisions, strict=True))
         return self._ranked
@@ -137,18 +149,6 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
         agrees=agrees,
         text=chunk.text,
     )
-
-
-def check_final(decision: Decision) -> None:
-    """Refuse "verify" as a final decision: whatever is not escalated would be kept.
-
-    :raises UsageError: the gate asks for a score that it was just given.
-    """
-    if decision.action == "verify":
-        raise UsageError(
-            "the gate decided 'verify' about a chunk that has its score: "
-            "its decide and decide_round must return 'accept' or 'escalate'"
-        )
 
 
 def _forced(known: Features, why: str) -> Decision:

@@ -14,7 +14,7 @@ from atts.pipelines.builder import Proposal, RolloutBuilder, Siblings, first_tok
 from atts.pipelines.context import Context
 from atts.pipelines.exact import write_exactly
 from atts.pipelines.gates import RoundGate
-from atts.pipelines.judging import ChunkJudge, Judge, check_final, make_judge
+from atts.pipelines.judging import NOT_FINAL, ChunkJudge, Judge, make_judge
 from atts.pipelines.policy import Policy
 from atts.pipelines.scores import disagreement
 from atts.pipelines.votes import (
@@ -230,7 +230,8 @@ def judge_problem(problem: Problem, vote: RunningVote, context: Context) -> str:
     if decision.action == "verify":
         features = replace(features, issue=decision.issue)
         decision = gate.decide(features, disagreement(count, len(first)))
-        check_final(decision)
+        if decision.action == "verify":
+            raise UsageError(NOT_FINAL)
     gate.observe(decision, decision.escalate)
     if decision.escalate:
         return ""

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,7 +31,7 @@ from atts.analysis.turns import tokens_written
 from atts.api import Setup
 from atts.calibration import Calibrator, coin_band
 from atts.cli.app import run as run_command
-from atts.core import HOLD, Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn
+from atts.core import HOLD, Chunk, Decision, Features, Outcome, Problem, Prompt, Rollout, Turn
 from atts.errors import JournalError, OptionError, UsageError
 from atts.files import jsonable
 from atts.graph import CallSpan
@@ -45,6 +45,7 @@ from atts.journal import (
     open_journal,
     read_entries,
 )
+from atts.pipelines.gates import NonLearningGate
 from atts.testing import toy_problems
 
 
@@ -231,6 +232,34 @@ def test_every_method_has_a_report(evaluate_into: Any, tmp_path: Path, method: s
     assert "html" in render(build_report(tmp_path / "run"), "html")
     if report.calibration is not None:
         assert "not known" not in report.calibration.promise.guarantee
+
+
+@dataclass(frozen=True, slots=True)
+class LuckyGate(NonLearningGate):
+    """A gate that no report knows."""
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """Accept everything."""
+        return features.decision("accept", score=score)
+
+
+@dataclass(frozen=True, slots=True)
+class ProudGate(LuckyGate):
+    """One that says what it promises."""
+
+    promise: tuple[str, str] = ("nothing escalates", "a second rollout")
+
+
+def test_the_promise_of_an_own_gate_is_its_own(evaluate_into: Any, tmp_path: Path) -> None:
+    """A gate without one is named, and no mode is looked for in its decisions."""
+    silent = build_report(evaluate_into(tmp_path / "silent", 2, gate=LuckyGate())).report
+    proud = build_report(evaluate_into(tmp_path / "proud", 2, gate=ProudGate())).report
+    assert silent.calibration is not None
+    assert proud.calibration is not None
+    assert silent.calibration.promise.mode == "LuckyGate"
+    assert "LuckyGate is not a gate of atts" in silent.calibration.promise.guarantee
+    assert proud.calibration.promise.guarantee == "nothing escalates"
+    assert proud.calibration.promise.voided_by == "a second rollout"
 
 
 def test_it_compares_with_other_runs(run: Path, other_run: Path) -> None:

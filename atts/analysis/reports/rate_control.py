@@ -166,6 +166,13 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
     )
     modes: list[Mode] = [mode for mode in reversed(MODES) if named not in MODES or mode == named]
     match = _recognise(data, nominal, modes) if nominal is not None else None
+    if match is None and not _has_ranks(data):
+        return StatedGuarantee(
+            gate,
+            f"none is stated: {gate} is not a gate of atts, and has no `promise`",
+            "nothing was promised",
+            "",
+        )
     if match is None:
         return StatedGuarantee(
             str(named or "unknown"),
@@ -187,6 +194,11 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
     return StatedGuarantee(
         match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit
     )
+
+
+def _has_ranks(data: RunData) -> bool:
+    """Return whether any decision was made by a p-value, as all calibrated decisions are."""
+    return any(step.decision.p is not None for step in data.steps.between(0, len(data.steps)))
 
 
 def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match | None:

@@ -413,7 +413,8 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
             status: Status = "fail" if card or here else "warn"
             yield Check("memory", status, f"not even eight {kind} hold {pair.name}")
             continue
-        seen = f"{placement}; the cache holds {placement.rollouts} rollouts"
+        count = "1 rollout" if placement.rollouts == 1 else f"{placement.rollouts} rollouts"
+        seen = f"{placement}; the cache holds {count}"
         start = f"`atts pairs {pair.name} --card {kind}` starts them"
         if kind not in here:
             advice = f"Run this where the servers are to run; {start}"

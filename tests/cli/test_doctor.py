@@ -260,6 +260,15 @@ def test_a_card_that_is_not_here_is_never_ok(
     assert "draft" not in alone["seen"]
 
 
+def test_a_cache_of_one_rollout_is_written_in_the_singular(atts: Any) -> None:
+    """Eight cards of 24 GB leave room for one rollout next to the 70B target."""
+    report = json.loads(
+        atts("doctor", "--pair", "r1-1.5b/r1-70b", "--card", "rtx4090", "--json").out
+    )
+    (memory,) = [check["seen"] for check in report["checks"] if check["name"] == "memory"]
+    assert "the cache holds 1 rollout;" in memory
+
+
 def test_the_doctor_places_models_of_this_process_as_opening_them_does(
     atts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,15 @@ class Amount:
         """Return the money in dollars."""
         return self.picodollars / _PICO
 
+    def by_cap(self) -> dict[str, float]:
+        """Return what counts for each cap, by the cap's name."""
+        return {
+            "max_calls": self.calls,
+            "max_target_tokens": self.target_tokens,
+            "max_total_tokens": self.total_tokens,
+            "max_cost": self.dollars,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Caps:

@@ -256,5 +256,8 @@ COMMANDS: dict[str, Command] = {
     "tune": Command(
         "atts.cli.preparation", "tune", "Time a server, and advise how much it should speculate."
     ),
+    "view": Command(
+        "atts.cli.viewing", "view", "Show a run or a server as a page that follows it."
+    ),
     "zoo": Command("atts.cli.zoo", "app", "Store many models by the blocks that they share."),
 }

@@ -401,7 +401,9 @@ def axes(given: Sequence[str]) -> dict[str, list[object]]:
     for words in given:
         name, mark, values = (part.strip() for part in words.partition("="))
         if not (name and mark and values.strip(", ")):
-            raise OptionError("--over", f"{words!r} is not KEY=VALUE,VALUE, such as rate=0.1,0.2,0.4")
+            raise OptionError(
+                "--over", f"{words!r} is not KEY=VALUE,VALUE, such as rate=0.1,0.2,0.4"
+            )
         if name in values_by_key:
             raise OptionError("--over", f"{name} comes twice; put all its values into one --over")
         values_by_key[name] = _listed(values, words)

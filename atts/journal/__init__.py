@@ -66,6 +66,7 @@ from atts.journal.shared_replies import REPLIES, SharedReplies, SharedReply, rep
 from atts.journal.state import (
     FACTS,
     OpenProblem,
+    RunClock,
     RunState,
     judged,
     read_outcomes,
@@ -109,6 +110,7 @@ __all__ = [
     "RolloutFinished",
     "RolloutSpan",
     "RolloutStarted",
+    "RunClock",
     "RunState",
     "Sampled",
     "Scored",

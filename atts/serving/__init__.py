@@ -11,25 +11,34 @@ from atts.serving.service import ServeOptions, Service
 if TYPE_CHECKING:
     from atts.serving.app import build_app
     from atts.serving.running import run_server
+    from atts.serving.status import RunStatus
+    from atts.serving.view import view_server
 
 __all__ = [
     "POLICIES",
     "VOTES",
     "NamedPolicy",
     "RequestError",
+    "RunStatus",
     "ServeOptions",
     "Service",
     "SolveRequest",
     "build_app",
     "run_server",
+    "view_server",
 ]
 
-# These need the extra `serve`.
-_HOME = {"build_app": "atts.serving.app", "run_server": "atts.serving.running"}
+# The first two need the extra `serve`.
+_HOME = {
+    "build_app": "atts.serving.app",
+    "run_server": "atts.serving.running",
+    "RunStatus": "atts.serving.status",
+    "view_server": "atts.serving.view",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs the extra `serve` when it is first used."""
+    """Import what few programs need when it is first used."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts.serving' has no attribute {name!r}")
     with import_lock:

@@ -26,10 +26,12 @@ from atts.serving.replies import Reply, ServedRun
 from atts.serving.requests import RequestError, SolveRequest, parse_chat
 from atts.serving.responses import ResponseEvents, parse_response, response_body
 from atts.serving.service import Service, new_run
+from atts.serving.status import server_status
 from atts.serving.streams import ChatEvents, EventStream
+from atts.serving.view import page
 
 _log = logging.getLogger("atts.serving")
-_OPEN_PATHS = ("/health", "/ready")
+_OPEN_PATHS = ("/health", "/ready", "/atts/view")
 _USER = "atts.user"
 """Entry of a request's scope: the user whose key came with it."""
 
@@ -47,6 +49,8 @@ def build_app(service: Service, responses: Responses) -> ASGIApp:
         Route("/atts/runs", endpoint.runs, methods=["GET"]),
         Route("/atts/runs/{run}", endpoint.run, methods=["GET"]),
         Route("/atts/runs/{run}/cancel", endpoint.cancel, methods=["POST"]),
+        Route("/atts/status", endpoint.status, methods=["GET"]),
+        Route("/atts/view", endpoint.view, methods=["GET"]),
         Route("/health", endpoint.health, methods=["GET"]),
         Route("/ready", endpoint.ready, methods=["GET"]),
         Route("/metrics", endpoint.metrics, methods=["GET"]),
@@ -201,6 +205,14 @@ class _Endpoint:
         """Cancel one run; its client gets status 409, or an error event in its stream."""
         served = self._run(request)
         return _json(self._service.cancel(served.run).as_json())
+
+    async def status(self, request: Request) -> Response:
+        """Return the status of the server, for the page; a user sees their own requests."""
+        return _json(server_status(self._service, _user(request)))
+
+    async def view(self, request: Request) -> Response:
+        """Return the page that shows the status; it holds no data itself."""
+        return Response(page(), media_type="text/html")
 
     def _run(self, request: Request) -> ServedRun:
         """Return the run that a path names.

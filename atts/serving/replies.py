@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from anyio import CancelScope
 
-from atts.core import Decision, Outcome, Rollout, Turn
+from atts.core import CallSpan, Decision, Outcome, Rollout, Turn
 from atts.journal import Event, RolloutFinished, TurnFinished
 from atts.ledger import Account
 from atts.run import Notice
+from atts.serving.busy import BusyShare
 from atts.serving.requests import SolveRequest
 
 RunWord = Literal["waiting", "running", "answered", "cancelled", "failed"]
@@ -175,14 +176,19 @@ class LiveRun:
     ended: dict[int, str | None] = field(default_factory=dict[int, str | None])  # answers
     judged: int = 0
     escalated: int = 0
+    busy: BusyShare | None = None  # of the server
 
     def recalled(self, event: Event) -> None:
-        """Take in an event of an earlier session."""
-        self.notify(event)
+        """Take in an event of an earlier session, whose calls keep no engine busy now."""
+        if not isinstance(event, CallSpan):
+            self.notify(event)
 
     def notify(self, event: Notice) -> None:
         """Take an event in: a turn that will not change, or the end of a rollout."""
-        if isinstance(event, TurnFinished):
+        if isinstance(event, CallSpan):
+            if self.busy is not None and event.source == "live":
+                self.busy.add(event.engine, event.started, event.ended)
+        elif isinstance(event, TurnFinished):
             self._turned(event.sample, event.turn)
         elif isinstance(event, RolloutFinished):
             self.ended[event.sample] = event.answer
@@ -245,6 +251,7 @@ class ServedRun:
         if facts is not None:
             self.facts = {name: value for name, value in facts.items() if name != "trace"}
         self.live.written = None
+        self.live.busy = None
         self.live.text = ""
 
     def as_json(self, *, with_text: bool = False) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -38,6 +38,7 @@ from atts.ledger import (
 )
 from atts.pipelines import Answers, ConformalGate, GuaranteedGate
 from atts.run import Notice, RunOptions, RunResult, RunSpec, evaluate
+from atts.serving.busy import BusyShare
 from atts.serving.calibrators import CalibratorFolder
 from atts.serving.fairness import Displaced, FairSlots
 from atts.serving.policies import Offer, offer_of
@@ -127,6 +128,9 @@ class Service:
         self.offer = Offer(self.options.name)
         self.is_draining = False
         self.account = Account()
+        self.busy = BusyShare()
+        # of the latest requests that ended: chunks escalated and judged, by method and nominal rate
+        self.judged = Recent[tuple[str, float], deque[tuple[int, int]]](_MOST_GATES)
         self.runs = Recent[str, ServedRun](_MOST_RUNS + self.options.requests + self.options.queue)
         self._slots = FairSlots(self.options.requests, self.options.queue, self.options.shares)
         self._file: LedgerFile | None = None
@@ -284,7 +288,7 @@ class Service:
             samples=setup.policy.samples,
             rate=setup.rate,
             account=self._account_of(request, run, is_kept=directory is not None),
-            live=LiveRun(written),
+            live=LiveRun(written, busy=self.busy),
         )
         self.runs[run] = served
         self.counts.requests += 1
@@ -329,6 +333,8 @@ class Service:
             created=int(served.began),
         )
         served.end("answered", reply.facts())
+        if not request.policy.is_plain and served.live.judged:
+            self._count_judged(setup.method, setup.rate, served.live)
         return reply
 
     async def _work(
@@ -389,6 +395,14 @@ class Service:
         """Let the ledger forget a kept run apart; what it spent still counts for the server."""
         if self._file is not None:
             self._file.merge(run)
+
+    def _count_judged(self, method: str, rate: float, live: LiveRun) -> None:
+        """Count a request's judged chunks for the realised rate, the latest requests' alone."""
+        recent = self.judged.pop((method, rate), None)
+        if recent is None:
+            recent = deque(maxlen=_MOST_RUNS)
+        recent.append((live.escalated, live.judged))
+        self.judged[method, rate] = recent
 
     def _count_failure(self, served: ServedRun) -> None:
         self.counts.failed += 1

@@ -1,6 +1,9 @@
-"""The options of `atts serve` that are read before anything is served."""
+"""The options of `atts serve` and `atts view` that are read before anything is served."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +29,28 @@ def test_options_that_mean_nothing_are_refused(
     done = atts("serve", *words)
     assert done.code == 2
     assert problem in done.err
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("nowhere", "there is no run here"),
+        ("ftp://127.0.0.1", "it begins with http://"),
+        ("http://127.0.0.1:1", "http://127.0.0.1:1/atts/view: "),
+    ],
+)
+def test_a_source_that_cannot_be_viewed_is_named(atts: Atts, source: str, problem: str) -> None:
+    """Neither a folder without a run nor an address without a server is shown."""
+    done = atts("view", source)
+    assert done.code != 0
+    assert problem in done.err
+
+
+def test_a_run_is_printed_as_the_page_has_it(
+    atts: Atts, scripted: tuple[str, ...], tmp_path: Path
+) -> None:
+    """`--json` prints the status once, for programs."""
+    assert atts("eval", "arithmetic[:2]", *scripted, "--out", "run", "--samples", "2").code == 0
+    status = json.loads(atts("view", "run", "--json").out)
+    assert status["counts"]["over"] == 2
+    assert status["kind"] == "run"

@@ -1,0 +1,330 @@
+"""The status of a server or of a run directory, in the form that the page of `atts view` reads."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from atts.analysis import is_running
+from atts.core import CallSpan
+from atts.errors import JournalCorrupt
+from atts.evaluators import Estimate, share_estimate
+from atts.journal import (
+    JOURNAL,
+    Drifted,
+    Entry,
+    Graded,
+    OutcomeReached,
+    ProblemStarted,
+    RolloutFinished,
+    RunClock,
+    TurnFinished,
+    Warned,
+    open_run,
+)
+from atts.ledger import LEDGER, Account, Amount, read_ledger
+from atts.run import Progress
+from atts.serving.busy import BusyShare
+from atts.serving.replies import ServedRun
+from atts.serving.service import Service
+
+_MOST_ENDED = 30  # requests or problems that are over, the latest
+_MOST_TEXT = 6_000  # characters of the leading rollout, the latest
+_CAPS = ("max_calls", "max_target_tokens", "max_total_tokens", "max_cost")
+
+
+def server_status(service: Service, user: str = "") -> dict[str, Any]:
+    """Return the status of a server; a `user` sees only their own requests."""
+    runs = [one for one in reversed(service.runs.values()) if user in ("", one.user)]
+    working = [one for one in runs if not one.is_over]
+    ended = [one for one in runs if one.is_over]
+    leading = next((one for one in reversed(working) if one.live.text), None)
+    state = "ready" if service.is_ready else "draining"
+    return {
+        "kind": "server",
+        "name": service.options.name,
+        "state": state,
+        "seconds": time.time() - service.began,
+        "counts": {
+            "in flight": service.in_flight,
+            "answered": service.counts.answered,
+            "cancelled": service.counts.cancelled,
+            "failed": service.counts.failed,
+            "refused": service.counts.refused,
+        },
+        "items": [_request(one) for one in (*working, *ended[:_MOST_ENDED])],
+        "leader": None if leading is None else _leader(leading),
+        "budgets": _budgets(service.account),
+        "rates": [
+            _rate(f"{method} at {rate:g}", rate, share_estimate(judged))
+            for (method, rate), judged in service.judged.items()
+        ],
+        "engines": _engines(
+            {role: engine.spec.model for role, engine in service.engines.items()},
+            service.busy.shares(anyio.current_time()),
+            {name: use.in_use for name, use in service.graph.stats().engines.items()},
+        ),
+        "alarms": [
+            f"{method} at {rate:g}: {alarm.message}"
+            for (method, rate), plan in service.gates.items()
+            for alarm in plan.alarms()
+        ],
+    }
+
+
+def _request(served: ServedRun) -> dict[str, Any]:
+    facts = served.facts or {}
+    live = served.live.as_json()
+    plain = {
+        "name": served.run,
+        "status": served.status,
+        "model": served.model,
+        "seconds": (served.ended or time.time()) - served.began,
+        "rollouts": f"{live['rollouts']['ended']} of {served.samples}",
+        "turns": live["turns"],
+        "votes": facts.get("votes", live["votes"]),
+        "answer": facts.get("answer"),
+        "tokens": served.account.spent.total_tokens,
+    }
+    if served.account.prices:
+        plain["cost"] = served.account.spent.dollars
+    if served.user:
+        plain["model"] = f"{served.model}, {served.user}"
+    return plain
+
+
+def _leader(served: ServedRun) -> dict[str, Any]:
+    live = served.live
+    return {
+        "name": f"{served.run}, rollout {live.leader}",
+        "text": live.text[-_MOST_TEXT:],
+        "turns": live.turns[live.leader or 0],
+    }
+
+
+def _budgets(account: Account) -> list[dict[str, Any]]:
+    values = account.spent.by_cap()
+    reserved = account.reserved.by_cap()
+    budgets: list[dict[str, Any]] = []
+    for name in _CAPS:
+        if name == "max_cost" and not account.prices:
+            continue
+        budgets.append(
+            {
+                "name": name.removeprefix("max_").replace("_", " "),
+                "spent": values[name],
+                "reserved": reserved[name],
+                "cap": getattr(account.caps, name),
+            }
+        )
+    return budgets
+
+
+def _rate(name: str, nominal: float | None, realised: Estimate) -> dict[str, Any]:
+    """Return a realised rate with its interval; bounds that are not known are None."""
+    values = (realised.value, realised.low, realised.high)
+    value, low, high = (one if math.isfinite(one) else None for one in values)
+    return {
+        "name": name,
+        "nominal": nominal,
+        "realised": value,
+        "low": low,
+        "high": high,
+        "chunks": realised.n_samples,
+        "problems": realised.n_problems,
+    }
+
+
+def _engines(
+    models: Mapping[str, str], shares: Mapping[str, float], in_use: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "role": role,
+            "model": model,
+            "busy": shares.get(role, 0.0),
+            "in_flight": in_use.get(role, 0),
+        }
+        for role, model in models.items()
+    ]
+
+
+class RunStatus:
+    """The status of a run directory, read from its journal when that has grown."""
+
+    def __init__(self, directory: Path) -> None:
+        """Look at the directory.
+
+        :raises JournalError: it holds no run.
+        """
+        self._run = open_run(directory)
+        self._size = -1
+        self._read: dict[str, Any] = {}
+
+    def status(self) -> dict[str, Any]:
+        """Return the status now; a line that is being written is read at the next look.
+
+        :raises JournalError: the journal is gone, or damaged before its end.
+        """
+        directory = self._run.directory
+        goes_on = is_running(directory)
+        size = (directory / JOURNAL).stat().st_size
+        if size != self._size:
+            try:
+                self._read = self._status()
+                self._size = size
+            except JournalCorrupt:
+                if not goes_on or not self._read:
+                    raise
+        return {**self._read, "state": "running" if goes_on else "not running"}
+
+    def _status(self) -> dict[str, Any]:
+        reading = RunReading()
+        for entry in self._run.entries():
+            reading.take(entry)
+        progress = reading.progress.snapshot()
+        manifest = self._run.manifest
+        open_problems = [one for one in reading.problems.values() if not one["is_over"]]
+        over = [one for one in reading.problems.values() if one["is_over"]]
+        ledger = sum(read_ledger(self._run.directory / LEDGER).values(), Amount())
+        settings = {name: setting.value for name, setting in manifest.settings.items()}
+        spent = ledger.by_cap()
+        tokens = progress.tokens
+        if not ledger.calls:  # a run without caps has no ledger
+            spent = {"max_target_tokens": tokens["target"], "draft tokens": tokens["draft"]}
+        budgets = [
+            {
+                "name": name.removeprefix("max_").replace("_", " "),
+                "spent": value,
+                "reserved": 0,
+                "cap": settings.get(name),
+            }
+            for name, value in spent.items()
+            if name != "max_cost" or value
+        ]
+        models = {role: str(one.get("model", "")) for role, one in manifest.engines.items()}
+        return {
+            "kind": "run",
+            "name": str(self._run.directory),
+            "seconds": reading.clock.seconds,
+            "counts": {
+                "open": len(open_problems),
+                "over": len(over),
+                "in all": manifest.problems,
+                "correct": sum(one["verdict"] == "correct" for one in over),
+            },
+            "items": [
+                {name: value for name, value in one.items() if name != "is_over"}
+                for one in (*open_problems, *reversed(over[-_MOST_ENDED:]))
+            ],
+            "leader": reading.leader(),
+            "budgets": budgets,
+            "rates": [_rate(f"escalated {progress.judged_unit}", progress.nominal, progress.rate)],
+            "engines": _engines(models, reading.busy.shares(reading.clock.seconds), {}),
+            "alarms": reading.alarms,
+        }
+
+
+class RunReading:
+    """What one pass over a journal collects for the page."""
+
+    def __init__(self) -> None:
+        self.progress = Progress(lambda: 0.0)
+        self.clock = RunClock()
+        self.busy = BusyShare()
+        self.alarms: list[str] = []
+        self.problems = OrderedDict[str, dict[str, Any]]()
+        self._texts = dict[tuple[str, int], str]()  # of rollouts of open problems
+        self._turns = Counter[tuple[str, int]]()
+
+    def take(self, entry: Entry) -> None:
+        """Take one entry in."""
+        event = entry.event
+        self.clock.advance(entry)
+        self.progress.recalled(event)
+        match event:
+            case CallSpan(source="live"):
+                span = self.clock.aligned(event, entry.at)
+                self.busy.add(span.engine, span.started, span.ended)
+            case ProblemStarted():
+                self._started(event.problem.id)
+            case TurnFinished():
+                self._turned(event)
+            case RolloutFinished():
+                self._rollout_ended(event)
+            case OutcomeReached():
+                self._ended(event)
+            case Graded(sample=None):
+                self.problems[event.problem]["verdict"] = event.status
+            case Drifted():
+                self.alarms.append(event.text)
+            case Warned():
+                self.alarms.append(event.text)
+            case _:
+                pass
+
+    def _started(self, name: str) -> None:
+        self.problems[name] = {
+            "name": name,
+            "is_over": False,
+            "status": "open",
+            "began": self.clock.seconds,
+            "seconds": 0.0,
+            "rollouts": 0,
+            "turns": 0,
+            "votes": dict[str, float](),
+            "answer": None,
+            "verdict": "",
+            "tokens": 0,
+        }
+
+    def _turned(self, event: TurnFinished) -> None:
+        key = (event.problem, event.sample)
+        turn = event.turn
+        if turn.index < self._turns[key]:
+            return  # a later session lived through it again
+        self._turns[key] = turn.index + 1
+        row = self.problems[event.problem]
+        row["turns"] += 1
+        row["seconds"] = self.clock.seconds - row["began"]
+        text = "".join(chunk.text for chunk in turn.chunks)
+        self._texts[key] = (self._texts.get(key, "") + text)[-_MOST_TEXT:]
+
+    def _rollout_ended(self, event: RolloutFinished) -> None:
+        row = self.problems[event.problem]
+        row["rollouts"] += 1
+        row["tokens"] += event.usage.draft_tokens + event.usage.target_tokens
+        if event.answer is not None:
+            row["votes"][event.answer] = row["votes"].get(event.answer, 0) + 1
+
+    def _ended(self, event: OutcomeReached) -> None:
+        row = self.problems[event.problem]
+        self.problems.move_to_end(event.problem)
+        row["is_over"] = True
+        row["status"] = event.status
+        row["seconds"] = self.clock.seconds - row["began"]
+        row["answer"] = event.answer
+        row["votes"] = {name: vote for name, vote in event.votes.items() if math.isfinite(vote)}
+        row["tokens"] = event.usage.draft_tokens + event.usage.target_tokens
+        for key in [key for key in self._texts if key[0] == event.problem]:
+            del self._texts[key]
+
+    def leader(self) -> dict[str, Any] | None:
+        """Return the rollout with most turns of the oldest open problem."""
+        for name, row in self.problems.items():
+            keys = [key for key in self._texts if key[0] == name]
+            if row["is_over"] or not keys:
+                continue
+            key = max(keys, key=lambda one: (self._turns[one], -one[1]))
+            return {
+                "name": f"{name}, rollout {key[1]}",
+                "text": self._texts[key],
+                "turns": self._turns[key],
+            }
+        return None

@@ -1,0 +1,286 @@
+"""The page of `atts view`: a server or a run directory, in a real browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx2
+import pytest
+
+from atts.api import Setup, evaluate
+from atts.concurrency import task_group
+from atts.errors import JournalError
+from atts.journal import Drifted, Entry, Warned
+from atts.ledger import Caps, Price
+from atts.run import RunOptions
+from atts.serving.busy import BusyShare
+from atts.serving.status import RunReading, RunStatus
+from atts.serving.view import view_server
+from atts.testing import Latency, toy_problems
+from tests.analysis.conftest import Browser, Page
+from tests.serving.conftest import MODEL, QUESTION, serving, toy_setup
+
+PRICES = {"draft": Price(0.1, 0.4), "target": Price(1.0, 4.0)}
+PICTURES = os.environ.get("ATTS_VIEW_PICTURES")
+"""Folder for pictures of the page, to be looked at; none by default."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Start Chromium; skip the test if there is none."""
+    program = os.environ.get("ATTS_CHROMIUM") or shutil.which("chromium")
+    if program is None:
+        pytest.skip("no chromium here: install it or set ATTS_CHROMIUM")
+    with Browser(program, tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Record a run of the scripted pair on ten problems, with a cap."""
+    directory = tmp_path_factory.mktemp("runs") / "first"
+    setup = Setup(draft="scripted", target="scripted")
+
+    async def main() -> None:
+        options = RunOptions(caps=Caps(max_calls=9_000), prices=PRICES)
+        await evaluate(toy_problems(10), setup, directory=directory, options=options)
+
+    anyio.run(main)
+    return directory
+
+
+@contextmanager
+def shown(status: Callable[[], dict[str, Any]]) -> Iterator[str]:
+    """Serve the page on a status for the length of the block."""
+    with view_server(0, status) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def looked_at(page: Page, address: str, name: str) -> None:
+    """Open the page at both widths; nothing may be wider than the window, or be refused."""
+    for width in (1280, 390):
+        page.look(width, 900, "light")
+        page.open(f"{address}/atts/view")
+        page.wait("!document.querySelector('main').hidden")
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), width
+        if PICTURES:
+            page.picture(Path(PICTURES) / f"{name}-{width}.png", whole="yes")
+    assert page.problems == []
+
+
+def test_a_run_directory_has_the_numbers_of_its_run(run_directory: Path) -> None:
+    """Problems, verdicts, the realised rate and the spending are those of the journal."""
+    status = RunStatus(run_directory).status()
+    assert status["state"] == "not running"
+    assert status["counts"]["over"] == status["counts"]["in all"] == 10
+    assert len(status["items"]) == 10
+    assert status["counts"]["correct"] == sum(
+        one["verdict"] == "correct" for one in status["items"]
+    )
+    assert status["leader"] is None
+    (rate,) = status["rates"]
+    assert rate["nominal"] == pytest.approx(0.2)
+    assert rate["low"] <= rate["realised"] <= rate["high"]
+    budgets = {one["name"]: one for one in status["budgets"]}
+    assert budgets["calls"]["spent"] > 0
+    assert budgets["cost"]["spent"] > 0
+    json.dumps(status, allow_nan=False)
+
+
+def test_a_run_that_stopped_halfway_shows_its_leading_rollout(
+    run_directory: Path, tmp_path: Path
+) -> None:
+    """Open problems come first, and the text is that of an open one."""
+    half = tmp_path / "half"
+    shutil.copytree(run_directory, half)
+    journal = half / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[: len(lines) // 2]))
+    reading = RunStatus(half)
+    status = reading.status()
+    assert status["items"][0]["status"] == "open"
+    assert status["leader"]["name"].startswith(status["items"][0]["name"])
+    assert status["leader"]["text"]
+    # it is read again once it has grown
+    journal.write_bytes(b"".join(lines))
+    assert reading.status()["counts"]["over"] == 10
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    """The error names it."""
+    with pytest.raises(JournalError, match="there is no run here"):
+        RunStatus(tmp_path)
+
+
+def test_the_page_of_a_run_is_for_this_machine(run_directory: Path) -> None:
+    """Another host name, such as one that was made to lead here, gets nothing."""
+    with shown(RunStatus(run_directory).status) as address, httpx2.Client() as client:
+        assert client.get(f"{address}/atts/status").json()["kind"] == "run"
+        assert b"atts view" in client.get(address).content
+        refused = client.get(f"{address}/atts/status", headers={"Host": "evil.example"})
+        assert refused.status_code == 403
+        assert client.get(f"{address}/%2e%2e/etc/passwd").status_code == 404
+
+
+def test_a_run_that_cannot_be_read_is_an_error_on_the_page(
+    run_directory: Path, tmp_path: Path
+) -> None:
+    """Damage in the middle of a journal is said, and the page goes on asking."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run_directory, damaged)
+    reading = RunStatus(damaged)
+    journal = damaged / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(b"answered", b"answerex", 1))
+    with shown(reading.status) as address, httpx2.Client() as client:
+        answer = client.get(f"{address}/atts/status")
+        assert answer.status_code == 500
+        assert "is damaged" in answer.json()["error"]["message"]
+
+
+def test_a_server_shows_what_is_in_flight() -> None:
+    """Requests, the leader's text, budgets with reservations, the rate and the engines' share."""
+
+    async def main() -> None:
+        setup = toy_setup(Latency(per_sample=0.05, per_score=0.02))
+        caps = Caps(max_calls=10_000, max_cost=5.0)
+        async with serving(setup, prices=PRICES, server_caps=caps) as client:
+            url = str(client.http.base_url).removesuffix("v1/") + "atts/status"
+            await client.chat(seed=1)
+            seen: list[dict[str, Any]] = []
+
+            async def watch() -> None:
+                while not seen or not seen[-1]["leader"]:
+                    await anyio.sleep(0.01)
+                    seen.append((await client.http.get(url)).json())
+
+            async with task_group() as group:
+                group.start_soon(watch)
+                await client.chat()
+            live = seen[-1]
+            assert live["counts"]["in flight"] == 1
+            assert live["items"][0]["status"] == "running"
+            leader = live["leader"]
+            assert leader["name"].startswith(live["items"][0]["name"])
+            assert leader["text"]
+            assert any(one["reserved"] for one in live["budgets"])
+            after = (await client.http.get(url)).json()
+            assert after["leader"] is None
+            assert [one["status"] for one in after["items"]] == ["answered", "answered"]
+            (rate,) = after["rates"]
+            assert rate["problems"] == 2
+            budgets = {one["name"]: one for one in after["budgets"]}
+            assert budgets["calls"] == {
+                "name": "calls",
+                "spent": client.service.account.spent.calls,
+                "reserved": 0,
+                "cap": 10_000,
+            }
+            assert all(0 < one["busy"] <= 1 for one in after["engines"])
+            assert QUESTION not in json.dumps(after)
+
+    anyio.run(main)
+
+
+def test_busy_shares_forget_what_is_old() -> None:
+    """A minute is looked at, and memory is bounded by it."""
+    busy = BusyShare()
+    for second in range(10_000):
+        busy.add("draft", second, second + 0.25)
+        busy.add("target", second, second + 0.5)
+    shares = busy.shares(10_000.0)
+    assert shares == pytest.approx({"draft": 0.25, "target": 0.5}, abs=0.01)
+    assert max(len(intervals) for intervals in busy._work.values()) <= 62
+
+
+def test_the_page_of_a_run_in_a_browser(browser: Browser, run_directory: Path) -> None:
+    """Its numbers are on the page, at the width of a desk and of a telephone."""
+    page = browser.page()
+    with shown(RunStatus(run_directory).status) as address:
+        looked_at(page, address, "run")
+        text = page.run("document.body.innerText")
+        assert "not running" in text
+        assert "Problems" in text
+        assert page.run("document.querySelectorAll('tbody tr').length") == 10
+        assert page.run("document.title").startswith(str(run_directory))
+
+
+def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
+    """It asks for the key, follows a request, and shows text of models as text alone."""
+
+    async def main() -> None:
+        setup = toy_setup(Latency(per_sample=0.3, per_score=0.1))
+        caps = Caps(max_calls=500, max_cost=0.5)
+        async with serving(setup, key="secret", prices=PRICES, server_caps=caps) as client:
+            address = str(client.http.base_url).removesuffix("/v1/")
+            page = browser.page()
+
+            async def ask() -> None:
+                assert (await client.chat(model=f"{MODEL}:careful")).status_code == 200
+
+            def unlock() -> None:
+                page.look(1280, 900, "light")
+                page.open(f"{address}/atts/view")
+                page.wait("!document.getElementById('key').hidden")
+                assert page.run("document.querySelector('main').hidden")
+                page.run("document.getElementById('secret').value = 'secret'")
+                page.run("document.querySelector('#key button').click()")
+                page.wait("!document.querySelector('main').hidden")
+                page.wait("document.getElementById('text').textContent.includes('So')")
+                page.problems.clear()  # the console reports the status 401
+
+            async with task_group() as group:
+                for _ in range(3):
+                    group.start_soon(ask)
+                await anyio.to_thread.run_sync(unlock)
+                await anyio.to_thread.run_sync(looked_at, page, address, "server")
+            await anyio.to_thread.run_sync(
+                page.wait, "document.body.innerText.includes('answered')"
+            )
+
+    anyio.run(main)
+
+
+def test_what_a_model_writes_cannot_become_a_page(browser: Browser) -> None:
+    """Markup in any text is shown as it is."""
+    evil = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+    status = {
+        "kind": "run",
+        "name": evil,
+        "state": evil,
+        "seconds": 1.0,
+        "counts": {evil: 1},
+        "items": [{"name": evil, "status": evil, "votes": {evil: 1}, "answer": evil}],
+        "leader": {"name": evil, "text": evil, "turns": 1},
+        "budgets": [{"name": evil, "spent": 1, "reserved": 0, "cap": 2}],
+        "rates": [{"name": evil, "nominal": 0.2, "realised": None, "low": None, "high": None}],
+        "engines": [{"role": "draft", "model": evil, "busy": 0.5, "in_flight": 0}],
+        "alarms": [evil],
+    }
+    page = browser.page()
+    with shown(lambda: status) as address:
+        looked_at(page, address, "text")
+        assert page.run("document.querySelectorAll('img, main script').length") == 0
+        assert page.run("document.getElementById('text').textContent") == evil
+
+
+def test_alarms_of_a_run_are_shown() -> None:
+    """A drift alarm and a warning appear in the words of the journal."""
+    reading = RunReading()
+    reading.take(Entry(0, 1, 0.0, 0.0, Drifted("jumper", 0.001, 90, text="drift!")))
+    reading.take(Entry(1, 1, 0.0, 0.0, Warned("a", "b")))
+    assert reading.alarms == ["drift!", "b"]

@@ -49,6 +49,7 @@ from atts.local.devices import (
     dtype_of,
     on_device,
 )
+from atts.local.grouping import with_groups
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop
 from atts.local.messages import WorkerConfig, WorkerReady
@@ -339,7 +340,12 @@ def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
         return None
     dtype = dtype_of(config)
     device = _drafter_device(plan, config)
-    return load_weights(drafter.folder, drafter.model, dtype, device, drafter.name)
+    weights = load_weights(drafter.folder, drafter.model, dtype, device, drafter.name)
+    group = plan.speculation.fuzzy
+    if group > 1 and weights.is_paired:
+        # joined attentions are copies: on a GPU they come before the cache is sized
+        return with_groups(drafter.model, weights, group)
+    return weights
 
 
 def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerConfig:

@@ -100,8 +100,6 @@ def choose_model(
 ) -> tuple[NativeModel | TorchModel, str]:
     """Take native kernels where they can be had and are allowed, else torch; say also what its user
     should know of that.
-
-    With groups of several attentions it is plain torch on a GPU.
     """
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
     rounds = config.options.scores == "bfloat16"
@@ -133,9 +131,11 @@ def choose_model(
                 library, config.model, weights, cache, threads, group=group, rounds_scores=rounds
             )
             return model, trouble
-    if cache.device.type == "cuda" and group == 1:
+    if cache.device.type == "cuda":
         with torch.cuda.device(cache.get_device()):
-            return cuda_model(config.model, weights, cache, graphs=config.options.graphs)
+            return cuda_model(
+                config.model, weights, cache, graphs=config.options.graphs, group=group
+            )
     return TorchModel(config.model, weights, cache, group=group), trouble
 
 

@@ -264,6 +264,13 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Records what some work does to tensors that stay, and returns what does it again."""
 
 
+class GraphKey(NamedTuple):
+    """What the operations of a captured step depend on."""
+
+    layout: StepLayout
+    is_grouped: bool  # whether attentions of a group read one input
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
     array: Tensor  # what `packed` makes goes in here
@@ -273,26 +280,28 @@ class _Graph:
 
 class StepGraphs:
     """Graphs of decoding steps by layout: batches of 1, 2, 4, ... rows, contexts of up to 64, 128,
-    256, ... tokens.
+    256, ... tokens; steps whose attentions are grouped have graphs of their own.
 
     A layout is captured when it comes for the second time; then the graph that was not used for the
     longest time makes room. Where capturing fails once, steps are computed one by one.
     """
 
     def __init__(
-        self, compute: Callable[[DeviceStep], Tensor], capture: Capture, cache: Tensor
+        self, compute: Callable[[DeviceStep, bool], Tensor], capture: Capture, cache: Tensor
     ) -> None:
         self._compute = compute
         self._capture = capture
         self._device = cache.device
         self._spare_slot = cache.shape[2] - 1
-        self.captured: Recent[StepLayout, _Graph] = Recent(_MOST_GRAPHS)
-        self._seen: Recent[StepLayout, bool] = Recent(_MOST_SEEN)
+        self.captured: Recent[GraphKey, _Graph] = Recent(_MOST_GRAPHS)
+        self._seen: Recent[GraphKey, bool] = Recent(_MOST_SEEN)
         self._table: Tensor | None = None  # which all graphs read
         self.num_replayed = 0
         self.trouble = ""  # why nothing is captured any more
 
-    def run(self, batch: StepBatch, table: Tensor, blocks: RowBlocks) -> Tensor | None:
+    def run(
+        self, batch: StepBatch, table: Tensor, blocks: RowBlocks, is_grouped: bool = False
+    ) -> Tensor | None:
         """Replay a graph and return the hidden states of `logit_rows`; None: compute the step.
 
         `table` is the slot table on the device. A graph reads it where it was when it was captured.
@@ -307,14 +316,15 @@ class StepGraphs:
             self.captured.clear()
             self._table = table
         layout = bucketed(batch, blocks)
-        graph = self.captured.get(layout)
-        if graph is None and self._seen.get(layout) is None:
-            self._seen[layout] = True
+        key = GraphKey(layout, is_grouped)
+        graph = self.captured.get(key)
+        if graph is None and self._seen.get(key) is None:
+            self._seen[key] = True
             return None
         array = torch.from_numpy(packed(batch, [blocks], layout, self._spare_slot))
-        if graph is None and (graph := self._captured(layout, array, table)) is None:
+        if graph is None and (graph := self._captured(key, array, table)) is None:
             return None
-        self.captured[layout] = graph  # the one that is used stays longest
+        self.captured[key] = graph  # the one that is used stays longest
         graph.array.copy_(array, non_blocking=True)
         graph.replay()
         self.num_replayed += 1
@@ -322,16 +332,18 @@ class StepGraphs:
             return graph.hidden[: len(batch.tokens)]
         return graph.hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
-    def _captured(self, layout: StepLayout, array: Tensor, table: Tensor) -> _Graph | None:
-        """Capture a graph of this layout; its work is done once on the array that is given, and
+    def _captured(self, key: GraphKey, array: Tensor, table: Tensor) -> _Graph | None:
+        """Capture a graph of these sizes; its work is done once on the array that is given, and
         again later.
         """
         try:
             held = array.to(self._device, copy=True)
-            hidden = torch.empty_like(self._compute(unpacked(held, layout, table)))
+            first = self._compute(unpacked(held, key.layout, table), key.is_grouped)
+            hidden = torch.empty_like(first)
 
             def work() -> None:
-                hidden.copy_(self._compute(unpacked(held, layout, table)))
+                step = unpacked(held, key.layout, table)
+                hidden.copy_(self._compute(step, key.is_grouped))
 
             graph = _Graph(held, hidden, self._capture(work))
         except Exception as error:  # noqa: BLE001  whatever a driver says, the step can be computed without it

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atts.local.loader import LayerWeights
+from atts.local.loader import LayerWeights, Weights
 from atts.local.model_config import ModelConfig
 
 
@@ -29,7 +29,7 @@ class AttentionGroup(NamedTuple):
         return AttentionGroup(range(index, index + 1), self.keys[:, own], self.values[:, own])
 
 
-def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[AttentionGroup]:
+def layer_groups(config: ModelConfig, size: int) -> list[range]:
     """Group so many layers at a time, of one window and rotation; the first and the last stay
     apart.
     """
@@ -44,10 +44,25 @@ def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[Atte
             ranges[-1] = range(ranges[-1].start, at + 1)
         else:
             ranges.append(range(at, at + 1))
+    return ranges
+
+
+def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[AttentionGroup]:
+    """Return the groups of so many layers, and where the cache keeps what is theirs."""
+    ranges = layer_groups(config, size)
     side_by_side = [
         cache[own.start : own.stop].view(2, cache.shape[2], -1, config.head_dim) for own in ranges
     ]
     return [AttentionGroup(own, *both) for own, both in zip(ranges, side_by_side, strict=True)]
+
+
+def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
+    """Return weights with the joined attentions of groups of so many layers, in new memory."""
+    groups = [
+        joined(weights.layers[layers.start : layers.stop], config)
+        for layers in layer_groups(config, size)
+    ]
+    return replace(weights, groups=tuple(groups))
 
 
 def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:

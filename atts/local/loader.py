@@ -247,6 +247,7 @@ class Weights:
     ropes: Mapping[str, Rope]  # by the names that the configuration gives its layers' ropes
     # whether the features of a head that turn together are neighbours, as torch wants them
     is_paired: bool = False
+    groups: Sequence[LayerWeights] = ()  # joined attentions, of layers that may be grouped
 
 
 def load_weights(

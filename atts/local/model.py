@@ -23,7 +23,7 @@ from atts.local.device_steps import (
     packed,
     unpacked,
 )
-from atts.local.grouping import AttentionGroup, attention_groups, joined
+from atts.local.grouping import AttentionGroup, attention_groups, with_groups
 from atts.local.loader import LayerWeights, Rope, Weights, paired_order
 from atts.local.logit_sampling import SampledTokens, SamplingBatch, raw_logprobs, sample
 from atts.local.model_config import ModelConfig, rope_rows
@@ -138,7 +138,7 @@ class TorchModel:
         """Create the model. `most_rows` limits the rows of a block for this `attention`; `capture`
         makes graphs of steps.
 
-        Of `group`, see `is_grouped`.
+        Of `group`, see `is_grouped`; the weights may hold its joined attentions already.
         """
         self._config = config
         self._cache = cache
@@ -149,10 +149,14 @@ class TorchModel:
         if not weights.is_paired:
             layers = tuple(_interleaved(layer, config) for layer in weights.layers)
             weights = replace(weights, layers=layers, is_paired=True)
-        self._weights = weights
         groups = attention_groups(config, cache, group)
-        self._grouped = [self._attention_of(own) for own in groups]
-        self._exact = [self._attention_of(own.one(at)) for own in groups for at in own.layers]
+        if group > 1 and not weights.groups:
+            weights = with_groups(config, weights, group)
+        self._weights = weights
+        self._exact = [(own.one(at), weights.layers[at]) for own in groups for at in own.layers]
+        self._grouped = self._exact
+        if weights.groups:
+            self._grouped = list(zip(groups, weights.groups, strict=True))
         rows = rope_rows(config, cache.shape[2])
         self._rotations = {
             kind: _rotations(rope, rows).to(self._device) for kind, rope in weights.ropes.items()
@@ -183,12 +187,11 @@ class TorchModel:
         slots = self._slots.update(table, blocks.table_rows, int(blocks.lengths.max(initial=0)))
         if (
             self.graphs is not None
-            and not self.is_grouped
             and tap is None
-            and (hidden := self.graphs.run(batch, slots, blocks)) is not None
+            and (hidden := self.graphs.run(batch, slots, blocks, self.is_grouped)) is not None
         ):
             return hidden
-        return self._compute(self._sent(batch, slots, blocks), tap)
+        return self._compute(self._sent(batch, slots, blocks), self.is_grouped, tap)
 
     @torch.inference_mode()
     def through(
@@ -205,7 +208,7 @@ class TorchModel:
             if units[0]
             else self._embedded(step)
         )
-        x = self._behind_layers(given, step)
+        x = self._behind_layers(given, step, is_grouped=False)
         ends = units[1] > 1 + 2 * self._config.num_layers
         rows[1][:] = (self._norm(x, self._weights.norm) if ends else x).float().numpy(force=True)
 
@@ -216,23 +219,26 @@ class TorchModel:
         array = torch.from_numpy(packed(batch, classes, layout, self._cache.shape[2] - 1))
         return unpacked(array.to(self._device, non_blocking=True), layout, slots)
 
-    def _compute(self, step: DeviceStep, tap: LayerHook | None = None) -> Tensor:
+    def _compute(self, step: DeviceStep, is_grouped: bool, tap: LayerHook | None = None) -> Tensor:
         """Compute a step on the device; every operation depends on its arrays and sizes alone."""
-        return self._norm(self._behind_layers(self._embedded(step), step, tap), self._weights.norm)
+        x = self._behind_layers(self._embedded(step), step, is_grouped, tap)
+        return self._norm(x, self._weights.norm)
 
     def _embedded(self, step: DeviceStep) -> Tensor:
         x = self._weights.embedding[step.tokens]
         scale = self._config.embedding_scale
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
-    def _behind_layers(self, x: Tensor, step: DeviceStep, tap: LayerHook | None = None) -> Tensor:
+    def _behind_layers(
+        self, x: Tensor, step: DeviceStep, is_grouped: bool, tap: LayerHook | None = None
+    ) -> Tensor:
         """Return rows behind the last layer."""
         config = self._config
         attends = {window: self._attention(step, config, window) for window in set(config.windows)}
         rotations = {
             kind: turns[step.positions].unsqueeze(1) for kind, turns in self._rotations.items()
         }
-        for group, weights in self._grouped if self.is_grouped else self._exact:
+        for group, weights in self._grouped if is_grouped else self._exact:
             mixed = self._mixed(x, step, (group, weights), attends, rotations)
             for index, attended in zip(
                 group.layers, mixed.chunk(len(group.layers), 1), strict=True
@@ -245,10 +251,6 @@ class TorchModel:
             if tap is not None and tap.layers == group.layers.stop:
                 tap.receive(x if step.logit_rows is None else x[step.logit_rows])
         return x
-
-    def _attention_of(self, group: AttentionGroup) -> _Attention:
-        layers = self._weights.layers[group.layers.start : group.layers.stop]
-        return group, joined(layers, self._config)
 
     def _mixed(
         self,

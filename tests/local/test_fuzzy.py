@@ -4,6 +4,7 @@ the text.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from atts.accel.grouped import GroupedDrafter, GroupedModel
 from atts.accel.speculate.drafter import ModelDrafter
 from atts.core import ScoreRequest
 from atts.errors import OptionError
+from atts.local import devices, grouping
 from atts.local.batch import PrefillChunk, StepPlan, step_batch
 from atts.local.cpu.compiling import native_library
 from atts.local.cpu.model import NativeModel
@@ -23,7 +25,7 @@ from atts.local.loader import load_weights
 from atts.local.model import TorchModel
 from atts.local.model_config import read_model_config
 from atts.local.sequence import new_sequence
-from tests.local.speculating import LAWS, Driven, Make, counts, ids_of, requests, run, same
+from tests.local.speculating import LAWS, Driven, Make, counts, ids_of, requests, run, same, texts
 
 DEEP = {"num_hidden_layers": 8, "initializer_range": 0.12}
 
@@ -159,6 +161,71 @@ def test_one_call_of_the_kernels_drafts_what_steps_of_the_model_do(
     both = [(counts(done).tested_at, counts(done).accepted_at) for done in (at_once, in_turns)]
     assert both[0] == both[1]
     assert sum(both[0][0]) > sum(both[0][1]), "some were wrong, all of which are written over"
+
+
+def test_grouped_drafts_are_captured_and_replayed(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of both forms become graphs; what they draft is drafted, accepted and written as
+    without them.
+    """
+    folder = make_model("llama", **DEEP)
+    made = list[TorchModel]()
+
+    def launched(**settings: Any) -> None:
+        def make(*parts: Any, group: int) -> TorchModel:
+            made.append(TorchModel(*parts, group=group, **settings))
+            return made[-1]
+
+        monkeypatch.setattr("atts.local.builder.TorchModel", make)
+
+    def captured(work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return work
+
+    orders = [requests(4, 60)]
+    launched()
+    plain = run(folder, orders, None, 6, folder, fuzzy=3, kernel="torch")
+    launched(capture=captured)
+    ours = run(folder, orders, None, 6, folder, fuzzy=3, kernel="torch")
+    assert texts(plain) == texts(ours)
+    assert counts(plain).accepted_at == counts(ours).accepted_at
+    assert counts(plain).tested_at == counts(ours).tested_at
+    graphs = made[-1].graphs
+    assert graphs is not None
+    assert graphs.trouble == ""
+    assert {key.is_grouped for key in graphs.captured} == {True, False}
+    assert graphs.num_replayed > 2 * len(graphs.captured)
+
+
+def test_joined_attentions_are_made_before_the_cache(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copies of the drafter's weights: on a GPU they must not come when the cache has
+    taken the memory.
+    """
+    folder = make_model("llama", **DEEP)
+    events = list[str]()
+
+    def joined(layers: Any, config: Any) -> Any:
+        events.append(f"{len(layers)} joined")
+        return join(layers, config)
+
+    def allocate_cache(*parts: Any, **settings: Any) -> Any:
+        events.append("cache")
+        return allocate(*parts, **settings)
+
+    def for_a_gpu(*parts: Any, **settings: Any) -> Any:
+        return load_weights(*parts, **{**settings, "pairs": True})
+
+    join = grouping.joined
+    allocate = devices.allocate_cache
+    monkeypatch.setattr(grouping, "joined", joined)
+    monkeypatch.setattr("atts.accel.build.allocate_cache", allocate_cache)
+    monkeypatch.setattr("atts.accel.build.load_weights", for_a_gpu)
+    run(folder, [requests(1, 8)], None, 4, folder, fuzzy=3, kernel="torch")
+    assert events.count("3 joined") == 2
+    assert "3 joined" not in events[events.index("cache") :]
 
 
 def test_groups_need_a_drafter_of_its_own_size_that_takes_turns() -> None:

@@ -25,10 +25,10 @@ from atts.local.device_steps import (
     packed,
     unpacked,
 )
-from atts.local.loader import Weights
+from atts.local.loader import Weights, load_weights
 from atts.local.logit_sampling import SampledTokens
 from atts.local.messages import Command, SampleReply, Submit
-from atts.local.model import GatheredAttention, TorchModel
+from atts.local.model import GatheredAttention, MakeAttend, TorchModel
 from atts.local.model_config import ModelConfig, read_model_config
 from atts.models import path
 from atts.sampling import Seed
@@ -268,6 +268,27 @@ def test_a_kernel_that_disagrees_is_not_used() -> None:
     assert not wrong(lambda out: out * torch.nan) <= 1e30
 
 
+def test_a_kernel_that_takes_side_by_side_caches_for_one_is_not_used() -> None:
+    """Keys of one layer of a group lie further apart than its own heads need: the check sees a
+    kernel that does not know.
+    """
+    config = read_model_config(path("target"), "target")
+    cache = torch.zeros(1, 2, 4, 2, 64)
+
+    def packed_together(*parts: Any) -> Callable[..., torch.Tensor]:
+        exact = GatheredAttention(*parts)
+
+        def attend(query: torch.Tensor, *cached: torch.Tensor) -> torch.Tensor:
+            tight = torch.zeros(cached[0].shape).stride()
+            return exact(query, *[each.as_strided(each.shape, tight) for each in cached])
+
+        return attend
+
+    assert disagreement(config, packed_together, cache, 0, (3, 3)) == 0
+    assert disagreement(config, packed_together, cache, 0, (1, 3)) > 1e-2
+    assert disagreement(config, GatheredAttention, cache, 0, (1, 3)) == 0
+
+
 @pytest.mark.slow
 def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by Triton's interpreter: blocks of 1 to 16 rows, split contexts, windows, head sizes of
@@ -277,8 +298,48 @@ def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.Mon
     pytest.importorskip("triton", reason="Triton is not installed")
     base = read_model_config(path("target"), "target")
     for heads, shared, dim in ((4, 2, 64), (6, 2, 96), (5, 1, 16)):
-        config = replace(base, num_heads=heads, num_kv_heads=shared, head_dim=dim, windows=(0, 50))
+        config = replace(
+            base,
+            num_layers=2,
+            num_heads=heads,
+            num_kv_heads=shared,
+            head_dim=dim,
+            windows=(0, 50),
+        )
         paged_attention(config, torch.zeros(1, 2, 4, shared, dim))
+
+
+@pytest.mark.slow
+def test_the_paged_kernel_attends_for_a_group_and_for_each_of_its_layers(
+    monkeypatch: pytest.MonkeyPatch, make_model: Any
+) -> None:
+    """Run by Triton's interpreter, in a model whose layers' caches lie side by side: the states
+    are those of gathered slots, whether attentions are grouped or not.
+    """
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    folder = make_model("qwen3", num_hidden_layers=6, initializer_range=0.12)
+    config = read_model_config(folder, "tiny")
+    attention, most_rows = paged_attention(config, torch.zeros(1, 2, 4, 1, 1), group=4)
+    weights = load_weights(folder, config, torch.float32, torch.device("cpu"), "tiny")
+    states = list[torch.Tensor]()
+    kernels: tuple[tuple[MakeAttend, int | None], ...] = (
+        (GatheredAttention, None),
+        (attention, most_rows),
+    )
+    for attend, rows in kernels:
+        cache = torch.zeros(6, 2, 300, config.num_kv_heads, config.head_dim)
+        model = TorchModel(config, weights, cache, attention=attend, most_rows=rows, group=4)
+        table = torch.arange(1, 299, dtype=torch.int32).view(1, -1).numpy()
+        for is_grouped, (begin, count) in ((False, (0, 20)), (True, (20, 1)), (False, (21, 3))):
+            model.is_grouped = is_grouped
+            batch = batch_of([], [(0, begin + count, count)])
+            positions = np.arange(begin, begin + count)
+            batch = replace(batch, positions=positions, slots=table[0, positions].astype(np.int64))
+            states.append(model.forward(batch, table))
+    for gathered, paged in zip(states[:3], states[3:], strict=True):
+        assert torch.allclose(gathered, paged, atol=1e-4)
+    assert not torch.allclose(states[0][-1], states[1][-1], atol=1e-2)
 
 
 def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
@@ -309,6 +370,27 @@ def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
     copy.update(table, np.arange(8), 300)
     assert copy.num_sent - sent == 8
     assert copy.update(np.zeros((9, 300), dtype=np.int32), np.arange(9), 5) is not before
+
+
+def test_grouped_and_exact_steps_of_one_layout_have_their_own_graphs() -> None:
+    """A step whose attentions are grouped never replays what was captured of an exact one."""
+    computed = list[bool]()
+
+    def compute(step: Any, is_grouped: bool) -> torch.Tensor:
+        computed.append(is_grouped)
+        return torch.full((len(step.tokens), 1), float(is_grouped))
+
+    graphs = StepGraphs(compute, recorded, torch.zeros(1, 2, 4, 1, 1))
+    table = torch.zeros(1, 64, dtype=torch.int32)
+    batch = batch_of([(0, 50)])
+
+    def step(is_grouped: bool) -> float | None:
+        hidden = graphs.run(batch, table, RowBlocks.of(batch), is_grouped)
+        return None if hidden is None else float(hidden)
+
+    assert [step(False), step(False), step(True)] == [None, 0.0, None]
+    assert [step(True), step(False), step(True)] == [1.0, 0.0, 1.0]
+    assert len(graphs.captured) == 2
 
 
 def test_graphs_of_a_table_that_has_moved_are_captured_anew() -> None:
@@ -348,7 +430,7 @@ def graphs_of(captures: list[int]) -> StepGraphs:
         captures.append(1)
         return lambda: None
 
-    def compute(step: Any) -> torch.Tensor:
+    def compute(step: Any, is_grouped: bool) -> torch.Tensor:
         return torch.zeros(len(step.tokens), 1)
 
     return StepGraphs(compute, capture, torch.zeros(1, 2, 4, 1, 1))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from atts.local.batch import StepBatch
 from atts.local.device_steps import ALL_ROWS, Capture, RowBlocks, StepLayout, packed, unpacked
+from atts.local.grouping import layer_groups
 from atts.local.loader import Weights
 from atts.local.model import GatheredAttention, MakeAttend, TorchModel
 from atts.local.model_config import ModelConfig
@@ -20,23 +21,38 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 
 
 def cuda_model(
-    config: ModelConfig, weights: Weights, cache: Tensor, *, graphs: Graphs = "auto"
+    config: ModelConfig,
+    weights: Weights,
+    cache: Tensor,
+    *,
+    graphs: Graphs = "auto",
+    group: int = 1,
 ) -> tuple[TorchModel, str]:
-    """Make the model with what this GPU and its software can do, and say what its user should know."""
+    """Make the model with what this GPU and its software can do, and say what its user should know.
+
+    :param group: attentions that may be computed at once, see `TorchModel.is_grouped`.
+    """
     capture = cuda_capture() if graphs == "auto" else None
     try:
-        attention, most_rows = paged_attention(config, cache)
+        attention, most_rows = paged_attention(config, cache, group)
     except Exception as error:  # noqa: BLE001  no Triton, no compiler, another version: torch can do without
         trouble = f"the paged attention kernel is not used ({type(error).__name__}: {str(error)[:200]}): slots are gathered"
-        return TorchModel(config, weights, cache, capture=capture), trouble
-    return TorchModel(
-        config, weights, cache, attention=attention, most_rows=most_rows, capture=capture
-    ), ""
+        return TorchModel(config, weights, cache, capture=capture, group=group), trouble
+    model = TorchModel(
+        config,
+        weights,
+        cache,
+        attention=attention,
+        most_rows=most_rows,
+        capture=capture,
+        group=group,
+    )
+    return model, ""
 
 
-def paged_attention(config: ModelConfig, cache: Tensor) -> tuple[MakeAttend, int]:
+def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple[MakeAttend, int]:
     """Return the kernel and the most rows of a block for it, once it agrees with gathered
-    attention.
+    attention, for single layers and for the groups that this size of group makes.
 
     :raises Exception: whatever keeps it from being used; its kind depends on what is installed.
     """
@@ -44,20 +60,39 @@ def paged_attention(config: ModelConfig, cache: Tensor) -> tuple[MakeAttend, int
 
     if config.attention_cap:
         raise ValueError("it does not limit scores")
+    forms = {(1, 1)}
+    for layers in layer_groups(config, group):
+        # each form is compiled here, so that no step waits for the compiler
+        forms |= {(len(layers), len(layers)), (1, len(layers))}
     for window in sorted({0, *config.windows}):
-        off = disagreement(config, PagedAttention, cache, window)
-        if not off <= _TOLERANCE[cache.dtype]:
-            raise ValueError(f"it is off by {off:.2g}")
+        for form in sorted(forms):
+            off = disagreement(config, PagedAttention, cache, window, form)
+            if not off <= _TOLERANCE[cache.dtype]:
+                raise ValueError(f"it is off by {off:.2g}")
     return PagedAttention, MOST_ROWS
 
 
-def disagreement(config: ModelConfig, attention: MakeAttend, cache: Tensor, window: int) -> float:
-    """Measure the largest difference from gathered float32 attention; NaN if one is NaN."""
+def disagreement(
+    config: ModelConfig,
+    attention: MakeAttend,
+    cache: Tensor,
+    window: int,
+    form: tuple[int, int] = (1, 1),
+) -> float:
+    """Measure the largest difference from gathered float32 attention; NaN if one is NaN.
+
+    :param form: layers that attend at once, and layers whose keys and values lie side by side.
+    """
     random = torch.Generator().manual_seed(0)
-    shape = config.num_kv_heads, config.head_dim
+    attending, side_by_side = form
+    heads = attending * config.num_heads
+    shape = side_by_side * config.num_kv_heads, config.head_dim
+    # the last layers of those side by side, as a kernel that begins at the first would be off
+    own = slice((side_by_side - attending) * config.num_kv_heads, None)
     slots = 1 + torch.randperm(2049, generator=random).to(torch.int32).view(3, -1).numpy()
     keys, values = (
-        torch.randn(2050, *shape, generator=random).to(cache.device, cache.dtype) for _ in "kv"
+        torch.randn(2050, *shape, generator=random).to(cache.device, cache.dtype)[:, own]
+        for _ in "kv"
     )
     worst = 0.0
     for counts in ((1, 1, 1), (4, 1, 3), (16, 9, 1)):
@@ -66,9 +101,7 @@ def disagreement(config: ModelConfig, attention: MakeAttend, cache: Tensor, wind
         array = packed(batch, [RowBlocks.of(batch)], layout, spare_slot=2049)
         table = torch.from_numpy(slots).to(cache.device)
         step = unpacked(torch.from_numpy(array).to(cache.device), layout, table)
-        query = torch.randn(sum(counts), config.num_heads, config.head_dim, generator=random).to(
-            keys
-        )
+        query = torch.randn(sum(counts), heads, config.head_dim, generator=random).to(keys)
         ours = attention(step, config, window)(query, keys, values).float()
         exact = GatheredAttention(step, config, window)(query.float(), keys.float(), values.float())
         off = (ours - exact).abs().max().item()

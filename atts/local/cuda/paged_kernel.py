@@ -13,7 +13,8 @@ from atts.local.model_config import ModelConfig
 # A program computes one block's rows for the query heads of one key-value head, over a part of the
 # context: long contexts of few blocks are split, and the parts put together by their weights. All
 # sizes that vary from step to step are read on the device, so that a captured graph holds for any
-# lengths.
+# lengths. The keys of a slot may be a part of what lies there: those of one layer of a group of
+# layers, whose caches lie side by side.
 
 MOST_ROWS = 16
 _WIDTHS = (1, 4, MOST_ROWS)  # of blocks, as kernels are compiled for
@@ -38,7 +39,8 @@ def _attend(  # type: ignore[no-untyped-def]
     queries, keys, values, starts, counts, firsts, slots, out, weights,
     num_parts, num_rows, table_width, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+    STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -74,7 +76,7 @@ def _attend(  # type: ignore[no-untyped-def]
         positions = column + tl.arange(0, COLUMNS)
         inside = positions < end
         slot = tl.load(slots + block * table_width + positions, mask=inside, other=0).to(tl.int64)
-        where = (slot * KV_HEADS + head) * DIM
+        where = slot * STRIDE + head * DIM
         key = tl.load(
             keys + where[None, :] + dims[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0
         )
@@ -114,18 +116,23 @@ class PagedAttention:
         self._blocks = blocks
         self._window = window
         self._config = config
-        programs = blocks.size.blocks * config.num_kv_heads
-        wanted = min(_MOST_PARTS, _PROGRAMS // max(1, programs), blocks.size.length // 128)
-        self._parts = max(1, wanted)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Compute attention: [rows, heads * head_dim]."""
         rows, heads, dim = query.shape
-        out = torch.empty(self._parts, rows, heads, dim, dtype=torch.float32, device=query.device)
-        weights = torch.empty(self._parts, rows, heads, dtype=torch.float32, device=query.device)
+        parts = self._parts(keys.shape[1])
+        out = torch.empty(parts, rows, heads, dim, dtype=torch.float32, device=query.device)
+        weights = torch.empty(parts, rows, heads, dtype=torch.float32, device=query.device)
         self._launch(query.contiguous(), keys, values, (out, weights))
-        whole = out[0] if self._parts == 1 else (weights.softmax(0).unsqueeze(-1) * out).sum(0)
+        whole = out[0] if parts == 1 else (weights.softmax(0).unsqueeze(-1) * out).sum(0)
         return whole.to(query.dtype).view(rows, heads * dim)
+
+    def _parts(self, kv_heads: int) -> int:
+        """Return how many parts of the context are computed side by side."""
+        size = self._blocks.size
+        programs = size.blocks * kv_heads
+        wanted = min(_MOST_PARTS, _PROGRAMS // max(1, programs), size.length // 128)
+        return max(1, wanted)
 
     def _launch(
         self, query: Tensor, keys: Tensor, values: Tensor, results: tuple[Tensor, Tensor]
@@ -133,15 +140,16 @@ class PagedAttention:
         config = self._config
         blocks = self._blocks
         width = next(width for width in _WIDTHS if blocks.size.width <= width)
-        dim = config.head_dim
-        group = config.num_heads // config.num_kv_heads
+        heads, dim = query.shape[1:]
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
         is_half = query.dtype != torch.float32
-        _attend[(blocks.size.blocks, config.num_kv_heads, self._parts)](
+        _attend[(blocks.size.blocks, kv_heads, len(results[0]))](
             query, keys, values, **_arrays(blocks), out=results[0], weights=results[1],
-            num_parts=self._parts, num_rows=query.shape[0], table_width=blocks.size.length, scale=config.query_scale,
-            HEADS=config.num_heads, KV_HEADS=config.num_kv_heads, DIM=dim, DIM_UP=max(16, triton.next_power_of_2(dim)),
-            WIDTH=width, ROWS=max(16, triton.next_power_of_2(width * group)), COLUMNS=64 if is_half else 32,
-            WINDOW=self._window, num_warps=4, num_stages=2 if is_half else 1,
+            num_parts=len(results[0]), num_rows=query.shape[0], table_width=blocks.size.length, scale=config.query_scale,
+            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_UP=max(16, triton.next_power_of_2(dim)),
+            STRIDE=keys.stride(0), WIDTH=width, ROWS=max(16, triton.next_power_of_2(width * group)),
+            COLUMNS=64 if is_half else 32, WINDOW=self._window, num_warps=4, num_stages=2 if is_half else 1,
         )  # fmt: skip
 
 

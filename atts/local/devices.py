@@ -98,7 +98,10 @@ def _server_words(config: WorkerConfig, cards: int) -> str:
     model = config.source or str(config.folder)
     split = f" --tensor-parallel-size {cards}" if cards > 1 else ""
     command = f"vllm serve {model}{split} --port 8000"
-    return f"Run `{command}` and name it vllm:http://127.0.0.1:8000/{model} (docs/servers.md)"
+    return (
+        f"Run `{command}` and name it vllm:http://127.0.0.1:8000/{model} (docs/servers.md); "
+        "`atts pairs PAIR --card CARD` prints the commands for a known pair"
+    )
 
 
 def _other_on(config: WorkerConfig, device: torch.device) -> EngineSize | None:

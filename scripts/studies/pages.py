@@ -16,7 +16,8 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from atts.api import config_keys
+from atts.api import CARDS, Pair, config_keys, gpu_placement, known_pairs, local_placement
+from atts.api.pairs import run_tokens
 from atts.cli.app import COMMANDS, EXIT_CODES, build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,56 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """Return every generated page by its file name."""
-    return {"cli.md": cli_page(), "modules.md": module_page()}
+    return {"cli.md": cli_page(), "modules.md": module_page(), "gpus.md": gpu_page()}
+
+
+_GPUS = """\
+# Pairs on GPUs
+
+This table is for people with GPUs who choose a pair. It says for every pair and card whether both models open in one
+process, and how many rollouts they work on at once. `atts pairs --local` prints it for the installed version:
+`scripts/docs` computes this page with the same functions that an engine calls when it opens. Nothing on it has been
+measured on a GPU yet.
+
+Memory is gigabytes of weights + cache in bfloat16; each engine also keeps 1.5 GB for its own needs, and 8 % of a card is
+left to others. "At once" counts whole rollouts in the cache, of the 64 that a run starts. Where two GPUs are used, the
+target has the first and the draft the second. A model larger than two cards is a server's work: the last column says
+how many of the cards vLLM needs for the pair (* with the target in FP8), and `atts pairs PAIR --card CARD` prints the
+commands.
+
+| pair | tokens of a rollout | card | opens on | draft | target | at once | with servers |
+|---|---|---|---|---|---|---|---|"""
+
+
+def gpu_page() -> str:
+    """Return the page that says which pairs open on which cards."""
+    rows = [
+        gpu_row(pair, card)
+        for pair in known_pairs().values()
+        if pair.size("target").layers
+        for card in CARDS
+    ]
+    return "\n".join([_GPUS, *rows, ""])
+
+
+def gpu_row(pair: Pair, card: str) -> str:
+    """Return the table's row of one pair on one kind of card."""
+    max_tokens = int(str(pair.settings["max_tokens"]))
+    placement = local_placement(pair, card, max_tokens)
+    served = gpu_placement(pair, card, max_tokens)
+    if served is None:
+        servers = "more than 8"
+    else:
+        servers = f"{served.count}{'*' * served.is_quantized}"
+    name = f"| {pair.name} | {run_tokens(max_tokens):,} | {card}, {CARDS[card]:g} GB"
+    if placement is None:
+        return f"{name} | servers | | | | {servers} |"
+    parts = [
+        f"{share.weights / 1e9:.1f} + {share.cache / 1e9:.1f}"
+        for share in placement.shares.values()
+    ]
+    opens = "1 GPU" if placement.count == 1 else f"{placement.count} GPUs"
+    return f"{name} | {opens} | {parts[0]} | {parts[1]} | {placement.rollouts} | {servers} |"
 
 
 def module_page() -> str:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from atts.api import CARDS, build_engines, known_pairs, local_placement
+from atts.api import CARDS, Pair, build_engines, known_pairs, local_placement
 from atts.api.pairs import run_tokens
+from atts.core import Role
 from atts.errors import OptionError, OutOfMemory
 from atts.local import EngineSize, LocalOptions, RunDemand
 from atts.local.builder import build_loop
-from atts.local.devices import SPARE_SLOTS, allocate_cache, device_of, on_device
+from atts.local.devices import (
+    SPARE_SLOTS,
+    allocate_cache,
+    check_room,
+    default_tokens,
+    device_of,
+    on_device,
+)
 from atts.local.engine import PlainDecoding, _prepare  # pyright: ignore[reportPrivateUsage]
 from atts.local.loader import Weights, load_weights
 from atts.local.messages import WorkerConfig
@@ -162,6 +170,7 @@ def test_a_model_larger_than_a_card_is_a_servers_work(
     with pytest.raises(OutOfMemory) as raised:
         opened(prepared(folder, "target", RunDemand(8, 64)))
     assert f"`vllm serve {folder} --tensor-parallel-size 4 --port 8000`" in str(raised.value)
+    assert "`atts pairs PAIR --card CARD`" in str(raised.value)
     assert gpus.events == []
     assert cards_for(100, 120) == 1
     assert cards_for(100, 100) == 2
@@ -254,6 +263,89 @@ def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
     if card in ("h100", "h200"):
         assert "r1-1.5b/r1-7b" in opens
         assert "r1-1.5b/r1-70b" not in opens, "141 GB of weights are a server's work"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """As much of a model's configuration as its memory depends on."""
+
+    matrix_weights: int
+    kv_floats_per_token: int
+    context_length: int
+    ties_embeddings: bool = True
+
+
+def shaped(pair: Pair, role: Role, room: Room) -> WorkerConfig:
+    """What an engine of a known pair knows before it loads anything; there are no files."""
+    size = pair.size(role)
+    shape = Shape(int(size.weights * 1e9) // 2, size.cache_bytes // 2, size.context)
+    options = LocalOptions(dtype="bfloat16")
+    return WorkerConfig(role, Path(role), cast(Any, shape), (), options, room=room)
+
+
+def opened_on(gpus: FakeGpus, pair: Pair, context: int) -> dict[Role, int]:
+    """Open both models as engines do, the draft first; the tokens of each cache, by role."""
+    target = pair.size("target")
+    other = EngineSize(int(target.weights * 1e9), target.cache_bytes, context)
+    rooms: dict[Role, Room] = {
+        "draft": Room(64, context, card=1, other_card=0, other=other),
+        "target": Room(64, context, card=0),
+    }
+    tokens = dict[Role, int]()
+    for role, room in rooms.items():
+        config = shaped(pair, role, room)
+        device = device_of(config)
+        at = device.index or 0
+        check_room(config, device)
+        gpus.used[at] += int(pair.size(role).weights * 1e9)
+        tokens[role] = default_tokens(config, torch.bfloat16, device)
+        gpus.used[at] += tokens[role] * pair.size(role).cache_bytes + WORKSPACE
+    return tokens
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_table_says_what_opening_does(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pair on one and on two fake cards: it opens with the caches of the table, or is refused."""
+    total = int(CARDS[card] * 0.92 * 1e9)
+    num_opened = 0
+    for pair in known_pairs().values():
+        models = [pair.size(role) for role in ("draft", "target")]
+        if not all(size.layers and not size.packed and not size.experts for size in models):
+            continue
+        for count in (1, 2):
+            gpus = FakeGpus(monkeypatch, *[total] * count)
+            placed = local_placement(pair, card, 16_000, counts=(count,))
+            if placed is None:
+                context = min(run_tokens(16_000), *(size.context for size in models))
+                with pytest.raises(OutOfMemory):
+                    opened_on(gpus, pair, context)
+                continue
+            num_opened += 1
+            tokens = opened_on(gpus, pair, placed.context)
+            assert tokens["draft"] == placed.shares["draft"].tokens
+            assert abs(tokens["target"] - placed.shares["target"].tokens) <= 1
+            assert all(used <= total for used in gpus.used)
+    assert num_opened >= 3
+
+
+@pytest.mark.checkout
+def test_the_page_of_pairs_and_cards_has_a_row_for_each() -> None:
+    """The generated page says of every pair and card what the placement is."""
+    pages = pytest.importorskip("scripts.studies.pages", reason="needs a checkout")
+    rows = [line.split(" | ") for line in pages.gpu_page().splitlines() if line.startswith("| ")]
+    by_pair = {(row[0].removeprefix("| "), row[2].split(",")[0]): row for row in rows[1:]}
+    pairs = [pair for pair in known_pairs().values() if pair.size("target").layers]
+    assert by_pair.keys() == {(pair.name, card) for pair in pairs for card in CARDS}
+    for pair in pairs:
+        for card in CARDS:
+            placed = local_placement(pair, card, int(str(pair.settings["max_tokens"])))
+            row = by_pair[pair.name, card]
+            if placed is None:
+                assert row[3] == "servers"
+            else:
+                assert row[3].startswith(f"{placed.count} GPU")
+                assert row[6] == str(placed.rollouts)
+                assert row[5].startswith(f"{pair.size('target').weights:.1f} + ")
 
 
 def test_a_smaller_card_never_holds_more() -> None:

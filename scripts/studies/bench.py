@@ -86,6 +86,10 @@ STUDIES = {
     "judges": Study(
         "what each score knows of a real pair's mistakes, from a recorded bank", "judges:study"
     ),
+    "real-pair": Study(
+        "methods live on a real pair, hours of two cores, resumable: accuracy, tokens, scores",
+        "real_pair:study",
+    ),
     "models": Study("the embedded pair: accuracy, voting, recovery, cost", "models:study", 30, 150),
     "pipelines": Study(
         "accuracy, tokens and time of every policy, in the parts that follow", "pipelines:study"

@@ -1,0 +1,333 @@
+"""Run methods live on a real pair: accuracy, tokens, what a score knows, and the gain over a coin.
+
+The models are those of `scripts.studies.real_models`. Problems come in parts, and every method runs
+on a part before the next part begins, so the methods have the same problems whenever the study is
+stopped. Each method's run of a part is a run directory of its own: the same command resumes it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import anyio
+
+from atts.core import Outcome, Problem, Rollout, Sampling
+from atts.engine import Engine
+from atts.errors import UsageError
+from atts.evaluators import Estimate, judge
+from atts.local import LocalEngine, LocalOptions
+from atts.pipelines import Chunking, ScoreRule
+from atts.run import RunOptions, evaluate
+from scripts.studies import bank
+from scripts.studies.arms import Arm, Piece, Solved, Sum, arm, right, share
+from scripts.studies.harness import Options, Parts, Row, Table, interval, points, say, tree_seconds
+from scripts.studies.judges import shown, within
+from scripts.studies.real_models import CannotBeMadeError, folder_of
+
+MINUTES = "REAL_PAIR_MINUTES"
+"""Environment variable: no run begins after so many minutes; the tables show what is complete."""
+SAMPLES = 4
+RATE = 0.2
+CASCADE_RATE = 0.3
+PART = 10  # problems
+THREADS = 2
+IN_BANK = 80  # problems of GSM8K that the recorded bank begins with: scores were chosen on them
+FILE = "real-pair.jsonl"
+COIN = f"coin, rate {RATE:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankedRollout:
+    """The worst score of a rollout's chunks, and whether its answer is correct."""
+
+    problem: str
+    score: float
+    is_correct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PartRun:
+    """What one method came to on one part of the problems."""
+
+    piece: Piece
+    ranked: Sequence[RankedRollout]
+
+
+def methods(effort: str) -> list[Arm]:
+    """Return the methods; with effort full also other scores, takeovers, rates and baselines."""
+    made = [
+        arm("draft-only"),
+        arm("target-only"),
+        arm(COIN, "coin", rate=RATE),
+        arm(f"atts, rate {RATE:g}", "atts", rate=RATE),
+        arm(f"cascade, rate {CASCADE_RATE:g}", "cascade", rate=CASCADE_RATE),
+    ]
+    if effort == "full":
+        atts = arm("atts", "atts", rate=RATE)
+        made += [arm(f"atts, rate {rate:g}", "atts", rate=rate) for rate in (0.1, 0.4)]
+        made += [arm(f"coin, rate {rate:g}", "coin", rate=rate) for rate in (0.1, 0.4)]
+        made += [
+            atts.but("atts, takeover continue", takeover="continue"),
+            atts.but("atts, the target finishes the rollout", escalates="rest"),
+            atts.but("atts, score speculative", score=ScoreRule("speculative")),
+            atts.but("atts, score per byte", score=ScoreRule("byte")),
+            arm("top-b", rate=RATE),
+            arm("spec-reason"),
+            arm("exact"),
+        ]
+    return [limited(one) for one in made]
+
+
+def limited(one: Arm) -> Arm:
+    """Return a method with the lengths that all of them have here, and rollouts that all end."""
+    policy = replace(
+        one.setup.policy,
+        samples=SAMPLES,
+        max_tokens=bank.MAX_TOKENS,
+        chunking=Chunking(bank.CHUNK_TOKENS, bank.CHUNK_TOKENS, (bank.STEP,)),
+        sampling=Sampling(temperature=0.7),
+        early_stop="none",
+    )
+    setup = replace(one.setup, policy=policy, concurrency=PART * SAMPLES)
+    return replace(one, setup=setup)
+
+
+def problems(count: int) -> list[Problem]:
+    """Return problems of GSM8K in a fixed order, none of which the recorded bank has."""
+    gsm8k = [problem for problem in bank.problems() if problem.source == "gsm8k"]
+    return gsm8k[IN_BANK : IN_BANK + count]
+
+
+def study(options: Options) -> list[Table]:
+    """Run the methods on the Qwen2.5-Coder pair, as far as time allows.
+
+    :raises SystemExit: neither models nor problems can be had.
+    """
+    asked = problems(options.pick(PART, 100, 400))
+    if not asked:
+        raise SystemExit("no benchmark files at hand: name their folder in ATTS_SHARED_DATA")
+    try:
+        folders = (folder_of("qwen05"), folder_of("qwen15"))
+    except CannotBeMadeError as error:
+        raise SystemExit(f"the models cannot be had: {error}") from error
+    minutes = float(os.environ.get(MINUTES, "inf"))
+    with tempfile.TemporaryDirectory() as scratch:
+        place = options.out or Path(scratch)
+        series = Series(methods(options.effort), parts_of(asked), place, options.seed)
+        if series.missing():
+            anyio.run(partial(with_models, series, folders, 60 * minutes))
+        return tables(series)
+
+
+async def with_models(series: Series, folders: tuple[Path, Path], seconds: float) -> None:
+    """Run what is missing of a series on the models in these folders."""
+    local = LocalOptions(threads=THREADS, kv_tokens=bank.CACHE_TOKENS)
+    async with AsyncExitStack() as stack:
+        draft, target = [
+            await stack.enter_async_context(LocalEngine(folder, name=name, options=local))
+            for folder, name in zip(folders, ("draft", "target"), strict=True)
+        ]
+        await series.run(draft, target, seconds)
+
+
+def parts_of(asked: Sequence[Problem], size: int = PART) -> list[tuple[Problem, ...]]:
+    """Cut the problems into parts."""
+    return [tuple(asked[begin : begin + size]) for begin in range(0, len(asked), size)]
+
+
+class Series:
+    """Methods on parts of the problems: what is complete, on disk, and how the rest is run."""
+
+    def __init__(
+        self, arms: Sequence[Arm], parts: Sequence[Sequence[Problem]], place: Path, seed: int
+    ) -> None:
+        self.arms = arms
+        self.parts = parts
+        self._place = place
+        self._seed = seed
+        self._kept = Parts(place / FILE)
+
+    def missing(self) -> list[tuple[int, Arm]]:
+        """Return what is not complete: parts by number, and the methods of each in order."""
+        everything = [(number, one) for number in range(len(self.parts)) for one in self.arms]
+        return [
+            (number, one) for number, one in everything if self._key(number, one) not in self._kept
+        ]
+
+    def _key(self, number: int, one: Arm) -> str:
+        return f"{one.name}|{self._seed}|{number}"
+
+    async def run(self, draft: Engine, target: Engine, seconds: float = math.inf) -> None:
+        """Run what is missing; begin nothing after so many seconds.
+
+        The seed of a part is that of all methods: chunks that nothing before distinguishes are the
+        same in all of them, and differences between methods vary less.
+
+        :raises KeyboardInterrupt: a run was interrupted; the same call resumes it.
+        """
+        began = time.monotonic()
+        for number, one in self.missing():
+            if time.monotonic() - began > seconds:
+                say(
+                    f"real-pair: time is over; {len(self.missing())} runs are left for the next call"
+                )
+                return
+            say(f"real-pair: {one.name}, problems {number * PART + 1} and following")
+            setup = replace(one.setup, seed=self._seed * 1009 + number)
+            folder = self._place / "runs" / f"{number:02}-{_file_name(one.name)}"
+            part = self.parts[number]
+            used = tree_seconds()
+            started = time.monotonic()
+            plan = setup.plan(draft, target, part[0].kind)
+            result = await evaluate(part, plan, RunOptions(directory=folder, engines="are open"))
+            if result.status == "interrupted":
+                raise KeyboardInterrupt
+            if result.status != "finished":
+                raise UsageError(f"the run in {folder} ended {result.status}")
+            outcomes = tuple(result.outcomes())
+            piece = Piece(one.name, SAMPLES, self._seed, number)
+            piece.solved = [graded(outcome) for outcome in outcomes]
+            piece.seconds = [time.monotonic() - started]
+            piece.processor = [tree_seconds() - used]
+            ranked = [asdict(line) for outcome in outcomes for line in ranked_rollouts(outcome)]
+            self._kept.keep(self._key(number, one), {"piece": asdict(piece), "ranked": ranked})
+
+    def complete(self) -> Mapping[str, Sequence[PartRun]]:
+        """Return each method's results on the parts that every method has completed."""
+        numbers = [
+            number
+            for number in range(len(self.parts))
+            if all(self._key(number, one) in self._kept for one in self.arms)
+        ]
+        return {
+            one.name: [part_run(self._kept[self._key(number, one)]) for number in numbers]
+            for one in self.arms
+        }
+
+
+def _file_name(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name)
+
+
+def part_run(record: Mapping[str, object]) -> PartRun:
+    """Read a result back from the record on disk."""
+    piece = record["piece"]
+    ranked = record["ranked"]
+    assert isinstance(piece, dict)
+    assert isinstance(ranked, list)
+    solved = [Solved(**one) for one in piece["solved"]]
+    return PartRun(Piece(**{**piece, "solved": solved}), [RankedRollout(**one) for one in ranked])
+
+
+def is_correct(problem: Problem, answer: str | None) -> bool:
+    """Return whether an answer equals the reference by the problem's policy."""
+    return answer is not None and judge(problem, answer).status == "equal"
+
+
+def graded(outcome: Outcome) -> Solved:
+    """Summarise a problem, its answers graded as `atts eval` grades them."""
+    problem = outcome.problem
+    lines = [line for line in outcome.rollouts if line.finish not in ("settled", "cancelled")]
+    correct = sum(is_correct(problem, line.answer) for line in lines)
+    return replace(
+        Solved.of(outcome),
+        right=float(is_correct(problem, outcome.answer)),
+        share=correct / max(1, len(lines)),
+    )
+
+
+def ranked_rollouts(outcome: Outcome) -> list[RankedRollout]:
+    """Return the scored rollouts of a problem, each with the score of its worst chunk."""
+    problem = outcome.problem
+    found: list[RankedRollout] = []
+    for line in outcome.rollouts:
+        worst = worst_score(line)
+        if worst is not None:
+            found.append(RankedRollout(problem.id, worst, is_correct(problem, line.answer)))
+    return found
+
+
+def worst_score(line: Rollout) -> float | None:
+    """Return the highest score of the rollout's chunks; None if none was scored."""
+    return max((turn.score for turn in line.turns if turn.score is not None), default=None)
+
+
+def tables(series: Series) -> list[Table]:
+    """Return the tables of what every method has completed."""
+    runs = series.complete()
+    sums = {name: Sum([one.piece for one in parts]) for name, parts in runs.items()}
+    count = len(next(iter(sums.values())).solved)
+    if not count:
+        return [Table.of("Methods live", "method", [], "No part is complete yet.")]
+    return [accuracy_table(sums, count), score_table(runs, count)]
+
+
+def accuracy_table(sums: Mapping[str, Sum], count: int) -> Table:
+    """Return accuracy and tokens of every method, each beside its coin and beside the target."""
+    rows: list[Row] = []
+    for name, one in sums.items():
+        coin = sums.get(name.replace("atts", "coin"))
+        is_gain = name.startswith("atts, rate") and coin is not None
+        rows.append(
+            (
+                name,
+                interval(one.estimate(right)),
+                interval(one.estimate(share)),
+                _gain(one, coin) if is_gain and coin is not None else "-",
+                "-" if name == "target-only" else _gain(one, sums["target-only"]),
+                "-" if one.rate is None else f"{one.rate:.3f} ({_decisions(one)})",
+                round(one.each("target")),
+                round(one.each("scored")),
+                round(one.each("draft")),
+            )
+        )
+    return Table.of(
+        "Methods live",
+        "method | accuracy of the vote | pass@1 | pass@1 minus a coin's, points | "
+        "pass@1 minus target-only's, points | realised rate | target tokens written | "
+        "target tokens scored | draft tokens",
+        rows,
+        f"{count} problems of GSM8K x {SAMPLES} rollouts, at most {bank.MAX_TOKENS} tokens, chunks "
+        f"of at most {bank.CHUNK_TOKENS} that end at a blank line, temperature 0.7. "
+        f"Tokens are per problem. A gate lives for a run of {PART} problems. Intervals are of 95 %, "
+        "differences paired by problem.",
+    )
+
+
+def _gain(one: Sum, base: Sum) -> str:
+    difference: Estimate = one.minus(base, share)
+    return points(difference, 1)
+
+
+def _decisions(one: Sum) -> str:
+    made = sum(len(solved.decisions) for solved in one.solved)
+    escalated = sum(solved.escalated for solved in one.solved)
+    return f"{escalated} of {made}"
+
+
+def score_table(runs: Mapping[str, Sequence[PartRun]], count: int) -> Table:
+    """Return how well the worst score of a rollout ranks incorrect rollouts within a problem."""
+    rows: list[Row] = []
+    for name, parts in runs.items():
+        by_problem: dict[str, tuple[list[float], list[float]]] = {}
+        for line in (line for part in parts for line in part.ranked):
+            bad, good = by_problem.setdefault(line.problem, ([], []))
+            (good if line.is_correct else bad).append(line.score)
+        mixed = sum(bool(bad and good) for bad, good in by_problem.values())
+        if by_problem and not name.startswith("cascade"):
+            rows.append((name, mixed, shown(within(list(by_problem.values())))))
+    return Table.of(
+        "What the scores know",
+        "method | problems with correct and incorrect rollouts | AUROC within problems",
+        rows,
+        f"Of {count} problems. 0.5 knows nothing. Chunks that scored worst were rewritten, so the "
+        "figure understates what the score knows.",
+    )

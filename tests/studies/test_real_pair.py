@@ -1,0 +1,77 @@
+"""The study of a real pair runs, stops, resumes and is tabulated on scripted models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.core import Outcome, Problem, Prompt, Rollout
+from atts.testing import ScriptedEngine, run_virtual, toy_problems
+
+real_pair = pytest.importorskip("scripts.studies.real_pair", reason="needs a checkout")
+
+
+def series(place: Path) -> Any:
+    """Two parts of three toy problems, with every method of the default effort."""
+    asked = [toy_problems(6, 5)[begin : begin + 3] for begin in (0, 3)]
+    return real_pair.Series(real_pair.methods("default"), asked, place, seed=1)
+
+
+def run(one: Any, seconds: float = float("inf")) -> None:
+    """Run a series on scripted models."""
+
+    async def main() -> None:
+        async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
+            await one.run(draft, target, seconds)
+
+    run_virtual(partial(main))
+
+
+def test_the_study_is_tabulated_and_runs_nothing_twice(tmp_path: Path) -> None:
+    """Both tables have every problem; the second call finds everything on disk."""
+    first = series(tmp_path)
+    run(first)
+    methods, scores = real_pair.tables(first)
+    assert [row[0] for row in methods.rows] == [one.name for one in first.arms]
+    assert all("6 problems" in table.notes[0] for table in (methods, scores))
+    assert {row[0] for row in scores.rows} == {"atts, rate 0.2"}
+    by_name = {row[0]: row for row in methods.rows}
+    assert by_name["draft-only"][6] == 0
+    assert by_name["target-only"][8] == 0
+    assert by_name["atts, rate 0.2"][3] != "-"
+    again = series(tmp_path)
+    assert again.missing() == []
+    assert real_pair.tables(again) == real_pair.tables(first)
+
+
+def test_only_parts_that_every_method_completed_are_tabulated(tmp_path: Path) -> None:
+    """Without time nothing begins; a part that one method lacks is left out for all."""
+    one = series(tmp_path)
+    run(one, seconds=-1)
+    assert len(one.missing()) == 2 * len(one.arms)
+    assert real_pair.tables(one)[0].rows == ()
+    run(one)
+    lines = (tmp_path / real_pair.FILE).read_text().splitlines(keepends=True)
+    (tmp_path / real_pair.FILE).write_text("".join(lines[:-1]))
+    cut = series(tmp_path)
+    assert len(cut.missing()) == 1
+    assert "3 problems" in real_pair.tables(cut)[0].notes[0]
+
+
+def test_answers_are_graded_as_runs_grade_them() -> None:
+    """An answer in other words than the reference's is correct; a missing one is not."""
+    problem = Problem("p", "How many?", "18", kind="math")
+    prompt = Prompt((1,), (1,))
+    rollouts = tuple(
+        Rollout("p", sample, prompt, finish="answer", answer=answer)
+        for sample, answer in enumerate(("18.0", None, "17"))
+    )
+    outcome = Outcome(problem, rollouts, "18.0")
+    solved = real_pair.graded(outcome)
+    assert solved.right == 1
+    assert solved.share == pytest.approx(1 / 3)
+    assert real_pair.graded(replace(outcome, answer=None)).right == 0

@@ -188,7 +188,7 @@ class GoodputControl:
             is_fit = load.mixed % _MIXED == 0 or not verdict.keys
             if load.rested:
                 self._wake(load, step)
-            elif is_fit and load.steps >= verdict.until:
+            elif is_fit and (load.steps >= verdict.until or self._is_stopped):
                 self._decide(load, verdict, step)
             elif verdict.keys != step.keys:
                 _hand_on(verdict, step.keys)

@@ -200,7 +200,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "exact",
-        "the target's own text, token for token, proposed by the draft",
+        "the target's own text, but for draws within rounding; the draft proposes it",
         {"drafter": "target", "exact": True},
         lambda g: FixedGate("accept"),
         is_judged=False,

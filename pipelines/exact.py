@@ -6,9 +6,19 @@ from dataclasses import replace
 
 import anyio
 
-from atts.core import Beginning, Chunk, Role, SampleRequest, ScoreRequest, Scores, TokenIds, Usage
+from atts.core import (
+    Beginning,
+    Chunk,
+    Completion,
+    Role,
+    SampleRequest,
+    ScoreRequest,
+    Scores,
+    TokenIds,
+    Usage,
+)
 from atts.pipelines.builder import RolloutBuilder, after, continued
-from atts.pipelines.speeds import DraftLength
+from atts.pipelines.speeds import BegunChunk, DraftLength
 
 
 async def write_exactly(builder: RolloutBuilder) -> Chunk:
@@ -17,7 +27,7 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
     The draft draws with the target's stream of random numbers, so that both come to the same token
     wherever their distributions are alike. Up to the first difference the draft's tokens are the
     target's; there the target's token is taken, and the draft continues after it. Where the target
-    alone writes more tokens a second, it writes by itself: the text is the same.
+    alone writes as many tokens a second, it writes by itself: the text is the same.
 
     :raises ContextOverflow: not one more token fits.
     :raises EngineError: an engine failed for good.
@@ -26,15 +36,13 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
     if earlier is not None:
         return await _written_by(builder, earlier)
     choice = builder.context.writers
-    since = anyio.current_time()
-    writer = choice.begin(since)
+    begun = choice.begin(anyio.current_time())
     try:
-        chunk = await _written_by(builder, writer)
+        chunk = await _written_by(builder, begun.writer, begun)
     except BaseException:
-        choice.fail(anyio.current_time())
+        choice.fail(begun, anyio.current_time())
         raise
-    now = anyio.current_time()
-    choice.end(writer, chunk.tokens, now - since, now)
+    choice.end(begun, chunk.tokens, anyio.current_time())
     return chunk
 
 
@@ -50,21 +58,28 @@ def _earlier_writer(builder: RolloutBuilder) -> Role | None:
     )
 
 
-async def _written_by(builder: RolloutBuilder, writer: Role) -> Chunk:
+async def _written_by(
+    builder: RolloutBuilder, writer: Role, begun: BegunChunk | None = None
+) -> Chunk:
     if writer == "draft":
-        return await _checked(builder)
+        return await _checked(builder, begun)
     return await builder.write("target")
 
 
-async def _checked(builder: RolloutBuilder) -> Chunk:
+async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
     """Write the chunk as the draft does with the target's draws, without a step of the target's
-    decoding.
+    decoding; the target finishes it by itself once drafting is given up.
     """
     request = builder.request("target")
     beginning = Beginning()
+    finished: Completion | None = None
     wasted = 0
-    while beginning.ended is None:
+    while beginning.ended is None and finished is None:
         rest = after(request, beginning)
+        if _is_the_targets(builder, rest, begun):
+            finished = await builder.target.sample(rest)
+            builder.spend("target", rest, finished)
+            continue
         earlier = builder.draft.recorded_length(rest)
         lengths = DraftLength() if earlier else builder.context.draft_length
         drafted = await _drafted(builder, lengths, rest, earlier or lengths.length(rest.max_tokens))
@@ -75,8 +90,17 @@ async def _checked(builder: RolloutBuilder) -> Chunk:
         beginning = Beginning(
             beginning.ids + more.ids, beginning.logprobs + more.logprobs, more.ended
         )
+        if begun is not None:
+            builder.context.writers.wrote(begun, len(more.ids), anyio.current_time())
     builder.count(Usage(wasted_tokens=wasted))
-    return builder.written("target", continued(beginning, None, builder.target))
+    return builder.written("target", continued(beginning, finished, builder.target))
+
+
+def _is_the_targets(builder: RolloutBuilder, rest: SampleRequest, begun: BegunChunk | None) -> bool:
+    """Return whether the target writes the rest: it did in an earlier session, or does now."""
+    if begun is None:
+        return builder.target.recorded_length(rest) > 0
+    return builder.context.writers.is_given_up(begun, anyio.current_time())
 
 
 async def _drafted(

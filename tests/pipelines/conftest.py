@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from atts.run import EngineCalls
 from atts.testing import Backend, ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
 
 Solve = Callable[..., list[Outcome]]
+SLOTS = {"draft": Limit(slots=16), "target": Limit(slots=4)}
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def attempt(answers: Answers) -> Solve:
         backend: Backend = "asyncio",
         seed: int = 0,
         answers: Answers = answers,
+        limits: Mapping[str, Limit] = SLOTS,
     ) -> list[Outcome]:
         chosen = toy_problems(problems, 5) if isinstance(problems, int) else problems
 
@@ -49,7 +51,6 @@ def attempt(answers: Answers) -> Solve:
                 target or ScriptedEngine("target") as large,
             ):
                 context = Context(small, large, gate, answers, EngineCalls, seed)
-                limits = {"draft": Limit(slots=16), "target": Limit(slots=4)}
                 sink = events.append if events is not None else None
                 graph = Graph(rollouts=32, limits=limits, policy=retries, sink=sink)
 

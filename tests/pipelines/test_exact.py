@@ -4,9 +4,12 @@ made of them.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -25,6 +28,7 @@ from atts.core import (
 )
 from atts.engine import EngineAround, EngineSpec
 from atts.errors import BadReply, OptionError, UnsupportedByEngine
+from atts.journal import JOURNAL
 from atts.methods import preset
 from atts.pipelines import (
     DraftLength,
@@ -34,6 +38,7 @@ from atts.pipelines import (
     WriterChoice,
     check_engines,
 )
+from atts.pipelines.speeds import BegunChunk
 from atts.run import check_scores
 from atts.sampling import Seed
 from atts.testing import Latency, ScriptedEngine, check_engine, run_virtual, toy_problems
@@ -57,13 +62,25 @@ def used(outcomes: Sequence[Outcome], kind: str) -> int:
     return sum(getattr(outcome.usage, kind) for outcome in outcomes)
 
 
+def only_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the draft write every chunk, whatever it loses."""
+
+    def begin(_self: WriterChoice, now: float) -> BegunChunk:
+        return BegunChunk("draft", now, is_look=False)
+
+    monkeypatch.setattr(WriterChoice, "begin", begin)
+    monkeypatch.setattr(WriterChoice, "is_given_up", lambda *_: False)
+    for name in ("wrote", "end", "fail"):
+        monkeypatch.setattr(WriterChoice, name, lambda *_: None)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("length", [1, 3, 64])
 def test_exact_writes_what_the_target_alone_writes(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch, temperature: float, length: int
 ) -> None:
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, length))
-    monkeypatch.setattr(WriterChoice, "begin", lambda _self, _now: "draft")
+    only_drafts(monkeypatch)
     base = replace(PLAIN, sampling=Sampling(temperature))
     alone = attempt(preset("target-only").policy(base), FixedGate("accept"))
     exact = attempt(preset("exact").policy(base), FixedGate("accept"))
@@ -250,7 +267,7 @@ def test_where_drafts_seldom_stand_the_target_writes_itself(
     assert texts(exact) == texts(alone)
     assert used(exact, "drawn_tokens") < 0.25 * used(exact, "target_tokens")
     chosen = timed(attempt, "exact", 40, *engines())  # in virtual time
-    monkeypatch.setattr(WriterChoice, "begin", lambda _self, _now: "draft")
+    only_drafts(monkeypatch)
     assert chosen < 2 * timed(attempt, "target-only", 40, *engines())
     assert chosen < 0.5 * timed(attempt, "exact", 40, *engines())
 
@@ -258,13 +275,20 @@ def test_where_drafts_seldom_stand_the_target_writes_itself(
 def test_where_drafts_stand_and_the_target_is_slow_the_draft_goes_on_writing(
     attempt: Solve,
 ) -> None:
-    """The target is tried for one stretch: the pieces in flight and half as many."""
+    """The target writes the first stretch and what was in flight by then, as engines that take all
+    requests at once let it.
+    """
     draft = ScriptedEngine("target", latency=Latency(sampled_token=0.001))
     target = ScriptedEngine("target", latency=Latency(per_score=0.03, sampled_token=0.03))
     exact = attempt(
-        preset("exact").policy(PLAIN), FixedGate("accept"), problems=40, draft=draft, target=target
+        preset("exact").policy(PLAIN),
+        FixedGate("accept"),
+        problems=80,
+        draft=draft,
+        target=target,
+        limits={},
     )
-    assert used(exact, "drawn_tokens") > 0.85 * used(exact, "target_tokens")
+    assert used(exact, "drawn_tokens") > 0.8 * used(exact, "target_tokens")
 
 
 def test_a_better_writer_is_found_again_when_it_has_changed() -> None:
@@ -272,18 +296,58 @@ def test_a_better_writer_is_found_again_when_it_has_changed() -> None:
     choice = WriterChoice()
     now = 0.0
     written = {"draft": [0, 0], "target": [0, 0]}
-    for piece in range(3000):
-        writer = choice.begin(now)
-        seconds = (1.0 if piece < 1000 else 4.0) if writer == "draft" else 2.0
+    for number in range(3000):
+        chunk = choice.begin(now)
+        seconds = (1.0 if number < 1000 else 4.0) if chunk.writer == "draft" else 2.0
         now += seconds
-        choice.end(writer, 10, seconds, now)
-        written[writer][piece >= 1000] += 1
+        if chunk.writer == "draft":
+            choice.wrote(chunk, 10, now)
+        choice.end(chunk, 10, now)
+        written[chunk.writer][number >= 1000] += 1
     assert written["draft"][0] > 20 * written["target"][0]
     assert written["target"][1] > 20 * written["draft"][1]
 
 
 def test_a_piece_that_failed_is_no_longer_in_flight() -> None:
     choice = WriterChoice()
-    choice.begin(0.0)
-    choice.fail(1.0)
-    assert choice.in_flight == 0
+    choice.fail(choice.begin(0.0), 1.0)
+    assert choice.in_flight == []
+
+
+def test_a_piece_that_is_given_up_is_finished_by_the_target(
+    attempt: Solve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is the target's own, whoever wrote which part of it."""
+    only_drafts(monkeypatch)
+    monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, 3))
+    asked = count()
+    monkeypatch.setattr(WriterChoice, "is_given_up", lambda *_: next(asked) % 3 == 2)
+    alone = attempt(preset("target-only").policy(PLAIN), FixedGate("accept"))
+    exact = attempt(preset("exact").policy(PLAIN), FixedGate("accept"))
+    assert texts(exact) == texts(alone)
+    assert 0 < used(exact, "drawn_tokens") < used(exact, "target_tokens")
+    assert used(exact, "target_tokens") == used(alone, "target_tokens")
+
+
+@pytest.mark.parametrize("stop_after", [5, 20, 45])
+def test_a_run_with_pieces_that_were_given_up_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int
+) -> None:
+    """Killed at any place, it comes to the text of the target alone, and repeats no recorded call."""
+    only_drafts(monkeypatch)
+    monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, 3))
+    asked = count()
+    monkeypatch.setattr(WriterChoice, "is_given_up", lambda *_: next(asked) % 3 == 2)
+    problems = toy_problems(4, 5)
+    setup = Setup(draft="scripted", target="scripted", policy=PLAIN)
+    alone = evaluate_sync(problems, replace(setup, method="target-only"))
+    exact = replace(setup, method="exact")
+    whole = evaluate_sync(problems, exact, directory=tmp_path / "whole")
+    journal = (tmp_path / "whole" / JOURNAL).read_bytes().splitlines(keepends=True)
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "whole", killed)
+    (killed / JOURNAL).write_bytes(b"".join(journal[:stop_after]))
+    resumed = evaluate_sync(problems, exact, directory=killed)
+    wanted = texts(tuple(alone.outcomes()))
+    assert texts(tuple(whole.outcomes())) == wanted
+    assert texts(tuple(resumed.outcomes())) == wanted

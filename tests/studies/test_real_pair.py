@@ -16,7 +16,7 @@ real_pair = pytest.importorskip("scripts.studies.real_pair", reason="needs a che
 
 
 def series(place: Path) -> Any:
-    """Two parts of three toy problems, with every method of the default effort."""
+    """Return two parts of three toy problems, with every method of the default effort."""
     asked = [toy_problems(6, 5)[begin : begin + 3] for begin in (0, 3)]
     return real_pair.Series(real_pair.methods("default"), asked, place, seed=1)
 

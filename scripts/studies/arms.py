@@ -232,7 +232,7 @@ class Ledger:
 
     def __init__(self, path: Path | None = None) -> None:
         self._parts = Parts(path)
-        found = [_piece(value) for value in self._parts.values()]
+        found = [read_piece(value) for value in self._parts.values()]
         self.pieces: dict[tuple[str, int, int, int], Piece] = {piece.key: piece for piece in found}
 
     def add(self, piece: Piece) -> None:
@@ -246,7 +246,8 @@ class Ledger:
         return Sum(sorted(found, key=lambda piece: (piece.samples, piece.seed, piece.shard)))
 
 
-def _piece(record: dict[str, Any]) -> Piece:
+def read_piece(record: dict[str, Any]) -> Piece:
+    """Read a piece back from its JSON."""
     solved: list[dict[str, Any]] = [
         {**one, "decisions": [*map(tuple, one["decisions"])]} for one in record["solved"]
     ]

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -27,7 +28,7 @@ from atts.local import LocalEngine, LocalOptions
 from atts.pipelines import Chunking, ScoreRule
 from atts.run import RunOptions, evaluate
 from scripts.studies import bank
-from scripts.studies.arms import Arm, Piece, Solved, Sum, arm, right, share
+from scripts.studies.arms import Arm, Piece, Solved, Sum, arm, read_piece, right, share
 from scripts.studies.harness import Options, Parts, Row, Table, interval, points, say, tree_seconds
 from scripts.studies.judges import shown, within
 from scripts.studies.real_models import CannotBeMadeError, folder_of
@@ -217,14 +218,10 @@ def _file_name(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name)
 
 
-def part_run(record: Mapping[str, object]) -> PartRun:
+def part_run(record: Mapping[str, Any]) -> PartRun:
     """Read a result back from the record on disk."""
-    piece = record["piece"]
-    ranked = record["ranked"]
-    assert isinstance(piece, dict)
-    assert isinstance(ranked, list)
-    solved = [Solved(**one) for one in piece["solved"]]
-    return PartRun(Piece(**{**piece, "solved": solved}), [RankedRollout(**one) for one in ranked])
+    ranked = [RankedRollout(**one) for one in record["ranked"]]
+    return PartRun(read_piece(record["piece"]), ranked)
 
 
 def is_correct(problem: Problem, answer: str | None) -> bool:

@@ -575,6 +575,8 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
     for data in runs:
         if data.method in ("coin", "draft-only", "target-only", "exact"):
             continue
+        if not 0 < data.rate < 1:  # a gate without a choice
+            continue
         coin = coins.get(data.rate)
         if coin is None:
             yield (
@@ -641,9 +643,8 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
     ]
     if censored := sum(data.censored for data in runs):
         notes.append(
-            f"{censored} rollouts that settled votes cancelled are left out: those left came first "
-            f"and leans towards "
-            "the quick. A run with --set early_stop=none has no such lean."
+            f"{censored} rollouts that settled votes cancelled are left out, so accuracies of fewer "
+            "samples favour quick rollouts. A run with --early-stop none has no such lean."
         )
     notes += _gain_notes(runs)
     notes += _power_notes(runs)

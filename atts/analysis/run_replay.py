@@ -369,13 +369,16 @@ def replay_run(
     `gate` makes a fresh gate for so many rollouts of a problem; None keeps every recorded decision.
     Answers that were not graded then are graded now.
 
-    :raises OptionError: more samples or turns than were recorded, a negative budget.
+    :raises OptionError: more samples or turns than were recorded, a negative budget, or no score to
+        decide on again.
     :raises JournalError: no problem is finished, or the journal cannot be read.
     """
     policy = _policy(run, change)
     # whole rollouts that vote by number are decided on from what was recorded with each decision
     needs_tokens = change.turns is not None or policy.vote != "majority"
     recorded = _read(run, needs_tokens=needs_tokens)
+    if gate is not None or change.budget is not None:
+        _check_scored(recorded.outcomes)
     chosen = None if gate is None else gate(policy.samples)
     if change.budget is not None:
         chosen = _capped(chosen or _RecordedGate(recorded.outcomes), change.budget)
@@ -383,6 +386,20 @@ def replay_run(
     again = replay_policy(recorded.outcomes, chosen, policy, classes, decided=recorded.decided)
     is_same_vote = change.samples is None and change.turns is None and change.vote is None
     return _compare(recorded, again, is_same_vote=is_same_vote)
+
+
+def _check_scored(outcomes: Iterable[Outcome]) -> None:
+    """Refuse to decide again where no chunk has a score.
+
+    :raises OptionError: no decision of the run was made on a score.
+    """
+    turns = (turn for one in outcomes for rollout in one.rollouts for turn in rollout.turns)
+    if not any(turn.score is not None and turn.decision is not None for turn in turns):
+        raise OptionError(
+            "replay",
+            "no chunk of the run has a score, so nothing can be decided again. Replay a run that "
+            "scored its chunks; --samples, --turns and --vote need no scores",
+        )
 
 
 class _RecordedGate:

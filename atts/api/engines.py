@@ -514,6 +514,21 @@ def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
         )
 
 
+def score_warnings(policy: Policy) -> Iterator[str]:
+    """Yield a warning where the score is not, at these temperatures, the chance it is named for.
+
+    Its log-probabilities are raw, because servers tell those of given text only so.
+    """
+    target = policy.target_sampling or policy.sampling
+    temperatures = (policy.sampling.temperature, target.temperature)
+    if policy.score.kind == "speculative" and temperatures != (1.0, 1.0):
+        yield (
+            f"score.kind=speculative compares the models at temperature 1, but they are sampled at "
+            f"{temperatures[0]:g} (draft) and {temperatures[1]:g} (target): chunks are ranked, but "
+            f"the score is not the chance of being accepted; --temperature 1 makes it that"
+        )
+
+
 def known_context(engine: str | Engine) -> int | None:
     """Return the context length of a model, if its words or its folder state it."""
     words, _, settings = _engine_words(engine).partition("?")

@@ -72,7 +72,7 @@ class DryRun:
     roles: tuple[Role, ...]  # whose models are asked
     budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with what set it
     proposes: str = ""  # what proposes tokens to the target
-    warnings: tuple[str, ...] = ()  # lengths that look too small
+    warnings: tuple[str, ...] = ()  # lengths that look too small; the score
     departures: tuple[str, ...] = ()  # of the method, from its published implementation
     # what the run can show, in words; none where no earlier run of these models was graded
     power: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, is_dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,9 @@ from atts.api.setup import CalibrationMode, Setup
 from atts.errors import OptionError, UsageError
 from atts.files import write_atomic, write_out
 from atts.graph import write_trace
-from atts.journal import open_run
-from atts.pipelines import Gate, RoundGate, VoteKind
+from atts.journal import RecordedRun, open_run
+from atts.methods import preset
+from atts.pipelines import Gate, Policy, RoundGate, VoteKind
 from atts.run import Merged, RunResult
 from atts.run import merge as merge_runs
 
@@ -191,14 +192,17 @@ def replay(
     `budget` is the most takeovers by the target per problem, in the order in which decisions were
     taken; `gate` must be fresh, for it learns from this replay.
 
-    :raises OptionError: an unknown method, rate scope or vote, more samples or turns than were recorded,
-        a negative budget.
+    :raises OptionError: an unknown rate scope or vote, a method that is unknown or would have written
+        other chunks, more samples or turns than were recorded, a negative budget, or decisions on
+        chunks that have no score.
     :raises JournalError: there is no run, or it cannot be read.
     """
     from atts.analysis import PolicyChange, replay_run
 
     recorded = open_run(directory_of(run))
     setup = Setup.recorded(recorded.manifest)
+    if method is not None and gate is None:
+        _check_same_rollouts(recorded, setup.method, method)
     options: dict[str, Any] = {
         "method": method,
         "rate": rate,
@@ -216,6 +220,30 @@ def replay(
     # fewer samples, turns or takeovers need no new decisions, so none may come out otherwise
     decides_again = gate is not None or bool(given)
     return replay_run(recorded, change, fresh_gate if decides_again else None)
+
+
+# What a method may change and its rollouts are still those of the record: it waits, or asks for more
+# of them.
+_SAME_ROLLOUTS = ("barrier", "early_stop", "first_wave", "repeats")
+
+
+def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
+    """Refuse a method under which the recorded chunks would not have been written or judged so.
+
+    :raises OptionError: the method is unknown, or changes more than the choice of chunks.
+    """
+    usual = Policy()
+    changes = {**preset(recorded).changes, **preset(method).changes}
+    for name in changes:
+        value = preset(method).changes.get(name, getattr(usual, name))
+        wanted = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        was = run.policy.get(name, wanted)
+        if name not in _SAME_ROLLOUTS and was != wanted:
+            raise OptionError(
+                "method",
+                f"{method} is more than another choice of chunks: its {name} differs from that of "
+                f"the run, so the record does not tell what it would write. Run it instead",
+            )
 
 
 def merge(runs: Sequence[Run], out: str | Path) -> Merged:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import anyio.to_thread
 
-from atts.api.engines import Speculate, budget_of, budget_warnings, build_engines
+from atts.api.engines import Speculate, budget_of, budget_warnings, build_engines, score_warnings
 from atts.api.keys import Key, flat, keys_of
 from atts.api.pairs import PAIR, run_tokens
 from atts.calibration import (
@@ -308,8 +308,8 @@ class Setup:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return warnings about lengths that look too small, before anything is run."""
-        return tuple(budget_warnings(self._policy, self.budget))
+        """Return warnings about lengths that look too small and about the score, before a run."""
+        return (*budget_warnings(self._policy, self.budget), *score_warnings(self._policy))
 
     @property
     def settings(self) -> dict[str, Setting]:

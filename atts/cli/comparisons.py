@@ -78,7 +78,10 @@ def _comparison_lines(comparison: Compared) -> list[str]:
     ]
     common = "1 problem" if comparison.problems == 1 else f"{comparison.problems:,} problems"
     lines = [f"{names[0]} → {names[1]}", f"{common} in common", ""]
-    lines += _accuracy_lines("vote", comparison.vote)
+    # lines of single rollouts, or one answer per problem: the vote is the mean of what is there
+    is_one = comparison.single is not None and _is_same(comparison.vote, comparison.single)
+    is_vote = comparison.mcnemar is not None
+    lines += _accuracy_lines("vote" if is_vote or not is_one else "accuracy", comparison.vote)
     if comparison.if_right is not None:
         first, second = comparison.unscored
         between = comparison.if_right.difference.signed()
@@ -90,12 +93,11 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         pairs = comparison.mcnemar
         lines.append(
             f"{'':16}correct in both {pairs.both}, in the first only {pairs.first_only}, in the second only "
-            f"{pairs.second_only}, "
-            f"in neither {pairs.neither}; exact McNemar p = {pairs.p_value:.3g}"
+            f"{pairs.second_only}, in neither {pairs.neither}"
         )
     if comparison.sequential is not None:
         lines.append(f"{'one by one':16}second {comparison.sequential}")
-    if comparison.single is not None:
+    if comparison.single is not None and not is_one:
         lines += _accuracy_lines("one rollout", comparison.single)
     lines += _coin_lines(comparison.methods)
     if comparison.costs:
@@ -106,6 +108,8 @@ def _comparison_lines(comparison: Compared) -> list[str]:
             ratio = "none in the first"
         elif math.isnan(cost.ratio):
             ratio = "none in either"
+        elif math.isnan(cost.low):
+            ratio = f"{cost.ratio:.3f} (one problem has no interval)"
         name = "seconds it took" if cost.name == "seconds" else cost.name.replace("_", " ")
         lines.append(f"{name:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
     if any(cost.name == "seconds" for cost in comparison.costs):
@@ -113,6 +117,14 @@ def _comparison_lines(comparison: Compared) -> list[str]:
             "Problems run side by side, so a run takes less time than the sum of these seconds."
         )
     return [*lines, "Brackets are 95 % intervals over problems."]
+
+
+def _is_same(first: Comparison, second: Comparison) -> bool:
+    """Return whether two comparisons are of the same values, so that one of them says all."""
+    return (first.first, first.second) == (
+        second.first,
+        second.second,
+    ) and first.tied == second.tied
 
 
 def _coin_lines(methods: tuple[str, str]) -> list[str]:
@@ -389,7 +401,8 @@ def plan(
 
 def _advice_lines(advice: Advice) -> list[str]:
     lines = [
-        f"From {', '.join(advice.runs)}: {advice.problems} problems, {advice.rollouts} whole rollouts",
+        f"From {', '.join(advice.runs)}: {_count(advice.problems, 'problem')}, "
+        f"{_count(advice.rollouts, 'whole rollout')}",
         "",
     ]
     lines += _best_lines(advice)

@@ -14,6 +14,9 @@ from atts.sampling import normal_quantile, student_quantile
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+# By so much a share may miss [0, 1]: it may be a sum of floats.
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -85,9 +88,15 @@ def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> 
     """Return the mean of one value per problem, each in [0, 1], with Wilson's interval.
 
     The interval is for the population of problems. A NaN makes the estimate undefined.
+
+    :raises OptionError: a value is outside [0, 1], or the level outside (0, 1).
     """
     array = np.asarray(values, dtype=np.float64)
     check_level(level)
+    outside = array[(array < -_ROUNDING) | (array > 1 + _ROUNDING)]
+    if outside.size:
+        raise OptionError("values", f"{float(outside[0])!r} is no share: it is outside [0, 1]")
+    array = np.clip(array, 0.0, 1.0)
     if array.size == 0:
         return undefined_estimate(0, n_samples, level, "no problems")
     undefined = int(np.isnan(array).sum())
@@ -113,9 +122,15 @@ def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) ->
     """Return a share over pairs (counted, total), one per problem: Wilson, clustered by problem.
 
     A problem with a larger total weighs more, unlike in `mean_estimate`.
+
+    :raises OptionError: a count is negative or above its total, or the level outside (0, 1).
     """
     check_level(level)
-    table = np.asarray([pair for pair in counts if pair[1]], dtype=np.float64).reshape(-1, 2)
+    pairs = list(counts)
+    impossible = next((pair for pair in pairs if not 0 <= pair[0] <= pair[1]), None)
+    if impossible is not None:
+        raise OptionError("counts", f"{impossible[0]} of {impossible[1]} is no share")
+    table = np.asarray([pair for pair in pairs if pair[1]], dtype=np.float64).reshape(-1, 2)
     if not len(table):
         return undefined_estimate(0, 0, level, "nothing to count")
     return _clustered(table[:, 0], table[:, 1], (1, int(table[:, 1].sum())), level)

@@ -19,6 +19,9 @@ from atts.evaluators.metrics.intervals import (
 )
 from atts.sampling import binomial_cdf, binomial_pmf
 
+# A difference this many times below its standard deviation is none that problems could show.
+_MOST_SPREAD = 1e6
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -64,27 +67,30 @@ def compare_runs(
     """Compare two values per problem, such as shares of correct samples, in the same order.
 
     The interval is for the mean difference over problems, and the p-value is of the same statistic;
-    see `difference_estimate`. Raises OptionError for lengths that differ.
+    see `difference_estimate`. Raises OptionError for lengths that differ, and for infinite values.
     """
     a, b = _pairs(first, second)
     check_level(level)
     delta = b - a
     estimate = difference_estimate(delta, level, n_samples or 2 * delta.size)
-    spread = float(delta.std(ddof=1)) if delta.size > 1 else math.nan
     seen = estimate.value
-    needed = (
-        problems_needed(spread, seen) if spread > 0 and seen != 0 and not math.isnan(seen) else None
-    )
+    scale = float(np.abs(delta).max()) if delta.size and seen != 0 else 0.0
+    spread = math.nan
+    if delta.size > 1 and scale > 0:
+        spread = float((delta / scale).std(ddof=1)) * scale
+    needed = None
+    if spread > 0 and spread <= _MOST_SPREAD * abs(seen):
+        needed = problems_needed(spread, seen)
     better = int((delta > 0).sum())
     worse = int((delta < 0).sum())
     return Comparison(
-        first=float(a.mean()),
-        second=float(b.mean()),
+        first=float(a.mean()) if a.size else math.nan,
+        second=float(b.mean()) if b.size else math.nan,
         difference=estimate,
         p_value=difference_p(delta),
         better=better,
         worse=worse,
-        tied=delta.size - better - worse,
+        tied=int((delta == 0).sum()),
         problems_needed=needed,
     )
 
@@ -124,11 +130,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    corrected = [1.0] * len(p_values)
+    known = [1.0 if math.isnan(p) else p for p in p_values]  # no p-value rejects nothing
+    order = sorted(range(len(known)), key=known.__getitem__)
+    corrected = [1.0] * len(known)
     largest = 0.0
     for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * p_values[index]))
+        largest = max(largest, min(1.0, (len(order) - rank) * known[index]))
         corrected[index] = largest
     return corrected
 
@@ -142,7 +149,8 @@ def problems_needed(
     for 0.
     """
     check_level(level)
-    if difference == 0 or not math.isfinite(difference) or not deviation >= 0 or not 0 < power < 1:
+    is_answerable = difference != 0 and math.isfinite(difference) and 0 <= deviation < math.inf
+    if not is_answerable or not 0 < power < 1:
         raise OptionError(
             "difference",
             f"{difference!r} with deviation {deviation!r}, power {power!r} has no answer",
@@ -194,26 +202,35 @@ def _error(delta: Floats) -> float:
     out of their mean square: a quarter where few problems differ and an unseen one would matter,
     all of it where every problem differs.
     """
-    moved = delta[delta != 0]
-    size = 1.0
-    if moved.size:
-        part = max(0.25, 2 * moved.size / delta.size - 1)
-        square = float((moved**2).mean()) - part * float(moved.mean()) ** 2
-        size = math.sqrt(max(square, 0.0))
-    middle = float(delta.sum()) / (delta.size + 2)
-    squares = float(((delta - middle) ** 2).sum())
+    scale = float(np.abs(delta).max())
+    if scale == 0:
+        return 0.0
+    # squares of very small and very large differences leave the range of floats
+    scaled = delta / scale
+    moved = scaled[scaled != 0]
+    part = max(0.25, 2 * moved.size / scaled.size - 1)
+    size = math.sqrt(max(0.0, float((moved**2).mean()) - part * float(moved.mean()) ** 2))
+    middle = float(scaled.sum()) / (scaled.size + 2)
+    squares = float(((scaled - middle) ** 2).sum())
     squares += ((size - middle) ** 2 + (size + middle) ** 2) / 2 + middle**2
-    return math.sqrt(squares / (delta.size + 1) / delta.size)
+    return scale * math.sqrt(squares / (scaled.size + 1) / scaled.size)
 
 
 def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
-    """Return both as arrays; raise OptionError for lengths that differ."""
-    a = np.asarray(first, dtype=np.float64)
-    b = np.asarray(second, dtype=np.float64)
+    """Return both as arrays; raise OptionError for lengths that differ and for infinite values."""
+    try:
+        a = np.asarray(first, dtype=np.float64)
+        b = np.asarray(second, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise OptionError("comparison", f"takes one number per problem and run ({error})") from None
     if a.shape != b.shape or a.ndim != 1:
         raise OptionError(
             "comparison",
             f"{a.size} values against {b.size}: pairs need one value per problem and run",
+        )
+    if np.isinf(a).any() or np.isinf(b).any():
+        raise OptionError(
+            "comparison", "a value is infinite, so the mean difference is not defined"
         )
     return a, b
 

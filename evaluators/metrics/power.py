@@ -79,9 +79,12 @@ class Power:
             f"{points:g} point{'s' * (points != 1)} with {count:,} problems"
             for points, count in zip(POINTS, self.needed, strict=True)
         )
+        shown = f"show a difference of {self.detectable:.1f} points"
+        if self.detectable >= 100:
+            shown = "show no difference, however large"
         return (
-            f"{self.problems:,} problems x {self.samples} samples show a difference of "
-            f"{self.detectable:.1f} points (80 % power, single rollouts); {takes} x {self.samples}"
+            f"{self.problems:,} problems x {self.samples} samples {shown} "
+            f"(80 % power, single rollouts); {takes} x {self.samples}"
         )
 
 
@@ -90,13 +93,19 @@ def paired_power(split: VarianceSplit, problems: int, samples: int, spread: floa
 
     `spread` is the variance over problems of the true difference, 0 where it is not known.
 
-    :raises OptionError: fewer than two problems or one sample.
+    :raises OptionError: fewer than two problems or one sample, a negative spread, or no variance
+        at all: rollouts that all ended alike tell nothing of others.
     """
     if problems < 2 or samples < 1:
         raise OptionError(
             "problems", f"{problems} x {samples} compares nothing; give at least 2 x 1"
         )
-    deviation = math.sqrt(spread + 2 * split.within / samples)
+    variance = spread + 2 * split.within / samples
+    if not spread >= 0 or not variance > 0:
+        raise OptionError(
+            "variance", f"{variance:g} between paired samples; power needs rollouts that differ"
+        )
+    deviation = math.sqrt(variance)
     freedom = problems - 1
     standard = deviation / math.sqrt(problems)
     detectable = 100 * (reach(freedom, 0.95) + reach(freedom, 0.6)) * standard

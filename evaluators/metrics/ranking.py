@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import (
     Estimate,
     Floats,
@@ -49,7 +50,11 @@ def gain_over_coin(
     In each question the worst `rate` of the chunks escalate; a coin of this rate catches the share
     `rate` of the wrong ones. The difference of both shares is 0 for a score that knows nothing. A
     chunk at the boundary, and chunks of equal scores, count in part.
+
+    :raises OptionError: the rate is outside [0, 1].
     """
+    if not 0 <= rate <= 1:
+        raise OptionError("rate", f"{rate!r} is outside [0, 1]")
     caught: list[float] = []
     total: list[float] = []
     for wrong, right in _mixed(chunks):
@@ -60,12 +65,17 @@ def gain_over_coin(
 
 
 def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
-    """Return the scores of wrong and of correct rollouts, for questions that have both."""
+    """Return the scores of wrong and of correct rollouts, for questions that have both.
+
+    A score that is not a number ranks worst, as a gate takes it.
+    """
     wrong: dict[Hashable, list[float]] = {}
     right: dict[Hashable, list[float]] = {}
     for chunk in chunks:
         side = wrong if chunk.is_wrong else right
-        side.setdefault(chunk.question, []).append(chunk.score)
+        side.setdefault(chunk.question, []).append(
+            math.inf if math.isnan(chunk.score) else chunk.score
+        )
     return [
         (np.asarray(wrong[question], np.float64), np.asarray(right[question], np.float64))
         for question in wrong

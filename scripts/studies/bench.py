@@ -49,6 +49,13 @@ STUDIES = {
         90,
         smallest=True,
     ),
+    "replay": Study(
+        "recorded runs replayed, compared with live runs of the same settings",
+        "calibration:study_replay",
+        0,
+        240,
+        smallest=True,
+    ),
     "grading": Study("answer checkers compared", "grading:study", 0, 100),
     "local": Study("the local engine compared with transformers", "local:study", 0, 300),
     "local-scores": Study(

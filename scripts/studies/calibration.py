@@ -8,6 +8,7 @@ import heapq
 import json
 import math
 import random
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +22,7 @@ import numpy as np
 from scipy import stats
 
 from atts.analysis.comparison import ratio_interval
+from atts.api import replay
 from atts.calibration import (
     MODES,
     Calibrator,
@@ -47,8 +49,8 @@ from atts.evaluators.metrics.intervals import mean_estimate
 from atts.evaluators.metrics.paired import difference_estimate
 from atts.evaluators.metrics.rates import Votes, maj_at_k, pass_at_k
 from atts.pipelines import CalibratorProtocol, CoinGate, ConformalGate
-from atts.run import RunLengthEstimate
-from scripts.studies.arms import Pair, arm, run_block
+from atts.run import RunLengthEstimate, RunOptions, evaluate
+from scripts.studies.arms import Arm, Pair, arm, run_block
 from scripts.studies.harness import Options, Parts, Row, Table, interval, say, traces
 from scripts.studies.modelled import recorded_rollouts
 from tests.calibration.live_scores import noticed_after
@@ -354,7 +356,7 @@ def coverage(problems: int, options: Options) -> Table:
     )
 
 
-ACCURACIES: Mapping[str, Callable[[Draw, int], Floats]] = {
+ACCURACIES: Mapping[str, Callable[[Draw, int | tuple[int, int]], Floats]] = {
     "even": lambda draw, size: draw.beta(1, 1, size),
     "easy": lambda draw, size: draw.beta(9, 1, size),
     "one in ten undecided": lambda draw, size: np.where(draw.random(size) < 0.1, 0.5, 0.98),
@@ -375,29 +377,44 @@ def paired_averages(options: Options) -> Table:
         many = accuracies(draw, 400_000)
         known = float((np.minimum(1.0, many + gain) - many).mean())
         for problems, samples in product((15, 30, 100), (1, 4, 16, 64)):
-            covered: list[bool] = []
-            found: list[bool] = []
-            plain: list[bool] = []
-            for _ in range(runs):
-                first = accuracies(draw, problems)
-                second = np.minimum(1.0, first + gain)
-                shares = [draw.binomial(samples, chance) / samples for chance in (first, second)]
-                delta = shares[1] - shares[0]
-                estimate = difference_estimate(delta)
-                covered.append(_holds((estimate.low, estimate.high), known))
-                found.append(not _holds((estimate.low, estimate.high), 0.0))
-                reach = float(stats.t.ppf(0.975, problems - 1))
-                plain.append(not _holds(_around(delta, reach), 0.0))
-            row = (law, gain, problems, samples, fmean(covered), fmean(found), fmean(plain))
-            rows.append(row)
+            first = accuracies(draw, (runs, problems))
+            second = np.minimum(1.0, first + gain)
+            deltas = (draw.binomial(samples, second) - draw.binomial(samples, first)) / samples
+            reach = float(stats.t.ppf(0.975, problems - 1))
+            found = {
+                "ours": [(one.low, one.high) for one in map(difference_estimate, deltas)],
+                "t": [_around(delta, reach) for delta in deltas],
+                "bootstrap": [_bootstrap(delta, draw) for delta in deltas],
+            }
+            cells = [
+                fmean(share)
+                for ends in found.values()
+                for share in (
+                    [_holds(each, known) for each in ends],
+                    [not _holds(each, 0.0) for each in ends],
+                )
+            ]
+            rows.append((law, gain, problems, samples, *cells))
     return Table.of(
         "Paired differences of averages: coverage and power",
-        "accuracies | gain | problems | samples | covered | shown | shown by plain t",
+        "accuracies | gain | problems | samples | covered | shown | covered by plain t | shown | "
+        "covered by the bootstrap | shown",
         rows,
         f"{runs:,} simulated pairs of runs a row. Shown: the interval leaves out 0 (p below 0.05); "
         "at gain 0 that is an error. Accuracies are Beta(1, 1), Beta(9, 1), or 0.98 for nine "
-        "problems of ten and 0.5 for the tenth; a gain ends at 1.",
+        "problems of ten and 0.5 for the tenth; a gain ends at 1. Bootstrap: percentiles of "
+        f"{_RESAMPLES} resamples of problems.",
     )
+
+
+_RESAMPLES = 400
+
+
+def _bootstrap(delta: Floats, draw: Draw) -> Ends:
+    """Return the percentile interval of the mean over resampled problems."""
+    chosen = draw.integers(delta.size, size=(_RESAMPLES, delta.size))
+    low, high = np.quantile(delta[chosen].mean(axis=1), (0.025, 0.975))
+    return float(low), float(high)
 
 
 def rankings(options: Options) -> Table:
@@ -643,6 +660,12 @@ def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> 
         step(number, line)
 
 
+GATES = ("counted", "streaming in", "coin")
+"""The default, the same without knowledge of how much of the run is left, and coins of the same
+rate.
+"""
+
+
 def small_runs(folder: Path, options: Options) -> Table:
     """Measure the default mode on recorded rollouts, drawn again for every run, with the run's size
     known and unknown.
@@ -664,16 +687,17 @@ def small_runs(folder: Path, options: Options) -> Table:
             streams = [_arrivals(fit, problems, samples, order, seed) for seed in range(runs)]
             for rate in (0.1, 0.2, 0.4):
                 cells = list[float]()
-                for known in (True, False):
+                for gate in GATES:
                     errors, caught = zip(
-                        *(_ended(one, rate, samples, known) for one in streams), strict=True
+                        *(_ended(one, rate, samples, gate, at) for at, one in enumerate(streams)),
+                        strict=True,
                     )
                     cells += [math.sqrt(fmean(error**2 for error in errors)), fmean(caught)]
                 rows.append((f"{problems} x {samples}", order, rate, *cells))
     return Table.of(
         "How far the default mode ends from its rate (root mean square)",
         "problems x samples | order | rate | problems counted | worst caught | streaming in | "
-        "worst caught",
+        "worst caught | coin | worst caught",
         rows,
         f"{runs} runs a row, problems of a recorded run drawn with replacement, 64 rollouts in "
         f"flight; times follow "
@@ -714,24 +738,28 @@ def _arrivals(
 
 
 def _ended(
-    stream: list[dict[str, Any]], rate: float, samples: int, known: bool
+    stream: list[dict[str, Any]], rate: float, samples: int, gate: str, seed: int
 ) -> tuple[float, float]:
     """Return the error of the realised rate, and the share of the worst chunks that escalated."""
-    decided = stream if known else [{**record, "left": None} for record in stream]
-    done = replay_scores(decided, rate=rate, mode="aci", tuning=Tuning.for_rollouts(samples))
-    worst = sorted(done.decisions, key=lambda decision: -(decision.score or 0.0))[
-        : max(1, round(rate * len(stream)))
-    ]
-    return done.escalated - rate, fmean(decision.escalate for decision in worst)
+    worst = sorted(range(len(stream)), key=lambda place: -stream[place]["score"])
+    worst = worst[: max(1, round(rate * len(stream)))]
+    if gate == "coin":
+        coin = CoinGate(rate, seed)
+        chunks = [
+            Features(str(record["question"]), record["turn"], record["sample"]) for record in stream
+        ]
+        escalated = [coin.preview(chunk).escalate for chunk in chunks]
+    else:
+        is_counted = gate == "counted"
+        decided = stream if is_counted else [{**record, "left": None} for record in stream]
+        done = replay_scores(decided, rate=rate, mode="aci", tuning=Tuning.for_rollouts(samples))
+        escalated = [decision.escalate for decision in done.decisions]
+    return fmean(escalated) - rate, fmean(escalated[place] for place in worst)
 
 
 SIZES = ((20, 8), (40, 8))
 RUN_ORDERS = ("random", "hard first", "easy first")
 RATES = (0.1, 0.2, 0.4)
-GATES = ("counted", "streaming in", "coin")
-"""The default, the same without knowledge of how much of the run is left, and coins of the same
-rate.
-"""
 
 
 class WatchedGate(ConformalGate):
@@ -823,6 +851,87 @@ async def _run_all(parts: Parts, sizes: Sequence[tuple[int, int]], seeds: int, f
                 chosen = _ordered(arithmetic("test", problems, 5000 + seed), order)
                 outcomes, _ = await run_block(chosen, replace(plan, gate=watched))
                 parts.keep(name, asdict(Ended.of(watched, outcomes, rate)))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a recorded run is replayed with, and the settings of the live run that has the same."""
+
+    words: Mapping[str, Any]
+    live: Arm
+
+
+REPLAYED_RATE = 0.2
+CHANGES: Mapping[str, Change] = {
+    "nothing": Change({}, arm("atts", rate=REPLAYED_RATE)),
+    "rate 0.1": Change({"rate": 0.1}, arm("atts", rate=0.1)),
+    "rate 0.4": Change({"rate": 0.4}, arm("atts", rate=0.4)),
+    "coin": Change({"method": "coin"}, arm("coin", rate=REPLAYED_RATE)),
+    "4 samples": Change({"samples": 4}, arm("atts", rate=REPLAYED_RATE, samples=4)),
+}
+"""Replays of runs of 8 samples at that rate."""
+
+
+def study_replay(options: Options) -> list[Table]:
+    """Replay recorded runs of the embedded pair, and run live what the replay claims to know."""
+    parts = Parts(options.file("replays.jsonl"))
+    runs = options.pick(1, 10, 40)
+    anyio.run(_replay_all, parts, range(options.seed, options.seed + runs))
+    rows = list[Row]()
+    for name in CHANGES:
+        found = [value for part, value in parts.items() if part.startswith(f"{name}|")]
+        live = mean_estimate([right for one in found for right in one["live"]], 20 * len(found))
+        inside = [one["low"] <= live.value <= one["high"] for one in found]
+        rows.append(
+            (
+                name,
+                len(found),
+                fmean(one["changed"] for one in found),
+                fmean(one["unknown"] for one in found),
+                f"[{fmean(one['low'] for one in found):.3f}, "
+                f"{fmean(one['high'] for one in found):.3f}]",
+                live.brief(),
+                f"{sum(inside)} of {len(inside)}",
+            )
+        )
+    return [
+        Table.of(
+            "Replays compared with live runs",
+            "changed | runs | decisions that differ | votes left unknown | bounds of the accuracy | "
+            "live accuracy | bounds that hold it",
+            rows,
+            "Recorded runs of the embedded pair on 20 problems of 8 samples at rate 0.2, and for each "
+            "change a live run of the same problems with another seed. Bounds: means of their ends. "
+            "Live accuracy: all live runs together.",
+        )
+    ]
+
+
+async def _replay_all(parts: Parts, seeds: Iterable[int]) -> None:
+    async with Pair() as pair:
+        for seed in seeds:
+            if all(f"{name}|{seed}" in parts for name in CHANGES):
+                continue
+            problems = list(arithmetic("test", 20, 7000 + seed))
+            with tempfile.TemporaryDirectory() as folder:
+                directory = Path(folder) / "run"
+                await evaluate(
+                    problems,
+                    pair.plan(CHANGES["nothing"].live, 2 * seed),
+                    RunOptions(directory, engines="are open", signals="ignore"),
+                )
+                for name, change in CHANGES.items():
+                    say(f"replay: {name}, seed {seed}")
+                    again = replay(directory, **change.words)
+                    outcomes, _ = await run_block(problems, pair.plan(change.live, 2 * seed + 1))
+                    facts = {
+                        "changed": again.changed / max(1, again.replayed.decisions),
+                        "unknown": again.undecided / len(problems),
+                        "low": again.replayed.accuracy.low,
+                        "high": again.replayed.accuracy.high,
+                        "live": [float(one.answer == one.problem.answer) for one in outcomes],
+                    }
+                    parts.keep(f"{name}|{seed}", facts)
 
 
 def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:

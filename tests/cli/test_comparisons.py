@@ -129,6 +129,37 @@ def test_lines_of_one_problem_are_its_rollouts(tmp_path: Path) -> None:
     assert found.mcnemar is None  # shares are neither right nor wrong
 
 
+def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path: Path) -> None:
+    """An exact test beside the interval could contradict it; its counts stay.
+
+    Six problems won and none lost of 12: the interval leaves out 0, and McNemar's p is 0.031; with
+    five it is 0.062.
+    """
+    a = results(tmp_path / "a.jsonl", [{"id": n, "correct": False} for n in range(12)])
+    b = results(tmp_path / "b.jsonl", [{"id": n, "correct": n < 5} for n in range(12)])
+    printed = atts("compare", str(a), str(b)).out
+    assert printed.count("p = ") == 1
+    assert "correct in both 0, in the first only 0, in the second only 5, in neither 7" in printed
+    assert "one rollout" not in printed
+
+
+def test_shares_without_a_vote_are_called_accuracy(atts: Any, tmp_path: Path) -> None:
+    """Lines of single rollouts tell no vote: their mean is printed once, and not as a vote."""
+    rows = [{"id": n, "correct": (n + m) % 3 == 0} for n in range(5) for m in range(4)]
+    a = results(tmp_path / "a.jsonl", rows)
+    printed = atts("compare", str(a), str(a)).out
+    assert "accuracy        0.350 → 0.350" in printed
+    assert "\nvote " not in printed
+
+
+def test_one_problem_has_a_ratio_without_an_interval(atts: Any, tmp_path: Path) -> None:
+    """No "nan" is printed."""
+    a = results(tmp_path / "a.jsonl", [{"id": 1, "correct": True, "target_tokens": 7}])
+    printed = atts("compare", str(a), str(a)).out
+    assert "1.000 (one problem has no interval)" in printed
+    assert "nan" not in printed
+
+
 def test_a_directory_and_what_eval_printed_are_the_same_run(
     atts: Any, runs: Path, tmp_path: Path, scripted: tuple[str, ...]
 ) -> None:

@@ -196,3 +196,13 @@ def test_wilson_with_unequal_samples_uses_what_is_there() -> None:
     assert found.value == 0.5
     assert (found.low, found.high) == pytest.approx(wilson_interval(0.5, 2, stats.t.ppf(0.975, 1)))
     assert found.high - found.low > 0.9
+
+
+@pytest.mark.parametrize("wrong", [10.94, -0.25, math.inf])
+def test_what_is_no_share_gets_no_interval_of_shares(wrong: float) -> None:
+    """A mean of 10.94 with the interval [0, 1] was printed once; sums of floats may miss 1."""
+    with pytest.raises(OptionError, match="is no share"):
+        mean_estimate([0.5, wrong], 2)
+    with pytest.raises(OptionError, match="is no share"):
+        share_estimate([(1, 2), (math.copysign(3, wrong), 2)])  # type: ignore[list-item]
+    assert mean_estimate([1 + 1e-12, 1.0], 2).value == 1.0

@@ -32,6 +32,34 @@ def test_interval_and_p_never_disagree(differences: list[int], level: float) -> 
         assert excludes == (found.p_value < 1 - level)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-4, 4), min_size=2, max_size=40),
+    st.sampled_from([1e-300, 1e-17, 1e-3, 1e150, 1e300]),
+)
+def test_the_unit_of_the_values_does_not_matter(differences: list[int], unit: float) -> None:
+    """Squares of tiny and of huge differences leave the range of floats, and p stays."""
+    delta = np.array(differences, dtype=float)
+    one = compare_runs(np.zeros(delta.size), delta)
+    other = compare_runs(np.zeros(delta.size), delta * unit)
+    assert other.p_value == pytest.approx(one.p_value, rel=1e-9)
+    assert other.problems_needed == one.problems_needed
+    if delta.any() and unit > 1:  # differences of shares are kept within 1
+        assert other.difference.low / unit == pytest.approx(
+            other.difference.value / unit * 2 - other.difference.high / unit
+        )
+
+
+def test_what_is_undefined_is_neither_better_worse_nor_tied() -> None:
+    """No value, no problem at all: undefined, without a warning of numpy."""
+    found = compare_runs([math.nan, 0.5, 0.5], [1.0, 0.5, 1.0])
+    assert (found.better, found.worse, found.tied) == (1, 0, 1)
+    assert math.isnan(found.difference.value)
+    empty = compare_runs([], [])
+    assert (empty.p_value, empty.tied, empty.problems_needed) == (1.0, 0, None)
+    assert math.isnan(empty.first)
+
+
 def test_small_gains_on_every_problem_are_seen() -> None:
     """The pseudo-problems of averages are as small as the averages' differences."""
     found = compare_runs([0.5] * 30, [0.55] * 30)
@@ -194,9 +222,12 @@ def test_problems_needed_for_single_answers() -> None:
     [
         lambda: compare_runs([1.0], [1.0, 0.0]),
         lambda: compare_runs([[1.0]], [[1.0]]),
+        lambda: compare_runs([1.0, math.inf], [1.0, 0.0]),
+        lambda: compare_runs(["right"], ["wrong"]),
         lambda: mcnemar([True], []),
         lambda: problems_needed(0.5, 0.0),
         lambda: problems_needed(-0.5, 0.1),
+        lambda: problems_needed(math.inf, 0.1),
         lambda: problems_needed(0.5, 0.1, power=1.0),
     ],
 )

@@ -81,3 +81,16 @@ def test_too_little_has_no_split() -> None:
     alike = variance_split([[True, True], [True, True]])
     assert alike is not None
     assert str(alike).startswith("no variance")
+
+
+def test_no_difference_above_100_points_is_promised() -> None:
+    """Three problems of two samples would need 126 points, which no accuracy can differ by."""
+    words = str(paired_power(VarianceSplit(0.0, 0.17, 3), 3, 2))
+    assert words.startswith("3 problems x 2 samples show no difference, however large")
+
+
+@pytest.mark.parametrize(("within", "spread"), [(0.0, 0.0), (0.1, -1.0), (0.1, float("nan"))])
+def test_rollouts_that_all_ended_alike_tell_no_power(within: float, spread: float) -> None:
+    """Without variance two problems would seem to show any difference: refused instead."""
+    with pytest.raises(OptionError, match="variance"):
+        paired_power(VarianceSplit(0.1, within, 5), 10, 4, spread)

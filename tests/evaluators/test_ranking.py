@@ -10,6 +10,7 @@ import math
 import numpy as np
 import pytest
 
+from atts.errors import OptionError
 from atts.evaluators import LabelledChunk, gain_over_coin, holm, within_question_auroc
 
 
@@ -97,3 +98,24 @@ def test_holm_rejects_no_more_than_it_may() -> None:
         errors += min(corrected[:4]) < 0.05
     assert errors / 2_000 < 0.065
     assert holm([]) == []
+
+
+def test_a_missing_p_value_rejects_nothing_and_moves_no_other() -> None:
+    """NaN counts as 1: a comparison without a p-value is still one of the comparisons made."""
+    assert holm([math.nan, 0.01]) == [1.0, 0.02]
+
+
+def test_a_score_that_is_not_a_number_ranks_worst() -> None:
+    """As infinity does; a rate outside [0, 1] is refused."""
+    made = [
+        [LabelledChunk(question, worst if n == 0 else n, n % 2 == 0) for n in range(4)]
+        for question in range(3)
+        for worst in (math.nan, math.inf)
+    ]
+    missing = list(itertools.chain(*made[0::2]))
+    infinite = list(itertools.chain(*made[1::2]))
+    assert within_question_auroc(missing) == within_question_auroc(infinite)
+    assert gain_over_coin(missing, 0.2) == gain_over_coin(infinite, 0.2)
+    for rate in (-0.1, 1.1, math.nan):
+        with pytest.raises(OptionError, match="outside"):
+            gain_over_coin(missing, rate)

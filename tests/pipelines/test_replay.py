@@ -13,6 +13,7 @@ from atts.analysis import replay_policy, run_replay
 from atts.api import Setup, evaluate_sync, replay
 from atts.calibration import Calibrator
 from atts.core import Chunk, Outcome, Turn, TurnKey, Usage
+from atts.errors import OptionError
 from atts.journal import Decided
 from atts.pipelines import Answers, ConformalGate, FixedGate, Gate, Policy, ThresholdGate, TopGate
 from atts.testing import toy_problems
@@ -174,3 +175,30 @@ def test_a_replay_holds_no_token_that_it_does_not_ask_for(
     ]
     assert bool(chunks) == (not {"turns", "vote"} & change.keys())
     assert not any(chunk.draft_ids or chunk.target_ids or chunk.logprobs for chunk in chunks)
+
+
+def test_a_method_that_would_have_written_other_chunks_is_not_replayed(tmp_path: Path) -> None:
+    """Its gate alone says nothing of it: the target would write every chunk, or nothing at all."""
+    setup = Setup(draft="scripted", target="scripted", policy=Policy(samples=2))
+    run = evaluate_sync(toy_problems(1), setup, directory=tmp_path / "run")
+    for method, named in (
+        ("target-only", "drafter"),
+        ("exact", "drafter"),
+        ("cascade", "escalates"),
+        ("spec-reason", "score"),
+        ("paper-marginal", "takeover"),
+    ):
+        with pytest.raises(OptionError, match=f"its {named} differs"):
+            replay(run, method=method)
+    for method in ("coin", "draft-only", "top-b"):
+        assert replay(run, method=method).replayed.decisions > 0
+
+
+def test_nothing_is_decided_again_without_scores(tmp_path: Path) -> None:
+    """A run of coins has none: another rate is refused, fewer samples are not."""
+    setup = Setup(draft="scripted", target="scripted", method="coin", policy=Policy(samples=2))
+    run = evaluate_sync(toy_problems(1), setup, directory=tmp_path / "run")
+    for change in ({"rate": 0.5}, {"method": "atts"}, {"budget": 1}):
+        with pytest.raises(OptionError, match="no chunk of the run has a score"):
+            replay(run, **change)
+    assert replay(run, samples=1).changed == 0

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, get_args
 
 import pytest
 
-from atts.core import Outcome, ScoreRequest, Scores
+from atts.api import Setup
+from atts.core import Chunk, Outcome, Sampling, ScoreRequest, Scores
 from atts.engine import Capability, EngineAround, EngineSpec
 from atts.errors import OptionError, UnsupportedByEngine
 from atts.pipelines import FixedGate, Gate, Policy, ScoreRule, check_engines
 from atts.pipelines.gates import NonLearningGate
 from atts.pipelines.judging import rating_score, verdict_score
-from atts.pipelines.scores import ScoreKind, source_of
+from atts.pipelines.scores import ScoreKind, score_of, source_of
 from atts.testing import ScriptedEngine
 
 Solve = Callable[..., list[Outcome]]
@@ -173,3 +174,56 @@ def test_a_programs_own_rule_reads_the_targets_log_probabilities() -> None:
     """A plain function counts as one."""
     assert source_of(lambda logprobs, text: 1.0) == "log-probabilities"
     assert source_of(ScoreRule("draft")) == "draft"
+
+
+def _at(logits: Sequence[float], temperature: float) -> list[float]:
+    """Return the probabilities of tokens at a temperature."""
+    weights = [math.exp(value / temperature) for value in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+@pytest.mark.parametrize(("temperature", "is_exact"), [(1.0, True), (0.7, False)])
+def test_the_speculative_score_is_the_chance_of_acceptance_at_temperature_1(
+    temperature: float, is_exact: bool
+) -> None:
+    """A chunk of three tokens is accepted as often as one over its score says, by simulation."""
+    draft = [0.0, -0.4, -1.5, -0.2]
+    target = [-1.0, 0.3, -0.8, 0.1]
+    chunk = (0, 3, 0)
+    author, judge = (_at(logits, 1.0) for logits in (draft, target))
+    chunk_logprobs = tuple(math.log(author[token]) for token in chunk)
+    written = Chunk("draft", "abc", chunk, chunk, "end", chunk_logprobs)
+    score = score_of(ScoreRule("speculative"), [math.log(judge[token]) for token in chunk], written)
+    draft_chance, target_chance = (_at(logits, temperature) for logits in (draft, target))
+    draw = random.Random(4)
+    runs = 20_000
+    accepted = sum(
+        all(draw.random() < target_chance[token] / draft_chance[token] for token in chunk)
+        for _ in range(runs)
+    )
+    error = 4 * math.sqrt(0.25 / runs)
+    assert (abs(accepted / runs - 1 / score) < error) == is_exact
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "kind", "warns"),
+    [
+        (0.7, None, "speculative", True),
+        (1.0, None, "speculative", False),
+        (1.0, 0.6, "speculative", True),
+        (0.7, None, "mean", False),
+    ],
+)
+def test_a_run_says_where_the_speculative_score_is_no_chance(
+    draft: float, target: float | None, kind: ScoreKind, warns: bool
+) -> None:
+    """Before the run, with both temperatures and the flag that changes them."""
+    policy = Policy(
+        score=ScoreRule(kind),
+        sampling=Sampling(temperature=draft),
+        target_sampling=None if target is None else Sampling(temperature=target),
+    )
+    words = [text for text in Setup(policy=policy).warnings if "temperature 1" in text]
+    assert bool(words) == warns
+    if warns:
+        assert f"{draft:g} (draft) and {target or draft:g} (target)" in words[0]

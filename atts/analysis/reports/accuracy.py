@@ -77,10 +77,10 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
         sample.verdict for one in with_verdict for sample in one.brief.samples if sample.is_censored
     )
     counts = (
-        (left_out["spared"], "that settled votes cancelled"),
-        (left_out["lost"], "that failed"),
+        (left_out["spared"], "that settled votes cancelled are left out, which favours quick ones"),
+        (left_out["lost"], "that failed are left out"),
     )
-    notes = (f"; {count:,} rollouts {what} are left out" for count, what in counts if count)
+    notes = (f"; {count:,} rollouts {what}" for count, what in counts if count)
     return (own, *_card_rates(card)), str(card.coverage) + "".join(notes)
 
 

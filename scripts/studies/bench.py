@@ -53,7 +53,7 @@ STUDIES = {
         "recorded runs replayed, compared with live runs of the same settings",
         "calibration:study_replay",
         0,
-        240,
+        25,
         smallest=True,
     ),
     "grading": Study("answer checkers compared", "grading:study", 0, 100),

@@ -12,7 +12,7 @@ from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, cast
 
 import anyio
 import msgspec
@@ -231,6 +231,24 @@ def cost_of(usage: Usage, prices: Prices, roles: tuple[Role, ...]) -> float | No
     written = {"draft": usage.draft_tokens, "target": usage.target_tokens}
     total = sum(prices[role].picodollars(read[role], 0, written[role]) for role in roles)
     return total / _PICO
+
+
+def recorded_prices(value: object) -> dict[Role, Price]:
+    """Return the prices that a run's manifest has under `PRICES`; none where it has none."""
+    if not isinstance(value, Mapping):
+        return {}
+    recorded = cast(Mapping[Role, Mapping[str, float]], value)
+    return {role: Price(**price) for role, price in recorded.items()}
+
+
+def money_of(usage: Usage, prices: Prices) -> float | None:
+    """Return the dollars of usage, or None if a model that did something has no price."""
+    asked: list[Role] = []
+    if usage.draft_tokens or usage.draft_prefill_tokens:
+        asked.append("draft")
+    if usage.target_tokens or usage.scored_tokens or usage.target_prefill_tokens:
+        asked.append("target")
+    return cost_of(usage, prices, tuple(asked))
 
 
 def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -> Amount:

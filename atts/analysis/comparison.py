@@ -24,6 +24,7 @@ from atts.evaluators import (
 )
 from atts.files import read_ordinary
 from atts.journal import FinishedProblem, check_exists, is_censored, open_run
+from atts.ledger import PRICES, Prices, money_of, recorded_prices
 from atts.sampling import Seed, generator, student_quantile
 
 Floats = NDArray[np.float64]
@@ -84,7 +85,7 @@ def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
 
 _NAMES = ("problem", "id", "problem_id")
 _WORDS = {"correct": 1.0, "wrong": 0.0, "unscored": 0.0, "equal": 1.0, "different": 0.0}
-COSTS = ("draft_tokens", "scored_tokens", "target_tokens", "seconds")
+COSTS = ("draft_tokens", "scored_tokens", "target_tokens", "seconds", "dollars")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +129,21 @@ def read_results(path: Path) -> GradedRun:
 
 def _run(directory: Path) -> GradedRun:
     run = open_run(directory)
-    problems = {name: _brief(one) for name, one in run.state().graded.items()}
+    prices = recorded_prices(run.given(PRICES))
+    problems = {name: _brief(one, prices) for name, one in run.state().graded.items()}
     return GradedRun(str(directory), str(run.setting("method") or ""), problems)
 
 
-def _brief(one: FinishedProblem) -> GradedProblem:
+def _brief(one: FinishedProblem, prices: Prices) -> GradedProblem:
     known = [
         _WORDS[sample.verdict] for sample in one.complete_samples if sample.verdict is not None
     ]
     costs = {name: float(getattr(one.usage, name)) for name in COSTS[:3]}
     if one.seconds is not None:
         costs["seconds"] = one.seconds
+    dollars = money_of(one.usage, prices)
+    if dollars is not None:
+        costs["dollars"] = dollars
     return GradedProblem(
         float(one.is_correct), _mean(known), len(known), costs, float(one.is_right is None)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from atts.evaluators import (
     votes,
 )
 from atts.journal import CallSpan, Decided, FinishedProblem, RecordedRun, RunState, open_run
+from atts.ledger import PRICES, money_of, recorded_prices
 from atts.pipelines import ConformalGate, Policy
 
 
@@ -63,6 +64,9 @@ class GradedCase:
     vote: float
 
 
+_NOTHING = Usage()
+
+
 @dataclass(slots=True)
 class PlanData:
     """One run, finished or not."""
@@ -87,6 +91,31 @@ class PlanData:
         """Return the nominal rate."""
         value = self.run.setting("rate")
         return float(value) if isinstance(value, int | float) else float("nan")
+
+    def dollars(self, draft: float, target: float, scored: float) -> float | None:
+        """Return the dollars of so many tokens, or None if a model has no price.
+
+        Turns are recorded without the prompt tokens that they read, so these are taken to be in
+        proportion: to what the draft writes, and to what the target writes and scores.
+        """
+        usage = self.usage
+        prices = recorded_prices(self.run.given(PRICES))
+        drafted = replace(_NOTHING, draft_prefill_tokens=usage.draft_prefill_tokens)
+        drafted = replace(drafted, draft_tokens=usage.draft_tokens)
+        read = replace(_NOTHING, target_prefill_tokens=usage.target_prefill_tokens)
+        wrote = replace(_NOTHING, target_tokens=usage.target_tokens)
+        shares = (
+            (drafted, draft, usage.draft_tokens),
+            (read, target + scored, usage.target_tokens + usage.scored_tokens),
+            (wrote, target, usage.target_tokens),
+        )
+        total = 0.0
+        for part, amount, of in shares:
+            money = 0.0 if part == _NOTHING else money_of(part, prices)
+            if money is None:
+                return None
+            total += money * amount / of if of else 0.0
+        return total
 
 
 def read_plan_data(directory: Path) -> PlanData:
@@ -302,6 +331,7 @@ class Option:
     target_tokens: float
     scored_tokens: float
     seconds: float
+    dollars: float | None = None  # None: a model has no price
 
     @property
     def tokens(self) -> float:
@@ -354,6 +384,9 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
         _longest([math.fsum(turn.seconds for turn in rollout) for rollout in case], samples)
         for case in kept
     ]
+    draft = spent("draft_tokens")
+    target = spent("target_tokens")
+    scored = spent("scored_tokens")
     return Option(
         str(data.run.directory),
         method=data.method,
@@ -363,10 +396,11 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
         accuracy=accuracy(False).with_best_case(
             accuracy(True), sum(right is None for pairs in cut for _, right in pairs)
         ),
-        draft_tokens=spent("draft_tokens"),
-        target_tokens=spent("target_tokens"),
-        scored_tokens=spent("scored_tokens"),
+        draft_tokens=draft,
+        target_tokens=target,
+        scored_tokens=scored,
         seconds=math.fsum(waits) / len(waits),
+        dollars=data.dollars(draft, target, scored),
     )
 
 
@@ -493,6 +527,7 @@ class Cap:
     target_tokens: float | None = None
     tokens: float | None = None
     seconds: float | None = None
+    dollars: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.given:
@@ -548,6 +583,14 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
             "runs", "they are not of the same problems; plan from runs of one dataset"
         )
     found = [option for data in runs for option in options(data)]
+    if cap.dollars is not None:
+        for option in found:
+            if option.dollars is None:
+                raise OptionError(
+                    "dollars",
+                    f"{option.run} was recorded without the prices of its models; give them to the "
+                    "run with --set prices=FILE",
+                )
     allowed = [option for option in found if cap.allows(option)]
     best = max(
         allowed,

@@ -58,10 +58,12 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
 
 def _table(report: SweepReport) -> Iterator[str]:
     wide = max([len(point.name) for point in report.points] + [12])
+    has_prices = any(point.dollars is not None for point in report.points)
+    money = f"  {'dollars':>10}" if has_prices else ""
     yield (
         f"  {'':<{wide}}  {'done':>9}  {'accuracy':<21}  {'difference':<31}  {'gain over a coin':<31}  "
         f"{'best of all':>11}  "
-        f"{'rate':>5}  {'target':>8}  {'seconds':>8}"
+        f"{'rate':>5}  {'target':>8}  {'seconds':>8}{money}"
     )
     marks = _marks(report)
     for point in (*report.references, *report.grid):
@@ -73,8 +75,15 @@ def _table(report: SweepReport) -> Iterator[str]:
             f"{marks[point.name]} {point.name:<{wide}}  {done:>9}  {what:<21}  {difference:<31}  {gain:<31}  "
             f"{_number(point.oracle.value, '.3f'):>11}  {_number(point.rate.value, '.2f'):>5}  "
             f"{_number(point.target_tokens, ',.0f'):>8}  {_number(point.seconds, ',.2f'):>8}"
+            f"{_dollars(point) if has_prices else ''}"
         ).rstrip()
     yield "  target: tokens that the target wrote per problem; seconds: of engine calls per problem, added up."
+    if has_prices:
+        yield "  dollars: per problem, by the prices of the models."
+
+
+def _dollars(point: ScalingPoint) -> str:
+    return f"  {'-' if point.dollars is None else f'{point.dollars:.6f}':>10}"
 
 
 def _number(value: float, form: str) -> str:
@@ -313,14 +322,14 @@ def sweep_table(report: SweepReport) -> ReportTable:
         "run", "status", "problems", "accuracy", "from", "to", "difference to the target alone", "from", "to",
         "p (Holm)", "gain over a coin, single rollouts", "from", "to", "p (Holm)",
         "any rollout correct", "rate", "target tokens", "draft tokens", "scored tokens", "seconds of calls", "calls",
-        "shared calls",
+        "shared calls", "dollars",
     )  # fmt: skip
     rows = [
         (
             p.name, p.standing, p.done, p.accuracy.value, p.accuracy.low, p.accuracy.high,
             *_cells(p.difference), *_cells(p.gain),
             p.oracle.value, p.rate.value, p.target_tokens, p.draft_tokens, p.scored_tokens, p.seconds, p.calls,
-            p.shared,
+            p.shared, math.nan if p.dollars is None else p.dollars,
         )
         for p in (*report.references, *report.grid)
     ]  # fmt: skip

@@ -36,6 +36,7 @@ from atts.journal import (
     run_if_begun,
     run_number,
 )
+from atts.ledger import PRICES, money_of, recorded_prices
 
 SWEEP = "sweep.json"
 Value = str | int | float | bool | None
@@ -171,6 +172,7 @@ class ScalingPoint:
     seconds: float  # of engine calls, added up
     calls: int
     shared: int  # of them, taken from another run of the set
+    dollars: float | None  # None: a model has no price
     right: Mapping[str, float] = field(repr=False)  # by problem, of those that were graded
     # by problem: the share of correct ones among the rollouts that ended
     shares: Mapping[str, float] = field(repr=False)
@@ -266,9 +268,16 @@ def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> Scali
         seconds=calls.seconds / count,
         calls=calls.calls,
         shared=calls.shared,
+        dollars=None if run is None else _dollars(run, state),
         right={one.problem: float(one.is_correct) for one in graded},
         shares=dict(filter(None, map(_share_of_correct, graded))),
     )
+
+
+def _dollars(run: RecordedRun, state: RunState) -> float | None:
+    """Return the mean dollars of a problem, or None if a model has no price."""
+    money = money_of(state.usage, recorded_prices(run.given(PRICES)))
+    return None if money is None or not state.finished else money / len(state.finished)
 
 
 def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunState, CallTotals]:

@@ -156,6 +156,7 @@ def plan(
     target_tokens: float | None = None,
     tokens: float | None = None,
     seconds: float | None = None,
+    dollars: float | None = None,
 ) -> Advice:
     """Advise which rate, samples, turns and chunk length to use when a problem may cost so much.
 
@@ -168,7 +169,8 @@ def plan(
     from atts.analysis import Cap, advise
 
     several = [runs] if isinstance(runs, str | Path | RunResult) else runs
-    return advise([directory_of(run) for run in several], Cap(target_tokens, tokens, seconds))
+    cap = Cap(target_tokens, tokens, seconds, dollars)
+    return advise([directory_of(run) for run in several], cap)
 
 
 def replay(

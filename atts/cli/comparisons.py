@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -111,7 +111,8 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         elif math.isnan(cost.low):
             ratio = f"{cost.ratio:.3f} (one problem has no interval)"
         name = "seconds it took" if cost.name == "seconds" else cost.name.replace("_", " ")
-        lines.append(f"{name:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
+        form = ",.6f" if cost.name == "dollars" else ",.1f"
+        lines.append(f"{name:<16}{cost.first:>12{form}}{cost.second:>12{form}}   {ratio}")
     if any(cost.name == "seconds" for cost in comparison.costs):
         lines.append(
             "Problems run side by side, so a run takes less time than the sum of these seconds."
@@ -382,6 +383,10 @@ def plan(
     seconds: Annotated[
         float | None, typer.Option(help="Cap on seconds until a problem's last rollout ends.")
     ] = None,
+    dollars: Annotated[
+        float | None,
+        typer.Option(help="Cap on dollars per problem, by the prices that the runs recorded."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Advise what to spend: the rate, samples, turns and chunk length under a cap per problem.
@@ -395,7 +400,9 @@ def plan(
     """
     from atts.api import plan as planned
 
-    advice = planned(runs, target_tokens=target_tokens, tokens=tokens, seconds=seconds)
+    advice = planned(
+        runs, target_tokens=target_tokens, tokens=tokens, seconds=seconds, dollars=dollars
+    )
     print_result(advice, as_json, _advice_lines)
 
 
@@ -406,8 +413,7 @@ def _advice_lines(advice: Advice) -> list[str]:
         "",
     ]
     lines += _best_lines(advice)
-    lines += ["", "Pareto-optimal settings, per problem:", _option_head()]
-    lines += [_option_row(option) for option in advice.options]
+    lines += ["", "Pareto-optimal settings, per problem:", *_option_lines(advice.options)]
     if advice.other_rates:
         lines += ["", "Rates that were not run, decided again on the recorded scores:"]
         lines.append(
@@ -458,38 +464,34 @@ def _best_lines(advice: Advice) -> list[str]:
         f"(from {best.run})",
         f"  accuracy    {best.accuracy}",
         f"  per problem {best.draft_tokens:,.0f} draft, {best.scored_tokens:,.0f} scored, "
-        f"{best.target_tokens:,.0f} target tokens; {best.seconds:,.2f} s",
+        f"{best.target_tokens:,.0f} target tokens; {best.seconds:,.2f} s"
+        f"{'' if best.dollars is None else f', ${best.dollars:.6f}'}",
         f"  flags       --method {best.method} --rate {best.rate:g} --samples {best.samples} "
         f"--turns {best.turns}",
     ]
 
 
-def _option_head() -> str:
-    return _option_columns(
-        (
-            "method",
-            "rate",
-            "samples",
-            "turns",
-            "target tokens",
-            "all tokens",
-            "seconds",
-            "accuracy",
-        )
-    )
+def _option_lines(options: Sequence[Option]) -> Iterator[str]:
+    """Yield a table of options; dollars have a column where any is known."""
+    has_prices = any(option.dollars is not None for option in options)
+    costs = ("target tokens", "all tokens", "seconds", *(("dollars",) if has_prices else ()))
+    yield _option_columns(("method", "rate", "samples", "turns", *costs, "accuracy"))
+    for option in options:
+        chosen = (option.method, f"{option.rate:g}", str(option.samples), str(option.turns))
+        numbers = [
+            f"{option.target_tokens:,.0f}",
+            f"{option.tokens:,.0f}",
+            f"{option.seconds:,.2f}",
+        ]
+        if has_prices:
+            numbers.append("-" if option.dollars is None else f"{option.dollars:.6f}")
+        yield _option_columns((*chosen, *numbers, option.accuracy.brief("-")))
 
 
-def _option_row(option: Option) -> str:
-    numbers = (f"{option.target_tokens:,.0f}", f"{option.tokens:,.0f}", f"{option.seconds:,.2f}")
-    chosen = (option.method, f"{option.rate:g}", str(option.samples), str(option.turns))
-    return _option_columns((*chosen, *numbers, option.accuracy.brief("-")))
-
-
-def _option_columns(cells: tuple[str, ...]) -> str:
+def _option_columns(cells: Sequence[str]) -> str:
     """Align words to the left at both ends, and numbers to the right between them."""
-    between = "".join(
-        f"{cell:>{width}}" for cell, width in zip(cells[1:-1], (6, 9, 7, 15, 12, 10), strict=True)
-    )
+    widths = (6, 9, 7, 15, 12, 10, 12)
+    between = "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:-1], widths, strict=False))
     return f"  {cells[0]:<14}{between}   {cells[-1]}"
 
 

@@ -54,8 +54,7 @@ def view(
     except OSError as error:
         raise UsageError(f"--port {port}: cannot listen there ({error.strerror})") from error
     with server:
-        host = server.server_address[0]
-        say(f"atts shows {source} on http://{host}:{server.server_port}/atts/view", flush=True)
+        say(f"atts shows {source} on http://127.0.0.1:{server.server_port}/atts/view", flush=True)
         with suppress(KeyboardInterrupt):  # the way to end it
             server.serve_forever()
 

@@ -48,6 +48,11 @@ class RecordedRun:
         setting = self.manifest.configuration.get(name)
         return None if setting is None else setting.value
 
+    def given(self, name: str) -> Any:
+        """Return a value of the settings as they were given, None if there is none of that name."""
+        setting = self.manifest.settings.get(name)
+        return None if setting is None else setting.value
+
     @property
     def policy(self) -> dict[str, Any]:
         """Return the run's policy as JSON data, empty if the run has none."""

@@ -8,15 +8,15 @@ from functools import cached_property
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from atts.core import Outcome, Role, Usage
+from atts.core import Outcome, Usage
 from atts.engine import Speculated
 from atts.errors import CheckFailed, EngineError, UsageError
 from atts.evaluators import Estimate, Sequential, accuracy_estimate, mean_estimate, share_estimate
 from atts.files import jsonable
 from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
-from atts.ledger import PRICES, Price, cost_of
+from atts.ledger import PRICES, money_of, recorded_prices
 from atts.run.conditions import Answered, answered
 
 _COARSE = 2.0  # judged chunks per rollout, on average, up to which a chunk is most of it
@@ -193,17 +193,7 @@ class RunResult:
     def cost(self) -> float | None:
         """Return the dollars that all finished problems cost, or None where a price is unknown."""
         setting = self.manifest.settings.get(PRICES)
-        if setting is None:
-            return None
-        prices: dict[Role, Price] = {}
-        for role, price in cast(dict[Role, Any], setting.value).items():
-            prices[role] = Price(**price)
-        asked: list[Role] = []
-        if self.usage.draft_tokens:
-            asked.append("draft")
-        if self.usage.target_tokens or self.usage.scored_tokens:
-            asked.append("target")
-        return cost_of(self.usage, prices, tuple(asked))
+        return None if setting is None else money_of(self.usage, recorded_prices(setting.value))
 
     @property
     def answered(self) -> Answered | None:

@@ -619,8 +619,7 @@ async def check_hints(probe: Probe) -> None:
 
 @check("sample", "score", "draw", "seeds")
 async def check_drawing(probe: Probe) -> None:
-    """Tokens that are drawn while a text is scored begin the answer, and the rest can be requested.
-    """
+    """Tokens that are drawn while a text is scored begin the answer, and the rest can be requested."""
     for request in probe.requests(1, LOOSE):
         whole = await probe.engine.sample(request)
         other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))

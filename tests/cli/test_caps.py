@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from atts.analysis.planning import read_plan_data
 from atts.ledger import LEDGER, read_ledger
 
 RUN = ("eval", "arithmetic[:4]", "--draft", "scripted", "--target", "scripted", "--samples", "2")
@@ -61,3 +62,45 @@ def test_caps_leave_the_run_directory_the_same(atts: Any, tmp_path: Path) -> Non
     words = (*RUN, "--out", str(tmp_path / "run"))
     assert atts(*words, "--max-total-tokens", "500").code == 130
     assert atts(*words).code == 0
+
+
+def test_money_stands_beside_tokens_wherever_prices_are_known(
+    atts: Any, tmp_path: Path, prices: str
+) -> None:
+    """Reports, compare, plan and sweep print dollars of priced runs, and of no others."""
+    words = ("--draft", "scripted", "--target", "scripted", "--samples", "2", "--report", "none")
+    for name, more in (("priced", ("--set", prices)), ("dear", ("--set", prices)), ("free", ())):
+        method = "target-only" if name == "dear" else "atts"
+        run = ("eval", "arithmetic[:4]", *words, "--method", method, *more)
+        assert atts(*run, "--out", name).code == 0
+    again = (*run, "--set", prices, "--out", "priced", "--json")
+    summary = json.loads(atts(*again).out.splitlines()[-1])
+
+    report = json.loads(atts("report", "priced", "--format", "json", "--out", "-").out)
+    assert report["spend"]["dollars"] == pytest.approx(summary["cost"])
+    table = atts("report", "priced", "--format", "markdown", "--out", "-").out
+    assert f"${summary['cost']:,.4f}" in table
+    assert "money" not in atts("report", "free", "--format", "markdown", "--out", "-").out
+
+    compared = json.loads(atts("compare", "priced", "dear", "--json").out)
+    (cost,) = [one for one in compared["costs"] if one["name"] == "dollars"]
+    assert cost["first"] == pytest.approx(summary["cost"] / 4)
+    assert cost["ratio"] > 1
+    names = [
+        one["name"] for one in json.loads(atts("compare", "priced", "free", "--json").out)["costs"]
+    ]
+    assert "dollars" not in names
+
+    planned = json.loads(atts("plan", "priced", "--json").out)
+    assert all(0 < one["dollars"] <= summary["cost"] / 4 for one in planned["options"])
+    data = read_plan_data(tmp_path / "priced")
+    usage = data.usage
+    whole = data.dollars(usage.draft_tokens, usage.target_tokens, usage.scored_tokens)
+    assert whole == pytest.approx(summary["cost"])
+    assert "dollars" in atts("plan", "priced").out
+    assert "dollars" not in atts("plan", "free").out
+    assert "was recorded without the prices" in atts("plan", "free", "--dollars", "1").err
+    assert atts("plan", "priced", "--dollars", "1").code == 0
+
+    swept = ("sweep", "arithmetic[:2]", *words[:-2], "--over", "rate=.1,.3", "--set", prices)
+    assert "dollars: per problem" in atts(*swept, "--out", "set").out

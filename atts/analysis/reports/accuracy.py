@@ -27,6 +27,7 @@ from atts.evaluators import (
     share_estimate,
     votes,
 )
+from atts.ledger import PRICES, money_of, recorded_prices
 
 
 def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
@@ -104,6 +105,7 @@ def spend(data: RunData) -> Spend:
     seconds = data.state.seconds
     tokens = written(usage)
     right = sum(one.brief.is_correct for one in problems)
+    dollars = money_of(usage, recorded_prices(data.run.given(PRICES)))
     return Spend(
         usage,
         target_share=_ratio(usage.target_tokens, tokens, math.nan),
@@ -112,6 +114,8 @@ def spend(data: RunData) -> Spend:
         tokens_per_right=_ratio(tokens, right, math.inf),
         seconds=seconds,
         tokens_per_second=_ratio(tokens, seconds, math.nan),
+        dollars=dollars,
+        dollars_per_right=None if dollars is None or not right else dollars / right,
     )
 
 

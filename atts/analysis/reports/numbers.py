@@ -95,6 +95,8 @@ class Spend:
     tokens_per_right: float
     seconds: float
     tokens_per_second: float
+    dollars: float | None  # None: a model has no price
+    dollars_per_right: float | None
 
 
 @dataclass(frozen=True, slots=True)

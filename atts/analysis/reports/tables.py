@@ -134,6 +134,10 @@ def spend_table(report: RunReport) -> ReportTable:
         ("seconds, all sessions", cell(spend.seconds)),
         ("tokens written per second", cell(spend.tokens_per_second)),
     ]
+    if spend.dollars is not None:
+        rows.append(("money, by the prices of the models", f"${spend.dollars:,.4f}"))
+    if spend.dollars_per_right is not None:
+        rows.append(("money per correct answer", f"${spend.dollars_per_right:,.6f}"))
     return ReportTable.of(
         "Tokens, calls and seconds of the run", ("what", "how much"), rows, "facts"
     )

@@ -211,7 +211,7 @@ def speculation_words(
     :raises OptionError: `speculate` asks for what these engines cannot do.
 
     >>> speculation_words("embedded", "vllm:http://a:8000/M")
-    'nothing: that takes a draft and a target of this machine'
+    'nothing: only a draft and a target on this machine speculate'
     """
     speculation, lent = _speculation(draft, target, speculate)
     _, _, settings = str(target).partition("?")
@@ -224,7 +224,7 @@ def speculation_words(
     if speculate == "auto" and _is_one_loop(draft, target):
         return "nothing: draft and target share the blocks of a zoo, and a step loop"
     if speculate == "auto":
-        return "nothing: that takes a draft and a target of this machine"
+        return "nothing: only a draft and a target on this machine speculate"
     return "nothing"
 
 

@@ -201,7 +201,7 @@ def _mean_rollout(
         return _from_solutions(setup, problems)
     return (
         None,
-        "no earlier run of these models to go by; run a few problems (--limit 5), then ask again",
+        "no earlier run of these models, so the cost is unknown; run a few problems (--limit 5) first",
     )
 
 
@@ -218,14 +218,20 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
         or len(parts) != 4
         or parts[1] not in ("train", "calibration", "test")
     ):
-        return None, "no earlier run of the embedded models on other problems to go by"
+        return (
+            None,
+            "no earlier run of the embedded models on other problems, so the cost is unknown",
+        )
     split = parts[1]
     seed = int(parts[2])
     exercise_list = exercises(split, 5 * len(problems), seed)  # type: ignore[arg-type]  # checked above
     known = {exercise.text: exercise.solution for exercise in exercise_list}
     texts = [known[problem.text] for problem in problems if problem.text in known]
     if not texts:
-        return None, "no earlier run of the embedded models on these problems to go by"
+        return (
+            None,
+            "no earlier run of the embedded models on these problems, so the cost is unknown",
+        )
     tokenizer = Tokenizer.from_file(str(path("draft") / "tokenizer.json"))
     length = sum(len(encoded.ids) for encoded in tokenizer.encode_batch(texts)) / len(texts)
     words = f"the worked solutions of {len(texts)} of these problems have {length:.0f} tokens on average"
@@ -415,7 +421,7 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
             continue
         count = "1 rollout" if placement.rollouts == 1 else f"{placement.rollouts} rollouts"
         seen = f"{placement}; the cache holds {count}"
-        start = f"`atts pairs {pair.name} --card {kind}` starts them"
+        start = f"`atts pairs {pair.name} --card {kind}` prints their commands"
         if kind not in here:
             advice = f"Run this where the servers are to run; {start}"
             yield Check("memory", "warn", f"{seen}; this machine has no {kind}", advice)

@@ -268,9 +268,16 @@ def _is_asyncio() -> bool:
 
 
 def _error_words(error: BaseException) -> str:
-    """Return the error's name with the first message that it or its causes have."""
-    cause: BaseException | None = error
-    while cause and not str(cause):
-        cause = cause.__cause__ or cause.__context__
+    """Return the system's words for the error, or its name with the first message that it or its
+    causes have.
+    """
+    causes = [error]
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+    for cause in causes:
+        # Libraries add names of their own parts to what the system said.
+        if isinstance(cause, OSError) and cause.errno:
+            return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
+    message = next((str(cause) for cause in causes if str(cause)), "")
     name = type(error).__name__
-    return f"{name}: {cause}" if cause else name
+    return f"{name}: {message}" if message else name

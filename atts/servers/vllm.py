@@ -366,7 +366,9 @@ def lacking(version: VllmVersion) -> list[str]:
     lines = list[str]()
     for feature in FEATURES:
         if not _has(version, feature):
-            lines.append(f"not before {dotted(feature.since)}: {feature.does}; {feature.without}")
+            lines.append(
+                f"{feature.does} (only from vLLM {dotted(feature.since)} on); without this, {feature.without}"
+            )
     return lines
 
 

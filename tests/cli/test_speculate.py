@@ -199,7 +199,7 @@ def test_a_dry_run_says_who_proposes(atts: Callable[..., Any]) -> None:
         line for line in off.out.splitlines() if "output" in line
     ]
     server = atts("eval", "arithmetic[:1]", "--target", "vllm:http://h:1/M", "--dry-run")
-    assert "nothing: that takes a draft and a target of this machine" in server.out
+    assert "nothing: only a draft and a target on this machine speculate" in server.out
     named = atts("eval", "arithmetic[:1]", "--set", "speculate=pearl", "--dry-run")
     assert "by the draft (speculate pearl)" in named.out
     own = atts("eval", "arithmetic[:1]", "--target", "embedded?k=3", "--dry-run")

@@ -209,7 +209,7 @@ class WriterChoice:
         return self.tried_busy - written / self.rates["target"]
 
     def _give_up(self) -> None:
-        """Let the target finish what the draft began, and go on."""
+        """Let the target finish what the draft began, and all that follows."""
         self.best = "target"
         self._stay(max(_AFTER_LOSS, 2 * self.stay))
         self._go_on("target")

@@ -56,7 +56,7 @@ class RankedRollout:
 
 @dataclass(frozen=True, slots=True)
 class PartRun:
-    """What one method came to on one part of the problems."""
+    """Results of one method on one part of the problems."""
 
     piece: Piece
     ranked: Sequence[RankedRollout]
@@ -268,7 +268,7 @@ def tables(series: Series) -> list[Table]:
 
 
 def accuracy_table(sums: Mapping[str, Sum], count: int) -> Table:
-    """Return accuracy and tokens of every method, each beside its coin and beside the target."""
+    """Return accuracy and tokens of every method, each compared with its coin and with the target."""
     rows: list[Row] = []
     for name, one in sums.items():
         coin = sums.get(name.replace("atts", "coin"))

@@ -317,7 +317,7 @@ def test_a_piece_that_failed_is_no_longer_in_flight() -> None:
 def test_a_piece_that_is_given_up_is_finished_by_the_target(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text is the target's own, whoever wrote which part of it."""
+    """The text is the target's own, whichever engine wrote which part of it."""
     only_drafts(monkeypatch)
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, 3))
     asked = count()

@@ -1,4 +1,4 @@
-"""What method exact loses beside the target alone, on two simulated engines that share processors.
+"""Losses of method exact compared with the target alone, on two simulated engines that share processors.
 
 Each engine takes steps: a step decodes a token of every text that waits for one, and reads prompts
 and drafts in the same pass. While both engines are busy, each computes at half its speed.
@@ -79,7 +79,7 @@ class OnlyDrafts(WriterChoice):
         """Count nothing."""
 
     def is_given_up(self, begun: BegunChunk, now: float) -> bool:
-        """Go on."""
+        """Return False."""
         return False
 
 
@@ -191,7 +191,7 @@ class Run:
 
 
 def relative(models: str, shape: Sequence[int], method: Method) -> list[float]:
-    """Return a method's times beside the target's alone, for three runs."""
+    """Return a method's times relative to the target's alone, for three runs."""
     at_once, rollouts, chunks = shape
     times: list[float] = []
     for seed in range(3):

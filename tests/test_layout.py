@@ -32,7 +32,7 @@ FLOORS: list[set[str]] = [
         "atts.models",
     },
     {"atts.local", "atts.servers", "atts.testing", "atts.pipelines"},
-    {"atts.analysis", "atts.accel", "atts.methods", "atts.run"},
+    {"atts.analysis", "atts.accel", "atts.importers", "atts.methods", "atts.run"},
     {"atts.api"},
     {"atts.adapters"},
     {"atts.serving"},

@@ -11,6 +11,16 @@ from atts.analysis.comparison import Compared, compare, read_results
 from atts.analysis.listing import RunLine, RunStanding, is_running, list_runs, standing_of
 from atts.analysis.pilot import PilotArm, PilotReport, PilotRow, judge_pilot, pilot_lines
 from atts.analysis.planning import Advice, Cap, ChunkAdvice, Option, advise
+from atts.analysis.referee import (
+    UNITS,
+    PlayedProblem,
+    PlayedRollout,
+    Referee,
+    RefereeOptions,
+    RuleRow,
+    referee,
+    referee_run,
+)
 from atts.analysis.reports.build import BuiltReport, build_report
 from atts.analysis.reports.calibration import (
     CalibrationReport,
@@ -69,13 +79,18 @@ __all__ = [
     "PilotArm",
     "PilotReport",
     "PilotRow",
+    "PlayedProblem",
+    "PlayedRollout",
     "Plot",
     "PointKind",
     "PolicyChange",
     "RateControl",
+    "Referee",
+    "RefereeOptions",
     "Replay",
     "ReplaySide",
     "Replayed",
+    "RuleRow",
     "RunLine",
     "RunSet",
     "RunSetPoint",
@@ -84,6 +99,7 @@ __all__ = [
     "ScalingPoint",
     "Standing",
     "SweepReport",
+    "UNITS",
     "Value",
     "advise",
     "as_format",
@@ -99,6 +115,8 @@ __all__ = [
     "pilot_lines",
     "read_results",
     "read_sweep",
+    "referee",
+    "referee_run",
     "render",
     "render_calibration",
     "render_sweep",

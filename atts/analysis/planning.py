@@ -14,7 +14,7 @@ import numpy as np
 from atts.analysis.run_replay import ReplayedProblem, fresh_calibrator, replay_policy
 from atts.analysis.turns import is_written, tokens_written
 from atts.calibration import Mode
-from atts.core import Chunk, Outcome, Rollout, Turn, TurnKey, Usage
+from atts.core import Chunk, Outcome, Rollout, TurnKey, Usage
 from atts.errors import OptionError, UsageError
 from atts.evaluators import (
     Estimate,
@@ -28,7 +28,15 @@ from atts.evaluators import (
     variance_split,
     votes,
 )
-from atts.journal import CallSpan, Decided, FinishedProblem, RecordedRun, RunState, open_run
+from atts.journal import (
+    CallSpan,
+    Decided,
+    FinishedProblem,
+    Measured,
+    RecordedRun,
+    RunState,
+    open_run,
+)
 from atts.ledger import PRICES, money_of, recorded_prices
 from atts.pipelines import ConformalGate, Policy
 
@@ -137,6 +145,8 @@ def read_plan_data(directory: Path) -> PlanData:
                 seconds[node.problem, node.sample, node.turn] += node.ended - node.ready
             case Decided(decision) as decided if decision.action != "verify":
                 data.decided[decision.turn_key] = decided
+            case Measured(seconds=float(took)) as measured:
+                seconds[measured.problem, measured.sample, 0] += took
             case _:
                 pass
     for outcome in data.outcomes:
@@ -158,14 +168,14 @@ def _add_case(
         return
     complete = brief.complete_samples
     data.censored += len(brief.samples) - len(complete)
-    turns = {rollout.sample: rollout.turns for rollout in outcome.rollouts}
+    by_sample = {rollout.sample: rollout for rollout in outcome.rollouts}
     labels = answer_classes(
         [one.answer for one in complete], partial(group, kind=outcome.problem.kind)
     )
     rollouts = tuple(
         CompleteRollout(
             one.sample,
-            _costs(brief.problem, one.sample, turns[one.sample], seconds),
+            _costs(by_sample[one.sample], seconds),
             label,
             None if one.verdict == "unscored" else one.verdict == "correct",
         )
@@ -175,18 +185,25 @@ def _add_case(
         data.cases.append(GradedCase(brief.problem, rollouts, float(brief.is_correct)))
 
 
-def _costs(
-    problem: str, sample: int, turns: Sequence[Turn], seconds: Mapping[TurnKey, float]
-) -> tuple[TurnCost, ...]:
-    return tuple(
+def _costs(rollout: Rollout, seconds: Mapping[TurnKey, float]) -> tuple[TurnCost, ...]:
+    """Return the cost of each turn of a rollout."""
+    costs = tuple(
         TurnCost(
             tokens_written(turn, "draft"),
             tokens_written(turn, "target"),
             scored_tokens=turn.scored_tokens,
-            seconds=seconds.get((problem, sample, turn.index), 0.0),
+            seconds=seconds.get((rollout.problem, rollout.sample, turn.index), 0.0),
         )
-        for turn in turns
+        for turn in rollout.turns
     )
+    is_unsplit = not any(cost.draft_tokens + cost.target_tokens for cost in costs)
+    if len(costs) == 1 and is_unsplit:
+        # an imported rollout has a number of tokens, and no token ids to count
+        usage = rollout.usage
+        return (
+            replace(costs[0], draft_tokens=usage.draft_tokens, target_tokens=usage.target_tokens),
+        )
+    return costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,11 @@ COMMANDS: dict[str, Command] = {
         "atts.cli.evaluations", "evaluate", "Evaluate a method on a dataset: the main command."
     ),
     "grade": Command("atts.cli.datasets", "grade", "Grade answers against references."),
+    "import": Command(
+        "atts.cli.importing",
+        "import_run",
+        "Make a run of another tool's rollouts, for reports, comparisons and replays.",
+    ),
     "journal": Command(
         "atts.cli.recorded_runs",
         "journal_app",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,16 @@ from atts.cli.terminal import json_line, print_result, say, tell
 from atts.errors import CheckFailed, OptionError
 
 if TYPE_CHECKING:
-    from atts.analysis import Advice, ChunkAdvice, Compared, Option, Replay, ReplaySide
+    from atts.analysis import (
+        Advice,
+        ChunkAdvice,
+        Compared,
+        Option,
+        Referee,
+        Replay,
+        ReplaySide,
+        RuleRow,
+    )
     from atts.calibration import Certificate
     from atts.evaluators import Comparison
 
@@ -252,7 +261,29 @@ def replay(
         int | None, typer.Option(help="Takeovers by the target per problem, at most.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Random seed of the gate.", show_default="as recorded")
+        int | None,
+        typer.Option(
+            help="Random seed of the gate; with --rules, of the orders of arrival.",
+            show_default="as recorded",
+        ),
+    ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare stopping and voting rules instead: all, or some by name, such as "
+            "exact,beta,doubling."
+        ),
+    ] = None,
+    orders: Annotated[
+        int | None,
+        typer.Option(help="With --rules: random orders of arrival.", show_default="200"),
+    ] = None,
+    match: Annotated[
+        str | None,
+        typer.Option(
+            help="With --rules: unit of equal budgets: samples, tokens, seconds or dollars.",
+            show_default="samples",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -263,10 +294,30 @@ def replay(
     unknown rollouts could change votes, the accuracy is not estimated: its bounds are printed,
     which hold that of a live run 95 % of the time. Tokens are then unknown.
 
+    --rules plays rival rules on the recorded rollouts instead, which arrive one at a time in random
+    orders: what each rule spends, how often its vote differs from that of all rollouts, and its
+    accuracy next to that of a fixed number of rollouts at the same budget. A run made with
+    --early-stop none has all rollouts.
+
     Example: atts replay runs/first --rate 0.4 --samples 4
+
+    Example: atts replay runs/theirs --rules all
     """
     from atts.api import replay as again
 
+    if rules is not None:
+        others = {
+            "--method": method, "--rate": rate, "--rate-scope": rate_scope, "--turns": turns,
+            "--vote": vote, "--budget": budget,
+        }  # fmt: skip
+        for option, value in others.items():
+            if value is not None:
+                raise OptionError(option, "it decides on chunks, and --rules on whole rollouts")
+        _play_rules(directory, rules, samples, orders, seed, match, as_json=as_json)
+        return
+    for option, value in (("--orders", orders), ("--match", match)):
+        if value is not None:
+            raise OptionError(option, "it belongs to --rules")
     words: Any = {"rate_scope": rate_scope, "vote": vote}  # checked there
     replayed = again(
         directory,
@@ -279,6 +330,116 @@ def replay(
         **words,
     )
     say("\n".join(_replay_objects(replayed) if as_json else _replay_lines(replayed)))
+
+
+def _play_rules(
+    directory: Path,
+    rules: str,
+    samples: int | None,
+    orders: int | None,
+    seed: int | None,
+    match: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print what rival rules spend and answer on a run's rollouts."""
+    from atts.analysis import RefereeOptions, referee_run
+    from atts.journal import open_run
+
+    run = open_run(directory)
+    words: Any = {} if match is None else {"unit": match}  # checked there
+    options = RefereeOptions(
+        rules=[name.strip() for name in rules.split(",") if name.strip()],
+        samples=samples,
+        orders=200 if orders is None else orders,
+        seed=run.manifest.seed if seed is None else seed,
+        **words,
+    )
+    found = referee_run(run, options)
+    if as_json:
+        facts = asdict(replace(found, rows=()))
+        del facts["rows"]
+        lines = [{"type": "rule", **row.as_json()} for row in found.rows]
+        say("\n".join(map(json_line, [*lines, {"type": "summary", **facts}])))
+    else:
+        say("\n".join(_rule_lines(found)))
+
+
+def _rule_lines(found: Referee) -> Iterator[str]:
+    """Yield one row per rule, what their columns mean, and how far the numbers reach."""
+    yield (
+        f"{found.problems:,} problems, up to {found.most:,} of {found.rollouts:,} rollouts in "
+        f"{found.orders:,} random orders (seed {found.seed})"
+    )
+    yield ""
+    costs = [unit for unit in ("tokens", "seconds", "dollars") if _is_known(found, unit)]
+    wide = max(len(row.rule) for row in found.rows)
+    head = f"{'rule':<{wide}}  {'samples':>17}" + "".join(f"{unit:>10}" for unit in costs)
+    yield (
+        f"{head}  {'changed':>8}  {'accuracy':<20}  {'less all':<23}  {'less fixed':<23}  "
+        f"{'1 point':>7}"
+    )
+    for row in found.rows:
+        yield _rule_row(row, wide, costs).rstrip()
+    yield ""
+    yield from _rule_notes(found)
+
+
+def _is_known(found: Referee, unit: str) -> bool:
+    return not any(math.isnan(getattr(row, unit)) for row in found.rows)
+
+
+def _rule_row(row: RuleRow, wide: int, costs: list[str]) -> str:
+    samples = f"{row.samples.value:.1f}"
+    if row.samples.low < row.samples.high:
+        samples += f" [{row.samples.low:.1f}, {row.samples.high:.1f}]"
+    spent = "".join(f"{_cost(getattr(row, unit)):>10}" for unit in costs)
+    need = "" if row.problems_for_a_point is None else f"{row.problems_for_a_point:,}"
+    return (
+        f"{row.rule:<{wide}}  {samples:>17}{spent}  {f'{100 * row.changed.value:.2f} %':>8}  "
+        f"{row.accuracy.brief('-'):<20}  {_difference(row.against_all):<23}  "
+        f"{_difference(row.against_fixed):<23}  {need:>7}"
+    )
+
+
+def _cost(value: float) -> str:
+    """Return a mean cost with as many digits as it needs."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _difference(compared: Comparison | None) -> str:
+    """Return a difference of accuracies with its interval."""
+    if compared is None:
+        return ""
+    found = compared.difference
+    if math.isnan(found.low):
+        return f"{found.value:+.3f}"
+    return f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+
+
+def _rule_notes(found: Referee) -> Iterator[str]:
+    """Yield what the columns mean, and what was left out."""
+    yield (
+        "changed: votes that are not those of all rollouts. less all: accuracy less that of all "
+        "rollouts' vote."
+    )
+    yield (
+        f"less fixed: less that of fixed numbers of rollouts that take as many {found.unit}. "
+        "1 point: problems that would show a"
+    )
+    yield "difference of 1 point from all rollouts' vote (80 % power). Brackets are 95 % intervals over problems."
+    about = [
+        f"{row.rule}: {row.about}{f' ({row.whose})' if row.whose else ''}" for row in found.rows
+    ]
+    yield from ("", *about)
+    if found.censored:
+        yield ""
+        yield (
+            f"{found.censored:,} rollouts were stopped before they could answer and are left out, "
+            "which favours quick ones; --early-stop none records all"
+        )
+    if found.ungraded:
+        yield f"{found.ungraded:,} problems have no verdict and are left out"
 
 
 def _replay_objects(replayed: Replay) -> list[str]:

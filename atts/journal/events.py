@@ -244,6 +244,16 @@ class Warned(_Event, frozen=True, tag="warning"):
     sample: int | None = None
 
 
+class Measured(_Event, frozen=True, tag="measured"):
+    """Numbers that another tool recorded of a rollout: its cost, and scores such as a reward."""
+
+    problem: str
+    sample: int
+    scores: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
+    dollars: float | None = None
+    seconds: float | None = None
+
+
 COMPARED = "compared"
 """Code of the warning that reports the comparison with an earlier run."""
 
@@ -280,13 +290,15 @@ Event = (
     | ProblemSpan
     | Warned
     | Drifted
+    | Measured
 )
 """Everything that can happen in a run. The order of the lines is the order in which it happened.
 
 Steps, from which an interrupted run resumes, are `Sampled`, `Scored` and `CallFailed` (results of
 engine calls, found again by `key`), and `Decided` and `Observed` (calls of the gate, repeated in
 order to rebuild its state). Facts, from which results and reports are made, are problems, rollouts,
-turns, outcomes and verdicts. The rest are remarks: sessions, the task graph's spans, warnings, drift.
+turns, outcomes and verdicts. The rest are remarks: sessions, the task graph's spans, warnings, drift,
+measurements of other tools.
 """
 
 

@@ -259,6 +259,8 @@ def _escalated(cost: Spend, calibration: RateControl | None) -> ShownNumber:
             if math.isnan(cost.tokens_per_second)
             else f"{cost.tokens_per_second:,.0f} tokens a second"
         )
+        if not cost.seconds:
+            return ShownNumber("unknown", "seconds", "the run was imported")
         return ShownNumber(f"{cost.seconds:,.3g} s", "in all sessions", per_second)
     share = calibration.escalated / calibration.decisions
     found = calibration.check()

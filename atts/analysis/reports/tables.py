@@ -131,7 +131,7 @@ def spend_table(report: RunReport) -> ReportTable:
         ("engine calls", cell(usage.calls)),
         ("tokens written per problem", cell(spend.tokens_per_problem)),
         ("tokens written per correct answer", cell(spend.tokens_per_right)),
-        ("seconds, all sessions", cell(spend.seconds)),
+        ("seconds, all sessions", cell(spend.seconds) if spend.seconds else cell("unknown")),
         ("tokens written per second", cell(spend.tokens_per_second)),
     ]
     if spend.dollars is not None:

@@ -1,0 +1,488 @@
+"""Rival rules on one run's rollouts: what each spends, and how often its answer is correct.
+
+Rollouts arrive one at a time in orders drawn by seed. Every rule meets the same orders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atts.analysis.stopping_rules import (
+    NO_ANSWER,
+    ONE_BY_ONE,
+    Arrivals,
+    StoppingRule,
+    best_of_n,
+    borda_vote,
+    deepconf_offline,
+    deepconf_online,
+    fixed,
+    take_all,
+    weighted_vote,
+)
+from atts.core import Outcome
+from atts.errors import JournalError, OptionError
+from atts.evaluators import (
+    Comparison,
+    Estimate,
+    answer_classes,
+    compare_runs,
+    group,
+    mean_estimate,
+    problems_needed,
+)
+from atts.journal import FinishedProblem, Measured, RecordedRun, RunState
+from atts.sampling import Seed, generator, student_quantile
+
+Floats = NDArray[np.float64]
+Unit = Literal["samples", "tokens", "seconds", "dollars"]
+UNITS: tuple[Unit, ...] = ("samples", "tokens", "seconds", "dollars")
+CONFIDENCE = "confidence"
+"""Name of the score that atts' own log-probabilities give: e to their mean."""
+ORACLE = "pass@n"
+ALL = "all"
+_MOST_ROLLOUTS = 64  # of a problem in one order, unless more are asked for
+_POINT = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedRollout:
+    """One recorded rollout as rules see it."""
+
+    label: int  # class of equal answers
+    is_right: float  # 1 correct, 0 wrong or unscored
+    costs: tuple[float, float, float, float]  # by unit; NaN where it is not known
+    scores: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedProblem:
+    """One problem with its rollouts that ran to their end."""
+
+    name: str
+    rollouts: tuple[PlayedRollout, ...]
+
+    def right(self) -> dict[int, float]:
+        """Return for each class of answers whether it is correct, as most of its rollouts say."""
+        verdicts: dict[int, list[float]] = defaultdict(list)
+        for rollout in self.rollouts:
+            verdicts[rollout.label].append(rollout.is_right)
+        right = {label: float(np.mean(values) > 0.5) for label, values in verdicts.items()}
+        return {**right, NO_ANSWER: 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """One rule over all problems and orders; costs are means per problem, NaN where unknown.
+
+    `against_all` is the accuracy less that of all rollouts' vote, `against_fixed` less that of a
+    fixed number of rollouts at the same mean budget. `problems_for_a_point` would show a difference
+    of 1 point from all rollouts' vote with 80 % power.
+    """
+
+    rule: str
+    about: str
+    whose: str
+    accuracy: Estimate
+    samples: Estimate
+    tokens: float
+    seconds: float
+    dollars: float
+    changed: Estimate  # votes that are not those of all rollouts
+    against_all: Comparison | None
+    against_fixed: Comparison | None
+    problems_for_a_point: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        names = ("rule", "about", "whose", "tokens", "seconds", "dollars", "problems_for_a_point")
+        plain: dict[str, Any] = {name: getattr(self, name) for name in names}
+        for name in ("accuracy", "samples", "changed"):
+            plain[name] = getattr(self, name).as_json()
+        for name in ("against_all", "against_fixed"):
+            compared = getattr(self, name)
+            plain[name] = None if compared is None else compared.difference.as_json()
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Referee:
+    """Every rule on one run."""
+
+    rows: tuple[RuleRow, ...]
+    problems: int
+    rollouts: int  # recorded ones that ran to their end
+    most: int  # rollouts of a problem in one order
+    orders: int
+    seed: int
+    unit: Unit  # in which budgets are matched
+    censored: int  # rollouts left out because they were stopped before they could answer
+    ungraded: int  # problems left out because nothing says what is correct
+    scores: tuple[str, ...] = ()  # recorded of every rollout
+
+
+@dataclass(frozen=True, slots=True)
+class RefereeOptions:
+    """Which rules, on how many rollouts of a problem, in how many orders.
+
+    :raises OptionError: a number that is not positive, or an unknown unit.
+    """
+
+    rules: Sequence[str] = ()  # none: all
+    samples: int | None = None
+    orders: int = 200
+    seed: int = 0
+    unit: Unit = "samples"
+
+    def __post_init__(self) -> None:
+        if self.orders < 1:
+            raise OptionError("--orders", f"{self.orders} orders are none; give at least 1")
+        if self.samples is not None and self.samples < 2:
+            raise OptionError("--samples", f"{self.samples}: rules need 2 rollouts or more")
+        if self.unit not in UNITS:
+            raise OptionError("--match", f"{self.unit!r} is unknown", UNITS)
+
+
+def referee_run(run: RecordedRun, options: RefereeOptions | None = None) -> Referee:
+    """Let every rule play on a run's rollouts.
+
+    :raises OptionError: an unknown rule, or budgets in a unit that was not recorded.
+    :raises JournalError: no problem is finished and graded, or the journal cannot be read.
+    """
+    options = options or RefereeOptions()
+    problems, censored, ungraded = read_rollouts(run)
+    if not problems:
+        raise JournalError(
+            run.directory,
+            "no problem is finished and graded, so no rule can be judged",
+            "Problems need references; `atts import --dataset NAME` gives them to imported ones",
+        )
+    found = referee(problems, options)
+    return replace(found, censored=censored, ungraded=ungraded)
+
+
+def read_rollouts(run: RecordedRun) -> tuple[list[PlayedProblem], int, int]:
+    """Return every graded problem, the number of censored rollouts, and of ungraded problems."""
+    state = RunState()
+    outcomes: dict[str, list[_Read]] = {}
+    kinds: dict[str, Any] = {}
+    measured: dict[str, dict[int, Measured]] = defaultdict(dict)
+    for entry in run.entries():
+        if isinstance(entry.event, Measured):
+            measured[entry.event.problem][entry.event.sample] = entry.event
+        outcome = state.apply(entry)
+        if outcome is not None:
+            name = outcome.problem.id
+            outcomes[name] = _rollouts(outcome, measured.pop(name, {}))
+            kinds[name] = outcome.problem.kind
+    problems: list[PlayedProblem] = []
+    censored = 0
+    ungraded = 0
+    for name, rollouts in outcomes.items():
+        brief = state.finished[name]
+        censored += len(brief.samples) - len(brief.complete_samples)
+        if brief.verdict is None and all(one.verdict is None for one in brief.complete_samples):
+            ungraded += 1
+            continue
+        played = _played(brief, rollouts, kinds[name])
+        if played.rollouts:
+            problems.append(played)
+    return problems, censored, ungraded
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What is kept of a rollout while its run is read."""
+
+    sample: int
+    costs: tuple[float, float, float, float]
+    scores: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def _rollouts(outcome: Outcome, measured: dict[int, Measured]) -> list[_Read]:
+    found: list[_Read] = []
+    for rollout in outcome.rollouts:
+        its = measured.get(rollout.sample)
+        scores = {} if its is None else dict(its.scores)
+        logprobs = [
+            value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs
+        ]
+        if logprobs:
+            scores[CONFIDENCE] = math.exp(math.fsum(logprobs) / len(logprobs))
+        usage = rollout.usage
+        tokens = float(usage.draft_tokens + usage.target_tokens)
+        seconds = math.nan if its is None or its.seconds is None else its.seconds
+        dollars = math.nan if its is None or its.dollars is None else its.dollars
+        found.append(_Read(rollout.sample, (1.0, tokens or math.nan, seconds, dollars), scores))
+    return found
+
+
+def _played(brief: FinishedProblem, rollouts: Sequence[_Read], kind: Any) -> PlayedProblem:
+    by_sample = {one.sample: one for one in rollouts}
+    complete = brief.complete_samples
+    labels = answer_classes([one.answer for one in complete], partial(group, kind=kind))
+    classes: dict[Any, int] = {}
+    played: list[PlayedRollout] = []
+    for one, label in zip(complete, labels, strict=True):
+        is_blank = label is None or label == NO_ANSWER
+        number = NO_ANSWER if is_blank else classes.setdefault(label, len(classes))
+        read = by_sample[one.sample]
+        scores = tuple(sorted(read.scores.items()))
+        played.append(PlayedRollout(number, float(one.verdict == "correct"), read.costs, scores))
+    return PlayedProblem(brief.problem, tuple(played))
+
+
+def referee(problems: Sequence[PlayedProblem], options: RefereeOptions) -> Referee:
+    """Let every rule play on the same random orders of each problem's rollouts.
+
+    :raises OptionError: an unknown rule, or budgets in a unit that was not recorded.
+    """
+    longest = max(len(problem.rollouts) for problem in problems)
+    most = min(options.samples or _MOST_ROLLOUTS, longest)
+    scores = _common_scores(problems)
+    rules = _chosen(rules_for(scores, problems, most), options.rules)
+    unit = UNITS.index(options.unit)
+    if any(math.isnan(one.costs[unit]) for problem in problems for one in problem.rollouts):
+        raise OptionError(
+            "--match", f"the {options.unit} of some rollouts are not known; match samples instead"
+        )
+    tables = [
+        _played_by(problem, rules, most, options.orders, options.seed) for problem in problems
+    ]
+    fixed_right = np.stack([table.fixed_right for table in tables])
+    fixed_cost = np.stack([table.fixed_costs[:, unit] for table in tables])
+    all_right = np.array([table.rows[0].right for table in tables])
+    rows = [
+        _row(
+            rule,
+            [table.rows[place] for table in tables],
+            all_right,
+            unit,
+            (fixed_right, fixed_cost),
+        )
+        for place, rule in enumerate(rules)
+    ]
+    return Referee(
+        tuple(rows),
+        len(problems),
+        sum(len(problem.rollouts) for problem in problems),
+        most,
+        options.orders,
+        options.seed,
+        options.unit,
+        censored=0,
+        ungraded=0,
+        scores=tuple(scores),
+    )
+
+
+def _common_scores(problems: Iterable[PlayedProblem]) -> list[str]:
+    """Return the scores that every rollout has."""
+    counts = Counter[str]()
+    total = 0
+    for problem in problems:
+        for rollout in problem.rollouts:
+            total += 1
+            counts.update(name for name, value in rollout.scores if math.isfinite(value))
+    return sorted(name for name, count in counts.items() if count == total)
+
+
+def rules_for(
+    scores: Sequence[str], problems: Sequence[PlayedProblem], most: int
+) -> list[StoppingRule]:
+    """Return every rule that these scores allow, the vote of all rollouts first."""
+    sizes = [2**power for power in range(12) if 2**power < most]
+    rules = [StoppingRule(ALL, f"the vote of all {most}", take_all)]
+    rules += ONE_BY_ONE
+    rules += [fixed(size) for size in sizes]
+    for score in scores:
+        values = [dict(one.scores)[score] for problem in problems for one in problem.rollouts]
+        rules.append(best_of_n(score))
+        if min(values) >= 0:
+            rules.append(weighted_vote(score))
+        rules.append(borda_vote(score))
+    tail = next((one for one in ("tail confidence", CONFIDENCE) if one in scores), None)
+    if tail is not None:
+        rules += [deepconf_offline(tail, kept) for kept in (0.1, 0.9)]
+    least = next((one for one in ("least confidence", CONFIDENCE) if one in scores), None)
+    if least is not None:
+        rules.append(deepconf_online(least))
+    rules.append(
+        StoppingRule(ORACLE, "correct where any rollout is: no rule can be above", take_all)
+    )
+    return rules
+
+
+def _chosen(rules: Sequence[StoppingRule], names: Sequence[str]) -> list[StoppingRule]:
+    """Return the named rules, with the vote of all rollouts before them."""
+    if not names or list(names) == [ALL]:
+        return list(rules)
+    known = {rule.name: rule for rule in rules}
+    for name in names:
+        if name not in known:
+            raise OptionError("--rules", f"{name!r} is unknown", [*known], name)
+    return [rules[0], *(known[name] for name in names if name != ALL)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """A rule on one problem: means over the orders."""
+
+    right: float
+    costs: Floats  # by unit
+    changed: float
+    difference: float  # of correctness, from all rollouts' vote
+    square: float  # of the same in single orders
+
+
+@dataclass(frozen=True, slots=True)
+class _ProblemTable:
+    rows: list[_Mean]
+    fixed_right: Floats  # of the vote of 1, 2, ... rollouts
+    fixed_costs: Floats  # of the same, by unit
+
+
+def _played_by(
+    problem: PlayedProblem, rules: Sequence[StoppingRule], most: int, orders: int, seed: int
+) -> _ProblemTable:
+    """Play all rules on one problem's orders."""
+    rollouts = problem.rollouts
+    right = problem.right()
+    costs = np.array([one.costs for one in rollouts])
+    labels = [one.label for one in rollouts]
+    verdicts = [one.is_right for one in rollouts]
+    names = [name for name, _ in rollouts[0].scores]
+    scores = {name: [dict(one.scores).get(name, math.nan) for one in rollouts] for name in names}
+    random = generator(Seed(run=seed, problem=problem.name, purpose="order of arrival"))
+    size = min(most, len(rollouts))
+    found = np.zeros((len(rules), 4))
+    spent = np.zeros((len(rules), len(UNITS)))
+    fixed_right = np.zeros(most)
+    fixed_costs = np.zeros((most, len(UNITS)))
+    for _ in range(orders):
+        order = random.permutation(len(rollouts))[:size]
+        arrivals = Arrivals(
+            [labels[place] for place in order],
+            {name: [values[place] for place in order] for name, values in scores.items()},
+        )
+        running = np.cumsum(costs[order], axis=0)
+        winner = take_all(arrivals).label
+        for place, rule in enumerate(rules):
+            taken = rule.play(arrivals)
+            if rule.name == ORACLE:
+                is_right = float(any(verdicts[one] for one in order))
+            elif taken.rollout is not None:
+                is_right = verdicts[order[taken.rollout]]
+            else:
+                is_right = right[taken.label]
+            difference = is_right - right[winner]
+            found[place] += is_right, taken.label != winner, difference, difference**2
+            spent[place] += running[taken.used - 1]
+        votes = _running_votes(arrivals.labels)
+        fixed_right[:size] += [right[label] for label in votes]
+        fixed_right[size:] += right[votes[-1]]
+        fixed_costs[:size] += running
+        fixed_costs[size:] += running[-1]
+    return _ProblemTable(
+        [
+            _Mean(right_share, spent[place] / orders, changed, difference, square)
+            for place, (right_share, changed, difference, square) in enumerate(
+                (found / orders).tolist()
+            )
+        ],
+        fixed_right / orders,
+        fixed_costs / orders,
+    )
+
+
+def _running_votes(labels: Sequence[int]) -> list[int]:
+    """Return the winner after each arrival; of several leaders the one seen first.
+
+    >>> _running_votes([NO_ANSWER, 1, 0, 0])
+    [-1, 1, 1, 0]
+    """
+    counts: dict[int, int] = {}
+    winners: list[int] = []
+    for label in labels:
+        if label != NO_ANSWER:
+            counts[label] = counts.get(label, 0) + 1
+        winners.append(max(counts, key=counts.__getitem__, default=NO_ANSWER))
+    return winners
+
+
+def _row(
+    rule: StoppingRule,
+    means: Sequence[_Mean],
+    all_right: Floats,
+    unit: int,
+    fixed_curves: tuple[Floats, Floats],
+) -> RuleRow:
+    right = np.array([one.right for one in means])
+    costs = np.stack([one.costs for one in means])
+    n = len(means)
+    matched = None
+    if rule.name not in (ALL, ORACLE) and not rule.name.startswith("fixed"):
+        matched = compare_runs(_at_equal_budget(costs[:, unit], *fixed_curves), right)
+    return RuleRow(
+        rule.name,
+        rule.about,
+        rule.whose,
+        accuracy=mean_estimate(right, n),
+        samples=_mean_number(costs[:, 0], float(fixed_curves[1].shape[1])),
+        tokens=float(costs[:, 1].mean()),
+        seconds=float(costs[:, 2].mean()),
+        dollars=float(costs[:, 3].mean()),
+        changed=mean_estimate([one.changed for one in means], n),
+        against_all=None if rule.name == ALL else compare_runs(all_right, right),
+        against_fixed=matched,
+        problems_for_a_point=None if rule.name == ALL else _problems_for_a_point(means),
+    )
+
+
+def _mean_number(values: Floats, most: float) -> Estimate:
+    """Return the mean of one number per problem, between 0 and `most`, with Student's interval."""
+    n = values.size
+    mean = float(values.mean())
+    half = math.nan
+    if n > 1:
+        error = float(values.std(ddof=1)) / math.sqrt(n)
+        half = student_quantile(0.975, n - 1) * error
+    low = max(0.0, mean - half)
+    high = min(most, mean + half)
+    return Estimate(mean, low, high, n, n, "t")
+
+
+def _problems_for_a_point(means: Sequence[_Mean]) -> int:
+    """Return the problems on which a rule would show 1 point less than all rollouts' vote.
+
+    A run meets one order of each problem, so the spread is that of single orders. Where the rule
+    differs on fewer problems than a difference of 1 point takes, it is that of the least which does.
+    """
+    difference = float(np.mean([one.difference for one in means]))
+    square = float(np.mean([one.square for one in means]))
+    spread = max(square - difference**2, _POINT - _POINT**2)
+    return problems_needed(math.sqrt(spread), _POINT)
+
+
+def _at_equal_budget(costs: Floats, fixed_right: Floats, fixed_costs: Floats) -> Floats:
+    """Return each problem's accuracy under fixed numbers of rollouts of the same mean cost.
+
+    Between two numbers it is a mixture of both: a share of the problems gets one rollout more.
+    """
+    budget = float(costs.mean())
+    means = fixed_costs.mean(axis=0)
+    upper = int(np.searchsorted(means, budget))
+    if upper == 0:
+        return fixed_right[:, 0]
+    if upper == len(means):
+        return fixed_right[:, -1]
+    share = (budget - means[upper - 1]) / (means[upper] - means[upper - 1])
+    return (1 - share) * fixed_right[:, upper - 1] + share * fixed_right[:, upper]

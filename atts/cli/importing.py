@@ -1,0 +1,137 @@
+"""The command that makes a run of another tool's rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atts.cli.options import ObjectJson, named_values
+from atts.cli.terminal import print_result, tell
+from atts.interrupts import run_async
+
+if TYPE_CHECKING:
+    from atts.importers import Imported
+
+
+def import_run(
+    format: Annotated[
+        str,
+        typer.Argument(
+            help="Format of the files: inspect, lm-eval, nemo-skills, matharena, "
+            "monkey-business, deepconf or jsonl."
+        ),
+    ],
+    path: Annotated[Path, typer.Argument(help="File, or directory of files, of that format.")],
+    out: Annotated[Path, typer.Option(help="Directory for the run.", metavar="DIRECTORY")],
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With jsonl: column of a field, such as text=output or score.reward=rm; repeatable.",
+            metavar="FIELD=COLUMN",
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="Dataset whose ids and references replace those of the files, where the question "
+            "is the same."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Import the rollouts of this model only.")
+    ] = None,
+    filter: Annotated[
+        str | None,
+        typer.Option(help="With lm-eval: import the answers of this filter only."),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="Score that says whether an answer is correct.", show_default="the first"
+        ),
+    ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="Kind of the answers: math, choice or text.",
+            show_default="choice where there are choices, else math",
+        ),
+    ] = None,
+    grades: Annotated[
+        str,
+        typer.Option(
+            help="Verdicts: `recorded` by the other tool, where it did, or `again` by atts."
+        ),
+    ] = "recorded",
+    as_json: ObjectJson = False,
+) -> None:
+    """Make a run of the rollouts in another tool's files.
+
+    `atts report`, `compare`, `replay`, `plan` and `export` read the run like one of atts. Answers
+    that the tool did not extract are extracted here, and rollouts that it did not grade are graded
+    here. An import that was interrupted continues with the same command.
+
+    Example: atts import nemo-skills results/aime25 --out runs/theirs --dataset aime25
+
+    Example: atts import jsonl samples.jsonl --out runs/mine --column question=prompt --column
+    text=completion
+    """
+    from typing import get_args
+
+    from atts.core import AnswerKind
+    from atts.errors import OptionError
+    from atts.evaluators import load_dataset
+    from atts.importers import FORMATS, ImportOptions, check_format, check_out, import_rollouts
+
+    chosen = check_format(format, FORMATS)
+    check_out(out)
+    if kind is not None and kind not in get_args(AnswerKind):
+        raise OptionError("--kind", f"{kind!r} is unknown", get_args(AnswerKind))
+    words: Any = {"kind": kind, "grades": grades}  # checked here and by the options
+    options = ImportOptions(
+        columns=named_values(column or (), "--column", "FIELD=COLUMN"),
+        metric=metric or "",
+        model=model or "",
+        filter=filter or "",
+        known=tuple(load_dataset(dataset)) if dataset else (),
+        known_as=dataset or "",
+        **words,
+    )
+    made = run_async(lambda: import_rollouts(chosen, path, out, options))
+    print_result(made.as_json(), as_json, lambda _: _lines(made))
+    if not as_json:
+        tell(f"Next: atts report {out}; atts replay {out} --rules all")
+
+
+def _lines(made: Imported) -> Iterator[str]:
+    """Yield what was imported, and what is not known of it."""
+    yield str(made.directory)
+    most = made.most_rollouts
+    yield (
+        f"{made.rollouts:,} rollouts of {made.problems:,} "
+        f"{'problem' if made.problems == 1 else 'problems'}, up to {most:,} each, "
+        f"from {made.files:,} {'file' if made.files == 1 else 'files'} of {made.format}"
+        f"{f' ({made.model})' if made.model else ''}"
+    )
+    if made.already:
+        yield f"{made.already:,} problems had been imported before"
+    parts = {
+        "answers": made.with_answer,
+        "verdicts": made.graded,
+        "tokens": made.with_tokens,
+        "seconds": made.with_seconds,
+        "costs": made.with_dollars,
+    }
+    known = [f"{name} of {count:,}" for name, count in parts.items() if count]
+    yield f"recorded by the tool: {', '.join(known) if known else 'texts only'}"
+    if made.scores:
+        yield f"scores: {', '.join(made.scores)}"
+    if made.dollars:
+        yield f"cost: ${made.dollars:,.4f}"
+    if not made.referenced and not made.graded:
+        yield "nothing could be graded: the files have no references; name a data set with --dataset"
+    if made.unknown:
+        yield f"{made.unknown:,} problems are not in the data set, and keep their own ids"

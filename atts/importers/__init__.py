@@ -1,0 +1,56 @@
+"""Importers: rollouts of other tools become a run that reports, comparisons and replays read."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from atts.importers import (
+    columns,
+    deepconf,
+    inspect_ai,
+    lm_eval,
+    matharena,
+    monkey_business,
+    nemo_skills,
+)
+from atts.importers.samples import (
+    ForeignSample,
+    Format,
+    ReadOptions,
+    RecordError,
+    SampleReader,
+)
+from atts.importers.writing import (
+    IMPORTED,
+    Grades,
+    Imported,
+    ImportOptions,
+    check_format,
+    check_out,
+    import_rollouts,
+)
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        module.FORMAT.name: module.FORMAT
+        for module in (
+            inspect_ai, lm_eval, nemo_skills, matharena, monkey_business, deepconf, columns,
+        )
+    }
+)  # fmt: skip
+"""Every format that can be imported, by name."""
+
+__all__ = [
+    "FORMATS",
+    "IMPORTED",
+    "ForeignSample",
+    "Format",
+    "Grades",
+    "ImportOptions",
+    "Imported",
+    "ReadOptions",
+    "RecordError",
+    "SampleReader",
+    "check_format",
+    "check_out",
+    "import_rollouts",
+]

@@ -1,0 +1,263 @@
+"""Records of large files, found once and read again by their place, in constant memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import msgspec
+
+from atts.errors import DatasetError
+from atts.files import open_ordinary
+
+PICKLES = (".pkl", ".pickle", ".p", ".pt", ".pth", ".joblib")
+PACKED = (".gz", ".zst", ".xz", ".bz2")
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record is in its file; two numbers find it again."""
+
+    start: int
+    size: int
+    number: int  # for people, counted from 1
+
+
+class RecordFile(Protocol):
+    """A file of records."""
+
+    word: str  # what a record is called in messages: "line", "item", "entry"
+
+    def places(self) -> Iterator[tuple[Place, bytes]]:
+        """Yield each record in order, with its place."""
+        ...
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return the record at a place again."""
+        ...
+
+
+@contextmanager
+def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
+    """Open a file of records by the end of its name.
+
+    :raises DatasetError: it is missing, packed, a pickle, or of an unknown kind.
+    """
+    suffix = path.suffix.lower()
+    if suffix in PICKLES:
+        raise DatasetError(
+            str(path),
+            "it is a pickle, and reading a pickle runs whatever code is in it",
+            "Convert it where you trust it: python -c 'import json, pickle, sys; "
+            'json.dump(pickle.load(open(sys.argv[1], "rb")), sys.stdout, default=str)\' FILE > FILE.json',
+        )
+    if suffix in PACKED:
+        raise DatasetError(
+            str(path), "it is packed, and records are read by their place", "Unpack it first"
+        )
+    if suffix == ".parquet":
+        raise DatasetError(
+            str(path),
+            "it is a Parquet file, and this reads JSON",
+            "Convert it: python -c 'import pandas, sys; pandas.read_parquet(sys.argv[1]).to_json"
+            '(sys.argv[2], orient="records", lines=True)\' FILE FILE.jsonl',
+        )
+    try:
+        if suffix == ".eval":
+            with zipfile.ZipFile(path) as archive:
+                yield _EvalArchive(path, archive)
+            return
+        with open_ordinary(path) as file:
+            if suffix in (".jsonl", ".ndjson"):
+                yield _Lines(file)
+            elif suffix == ".json":
+                yield _Items(path, file, list_field)
+            else:
+                raise DatasetError(
+                    str(path),
+                    "it is not a kind of file that is read",
+                    "Known: .jsonl, .ndjson, .json, .eval",
+                )
+    except FileNotFoundError:
+        raise DatasetError(str(path), "there is no such file", "Check the path") from None
+    except OSError as error:
+        raise DatasetError(
+            str(path), f"it cannot be read: {error.strerror or error}", "Check its permissions"
+        ) from error
+    except zipfile.BadZipFile as error:
+        raise DatasetError(
+            str(path), f"it is not a whole .eval archive ({error})", "Was its evaluation cut?"
+        ) from None
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """Return the object of a record.
+
+    :raises ValueError: it is not a JSON object.
+    """
+    try:
+        value: Any = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        value = _as_python_writes(data, error)
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}, not an object")
+    return value
+
+
+def _as_python_writes(data: bytes, error: Exception) -> Any:
+    """Parse JSON with NaN and infinities, which Python writes and JSON lacks."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise ValueError(f"it is not JSON ({error})") from None
+
+
+def digest_of(path: Path) -> str:
+    """Return a hash of a file's content, which recognises it when an import continues."""
+    hasher = blake2b(digest_size=16)
+    with open_ordinary(path) as file:
+        while block := file.read(_BLOCK):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+class _Lines:
+    """JSON Lines: a record per line."""
+
+    word = "line"
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def places(self) -> Iterator[tuple[Place, bytes]]:
+        """Yield every line that is not blank."""
+        self._file.seek(0)
+        start = 0
+        for number, line in enumerate(self._file, 1):
+            if line.strip():
+                yield Place(start, len(line), number), line
+            start += len(line)
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return the line at a place."""
+        self._file.seek(start)
+        return self._file.read(size)
+
+
+# a whole string, the beginning of one that the block cuts, or a bracket
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:(")|\\?\Z)|[{}\[\]]', re.DOTALL)
+
+
+class _Items:
+    """One JSON value: a list of records, an object with such a list, or a single record.
+
+    Several values one after the other, as some tools write into a file called .json, are records as
+    well.
+    """
+
+    word = "item"
+
+    def __init__(self, path: Path, file: IO[bytes], list_field: str) -> None:
+        self._path = path
+        self._file = file
+        self._field = f'"{list_field}"'.encode() if list_field else b""
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return the item at a place."""
+        self._file.seek(start)
+        return self._file.read(size)
+
+    def places(self) -> Iterator[tuple[Place, bytes]]:
+        """Yield every item; of the rest of the file only brackets and the list's name are read."""
+        self._file.seek(0)
+        buffer = b""
+        base = 0  # of the buffer, in the file
+        scanned = 0  # of the buffer
+        start = -1  # of the open item, in the file
+        depth = 0
+        level = -1  # the depth at which items begin; -1: outside the list of items
+        key = b""  # the latest string at depth 1
+        number = 0
+        while True:
+            block = self._file.read(max(_BLOCK, len(buffer) - scanned))
+            buffer += block
+            for token in _TOKEN.finditer(buffer, scanned):
+                word = token[0]
+                if word[0] == _QUOTE:
+                    if token[1] is None and block:
+                        break  # the rest of the string comes with the next block
+                    if depth == 1:
+                        key = word
+                elif word in b"{[":
+                    if depth == 0 and not (self._field and word == b"{"):
+                        level = 1 if word == b"[" else 0
+                    elif depth == 1 and word == b"[" and self._field and key == self._field:
+                        level = 2
+                    if depth == level and word == b"{":
+                        start = base + token.start()
+                    depth += 1
+                else:
+                    depth -= 1
+                    if depth == level and start >= 0:
+                        number += 1
+                        size = base + token.end() - start
+                        yield Place(start, size, number), buffer[start - base :][:size]
+                        start = -1
+                    elif depth < level:
+                        level = -1
+                scanned = token.end()
+            if not block:
+                break
+            used = scanned if start < 0 else start - base
+            buffer = buffer[used:]
+            base += used
+            scanned -= used
+        if depth:
+            raise DatasetError(
+                str(self._path),
+                f"it ends within item {number + 1}: the file is cut, or is not JSON",
+                "Fetch it again",
+            )
+
+
+_QUOTE = ord('"')
+
+
+class _EvalArchive:
+    """An .eval log of inspect_ai: a zip archive with one entry per sample."""
+
+    word = "entry"
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
+        self._path = path
+        self._archive = archive
+        # an entry that was written again replaces the one before
+        named = {entry.filename: entry for entry in archive.infolist()}
+        self._entries = [
+            entry for name, entry in named.items() if re.fullmatch(r"samples/[^/]*\.json", name)
+        ]
+
+    def places(self) -> Iterator[tuple[Place, bytes]]:
+        """Yield every sample."""
+        for index in range(len(self._entries)):
+            yield Place(index, 0, index + 1), self.read(index, 0)
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return the sample of a number."""
+        entry = self._entries[start]
+        try:
+            return self._archive.read(entry)
+        except NotImplementedError:
+            raise DatasetError(
+                str(self._path),
+                f"{entry.filename} is packed in a way that this Python cannot read",
+                "Write it again: inspect log convert --to json FILE --output-dir DIRECTORY",
+            ) from None

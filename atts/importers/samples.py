@@ -1,0 +1,151 @@
+"""One rollout of another tool, and the reader of one format that finds it in a record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from atts.core import AnswerKind, TokenIds
+
+Row = Mapping[str, Any]
+Ended = Literal["end", "length", "stopped", "failed"]
+"""Why the other tool's text ended: by itself, at a token limit, by a rule that stopped it, or by an error."""
+
+
+class RecordError(ValueError):
+    """A record that lacks what its format promises; the importer adds its file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSample:
+    """One rollout as another tool recorded it; None where the tool did not say.
+
+    `problem` is the tool's own name of the problem. Without one, problems with the same question
+    are the same problem.
+    """
+
+    question: str
+    text: str
+    problem: str | None = None
+    reference: str | None = None
+    kind: AnswerKind | None = None
+    choices: tuple[str, ...] = ()
+    number: int | None = None  # among the rollouts of its problem
+    answer: str | None = None  # None: it is extracted from the text
+    is_correct: bool | None = None
+    ended: Ended = "end"
+    error: str = ""
+    model: str = ""
+    filter: str = ""  # the tool's way to take the answer out of the text, if it tried several
+    tokens: int | None = None  # written
+    prompt_tokens: int | None = None
+    seconds: float | None = None
+    dollars: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict[str, float])
+    ids: TokenIds = ()
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What a format's reader may be told; `columns` are of the plain format only."""
+
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    metric: str = ""  # the score that says whether an answer is correct; "": the first
+
+
+SampleReader = Callable[[Row, Path, ReadOptions], Iterator[ForeignSample]]
+"""Yields the rollouts of one record, all of one problem. The path is of the record's file.
+
+:raises RecordError: the record lacks something.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format: how its files are called inside a directory, and what reads their records."""
+
+    name: str
+    about: str
+    patterns: tuple[str, ...]
+    read: SampleReader
+    # of a JSON file: the field with the list of records; "": the file is a list, or one record
+    list_field: str = ""
+
+
+def text_of(row: Row, *names: str) -> str:
+    """Return the first of these fields that is a text or a number.
+
+    :raises RecordError: there is none.
+    """
+    found = optional_text(row, *names)
+    if found is None:
+        raise RecordError(f"it has no field {' or '.join(map(repr, names))}")
+    return found
+
+
+def optional_text(row: Row, *names: str) -> str | None:
+    """Return the first of these fields that is a text or a number, None if there is none."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+    return None
+
+
+def number_of(row: Row, *names: str) -> float | None:
+    """Return the first of these fields that is a finite number, None if there is none."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None
+
+
+def count_of(row: Row, *names: str) -> int | None:
+    """Return the first of these fields that is a whole number of at least 0, None if there is none."""
+    value = number_of(row, *names)
+    return int(value) if value is not None and value >= 0 and value == int(value) else None
+
+
+def table_of(row: Row, name: str) -> Row:
+    """Return a field that is an object; an empty one if it is missing or null.
+
+    :raises RecordError: it is something else.
+    """
+    value = row.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RecordError(f"its field {name!r} is a {type(value).__name__}, not an object")
+    return cast(Row, value)
+
+
+def list_of(row: Row, *names: str) -> Sequence[Any]:
+    """Return the first of these fields that is a list.
+
+    :raises RecordError: there is none.
+    """
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, list):
+            return cast(list[Any], value)
+    raise RecordError(f"it has no list {' or '.join(map(repr, names))}")
+
+
+def truth_of(value: object) -> bool | None:
+    """Return what a grade says: true, false, 0 and 1 are clear, everything else is not.
+
+    >>> [truth_of(value) for value in (True, 0.0, 1, 0.5, "yes", None)]
+    [True, False, True, None, None, None]
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    return None

@@ -1,0 +1,588 @@
+"""An import: one pass that finds every rollout, one that writes them problem by problem into a run."""
+
+from __future__ import annotations
+
+import re
+import time
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from atts.core import (
+    AnswerKind,
+    Chunk,
+    Finish,
+    Problem,
+    ProblemSpan,
+    Prompt,
+    RolloutSpan,
+    Turn,
+    Usage,
+)
+from atts.errors import DatasetError, OptionError, UsageError
+from atts.evaluators import extract, group, judge, reference
+from atts.importers.columns import check_columns
+from atts.importers.records import RecordFile, digest_of, open_records, parse
+from atts.importers.samples import Ended, ForeignSample, Format, ReadOptions, RecordError
+from atts.journal import (
+    Entry,
+    Event,
+    Graded,
+    Journal,
+    JournalOptions,
+    Manifest,
+    Measured,
+    OutcomeReached,
+    ProblemStarted,
+    RolloutFinished,
+    RolloutStarted,
+    Setting,
+    TurnFinished,
+    VerdictStatus,
+    Warned,
+    check_directory,
+    dataset_digest,
+    is_censored,
+    open_journal,
+)
+from atts.pipelines import Ballot, tally
+
+IMPORTED = "imported"
+"""Name of the setting, and code of the warning, that tell an imported run from one of atts."""
+
+Grades = Literal["recorded", "again"]
+"""Whose verdicts count: those that the other tool recorded, where it did, or atts' own."""
+
+_WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
+    {"equal": "correct", "different": "wrong", "unscored": "unscored"}
+)
+_MOST_OPEN = 128  # files at once
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """How rollouts are imported.
+
+    `model` and `filter` choose among the rollouts of files that hold several models', or the same
+    rollouts under several answer filters. `known` are problems whose ids, references and kinds
+    replace those of the files, where the question is the same; `known_as` is their name.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    metric: str = ""
+    model: str = ""
+    filter: str = ""
+    kind: AnswerKind | None = None
+    grades: Grades = "recorded"
+    known: Sequence[Problem] = ()
+    known_as: str = ""
+
+    def __post_init__(self) -> None:
+        check_columns(self.columns)
+        if self.grades not in ("recorded", "again"):
+            raise OptionError("--grades", f"{self.grades!r} is unknown", ("recorded", "again"))
+
+
+@dataclass(slots=True)
+class Imported:
+    """An imported run in numbers; `problems` and `rollouts` count the whole of it."""
+
+    directory: Path
+    format: str
+    model: str = ""
+    files: int = 0
+    bytes: int = 0
+    problems: int = 0
+    rollouts: int = 0
+    most_rollouts: int = 0  # of one problem
+    graded: int = 0  # rollouts with a verdict of the other tool
+    referenced: int = 0  # problems with a reference
+    with_answer: int = 0  # rollouts with an answer that the other tool extracted
+    with_tokens: int = 0
+    with_seconds: int = 0
+    with_dollars: int = 0
+    dollars: float = 0.0
+    scores: tuple[str, ...] = ()
+    unknown: int = 0  # problems that the named data set does not have
+    already: int = 0  # problems that an earlier session had imported
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        names = [name for name in self.__slots__ if name != "directory"]
+        return {"run": str(self.directory), **{name: getattr(self, name) for name in names}}
+
+
+async def import_rollouts(
+    format: Format, path: Path, out: Path, options: ImportOptions | None = None
+) -> Imported:
+    """Write the rollouts of another tool's files as a run, and return what it holds.
+
+    Memory holds one record, and where the others are. The files are read twice: an import that was
+    interrupted continues with the first problem that is not whole, if the files are unchanged.
+
+    :raises DatasetError: a file or a record cannot be read; the message names file and line.
+    :raises OptionError: several models or filters, and none was chosen.
+    :raises FingerprintError: `out` holds another run.
+    :raises JournalError: `out` cannot be used, or the disk refuses.
+    """
+    options = options or ImportOptions()
+    check_directory(out)
+    files = _files(format, path)
+    reading = _Reading(format, files, options)
+    with reading.opened():
+        digest = dataset_digest(reading.find())
+        made = reading.found(out)
+        done = set[str]()
+        manifest = _manifest(made, digest, options, path, reading)
+
+        def recall(entry: Entry) -> None:
+            # the last line of a problem is its span where seconds are known, its outcome elsewhere
+            if isinstance(entry.event, ProblemSpan if reading.is_timed else OutcomeReached):
+                done.add(entry.event.problem)
+
+        # The clock stands still: how long the import took says nothing about the rollouts.
+        async with open_journal(
+            out, manifest, JournalOptions(clock=lambda: 0.0), recall
+        ) as journal:
+            made.already = len(done)
+            if not done:
+                journal.record(Warned(IMPORTED, _origin(made, options)))
+            for number, name in enumerate(reading.problems):
+                if name not in done:
+                    _ProblemWriter(journal, options.grades).write(
+                        reading.samples(name), number, is_timed=reading.is_timed
+                    )
+                    await journal.saved()
+    return made
+
+
+def _files(format: Format, path: Path) -> list[Path]:
+    """Return the files of a path, in the order of the numbers in their names."""
+    if not path.is_dir():
+        return [path]
+    for pattern in format.patterns:
+        files = [each for each in path.rglob(pattern) if each.is_file()]
+        if files:
+            return sorted(files, key=_natural)
+    pickles = sorted(path.rglob("*.pkl"))
+    if pickles:
+        return pickles[:1]  # refused with the reason
+    raise DatasetError(
+        str(path),
+        f"no file of it is called {' or '.join(format.patterns)}, as those of {format.name} are",
+        "Give the directory that holds them, or name one file",
+    )
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Return a sort key by which output-rs2 comes before output-rs10."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+class _Reading:
+    """The files of an import, and where in them the records of each problem are."""
+
+    def __init__(self, format: Format, files: Sequence[Path], options: ImportOptions) -> None:
+        self.format = format
+        self.files = files
+        self.options = options
+        self.is_timed = False  # the seconds of every rollout are known
+        # by problem: file, start and size of each of its records, one after the other
+        self.problems: dict[str, array[int]] = {}
+        self.digests = list[str]()
+        self._known = {_plain(problem.text): problem for problem in options.known}
+        self._known_ids = {problem.id for problem in options.known}
+        self._names: dict[bytes, str] = {}  # by question, of problems that the tool did not name
+        self._made = Imported(Path(), format.name, files=len(files))
+        self._models = Counter[str]()
+        self._filters = Counter[str]()
+        self._scores: dict[str, None] = {}
+        self._open: OrderedDict[int, tuple[RecordFile, ExitStack]] = OrderedDict()
+        self._read_options = ReadOptions(options.columns, options.metric)
+
+    @contextmanager
+    def opened(self) -> Generator[None]:
+        """Close all files at the end."""
+        try:
+            yield
+        finally:
+            for _, stack in self._open.values():
+                stack.close()
+
+    def find(self) -> Iterator[Problem]:
+        """Read everything once, and yield each problem where its first rollout is.
+
+        :raises DatasetError: a record cannot be read, or there is none.
+        :raises OptionError: several models or filters, and none was chosen.
+        """
+        counts = Counter[str]()
+        for index, path in enumerate(self.files):
+            self.digests.append(self._digest(path))
+            self._made.bytes += path.stat().st_size
+            file = self._file(index)
+            for place, data in file.places():
+                where = f"{file.word} {place.number}"
+                samples = self._samples(index, data, where)
+                if not samples:
+                    continue
+                problem = self.problem(samples[0])
+                if problem.id not in self.problems:
+                    self.problems[problem.id] = array("q")
+                    self._made.referenced += problem.answer is not None
+                    self._made.unknown += bool(self._known) and problem.id not in self._known_ids
+                    yield problem
+                self.problems[problem.id].extend((index, place.start, place.size))
+                counts[problem.id] += len(samples)
+                for sample in samples:
+                    self._count(sample)
+        self._refuse_several("--model", self._models, "models")
+        self._refuse_several("--filter", self._filters, "answer filters")
+        if not counts:
+            wanted = self.options.model or self.options.filter
+            raise DatasetError(
+                str(self.files[0]),
+                f"no rollout is of {wanted!r}" if wanted else "it holds no rollouts",
+                f"Is it of the format {self.format.name}?",
+            )
+        if self._known and self._made.unknown == len(self.problems):
+            raise DatasetError(
+                self.options.known_as,
+                "none of its questions is in the files",
+                "Their texts must be the same but for white space; leave --dataset out to keep "
+                "the files' own problems",
+            )
+        self._made.most_rollouts = max(counts.values())
+        self.is_timed = self._made.with_seconds == self._made.rollouts
+
+    def found(self, out: Path) -> Imported:
+        """Return the numbers of everything that was found."""
+        self._made.directory = out
+        self._made.problems = len(self.problems)
+        self._made.model = next(iter(self._models), "")
+        self._made.scores = tuple(self._scores)
+        return self._made
+
+    def samples(self, name: str) -> Iterator[tuple[Problem, ForeignSample]]:
+        """Yield the rollouts of a problem again, each with its own number."""
+        places = self.problems[name]
+        used = set[int]()
+        for at in range(0, len(places), 3):
+            index, start, size = places[at : at + 3]
+            data = self._file(index).read(start, size)
+            for sample in self._samples(index, data, f"the record at byte {start}"):
+                number = sample.number
+                if number is None or number in used:
+                    number = next(free for free in range(len(used) + 1) if free not in used)
+                used.add(number)
+                yield self.problem(sample, name), replace(sample, number=number)
+
+    def problem(self, sample: ForeignSample, name: str = "") -> Problem:
+        """Return the problem of a rollout: a known one with the same question, or the tool's."""
+        known = self._known.get(_plain(sample.question))
+        if known is not None:
+            return known
+        kind = self.options.kind or sample.kind or "math"
+        answer = sample.reference
+        if answer is not None and kind == "math":
+            # GSM8K's references are worked solutions that end in "#### 18"
+            answer = reference(answer.rpartition("####")[2].strip())
+        return Problem(
+            id=name or sample.problem or self._name(sample.question),
+            text=sample.question,
+            answer=answer,
+            kind=kind,
+            choices=sample.choices,
+            source=self.format.name,
+        )
+
+    def _name(self, question: str) -> str:
+        """Return the name of a problem that has only its question."""
+        key = blake2b(_plain(question).encode(errors="surrogatepass"), digest_size=16).digest()
+        return self._names.setdefault(key, f"problem-{len(self._names) + 1}")
+
+    def _samples(self, index: int, data: bytes, where: str) -> list[ForeignSample]:
+        """Return the chosen rollouts of a record.
+
+        :raises DatasetError: naming the file and the record.
+        """
+        path = self.files[index]
+        try:
+            samples = list(self.format.read(parse(data), path, self._read_options))
+        except RecordError as error:
+            raise DatasetError(
+                str(path), f"{where}: {error}", f"Is it of the format {self.format.name}?"
+            ) from None
+        except ValueError as error:
+            raise DatasetError(str(path), f"{where}: {error}", "Mend or remove it") from None
+        options = self.options
+        return [
+            sample
+            for sample in samples
+            if options.model in ("", sample.model) and options.filter in ("", sample.filter)
+        ]
+
+    def _count(self, sample: ForeignSample) -> None:
+        made = self._made
+        made.rollouts += 1
+        made.graded += sample.is_correct is not None
+        made.with_answer += sample.answer is not None
+        made.with_tokens += sample.tokens is not None
+        made.with_seconds += sample.seconds is not None
+        made.with_dollars += sample.dollars is not None
+        made.dollars += sample.dollars or 0.0
+        self._models[sample.model] += 1
+        self._filters[sample.filter] += 1
+        self._scores.update(dict.fromkeys(sample.scores))
+
+    def _refuse_several(self, option: str, counts: Counter[str], what: str) -> None:
+        if len(counts) > 1:
+            listed = ", ".join(f"{name!r} ({count:,})" for name, count in counts.most_common(12))
+            raise OptionError(
+                option, f"the files hold rollouts of {len(counts)} {what}, choose one: {listed}"
+            )
+
+    def _file(self, index: int) -> RecordFile:
+        """Return an open file; those used longest ago are closed."""
+        if index in self._open:
+            self._open.move_to_end(index)
+            return self._open[index][0]
+        if len(self._open) >= _MOST_OPEN:
+            _, (_, oldest) = self._open.popitem(last=False)
+            oldest.close()
+        stack = ExitStack()
+        file = stack.enter_context(open_records(self.files[index], self.format.list_field))
+        self._open[index] = file, stack
+        return file
+
+    def _digest(self, path: Path) -> str:
+        self._file(len(self.digests))  # words what is wrong with the file
+        return digest_of(path)
+
+
+def _plain(text: str) -> str:
+    """Return a question as it is compared: without differences in white space."""
+    return " ".join(text.split())
+
+
+def _manifest(
+    made: Imported, digest: str, options: ImportOptions, path: Path, reading: _Reading
+) -> Manifest:
+    files = blake2b("".join(reading.digests).encode(), digest_size=16).hexdigest()
+    choices = {
+        "format": made.format, "files": files, "columns": dict(options.columns),
+        "metric": options.metric, "filter": options.filter, "kind": options.kind,
+        "grades": options.grades, "dataset": options.known_as,
+    }  # fmt: skip
+    policy = {
+        "samples": made.most_rollouts, "turns": 1, "drafter": "target", "vote": "majority",
+        "early_stop": "none",
+    }  # fmt: skip
+    return Manifest(
+        dataset=digest,
+        problems=made.problems,
+        configuration={
+            "policy": Setting(policy, IMPORTED),
+            "gate": Setting("FixedGate", IMPORTED),
+            "method": Setting("target-only", IMPORTED),
+            "rate": Setting(0.0, IMPORTED),
+            IMPORTED: Setting(choices, "atts import"),
+        },
+        engines={"target": {"engine": made.format, "model": made.model or "unknown"}},
+        created=time.time(),
+        settings={
+            "dataset": Setting(options.known_as or str(path), IMPORTED),
+            "samples": Setting(made.most_rollouts, IMPORTED),
+        },
+    )
+
+
+def _origin(made: Imported, options: ImportOptions) -> str:
+    """Say for readers of the run where its rollouts are from, and what is not known of them."""
+    counts = {"tokens": made.with_tokens, "seconds": made.with_seconds, "costs": made.with_dollars}
+    known = [f"the {name} of {count:,}" for name, count in counts.items()]
+    whose = "atts graded all of them"
+    if options.grades == "recorded":
+        whose = f"{made.graded:,} have the verdict of that tool, and atts graded the others"
+    return (
+        f"atts did not make these {made.rollouts:,} rollouts: they were imported from files of "
+        f"{made.format}. That tool recorded {', '.join(known)}; {whose}"
+    )
+
+
+_FINISHES: Mapping[Ended, Finish] = MappingProxyType(
+    {"end": "end", "length": "tokens", "stopped": "cancelled", "failed": "failed"}
+)
+
+
+class _ProblemWriter:
+    """Writes one problem into the journal, rollout by rollout."""
+
+    def __init__(self, journal: Journal, grades: Grades) -> None:
+        self._record: Callable[[Event], None] = journal.record
+        self._grades = grades
+        self._verdicts: dict[str, tuple[VerdictStatus, str]] = {}  # by answer, of atts
+        self._recorded: dict[str, Counter[VerdictStatus]] = {}  # by answer, of the other tool
+
+    def write(
+        self, samples: Iterable[tuple[Problem, ForeignSample]], number: int, *, is_timed: bool
+    ) -> None:
+        """Write all rollouts of a problem, its vote and the verdicts."""
+        problem: Problem | None = None
+        answers: dict[int, str] = {}
+        usage = Usage()
+        errors = list[str]()
+        longest = 0.0
+        numbers = list[int]()
+        for its_problem, sample in samples:
+            if problem is None:
+                problem = its_problem
+                self._record(ProblemStarted(problem))
+            assert sample.number is not None, "the reading numbers every rollout"
+            numbers.append(sample.number)
+            answer = self._rollout(problem, sample, sample.number)
+            if answer is not None:
+                answers[sample.number] = answer
+            usage += _usage(sample)
+            longest = max(longest, sample.seconds or 0.0)
+            if is_timed:
+                self._time(problem, sample)
+            if sample.ended == "failed":
+                errors.append(sample.error)
+        assert problem is not None, "a problem has a rollout"
+        self._finish(problem, answers, tuple(sorted(numbers)), usage, errors)
+        if is_timed:
+            self._record(ProblemSpan(problem.id, number, "done", 0.0, longest))
+
+    def _rollout(self, problem: Problem, sample: ForeignSample, number: int) -> str | None:
+        """Write one rollout, and return its answer."""
+        answer = sample.answer
+        if answer is not None:
+            answer = answer.strip() or None
+        elif sample.ended != "failed":
+            answer = extract(sample.text, problem.kind)
+        finish = "answer" if answer is not None else _FINISHES[sample.ended]
+        ended = "length" if sample.ended == "length" else "end"
+        chunk = Chunk("target", sample.text, sample.ids, sample.ids, ended, sample.logprobs)
+        self._record(RolloutStarted(problem.id, number, Prompt((), ())))
+        self._record(TurnFinished(problem.id, number, Turn(0, (chunk,))))
+        self._record(
+            RolloutFinished(
+                problem.id,
+                number,
+                finish,
+                turns=1,
+                answer=answer,
+                usage=_usage(sample),
+                error=sample.error if finish == "failed" else "",
+            )
+        )
+        if sample.scores or sample.dollars is not None or sample.seconds is not None:
+            self._record(
+                Measured(problem.id, number, dict(sample.scores), sample.dollars, sample.seconds)
+            )
+        verdict = self._verdict(problem, sample, answer)
+        if verdict is not None and not is_censored(answer, finish):
+            status, rule = verdict
+            self._record(Graded(problem.id, status, number, answer, rule))
+        return answer
+
+    def _verdict(
+        self, problem: Problem, sample: ForeignSample, answer: str | None
+    ) -> tuple[VerdictStatus, str] | None:
+        """Return the verdict on a rollout and its rule; None if there is nothing to go by."""
+        if sample.is_correct is not None and self._grades == "recorded":
+            status: VerdictStatus = "correct" if sample.is_correct else "wrong"
+            if answer is not None:
+                self._recorded.setdefault(answer, Counter())[status] += 1
+            return status, f"recorded by {problem.source or 'the other tool'}"
+        if problem.answer is None:
+            return None
+        return ("wrong", "no answer") if answer is None else self._own(problem, answer)
+
+    def _own(self, problem: Problem, answer: str) -> tuple[VerdictStatus, str]:
+        """Return the verdict of atts, made once for each answer."""
+        if answer not in self._verdicts:
+            verdict = judge(problem, answer)
+            self._verdicts[answer] = _WORDS[verdict.status], verdict.rule
+        return self._verdicts[answer]
+
+    def _time(self, problem: Problem, sample: ForeignSample) -> None:
+        seconds = sample.seconds or 0.0
+        number = sample.number or 0
+        self._record(RolloutSpan(problem.id, number, "done", 0.0, 0.0, seconds, seconds))
+
+    def _finish(
+        self,
+        problem: Problem,
+        answers: Mapping[int, str],
+        numbers: tuple[int, ...],
+        usage: Usage,
+        errors: Sequence[str],
+    ) -> None:
+        """Write the vote, its verdict and the outcome."""
+        votes = tally(
+            [Ballot(answers[number]) for number in sorted(answers)],
+            lambda texts: group(texts, problem.kind),
+        )
+        winner = votes.winner
+        verdict = self._vote_verdict(problem, winner)
+        if verdict is not None:
+            status, rule = verdict
+            self._record(Graded(problem.id, status, None, winner, rule))
+        is_failed = bool(errors) and len(errors) == len(numbers)
+        self._record(
+            OutcomeReached(
+                problem.id,
+                "failed" if is_failed else "unanswered" if winner is None else "answered",
+                winner,
+                numbers,
+                dict(zip(votes.answers, votes.weights, strict=True)),
+                why=errors[0] if is_failed else "",
+                usage=usage,
+            )
+        )
+
+    def _vote_verdict(
+        self, problem: Problem, winner: str | None
+    ) -> tuple[VerdictStatus, str] | None:
+        """Return the verdict on the vote: the other tool's on that answer, else that of atts."""
+        if winner is not None and winner in self._recorded:
+            ((status, _),) = self._recorded[winner].most_common(1)
+            return status, f"recorded by {problem.source or 'the other tool'}"
+        if problem.answer is None:
+            return None
+        return ("wrong", "no answer") if winner is None else self._own(problem, winner)
+
+
+def _usage(sample: ForeignSample) -> Usage:
+    return Usage(
+        target_tokens=sample.tokens or 0,
+        target_prefill_tokens=sample.prompt_tokens or 0,
+        calls=1,
+    )
+
+
+def check_format(name: str, known: Mapping[str, Format]) -> Format:
+    """Return the format of a name.
+
+    :raises OptionError: there is none.
+    """
+    if name not in known:
+        raise OptionError("format", f"{name!r} is unknown", [*known], name)
+    return known[name]
+
+
+def check_out(out: Path) -> None:
+    """Refuse a run directory that is standard output.
+
+    :raises UsageError: it is "-".
+    """
+    if str(out) == "-":
+        raise UsageError("--out: '-' names no directory, and a run is kept in one")

@@ -1,0 +1,310 @@
+"""Each format on files made by hand: what its tool recorded arrives, and nothing is made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.core import Outcome
+from atts.errors import DatasetError, OptionError
+from atts.importers import IMPORTED
+from atts.journal import FinishedProblem, Measured, RecordedRun, open_run
+from tests.importers.conftest import Import, inspect_sample, write_eval, write_lines
+
+
+def read(directory: Path) -> tuple[dict[str, FinishedProblem], dict[str, Outcome], RecordedRun]:
+    """Return the problems of a run in brief and whole, by name, and the run."""
+    run = open_run(directory)
+    return run.state().finished, {one.problem.id: one for one in run.outcomes()}, run
+
+
+def measured(run: RecordedRun) -> dict[tuple[str, int], Measured]:
+    """Return what another tool measured of each rollout."""
+    events = [entry.event for entry in run.entries((Measured,))]
+    return {(one.problem, one.sample): one for one in events if isinstance(one, Measured)}
+
+
+def verdicts(problem: FinishedProblem) -> list[str | None]:
+    """Return the verdicts on a problem's rollouts, in order."""
+    return [sample.verdict for sample in problem.samples]
+
+
+def check_inspect(directory: Path) -> None:
+    """Check the run of the three samples below."""
+    finished, outcomes, run = read(directory)
+    assert list(finished) == ["1", "2"]
+    assert finished["1"].answer == "2"
+    assert verdicts(finished["1"]) == ["correct", "wrong"]
+    assert outcomes["1"].problem.text == "What is 1 + 1?"
+    assert outcomes["1"].problem.answer == "2"
+    assert outcomes["1"].rollouts[0].text == "<think>\nadding\n</think>\n\nANSWER: 2"
+    assert outcomes["1"].rollouts[0].usage.target_tokens == 8
+    assert outcomes["1"].rollouts[0].usage.target_prefill_tokens == 25
+    one = measured(run)["1", 1]
+    assert (one.seconds, one.dollars, one.scores) == (3.0, 0.001, {"length": 3.5})
+    assert finished["1"].seconds == 3.0
+    assert finished["2"].status == "failed"
+    assert finished["2"].samples[0].error == "the sandbox died"
+    assert run.manifest.engines["target"]["model"] == "gpt-x"
+
+
+SAMPLES = [
+    inspect_sample(1, 1, "2", "C"),
+    inspect_sample(1, 2, "3", "I"),
+    inspect_sample(2, 1, "", "I", error={"message": "the sandbox died"}),
+]
+
+
+def test_an_eval_archive(tmp_path: Path, run_import: Import) -> None:
+    """Epochs are rollouts; answers, verdicts, tokens, seconds, costs and errors are taken over."""
+    made = run_import("inspect", write_eval(tmp_path / "log.eval", SAMPLES))
+    assert (made.problems, made.rollouts, made.with_seconds) == (2, 3, 3)
+    assert made.dollars == pytest.approx(0.003)
+    check_inspect(made.directory)
+
+
+def test_an_inspect_log_in_json(tmp_path: Path, run_import: Import) -> None:
+    """The JSON of a log is one object, whose list of samples is read one by one."""
+    log = {"version": 2, "eval": {"samples": 3, "x": ["{", '"samples"', {}]}, "samples": SAMPLES}
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps({**log, "reductions": [{"samples": [{"value": 1}]}]}, indent=2))
+    check_inspect(run_import("inspect", path).directory)
+
+
+def test_another_score_of_inspect(tmp_path: Path, run_import: Import) -> None:
+    """A score that is no grade leaves the verdict to atts; an unknown one is named with the known."""
+    path = write_eval(tmp_path / "log.eval", SAMPLES[:2])
+    finished, _, _ = read(run_import("inspect", path, metric="length").directory)
+    assert [sample.rule for sample in finished["1"].samples] == ["same text", "value"]
+    with pytest.raises(DatasetError, match=r"entry 1: it has no score 'f1'; it has match, length"):
+        run_import("inspect", path, tmp_path / "other", metric="f1")
+
+
+def test_attachments_and_choices_of_inspect(tmp_path: Path, run_import: Import) -> None:
+    """Long texts that a log keeps apart are put back, and choices make it multiple choice."""
+    sample = inspect_sample(
+        1, 1, "B", "C", choices=["1", "2"], target="B", input="attachment://abc",
+        attachments={"abc": "Which is 1 + 1?"},
+    )  # fmt: skip
+    finished, outcomes, _ = read(
+        run_import("inspect", write_eval(tmp_path / "a.eval", [sample])).directory
+    )
+    assert outcomes["1"].problem.text == "Which is 1 + 1?"
+    assert outcomes["1"].problem.kind == "choice"
+    assert outcomes["1"].problem.choices == ("1", "2")
+    assert finished["1"].verdict == "correct"
+
+
+def lm_eval_row(name: int, replies: list[str], answer: Any, grade: float, filter: str) -> Any:
+    """Return one line of `--log_samples`."""
+    return {
+        "doc_id": name, "doc": {"question": f"What is {name} + 1?"}, "target": f"easy #### {name + 1}",
+        "arguments": [["prompt", {}]], "resps": [replies], "filtered_resps": [answer],
+        "filter": filter, "metrics": ["bleu", "exact_match"], "bleu": 0.3, "exact_match": grade,
+        "doc_hash": "x",
+    }  # fmt: skip
+
+
+def test_lm_eval(tmp_path: Path, run_import: Import) -> None:
+    """One reply has the harness's verdict; of several, it graded only what its filter made."""
+    path = write_lines(
+        tmp_path / "out" / "m" / "samples_gsm8k_2026-01-02T03-04-05.678901.jsonl",
+        [
+            lm_eval_row(0, ["So #### 1"], "1", 1.0, "strict"),
+            lm_eval_row(1, ["So #### 2", "So #### 3", "So #### 2"], "2", 1.0, "strict"),
+            lm_eval_row(2, ["So #### 4"], "[invalid]", 0.0, "strict"),
+        ],
+    )
+    made = run_import("lm-eval", path.parent.parent)
+    finished, outcomes, run = read(made.directory)
+    assert list(finished) == ["gsm8k/0", "gsm8k/1", "gsm8k/2"]
+    assert outcomes["gsm8k/0"].problem.answer == "1"
+    assert finished["gsm8k/0"].samples[0].rule == "recorded by lm-eval"
+    assert verdicts(finished["gsm8k/1"]) == ["correct", "wrong", "correct"]
+    assert not any("recorded" in sample.rule for sample in finished["gsm8k/1"].samples)
+    assert verdicts(finished["gsm8k/2"]) == ["wrong"]
+    assert measured(run)["gsm8k/0", 0].scores == {"bleu": 0.3, "exact_match": 1.0}
+
+
+def test_lm_eval_needs_one_filter(tmp_path: Path, run_import: Import) -> None:
+    """The same replies under two filters are two sets of answers, and one must be chosen."""
+    rows = [
+        lm_eval_row(0, ["1 or 2"], answer, float(answer == "1"), filter)
+        for filter, answer in (("strict", "1"), ("flexible", "2"))
+    ]
+    path = write_lines(tmp_path / "samples_t.jsonl", rows)
+    with pytest.raises(OptionError, match=r"--filter: .* 2 answer filters.*'strict' \(1\)"):
+        run_import("lm-eval", path)
+    finished, _, _ = read(run_import("lm-eval", path, filter="flexible").directory)
+    assert finished["t/0"].answer == "2"
+
+
+def test_lm_eval_likelihoods_are_refused(tmp_path: Path, run_import: Import) -> None:
+    """A task that compares likelihoods has no rollouts."""
+    row = {**lm_eval_row(0, ["a"], "a", 1, ""), "resps": [[[-1.0, True]], [[-2.0, False]]]}
+    with pytest.raises(DatasetError, match="line 1: 2 requests .* not those that compare likelih"):
+        run_import("lm-eval", write_lines(tmp_path / "samples_t.jsonl", [row]))
+
+
+def nemo_row(name: int, answer: str | None, **more: Any) -> dict[str, Any]:
+    """Return one line of output-rs*.jsonl."""
+    return {
+        "problem": f"What is {name} + 1?", "expected_answer": str(name + 1), "generation": "...",
+        "predicted_answer": answer, "num_generated_tokens": 10 + name, **more,
+    }  # fmt: skip
+
+
+def test_nemo_skills(tmp_path: Path, run_import: Import) -> None:
+    """The seed in the file's name numbers the rollout, also where 10 would sort before 2."""
+    folder = tmp_path / "eval-results" / "aime"
+    for seed, grade in ((2, {"symbolic_correct": True}), (10, {"judgement": "Judgement: No"})):
+        rows = [nemo_row(n, str(n + 1), **grade, reward_model_score=0.5) for n in range(2)]
+        write_lines(folder / f"output-rs{seed}.jsonl", rows)
+    write_lines(folder / "output.jsonl", [nemo_row(9, "0")])  # not of these rollouts
+    made = run_import("nemo-skills", tmp_path)
+    finished, outcomes, run = read(made.directory)
+    assert made.scores == ("reward",)
+    assert [sample.sample for sample in finished["problem-1"].samples] == [2, 10]
+    assert verdicts(finished["problem-2"]) == ["correct", "wrong"]
+    assert outcomes["problem-2"].problem.text == "What is 1 + 1?"
+    assert outcomes["problem-2"].usage.target_tokens == 22
+    assert run.manifest.problems == 2
+
+
+def test_nemo_skills_cut(tmp_path: Path, run_import: Import) -> None:
+    """A text that ended at the token limit is a cut rollout, not one without an answer."""
+    path = write_lines(
+        tmp_path / "output-rs0.jsonl", [nemo_row(1, None, finish_reason="length", is_correct=0)]
+    )
+    finished, _, _ = read(run_import("nemo-skills", path).directory)
+    assert finished["problem-1"].samples[0].is_cut
+    assert verdicts(finished["problem-1"]) == ["wrong"]
+
+
+def arena_row(model: str, problem: int, sample: int, answer: str, **more: Any) -> dict[str, Any]:
+    """Return one row of a MathArena data set."""
+    return {
+        "problem_idx": problem, "problem": f"P{problem}", "model_name": model, "idx_answer": sample,
+        "answer": f"\\boxed{{{answer}}}", "input_tokens": 50, "output_tokens": 1000, "cost": 0.02,
+        "gold_answer": "7", "parsed_answer": answer, "correct": answer == "7", **more,
+    }  # fmt: skip
+
+
+def test_matharena(tmp_path: Path, run_import: Import) -> None:
+    """One model's rows become a run with costs; several models need a choice."""
+    rows = [arena_row(model, 3, n, "7" if n else "None") for model in "ab" for n in range(2)]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(
+        OptionError, match=r"--model: .* 2 models, choose one: 'a' \(2\), 'b' \(2\)"
+    ):
+        run_import("matharena", path)
+    made = run_import("matharena", path, model="b")
+    assert made.dollars == pytest.approx(0.04)
+    finished, outcomes, _ = read(made.directory)
+    assert verdicts(finished["3"]) == ["wrong", "correct"]
+    assert outcomes["3"].usage.target_tokens == 2000
+    # the text of the first has a box with None, which is what the tool saw no answer in
+    assert outcomes["3"].rollouts[0].answer == "None"
+
+
+def test_matharena_messages(tmp_path: Path, run_import: Import) -> None:
+    """Rows without a text of their own have it in their messages; judges' points are scores."""
+    messages = [{"role": "user", "content": "P1"}, {"role": "assistant", "content": "so"}]
+    row = arena_row("a", 1, 0, "7", points_judge_1=3, max_points_judge_1=4, source="imo")
+    row |= {"answer": None, "all_messages": json.dumps(messages)}
+    _, outcomes, run = read(
+        run_import("matharena", write_lines(tmp_path / "r.jsonl", [row])).directory
+    )
+    assert outcomes["imo/1"].rollouts[0].text == "so"
+    assert measured(run)["imo/1", 0].scores == {"judge 1": 0.75}
+
+
+def test_monkey_business(tmp_path: Path, run_import: Import) -> None:
+    """A list of problems, each with all samples; references are worked solutions."""
+    problem = {
+        "question": "What is 6 x 7?", "samples": ["It is \\boxed{42}", "\\boxed{41}", "?"],
+        "gt_answer": "Multiply. " * 30 + "The answer is $\\boxed{42}$.",
+        "is_corrects": [True, False, False], "orig_dset_split": "test", "orig_dset_idx": 17,
+    }  # fmt: skip
+    path = tmp_path / "MATH_Llama-3-8B-Instruct.json"
+    path.write_text(json.dumps([problem, {**problem, "orig_dset_idx": 18}]))
+    finished, outcomes, _ = read(run_import("monkey-business", path).directory)
+    assert list(finished) == ["test/17", "test/18"]
+    assert outcomes["test/17"].problem.answer == "42"
+    assert verdicts(finished["test/17"]) == ["correct", "wrong", "wrong"]
+    assert finished["test/17"].samples[2].finish == "end"
+    path.write_text(json.dumps([{**problem, "is_corrects": [True]}]))
+    with pytest.raises(DatasetError, match="item 1: it has 3 samples and 1 grades"):
+        run_import("monkey-business", path, tmp_path / "bad")
+
+
+def test_deepconf(tmp_path: Path, run_import: Import) -> None:
+    """Confidences become scores, ids stay, and a trace that was stopped counts neither way."""
+    trace = {
+        "text": "\\boxed{4}", "token_ids": [5, 6, 7], "num_tokens": 3, "confs": [1.0, 2.0, 6.0],
+        "extracted_answer": "4", "stop_reason": "stop",
+    }  # fmt: skip
+    stopped = {**trace, "stop_reason": "gconf_threshold", "extracted_answer": None, "text": "so"}
+    log = {"question": "2 + 2?", "ground_truth": "4", "qid": 3, "all_traces": [trace, stopped]}
+    path = tmp_path / "deepthink_offline_qid3.json"
+    path.write_text(json.dumps(log))
+    finished, outcomes, run = read(run_import("deepconf", path).directory)
+    assert verdicts(finished["3"]) == ["correct", "spared"]
+    assert outcomes["3"].rollouts[0].turns[0].chunks[0].target_ids == (5, 6, 7)
+    assert measured(run)["3", 0].scores["mean confidence"] == 3.0
+
+
+def test_a_pickle_is_refused(tmp_path: Path, run_import: Import) -> None:
+    """Reading a pickle runs code, so none is read, also where a folder holds nothing else."""
+    path = tmp_path / "logs" / "deepthink_offline_qid3.pkl"
+    path.parent.mkdir()
+    path.write_bytes(b"\x80\x04.")
+    for given in (path, path.parent):
+        with pytest.raises(DatasetError, match="is a pickle, and reading a pickle runs whatever"):
+            run_import("deepconf", given)
+
+
+def test_columns(tmp_path: Path, run_import: Import) -> None:
+    """Columns are mapped or guessed; a line may hold one rollout, or lists with all of a problem."""
+    rows = [
+        {"Q": "1 + 1?", "out": ["\\boxed{2}", "\\boxed{3}"], "gold": 2, "rm": [0.9, 0.1]},
+        {"Q": "1 + 2?", "out": "\\boxed{3}", "gold": "3", "rm": 0.4},
+        {"Q": "1  + 2?", "out": "\\boxed{4}", "gold": "3", "rm": 0.3},
+    ]
+    path = write_lines(tmp_path / "mine.jsonl", rows)
+    columns = {"question": "Q", "text": "out", "score.reward": "rm"}
+    finished, _, run = read(run_import("jsonl", path, columns=columns).directory)
+    assert verdicts(finished["problem-1"]) == ["correct", "wrong"]
+    assert verdicts(finished["problem-2"]) == ["correct", "wrong"]
+    assert measured(run)["problem-1", 1].scores == {"reward": 0.1}
+    assert run.setting(IMPORTED)["columns"] == columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"question": "Q", "text": "out"}, "line 1: it has no column 'out'; it has Q, a, b"),
+        ({"question": "Q"}, "line 1: no column holds the text; name it with --column text=NAME"),
+        (
+            {"question": "Q", "text": "a", "answer": "b"},
+            r"lists are of different lengths \(a: 2, b: 1\)",
+        ),
+        ({"question": "Q", "text": "a", "score.x": "Q"}, "line 1: its column 'Q' holds no number"),
+    ],
+)
+def test_wrong_columns(
+    tmp_path: Path, run_import: Import, columns: dict[str, str], problem: str
+) -> None:
+    """What a line lacks is named, with what it has."""
+    path = write_lines(tmp_path / "mine.jsonl", [{"Q": "1?", "a": ["x", "y"], "b": ["z"]}])
+    with pytest.raises(DatasetError, match=problem):
+        run_import("jsonl", path, columns=columns)
+
+
+def test_an_unknown_field(run_import: Import, tmp_path: Path) -> None:
+    """A field that does not exist is refused before anything is read."""
+    with pytest.raises(OptionError, match="there is no field 'txt'; did you mean 'text'"):
+        run_import("jsonl", tmp_path, columns={"txt": "a"})

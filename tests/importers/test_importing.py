@@ -1,0 +1,288 @@
+"""Imports of any format: named lines, constant memory, resume, data sets, and what reads the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.analysis import advise, build_report, compare, read_results, render
+from atts.analysis.planning import Cap
+from atts.api import Setup, evaluate_sync, replay
+from atts.core import Problem
+from atts.errors import DatasetError, FingerprintError
+from atts.importers import FORMATS, ForeignSample, ImportOptions, import_rollouts
+from atts.importers.records import open_records, parse
+from atts.journal import JOURNAL, check_journal, open_run
+from atts.testing import toy_problems
+from tests.importers.conftest import Import, write_lines
+
+
+def rows(problems: int, samples: int, text: str = "so") -> Iterator[dict[str, Any]]:
+    """Yield rollouts sample by sample, so that those of a problem are far from each other."""
+    for sample in range(samples):
+        for number in range(problems):
+            answer = number if (number + sample) % 3 else number + 1
+            yield {
+                "question": f"What is {number}?", "text": f"{text} \\boxed{{{answer}}}",
+                "gold": str(number), "tokens": 10 + sample, "seconds": 1.0 + sample, "cost": 0.001,
+            }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"question": "1?", "text": "a"', "it is not JSON"),
+        ("[1, 2]", "it is a list, not an object"),
+        ('{"question": "1?"}', "no column holds the text"),
+        ('{"question": "1?", "text": "\\ud8"}', "it is not JSON"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, run_import: Import, line: str, problem: str) -> None:
+    """File and line are in the message, and the run is not begun."""
+    path = write_lines(tmp_path / "mine.jsonl", rows(3, 1))
+    with path.open("a") as file:
+        file.write(f"\n{line}\n")
+    with pytest.raises(DatasetError, match=rf"mine.jsonl: line 5: {problem}"):
+        run_import("jsonl", path)
+    assert not (tmp_path / "run" / JOURNAL).exists()
+
+
+def test_bytes_that_are_not_text(tmp_path: Path, run_import: Import) -> None:
+    """A line that is not UTF-8 is named like any other."""
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(b'{"question": "\xff\xfe"}\n')
+    with pytest.raises(DatasetError, match="mine.jsonl: line 1: it is not JSON"):
+        run_import("jsonl", path)
+
+
+def test_a_json_file_that_is_cut(tmp_path: Path, run_import: Import) -> None:
+    """A list that does not end says in which item it ends."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(list(rows(3, 1)))[:-30])
+    with pytest.raises(DatasetError, match="mine.json: it ends within item 3: the file is cut"):
+        run_import("jsonl", path)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("x.jsonl.gz", "it is packed"),
+        ("x.parquet", "it is a Parquet file"),
+        ("x.txt", "not a kind of file"),
+        ("x.eval", "not a whole .eval archive"),
+        ("missing.jsonl", "no such file"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    tmp_path: Path, run_import: Import, name: str, problem: str
+) -> None:
+    """Each kind is refused with what to do."""
+    if name != "missing.jsonl":
+        (tmp_path / name).write_bytes(b"abc")
+    with pytest.raises(DatasetError, match=problem):
+        run_import("jsonl", tmp_path / name)
+
+
+def test_a_folder_without_such_files(tmp_path: Path, run_import: Import) -> None:
+    """The names that were looked for are given."""
+    with pytest.raises(DatasetError, match=r"no file of it is called output-rs\*.jsonl or output"):
+        run_import("nemo-skills", tmp_path)
+
+
+def test_an_empty_file(tmp_path: Path, run_import: Import) -> None:
+    """No rollout is an error, not an empty run."""
+    path = tmp_path / "mine.jsonl"
+    path.touch()
+    with pytest.raises(DatasetError, match="it holds no rollouts"):
+        run_import("jsonl", path)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
+def test_items_at_any_block_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """Strings, escapes and brackets may be cut anywhere by the blocks that are read."""
+    monkeypatch.setattr("atts.importers.records._BLOCK", block)
+    values = [
+        {"a": 'quote " brace } bracket ] back \\'},
+        {"a": "\\", "b": {"c": [{"d": "]}"}, []]}},
+        {"a": "ü\n", "e": []},
+    ]
+    log = {"x": [{"samples": [1]}], "y": "samples", "samples": values, "z": {"samples": [{"q": 1}]}}
+    path = tmp_path / "a.json"
+    for text, field in (
+        (json.dumps(values), ""),
+        (json.dumps(values, ensure_ascii=False, indent=1), "samples"),
+        (json.dumps(log), "samples"),
+        ("\n".join(map(json.dumps, values)), ""),
+    ):
+        path.write_text(text)
+        with open_records(path, field) as file:
+            places = list(file.places())
+            assert [parse(data) for _, data in places] == values
+            again = [file.read(place.start, place.size) for place, _ in places]
+        assert [parse(data) for data in again] == values
+
+
+def peak_of_import(path: Path, out: Path) -> int:
+    """Return the most bytes that Python held during an import."""
+
+    async def main() -> None:
+        await import_rollouts(FORMATS["jsonl"], path, out)
+
+    tracemalloc.start()
+    anyio.run(main)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """Eight times the bytes in the same number of rollouts, and eight times the rollouts, take no
+    more than a small part of what they add.
+    """
+    sizes: list[int] = []
+    peaks: list[int] = []
+    for number, (problems, samples, text) in enumerate(
+        [(10, 4, "x" * 2_000), (10, 4, "x" * 60_000), (10, 24, "x" * 10_000)]
+    ):
+        path = write_lines(tmp_path / f"{number}.jsonl", rows(problems, samples, text))
+        if not number:
+            peak_of_import(path, tmp_path / "warm")
+        peaks.append(peak_of_import(path, tmp_path / f"run-{number}"))
+        sizes.append(path.stat().st_size)
+    for size, peak in zip(sizes[1:], peaks[1:], strict=True):
+        assert peak - peaks[0] < (size - sizes[0]) / 4
+
+
+def facts(directory: Path) -> list[Any]:
+    """Return everything that a journal says, but when it was written and by which session."""
+    run = open_run(directory)
+    kinds = ("SessionOpened", "SessionClosed")
+    return [entry.event for entry in run.entries() if type(entry.event).__name__ not in kinds]
+
+
+def test_an_import_that_was_cut_continues(tmp_path: Path, run_import: Import) -> None:
+    """After a cut at any line the same command writes what is missing, and the run is the same."""
+    path = write_lines(tmp_path / "mine.jsonl", rows(4, 3))
+    whole = run_import("jsonl", path, tmp_path / "whole").directory
+    expected = open_run(whole).state().finished
+    lines = (whole / JOURNAL).read_bytes().splitlines(keepends=True)
+    for kept in range(1, len(lines), 5):
+        cut = tmp_path / f"cut-{kept}"
+        cut.mkdir()
+        (cut / "manifest.json").write_bytes((whole / "manifest.json").read_bytes())
+        # the last line is torn
+        (cut / JOURNAL).write_bytes(b"".join(lines[:kept]) + lines[kept][:20])
+        made = run_import("jsonl", path, cut)
+        assert made.problems == 4
+        assert open_run(cut).state().finished == expected
+        assert [one.seconds for one in open_run(cut).state().finished.values()] == [3.0] * 4
+        assert not check_journal(cut).damage
+
+
+def test_an_import_that_ended_writes_nothing_again(tmp_path: Path, run_import: Import) -> None:
+    """A second import finds every problem there."""
+    path = write_lines(tmp_path / "mine.jsonl", rows(4, 3))
+    before = facts(run_import("jsonl", path).directory)
+    made = run_import("jsonl", path)
+    assert made.already == 4
+    assert facts(made.directory) == before
+
+
+def test_changed_files_are_another_run(tmp_path: Path, run_import: Import) -> None:
+    """An import of files that changed, or with other options, does not continue the first."""
+    path = write_lines(tmp_path / "mine.jsonl", rows(4, 3))
+    run_import("jsonl", path)
+    with pytest.raises(FingerprintError, match=r"configuration.imported.grades"):
+        run_import("jsonl", path, grades="again")
+    write_lines(path, rows(4, 3, "other"))
+    with pytest.raises(FingerprintError, match=r"configuration.imported.files"):
+        run_import("jsonl", path)
+
+
+def test_grades_again(tmp_path: Path, run_import: Import) -> None:
+    """Atts may grade what the tool graded; a verdict of the tool is marked as such."""
+    row = {"question": "1?", "text": "\\boxed{0.5}", "gold": "1/2", "correct": False}
+    path = write_lines(tmp_path / "mine.jsonl", [row])
+    for grades, verdict in (("recorded", "wrong"), ("again", "correct")):
+        out = run_import("jsonl", path, tmp_path / grades, grades=grades).directory
+        (problem,) = open_run(out).state().finished.values()
+        assert problem.samples[0].verdict == verdict
+        assert problem.verdict == verdict
+
+
+def test_a_data_set_names_the_problems(tmp_path: Path, run_import: Import) -> None:
+    """Equal questions get the data set's ids and references; others keep their own."""
+    path = write_lines(tmp_path / "mine.jsonl", rows(3, 2))
+    known = [Problem("d/1", "What  is 1?\n", "1"), Problem("d/2", "What is 2?", "3", level=4)]
+    made = run_import("jsonl", path, known=known, known_as="d")
+    assert made.unknown == 1
+    outcomes = {one.problem.id: one.problem for one in open_run(made.directory).outcomes()}
+    assert set(outcomes) == {"problem-1", "d/1", "d/2"}
+    assert outcomes["d/2"] == known[1]
+    with pytest.raises(DatasetError, match="none of its questions is in the files"):
+        run_import("jsonl", path, tmp_path / "b", known=[Problem("d/9", "Else?")], known_as="d")
+
+
+def test_many_files(tmp_path: Path, run_import: Import, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More files than are open at once."""
+    monkeypatch.setattr("atts.importers.writing._MOST_OPEN", 2)
+    for number, row in enumerate(rows(3, 4)):
+        write_lines(tmp_path / "parts" / f"{number}.jsonl", [row])
+    made = run_import("jsonl", tmp_path / "parts")
+    assert (made.files, made.problems, made.rollouts) == (12, 3, 12)
+
+
+def test_a_foreign_run_beside_one_of_ours(tmp_path: Path, run_import: Import) -> None:
+    """Problems of one data set are compared; reports, replays and plans read the imported run."""
+    problems = toy_problems(6)
+    setup = Setup(draft="scripted", target="scripted", method="target-only")
+    ours = evaluate_sync(problems, setup, directory=tmp_path / "ours")
+    path = write_lines(
+        tmp_path / "theirs.jsonl",
+        [
+            {"question": problem.text, "text": f"\\boxed{{{problem.answer}}}" if n else "?",
+             "tokens": 30, "seconds": 2.0}
+            for problem in problems
+            for n in range(3)
+        ],
+    )  # fmt: skip
+    theirs = run_import("jsonl", path, known=problems, known_as="toy").directory
+    both = compare(read_results(theirs), read_results(tmp_path / "ours"))
+    assert ours.directory is not None
+    assert both.problems == 6
+    assert both.first == str(theirs)
+    assert both.vote.first == 1.0
+    assert both.single is not None
+    assert both.single.first == pytest.approx(2 / 3)
+    built = build_report(theirs, [tmp_path / "ours"])
+    page = render(built, "markdown")
+    assert "atts did not make these 18 rollouts" in page
+    assert "| seconds, all sessions | unknown |" in page
+    assert replay(theirs, samples=2).replayed.target_tokens == 6 * 2 * 30
+    best = advise([theirs], Cap()).options[0]
+    assert (best.target_tokens, best.seconds) == (30, 2.0)
+
+
+def test_a_sample_without_a_model_is_of_no_model() -> None:
+    """What the tool did not say stays unknown."""
+    sample = ForeignSample("q", "t")
+    assert replace(sample, number=1).tokens is None
+    assert ImportOptions().grades == "recorded"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes need POSIX")
+def test_a_pipe_is_refused(tmp_path: Path, run_import: Import) -> None:
+    """Files are read twice, and a pipe once."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DatasetError, match="it cannot be read: it is a device, a pipe or a socket"):
+        run_import("jsonl", tmp_path / "pipe.jsonl")

@@ -63,6 +63,13 @@ from atts.analysis.sweeps import (
     read_sweep,
     save_run_set,
 )
+from atts.analysis.training_data import (
+    KINDS,
+    DataKind,
+    Exported,
+    ExportOptions,
+    export_run,
+)
 
 __all__ = [
     "Advice",
@@ -72,8 +79,12 @@ __all__ = [
     "Cap",
     "ChunkAdvice",
     "Compared",
+    "DataKind",
+    "ExportOptions",
+    "Exported",
     "FORMATS",
     "Format",
+    "KINDS",
     "LENGTHS",
     "Option",
     "PilotArm",
@@ -108,6 +119,7 @@ __all__ = [
     "calibration_of_run",
     "calibration_of_scores",
     "compare",
+    "export_run",
     "is_running",
     "judge_pilot",
     "list_runs",

@@ -240,15 +240,21 @@ def _played(brief: FinishedProblem, rollouts: Sequence[_Read], kind: Any) -> Pla
     return PlayedProblem(brief.problem, tuple(played))
 
 
-def referee(problems: Sequence[PlayedProblem], options: RefereeOptions) -> Referee:
+def referee(
+    problems: Sequence[PlayedProblem],
+    options: RefereeOptions,
+    more: Sequence[StoppingRule] = (),
+) -> Referee:
     """Let every rule play on the same random orders of each problem's rollouts.
+
+    `more` are rules of the caller's own.
 
     :raises OptionError: an unknown rule, or budgets in a unit that was not recorded.
     """
     longest = max(len(problem.rollouts) for problem in problems)
     most = min(options.samples or _MOST_ROLLOUTS, longest)
     scores = _common_scores(problems)
-    rules = _chosen(rules_for(scores, problems, most), options.rules)
+    rules = [*_chosen(rules_for(scores, problems, most), options.rules), *more]
     unit = UNITS.index(options.unit)
     if any(math.isnan(one.costs[unit]) for problem in problems for one in problem.rollouts):
         raise OptionError(
@@ -272,12 +278,12 @@ def referee(problems: Sequence[PlayedProblem], options: RefereeOptions) -> Refer
     ]
     return Referee(
         tuple(rows),
-        len(problems),
-        sum(len(problem.rollouts) for problem in problems),
-        most,
-        options.orders,
-        options.seed,
-        options.unit,
+        problems=len(problems),
+        rollouts=sum(len(problem.rollouts) for problem in problems),
+        most=most,
+        orders=options.orders,
+        seed=options.seed,
+        unit=options.unit,
         censored=0,
         ungraded=0,
         scores=tuple(scores),

@@ -215,6 +215,7 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "atts.cli.evaluations", "evaluate", "Evaluate a method on a dataset: the main command."
     ),
+    "export": Command("atts.cli.importing", "export", "Write a run's rollouts as training data."),
     "grade": Command("atts.cli.datasets", "grade", "Grade answers against references."),
     "import": Command(
         "atts.cli.importing",

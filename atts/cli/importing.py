@@ -1,4 +1,4 @@
-"""The command that makes a run of another tool's rollouts."""
+"""The commands that take rollouts in and give them out: import and export."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atts.cli.options import ObjectJson, named_values
+from atts.cli.options import ObjectJson, RunDirectory, named_values
 from atts.cli.terminal import print_result, tell
 from atts.interrupts import run_async
 
 if TYPE_CHECKING:
+    from atts.analysis import Exported
     from atts.importers import Imported
 
 
@@ -135,3 +136,55 @@ def _lines(made: Imported) -> Iterator[str]:
         yield "nothing could be graded: the files have no references; name a data set with --dataset"
     if made.unknown:
         yield f"{made.unknown:,} problems are not in the data set, and keep their own ids"
+
+
+def export(
+    directory: RunDirectory,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--as",
+            help="opd (token ids with both models' log-probabilities), sft, preference or verifiers.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write: .jsonl or .parquet.", metavar="FILE")],
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            help="Rollouts to export: correct, answered or all.",
+            show_default="correct as sft, else all",
+        ),
+    ] = None,
+    pairs: Annotated[
+        int, typer.Option(help="With --as preference: pairs per problem, at most.")
+    ] = 4,
+    seed: Annotated[
+        int, typer.Option(help="With --as preference: random seed of the choice of pairs.")
+    ] = 0,
+    as_json: ObjectJson = False,
+) -> None:
+    """Write a run's rollouts as training data.
+
+    Each record names its schema and version, such as atts.opd/1, and the models that wrote it. The
+    file is replaced as a whole. Parquet needs the extra `parquet`.
+
+    Example: atts export runs/first --as opd --out distil.jsonl
+
+    Example: atts export runs/theirs --as preference --out pairs.parquet --pairs 2
+    """
+    from atts.analysis import ExportOptions, export_run
+    from atts.journal import open_run
+
+    words: Any = {"kind": kind, "keep": keep}  # checked there
+    options = ExportOptions(pairs=pairs, seed=seed, **words)
+    made = export_run(open_run(directory), out, options)
+    print_result(made.as_json(), as_json, lambda _: _export_lines(made))
+
+
+def _export_lines(made: Exported) -> Iterator[str]:
+    """Yield what was written, and which rollouts were not."""
+    yield str(made.path)
+    trained = f", {made.trained_tokens:,} tokens to train on" if made.kind == "opd" else ""
+    yield f"{made.records:,} records of {made.problems:,} problems as {made.kind}{trained}"
+    for reason, count in made.skipped.items():
+        yield f"left out: {count:,} rollouts ({reason})"

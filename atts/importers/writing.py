@@ -516,7 +516,11 @@ class _ProblemWriter:
     def _time(self, problem: Problem, sample: ForeignSample) -> None:
         seconds = sample.seconds or 0.0
         number = sample.number or 0
-        self._record(RolloutSpan(problem.id, number, "done", 0.0, 0.0, seconds, seconds))
+        self._record(
+            RolloutSpan(
+                problem.id, number, "done", queued=0.0, started=0.0, ended=seconds, released=seconds
+            )
+        )
 
     def _finish(
         self,

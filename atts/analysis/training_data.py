@@ -1,0 +1,505 @@
+"""Training data out of recorded runs: what the draft wrote and what the target thought of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Literal, get_args
+
+from atts.core import CallSpan, Chunk, Outcome, Rollout, TokenIds, Turn
+from atts.errors import JournalError, MissingExtra, OptionError, UsageError
+from atts.files import jsonable, storage, write_atomic
+from atts.journal import FACTS, Measured, RecordedRun, RunState, Scored
+from atts.sampling import Seed, generator
+
+DataKind = Literal["opd", "sft", "preference", "verifiers"]
+KINDS: tuple[DataKind, ...] = get_args(DataKind)
+VERSION = 1
+"""Version of the records; each names its kind and version, such as "atts.opd/1"."""
+
+Keep = Literal["correct", "answered", "all"]
+"""Which rollouts are exported: those with a correct answer, those with an answer, or all."""
+
+_ORIGIN = {
+    "schema": "text", "run": "text", "draft": "text", "target": "text", "draft_weights": "text",
+    "target_weights": "text",
+}  # fmt: skip
+_ROLLOUT = {
+    "problem": "text", "sample": "integer", "answer": "text", "reference": "text",
+    "correct": "truth", "finish": "text",
+}  # fmt: skip
+COLUMNS: Mapping[DataKind, Mapping[str, str]] = {
+    "opd": {
+        **_ORIGIN, **_ROLLOUT, "part": "text", "prompt_ids": "integers", "ids": "integers",
+        "mask": "integers", "student_logprobs": "numbers", "teacher_logprobs": "numbers",
+        "decisions": "decisions",
+    },
+    "sft": {
+        **_ORIGIN, **_ROLLOUT, "messages": "messages", "prompt_ids": "integers", "ids": "integers",
+    },
+    "preference": {
+        **_ORIGIN, "problem": "text", "reference": "text", "prompt": "messages",
+        "chosen": "messages", "rejected": "messages", "chosen_sample": "integer",
+        "rejected_sample": "integer", "chosen_answer": "text", "rejected_answer": "text",
+    },
+    "verifiers": {
+        **_ORIGIN, **_ROLLOUT, "example_id": "text", "task": "text", "prompt": "messages",
+        "completion": "messages", "reward": "number", "metrics": "named numbers",
+    },
+}  # fmt: skip
+"""The columns of each kind's records, in order, with the type of each."""
+
+_ROW_GROUP = 512  # records that a Parquet file holds in one piece, and this process in memory
+_SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What is exported; `pairs` are preference pairs per problem at most, drawn by seed.
+
+    :raises OptionError: an unknown choice, or no pairs.
+    """
+
+    kind: DataKind = "sft"
+    keep: Keep | None = None  # None: correct ones as sft, all of them otherwise
+    pairs: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise OptionError("--as", f"{self.kind!r} is unknown", KINDS)
+        if self.keep is not None and self.keep not in get_args(Keep):
+            raise OptionError("--keep", f"{self.keep!r} is unknown", get_args(Keep))
+        if self.pairs < 1:
+            raise OptionError("--pairs", f"{self.pairs} pairs are none; give at least 1")
+
+
+@dataclass(slots=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    kind: DataKind
+    problems: int = 0  # with a record
+    records: int = 0
+    trained_tokens: int = 0  # with the log-probabilities of both models
+    skipped: Counter[str] = field(default_factory=Counter[str])  # rollouts, by the reason
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        names = ("kind", "problems", "records", "trained_tokens")
+        plain = {name: getattr(self, name) for name in names}
+        return {"file": str(self.path), **plain, "skipped": dict(self.skipped)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A finished problem with what its records need."""
+
+    outcome: Outcome
+    verdicts: Mapping[int, str | None]  # by sample
+    # by sample and turn, the target's log-probabilities of the drafted chunk
+    teacher: Mapping[tuple[int, int], tuple[float, ...]]
+    scores: Mapping[int, Mapping[str, float]]
+
+
+def export_run(run: RecordedRun, path: Path, options: ExportOptions) -> Exported:
+    """Write a run's rollouts as training data, problem by problem, and return what was written.
+
+    The file is replaced as a whole at the end.
+
+    :raises OptionError: an unknown kind of file.
+    :raises UsageError: the run has not what this kind of data is made of.
+    :raises JournalError: no problem is finished, or the journal cannot be read.
+    :raises StorageError: the disk refuses.
+    """
+    if path.suffix not in _SUFFIXES:
+        raise OptionError("--out", f"{path} is neither of {' and '.join(_SUFFIXES)}")
+    if options.kind == "opd":
+        _check_tokenizers(run)
+    made = Exported(path, options.kind)
+    records = _records(run, options, made)
+    if path.suffix == ".parquet":
+        _write_parquet(path, records, COLUMNS[options.kind])
+    else:
+        write_atomic(path, (_line(record) for record in records))
+    return made
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(jsonable(record), ensure_ascii=False).encode(errors="replace") + b"\n"
+
+
+def _check_tokenizers(run: RecordedRun) -> None:
+    engines = run.manifest.engines
+    if not {"draft", "target"} <= engines.keys():
+        raise UsageError(
+            f"{run.directory}: opd needs a draft and a target, and this run has only "
+            f"{' and '.join(engines) or 'neither'}; export it as sft, preference or verifiers"
+        )
+    draft, target = (engines[role].get("tokenizer") for role in ("draft", "target"))
+    if draft != target:
+        raise UsageError(
+            f"{run.directory}: draft and target have different tokenizers, so the target has no "
+            "log-probabilities of the draft's tokens; export it as sft, preference or verifiers"
+        )
+
+
+def _records(run: RecordedRun, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
+    maker = _MAKERS[options.kind]
+    has_problem = False
+    origin = _origin(run, options.kind)
+    for case in _cases(run, needs_scores=options.kind == "opd"):
+        has_problem = True
+        before = made.records
+        for record in maker(case, options, made):
+            made.records += 1
+            yield {**origin, **record}
+        made.problems += made.records > before
+    if not has_problem:
+        raise JournalError(
+            run.directory, "no problem is finished, so there is nothing to export", "Let it run"
+        )
+    if not made.records:
+        reasons = ", ".join(f"{reason}: {count:,}" for reason, count in made.skipped.items())
+        raise UsageError(
+            f"{run.directory}: no record can be made of it as {options.kind} ({reasons or 'empty'})"
+        )
+
+
+def _origin(run: RecordedRun, kind: DataKind) -> dict[str, Any]:
+    """Return what all records of an export begin with: the schema, the run and the models."""
+    models = {
+        role: str(engine.get("model", "")) for role, engine in sorted(run.manifest.engines.items())
+    }
+    return {
+        "schema": f"atts.{kind}/{VERSION}",
+        "run": run.directory.name,
+        "draft": models.get("draft", ""),
+        "target": models.get("target", ""),
+        **{
+            f"{role}_weights": str(run.manifest.engines.get(role, {}).get("weights", ""))
+            for role in ("draft", "target")
+        },
+    }
+
+
+def _cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[_Case]:
+    """Yield every finished problem; memory holds the open ones."""
+    state = RunState()
+    kinds = (*FACTS, Measured, *((Scored, CallSpan) if needs_scores else ()))
+    scored: Scored | None = None
+    teacher: dict[str, dict[tuple[int, int], tuple[float, ...]]] = {}
+    scores: dict[str, dict[int, Mapping[str, float]]] = {}
+    for entry in run.entries(kinds):
+        event = entry.event
+        outcome = state.apply(entry)
+        match event:
+            case Scored():
+                scored = event
+            case CallSpan() if scored is not None:
+                # the span on the line of a score says of which turn it is
+                key = event.sample, event.turn
+                teacher.setdefault(event.problem, {})[key] = scored.scores.logprobs
+                scored = None
+            case Measured(problem, sample, values):
+                scores.setdefault(problem, {})[sample] = values
+            case _:
+                pass
+        if outcome is None or not outcome.is_complete:
+            continue
+        name = outcome.problem.id
+        brief = state.finished.pop(name)
+        verdicts = {one.sample: one.verdict for one in brief.samples}
+        yield _Case(outcome, verdicts, teacher.pop(name, {}), scores.pop(name, {}))
+
+
+Maker = Callable[[_Case, ExportOptions, Exported], Iterator[dict[str, Any]]]
+
+
+def _kept(case: _Case, options: ExportOptions, made: Exported) -> Iterator[Rollout]:
+    """Yield the rollouts that are exported, by their numbers, and count the others by the reason."""
+    keep = options.keep or ("correct" if options.kind == "sft" else "all")
+    for rollout in sorted(case.outcome.rollouts, key=lambda one: one.sample):
+        verdict = case.verdicts[rollout.sample]
+        if verdict in ("spared", "lost"):
+            made.skipped["stopped before an answer"] += 1
+        elif keep != "all" and rollout.answer is None:
+            made.skipped["no answer"] += 1
+        elif keep == "correct" and verdict != "correct":
+            made.skipped["not graded as correct"] += 1
+        else:
+            yield rollout
+
+
+def _facts(case: _Case, rollout: Rollout) -> dict[str, Any]:
+    """Return what a record says of the rollout that it is made of."""
+    verdict = case.verdicts[rollout.sample]
+    return {
+        "problem": rollout.problem,
+        "sample": rollout.sample,
+        "answer": rollout.answer,
+        "reference": case.outcome.problem.answer,
+        "correct": None if verdict in (None, "unscored") else verdict == "correct",
+        "finish": rollout.finish or "",
+    }
+
+
+def _messages(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+def _sft(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
+    """Yield a conversation per rollout, with the target's token ids where they were recorded."""
+    question = case.outcome.problem.text
+    for rollout in _kept(case, options, made):
+        prompt = rollout.prompt.target_ids
+        yield {
+            **_facts(case, rollout),
+            "messages": [*_messages("user", question), *_messages("assistant", rollout.text)],
+            "prompt_ids": list(prompt),
+            "ids": list(rollout.ids("target")[len(prompt) :]),
+        }
+
+
+def _preference(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
+    """Yield pairs of a correct and a wrong rollout of one problem."""
+    rollouts = list(_kept(case, options, made))
+    correct = [one for one in rollouts if case.verdicts[one.sample] == "correct"]
+    wrong = [one for one in rollouts if case.verdicts[one.sample] == "wrong"]
+    pairs = [(good, bad) for good in correct for bad in wrong]
+    if not pairs:
+        made.skipped["all correct, or none"] += len(rollouts)
+        return
+    name = case.outcome.problem.id
+    random = generator(Seed(run=options.seed, problem=name, purpose="preference pairs"))
+    for place in sorted(random.permutation(len(pairs))[: options.pairs]):
+        good, bad = pairs[place]
+        yield {
+            "problem": name,
+            "reference": case.outcome.problem.answer,
+            "prompt": _messages("user", case.outcome.problem.text),
+            "chosen": _messages("assistant", good.text),
+            "rejected": _messages("assistant", bad.text),
+            "chosen_sample": good.sample,
+            "rejected_sample": bad.sample,
+            "chosen_answer": good.answer,
+            "rejected_answer": bad.answer,
+        }
+
+
+def _verifiers(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
+    """Yield a rollout with its reward, in the fields that `verifiers` saves its own under."""
+    problem = case.outcome.problem
+    for rollout in _kept(case, options, made):
+        facts = _facts(case, rollout)
+        if facts["correct"] is None:
+            made.skipped["not graded"] += 1
+            continue
+        yield {
+            **facts,
+            "example_id": problem.id,
+            "task": problem.source,
+            "prompt": _messages("user", problem.text),
+            "completion": _messages("assistant", rollout.text),
+            # in such an environment the answer is the reference
+            "answer": problem.answer,
+            "reward": float(facts["correct"]),
+            "metrics": dict(case.scores.get(rollout.sample, {})),
+        }
+
+
+def _opd(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
+    """Yield the tokens of each rollout, and of each chunk that the target replaced.
+
+    The mask is 1 where the draft wrote the token and the log-probabilities of both are known.
+    """
+    teacher = _with_repeats(case)
+    for rollout in _kept(case, options, made):
+        path = _Tokens()
+        decisions: list[dict[str, Any]] = []
+        others: list[dict[str, Any]] = []
+        prompt = rollout.prompt.draft_ids
+        for turn in rollout.turns:
+            known = teacher.get((rollout.sample, turn.index))
+            drafted = turn.drafted
+            start = len(path.ids)
+            for chunk in turn.discarded:
+                if chunk is drafted and known is not None:
+                    alone = _Tokens()
+                    alone.add(chunk, known)
+                    others.append(
+                        _opd_record(case, rollout, "rejected", [*prompt, *path.ids], alone)
+                    )
+            for chunk in turn.chunks:
+                path.add(chunk, known if chunk is drafted else None)
+            if turn.decision is not None:
+                decisions.append(_decision(turn, start, len(path.ids)))
+        records = [
+            {**_opd_record(case, rollout, "rollout", list(prompt), path), "decisions": decisions},
+            *({**other, "decisions": []} for other in others),
+        ]
+        for record in records:
+            trained = sum(record["mask"])
+            if not trained:
+                made.skipped["no token with both log-probabilities"] += record["part"] == "rollout"
+                continue
+            made.trained_tokens += trained
+            yield record
+
+
+def _opd_record(
+    case: _Case, rollout: Rollout, part: str, prompt: Sequence[int], tokens: _Tokens
+) -> dict[str, Any]:
+    return {
+        **_facts(case, rollout),
+        "part": part,
+        "prompt_ids": list(prompt),
+        "ids": tokens.ids,
+        "mask": tokens.mask,
+        "student_logprobs": tokens.student,
+        "teacher_logprobs": tokens.teacher,
+    }
+
+
+def _decision(turn: Turn, start: int, end: int) -> dict[str, Any]:
+    """Return a gate's decision, and which of the rollout's tokens its turn wrote."""
+    assert turn.decision is not None, "only turns that were decided on have one"
+    decision = turn.decision
+    return {
+        "turn": turn.index,
+        "action": decision.action,
+        "score": decision.score,
+        "p": decision.p,
+        "start": start,
+        "end": end,
+    }
+
+
+class _Tokens:
+    """Tokens with what both models think of each; None where that was not recorded."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.student: list[float | None] = []
+        self.teacher: list[float | None] = []
+
+    def add(self, chunk: Chunk, scored: tuple[float, ...] | None) -> None:
+        """Add a chunk; `scored` are the target's log-probabilities of a chunk of the draft's."""
+        count = len(chunk.draft_ids)
+        # those of an end token are not of the chunk's ids
+        own = _as_many(chunk.logprobs[:count], count)
+        nothing = _as_many((), count)
+        is_draft = chunk.author == "draft"
+        student = own if is_draft else nothing
+        teacher = _as_many((scored or ())[:count], count) if is_draft else own
+        self.ids += chunk.draft_ids
+        self.student += student
+        self.teacher += teacher
+        for one, other in zip(student, teacher, strict=True):
+            self.mask.append(int(one is not None and other is not None))
+
+
+def _as_many(values: tuple[float, ...], count: int) -> list[float | None]:
+    """Return one value per token, None for each where their numbers differ."""
+    return list(values) if len(values) == count else [None] * count
+
+
+def _with_repeats(case: _Case) -> dict[tuple[int, int], tuple[float, ...]]:
+    """Return the target's log-probabilities of every drafted chunk.
+
+    A chunk that equals a sibling's after an equal beginning was scored once, for the first of them.
+    """
+    found = dict(case.teacher)
+    by_text: dict[tuple[TokenIds, TokenIds], tuple[float, ...]] = {}
+    missing: list[tuple[tuple[int, int], tuple[TokenIds, TokenIds]]] = []
+    for rollout in case.outcome.rollouts:
+        prefix = list(rollout.prompt.target_ids)
+        for turn in rollout.turns:
+            drafted = turn.drafted
+            key = rollout.sample, turn.index
+            if drafted is not None:
+                text = tuple(prefix), drafted.target_ids
+                logprobs = found.get(key)
+                if logprobs is None and turn.score_reused:
+                    missing.append((key, text))
+                elif logprobs is not None:
+                    by_text[text] = logprobs
+            for chunk in turn.chunks:
+                prefix.extend(chunk.target_ids)
+    for key, text in missing:
+        if text in by_text:
+            found[key] = by_text[text]
+    return found
+
+
+_MAKERS: Mapping[DataKind, Maker] = {
+    "opd": _opd,
+    "sft": _sft,
+    "preference": _preference,
+    "verifiers": _verifiers,
+}
+
+
+def _write_parquet(
+    path: Path, records: Iterable[dict[str, Any]], columns: Mapping[str, str]
+) -> None:
+    """Write records in groups of rows.
+
+    :raises MissingExtra: pyarrow is not installed.
+    """
+    try:  # by name: pyarrow is optional and ships no types
+        pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    except ImportError:
+        raise MissingExtra("a Parquet file", "pyarrow", "parquet") from None
+    types = _arrow_types(pyarrow)
+    schema = pyarrow.schema([(name, types[word]) for name, word in columns.items()])
+    temporary = path.with_name(f".{path.name}.{token_hex(6)}")
+    try:
+        with storage(path):
+            with parquet.ParquetWriter(temporary, schema) as writer:
+                for rows in _groups(records):
+                    writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _arrow_types(pyarrow: Any) -> dict[str, Any]:
+    """Return Arrow's type for each word in `COLUMNS`."""
+    text = pyarrow.string()
+    integer = pyarrow.int64()
+    number = pyarrow.float64()
+    decision = {
+        "turn": integer, "action": text, "score": number, "p": number, "start": integer,
+        "end": integer,
+    }  # fmt: skip
+    return {
+        "text": text,
+        "integer": integer,
+        "number": number,
+        "truth": pyarrow.bool_(),
+        "integers": pyarrow.list_(integer),
+        "numbers": pyarrow.list_(number),
+        "named numbers": pyarrow.map_(text, number),
+        "messages": pyarrow.list_(pyarrow.struct([("role", text), ("content", text)])),
+        "decisions": pyarrow.list_(pyarrow.struct(list(decision.items()))),
+    }
+
+
+def _groups(records: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    for record in records:
+        rows.append(record)
+        if len(rows) == _ROW_GROUP:
+            yield rows
+            rows = []
+    if rows:
+        yield rows

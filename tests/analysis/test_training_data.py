@@ -1,0 +1,231 @@
+"""Exports hold what was recorded, token by token, and a trainer of few lines learns from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.analysis.training_data import COLUMNS, KINDS, DataKind, ExportOptions, export_run
+from atts.api import Setup, evaluate_sync
+from atts.cli.app import run as command
+from atts.core import Outcome
+from atts.errors import JournalError, OptionError, UsageError
+from atts.evaluators import load_dataset
+from atts.journal import CallSpan, Scored, open_run, save_manifest
+from atts.pipelines import Policy
+from tests.importers.conftest import Import, run_import, write_lines
+
+__all__ = ["run_import"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a small run of the embedded pair with accepted, replaced and repeated chunks."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    setup = Setup(
+        draft="embedded", target="embedded", rate=0.3, policy=Policy(samples=3, early_stop="none")
+    )
+    evaluate_sync(load_dataset("arithmetic[:4]").problems, setup, directory=folder)
+    return folder
+
+
+def read(run: Path, out: Path, kind: DataKind, **options: Any) -> list[dict[str, Any]]:
+    """Return the records of an export."""
+    export_run(open_run(run), out / "data.jsonl", ExportOptions(kind, **options))
+    return [json.loads(line) for line in (out / "data.jsonl").read_text().splitlines()]
+
+
+def outcomes(run: Path) -> dict[str, Outcome]:
+    """Return the problems of a run whole."""
+    return {one.problem.id: one for one in open_run(run).outcomes()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_have_the_documented_columns(
+    recorded: Path, tmp_path: Path, kind: DataKind
+) -> None:
+    """Every record has every column, and no other, and names its schema."""
+    records = read(recorded, tmp_path, kind)
+    assert records
+    for record in records:
+        assert set(record) == set(COLUMNS[kind])
+        assert record["schema"] == f"atts.{kind}/1"
+        assert record["draft"].startswith("draft@")
+        assert len(record["target_weights"]) == 32
+
+
+def test_opd_is_the_record_token_by_token(recorded: Path, tmp_path: Path) -> None:
+    """Ids are those of the rollout; both log-probabilities are those that were recorded."""
+    whole = outcomes(recorded)
+    scored: dict[tuple[str, int, int], tuple[float, ...]] = {}
+    last: Scored | None = None
+    for entry in open_run(recorded).entries():
+        if isinstance(entry.event, Scored):
+            last = entry.event
+        elif isinstance(entry.event, CallSpan) and last is not None:
+            span = entry.event
+            scored[span.problem, span.sample, span.turn] = last.scores.logprobs
+            last = None
+    records = [one for one in read(recorded, tmp_path, "opd") if one["part"] == "rollout"]
+    checked = 0
+    for record in records:
+        by_sample = {one.sample: one for one in whole[record["problem"]].rollouts}
+        rollout = by_sample[record["sample"]]
+        assert record["prompt_ids"] + record["ids"] == list(rollout.ids("draft"))
+        for turn, decision in zip(rollout.turns, record["decisions"], strict=True):
+            assert turn.decision is not None
+            assert decision["action"] == turn.decision.action
+            place = slice(decision["start"], decision["end"])
+            if turn.chunks[0] is turn.drafted and len(turn.chunks) == 1:
+                count = len(turn.chunks[0].draft_ids)
+                assert record["student_logprobs"][place] == list(turn.chunks[0].logprobs[:count])
+                known = scored.get((record["problem"], record["sample"], turn.index))
+                if known is not None:
+                    assert record["teacher_logprobs"][place] == list(known)
+                    checked += count
+                # a chunk that was scored for a sibling has that sibling's log-probabilities
+                assert record["mask"][place] == [1] * count
+            elif turn.chunks[0].author == "target":
+                assert set(record["mask"][place]) == {0}
+                assert set(record["student_logprobs"][place]) == {None}
+    assert checked > 50
+
+
+def test_opd_has_the_chunks_that_were_replaced(recorded: Path, tmp_path: Path) -> None:
+    """They were drawn by the draft and scored by the target, so they teach as well."""
+    replaced = {
+        (problem, rollout.sample, turn.index): turn
+        for problem, outcome in outcomes(recorded).items()
+        for rollout in outcome.rollouts
+        for turn in rollout.turns
+        if turn.decision is not None and turn.decision.escalate and turn.discarded
+    }
+    records = [one for one in read(recorded, tmp_path, "opd") if one["part"] == "rejected"]
+    assert len(records) == len(replaced) > 0
+    assert {tuple(one["ids"]) for one in records} == {
+        turn.drafted.draft_ids for turn in replaced.values() if turn.drafted is not None
+    }
+    assert all(set(one["mask"]) == {1} for one in records)
+
+
+def test_sft_keeps_what_is_correct(recorded: Path, tmp_path: Path) -> None:
+    """By default only rollouts with a correct answer; all of them on request."""
+    whole = outcomes(recorded)
+    records = read(recorded, tmp_path, "sft")
+    assert all(record["correct"] for record in records)
+    everything = read(recorded, tmp_path, "sft", keep="all")
+    assert len(everything) == 12 > len(records) > 0
+    for record in everything:
+        rollout = next(
+            one for one in whole[record["problem"]].rollouts if one.sample == record["sample"]
+        )
+        assert record["messages"][1] == {"role": "assistant", "content": rollout.text}
+
+
+def planted(run_import: Import, tmp_path: Path) -> Path:
+    """Import two problems: one with two correct and two wrong rollouts, one all correct."""
+    rows = [
+        {"question": f"What is {n}?", "text": f"try {s}: \\boxed{{{n if s < 2 or n else 9}}}",
+         "gold": str(n), "reward": s / 4}
+        for n in range(2)
+        for s in range(4)
+    ]  # fmt: skip
+    path = write_lines(tmp_path / "mine.jsonl", rows)
+    return run_import("jsonl", path, columns={"score.reward": "reward"}).directory
+
+
+def test_preferences_are_pairs_within_a_problem(run_import: Import, tmp_path: Path) -> None:
+    """A correct rollout is chosen over a wrong one; problems without both have no pair."""
+    run = planted(run_import, tmp_path)
+    records = read(run, tmp_path, "preference", pairs=10)
+    assert {(one["chosen_sample"], one["rejected_sample"]) for one in records} == {
+        (0, 2), (0, 3), (1, 2), (1, 3),
+    }  # fmt: skip
+    assert {one["problem"] for one in records} == {"problem-1"}
+    assert records[0]["chosen"][0]["content"].endswith("\\boxed{0}")
+    some = read(run, tmp_path, "preference", pairs=2)
+    assert len(some) == 2
+    assert some == read(run, tmp_path, "preference", pairs=2)
+    assert all(one in records for one in some)
+
+
+def test_rewards_of_verifiers(run_import: Import, tmp_path: Path) -> None:
+    """Reward is the verdict, the answer the reference, and recorded scores are metrics."""
+    records = read(planted(run_import, tmp_path), tmp_path, "verifiers")
+    assert [one["reward"] for one in records] == [1, 1, 0, 0, 1, 1, 1, 1]
+    assert records[2]["answer"] == "0"
+    assert records[2]["metrics"] == {"reward": 0.5}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parquet_holds_the_same(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: DataKind
+) -> None:
+    """Both files have equal records, also over several groups of rows."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("atts.analysis.training_data._ROW_GROUP", 2)
+    export_run(open_run(recorded), tmp_path / "data.parquet", ExportOptions(kind))
+    rows = parquet.read_table(tmp_path / "data.parquet").to_pylist()
+    expected = read(recorded, tmp_path, kind)
+    for row in rows:
+        if "metrics" in row:
+            row["metrics"] = dict(row["metrics"])
+    assert rows == expected
+
+
+def test_what_cannot_be_exported(
+    run_import: Import, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each refusal names the way out, and leaves no file."""
+    run = planted(run_import, tmp_path)
+    with pytest.raises(UsageError, match="opd needs a draft and a target, and this run has only t"):
+        read(run, tmp_path, "opd")
+    with pytest.raises(OptionError, match=r"--out: .*data.csv is neither of .jsonl and .parquet"):
+        export_run(open_run(run), tmp_path / "data.csv", ExportOptions("sft"))
+    ungraded = write_lines(tmp_path / "b.jsonl", [{"question": "1?", "text": "\\boxed{1}"}])
+    other = run_import("jsonl", ungraded, tmp_path / "other").directory
+    with pytest.raises(UsageError, match=r"no record can be made of it as sft \(not graded as cor"):
+        read(other, tmp_path, "sft")
+    with pytest.raises(UsageError, match=r"as preference \(all correct, or none: 1\)"):
+        read(other, tmp_path, "preference")
+    assert command(["export", str(run), "--as", "dpo", "--out", "x.jsonl"]) == 2
+    assert "--as: 'dpo' is unknown" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*data*"))
+
+
+def test_other_tokenizers_are_refused(tmp_path: Path, recorded: Path) -> None:
+    """Where the models read different tokens, the target has nothing to say about the draft's."""
+    run = open_run(recorded)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "journal.jsonl").write_bytes((recorded / "journal.jsonl").read_bytes())
+    target = {**run.manifest.engines["target"], "tokenizer": "another"}
+    engines = {**run.manifest.engines, "target": target}
+    save_manifest(other / "manifest.json", replace(run.manifest, engines=engines))
+    with pytest.raises(UsageError, match="draft and target have different tokenizers"):
+        read(other, tmp_path, "opd")
+
+
+def test_an_open_run(tmp_path: Path, recorded: Path) -> None:
+    """A run of which no problem is finished has nothing to export."""
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / "manifest.json").write_bytes((recorded / "manifest.json").read_bytes())
+    lines = (recorded / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (cut / "journal.jsonl").write_bytes(b"".join(lines[:20]))
+    with pytest.raises(JournalError, match="no problem is finished, so there is nothing to export"):
+        read(cut, tmp_path, "opd")
+
+
+def test_the_command(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints the file and what is in it."""
+    out = tmp_path / "opd.jsonl"
+    assert command(["export", str(recorded), "--as", "opd", "--out", str(out), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["file"] == str(out)
+    assert facts["records"] == len(out.read_text().splitlines())
+    assert facts["trained_tokens"] > 100

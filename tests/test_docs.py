@@ -39,7 +39,7 @@ def test_the_readme_is_a_front_page() -> None:
 
 
 def test_every_page_the_readme_links_exists() -> None:
-    """No dead link on the front page, headings within pages included."""
+    """The front page has no dead link, headings within pages included."""
     text = (ROOT / "README.md").read_text()
     links = [part.split(")")[0].partition("#") for part in text.split("](")[1:]]
     pages = [(name, heading) for name, _, heading in links if not name.startswith("https://")]

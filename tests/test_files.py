@@ -36,7 +36,7 @@ def test_who_may_read_is_as_the_umask_says_or_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_refused_replacement_leaves_the_old_file(tmp_path: Path) -> None:
-    """A directory in its place: a clear error, no litter."""
+    """A directory in its place gives a clear error and leaves no litter."""
     (tmp_path / "f" / "inner").mkdir(parents=True)
     with pytest.raises(StorageError):
         write_atomic(tmp_path / "f", b"new")

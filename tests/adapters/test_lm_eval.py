@@ -62,8 +62,8 @@ def requests(*arguments: tuple[Any, ...]) -> list[Any]:
 def test_the_embedded_benchmark_runs_under_their_evaluator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--model atts --model_args pretrained=embedded,...`: their exact match of our answers, and a
-    resumable run.
+    """With `--model atts --model_args pretrained=embedded,...` the result is an exact match of our
+    answers, and the run is resumable.
     """
     import atts.adapters.lm_eval
 

@@ -189,7 +189,9 @@ def test_the_problems_can_be_searched(page: Any, report: str) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
 def test_it_is_readable(page: Any, report: str, scheme: str, width: int, tmp_path: Path) -> None:
-    """Enough contrast everywhere, nothing wider than the window, every control and picture named."""
+    """Contrast is sufficient everywhere, nothing is wider than the window, and every control and
+    picture has a name.
+    """
     page.look(width, 900, scheme)
     for place in ("", "#problem-0/0"):
         page.open("about:blank")
@@ -223,9 +225,7 @@ def test_no_table_is_clipped_at_the_width_of_a_laptop(
 def test_the_calibration_report_is_readable(
     page: Any, run: Path, scheme: str, width: int, tmp_path: Path
 ) -> None:
-    """The same of the calibration report: it opens alone, with its numbers first, for every pair of
-    eyes.
-    """
+    """The calibration report is as readable; it opens alone, with its numbers first."""
     written = tmp_path / "calibration.html"
     save_calibration(calibration_report(run), "html", written)
     page.look(width, 900, scheme)

@@ -159,7 +159,7 @@ def test_labels_say_what_scores_know_of_answers(tmp_path: Path) -> None:
 
 
 def test_the_labels_of_a_run_are_its_verdicts(run: Path, of_run: CalibrationReport) -> None:
-    """Kept chunks of graded rollouts, each once."""
+    """Each kept chunk of a graded rollout is labelled once."""
     assert of_run.labelled is not None
     assert 0 < of_run.labelled.labelled <= of_run.control.decisions - of_run.control.escalated
     assert all(one.low <= one.high for one in of_run.labelled.bins)
@@ -335,7 +335,9 @@ def test_the_format_is_named_or_the_ending(format: str | None, out: str | None, 
 
 
 def test_what_cannot_be_reported_is_refused(other_run: Path, tmp_path: Path) -> None:
-    """A run whose gate saw no score, a place with nothing, an unknown format, a picture as text."""
+    """The cases are a run whose gate saw no score, a missing place, an unknown format, and a
+    picture as text.
+    """
     with pytest.raises(CalibrationInputError, match="the run's scores"):
         calibration_report(other_run)
     with pytest.raises(JournalError):

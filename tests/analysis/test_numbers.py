@@ -67,7 +67,7 @@ def _rewrite(source: Path, target: Path, change: Any, keep: int | None = None) -
 
 
 def test_every_number_is_the_journal_s(run: Path) -> None:
-    """Decisions, escalations, tokens, verdicts: counted here by hand."""
+    """Decisions, escalations, tokens and verdicts are counted here by hand."""
     report = build_report(run).report
     events = [entry.event for entry in read_entries(run / JOURNAL)]
     observed = [event for event in events if isinstance(event, Observed)]
@@ -384,7 +384,7 @@ def test_the_coin_s_band_holds_its_level(n: int, rate: float) -> None:
 
 
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
-    """A folder without a journal, an unknown format, a run without a folder."""
+    """A folder without a journal, an unknown format, and a run without a folder are errors."""
     with pytest.raises(JournalError, match="no run here"):
         build_report(tmp_path)
     with pytest.raises(OptionError, match="markdown"):
@@ -521,7 +521,7 @@ def test_steps_come_back_from_their_columns(steps: list[GateStep]) -> None:
 
 
 def test_a_chart_of_many_questions_draws_some() -> None:
-    """Every so many by rank, over the whole axis."""
+    """The chart draws every n-th question by rank, over the whole axis."""
     groups = tuple(GroupRate(f"q{n}", 10, n % 11, 0.0, 1.0) for n in range(4000))
     steps = [GateStep("observed", Decision("accept", 0.2, "q"), False)]
     few = rate_control(steps, StatedGuarantee("aci", "", "", ""), ())

@@ -34,7 +34,7 @@ def test_it_lies_around_the_ratio_and_takes_any_unit() -> None:
 
 
 def test_costs_that_vary_little_are_told_apart() -> None:
-    """Thirty problems of counts near 40 and 20: an interval of a tenth, not of everything."""
+    """Thirty problems of counts near 40 and 20 give an interval a tenth wide."""
     draw = np.random.default_rng(2)
     low, high = ratio_interval(
         draw.poisson(40, 30).astype(float), draw.poisson(20, 30).astype(float)

@@ -79,7 +79,7 @@ def planted(problems: int, samples: int, seed: int = 1) -> list[PlayedProblem]:
     ],
 )
 def test_a_rule_stops_where_it_says(rule: str, labels: list[int], expected: int) -> None:
-    """Each rule on orders worked out by hand."""
+    """Each rule is tried on orders that were worked out by hand."""
     assert used(rule, labels) == expected
 
 

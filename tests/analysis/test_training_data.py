@@ -113,7 +113,7 @@ def test_opd_has_the_chunks_that_were_replaced(recorded: Path, tmp_path: Path) -
 
 
 def test_sft_keeps_what_is_correct(recorded: Path, tmp_path: Path) -> None:
-    """By default only rollouts with a correct answer; all of them on request."""
+    """By default only rollouts with a correct answer are kept, on request all of them."""
     whole = outcomes(recorded)
     records = read(recorded, tmp_path, "sft")
     assert all(record["correct"] for record in records)

@@ -453,7 +453,7 @@ async def test_a_loop_that_is_killed_while_it_serves_loses_no_model(
 
 @pytest.mark.anyio
 async def test_engines_are_opened_and_closed_at_once(family: Zoo) -> None:
-    """Five at a time in one process, in any order, one of them twice."""
+    """Five are opened at a time in one process, in any order, one of them twice."""
     found = dict[int, tuple[float, ...]]()
 
     async def use(number: int, name: str) -> None:

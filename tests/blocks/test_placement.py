@@ -86,8 +86,8 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
 
 
 def test_shared_blocks_take_less_memory_and_time() -> None:
-    """Twenty tenants that share all but a fifth: a third of the weights, and sooner through than
-    one model a server.
+    """Twenty tenants that share four fifths need a third of the weights and less time than one
+    model a server.
     """
     found = dict(compared(12, 0.5, "even", (0.8, 0.0, 120, 0)))
     assert found["blocks"].once < found["models"].once / 3

@@ -149,8 +149,8 @@ def test_certificates_are_valid_over_many_deployments(epsilon: float) -> None:
 
 
 def test_certificates_are_nearly_as_cheap_as_the_truth_allows() -> None:
-    """2,000 problems, epsilon 0.05: within 25 % of the cheapest policy that truly satisfies it, in
-    ten runs.
+    """With 2,000 problems and epsilon 0.05 the policy is within 25 % of the cheapest that truly
+    satisfies it, in ten runs.
     """
     rates = [k / 40 for k in range(41)]
     for seed in range(10):

@@ -110,7 +110,7 @@ def test_split_threshold_escalates_at_most_the_rate() -> None:
     [(100, 91, 0.848, 0.945), (500, 451, 0.877, 0.921), (1000, 901, 0.884, 0.915)],
 )
 def test_training_conditional_table(n: int, marginal: int, low: float, high: float) -> None:
-    """Ranks and intervals at rate 0.1."""
+    """The ranks and intervals are those of rate 0.1."""
     assert split_rank(n, 0.1) == marginal
     assert list(coverage_interval(n, marginal)) == pytest.approx([low, high], abs=5e-4)
 

@@ -96,8 +96,8 @@ async def test_the_shipped_scores_are_of_the_shipped_weights(role: str) -> None:
 def test_a_run_tells_it_in_its_outcomes_and_its_journal(
     scores: tuple[float, ...], doubts: int, tmp_path: Path
 ) -> None:
-    """Each problem whose chunks score unlike the stored ones; reports count the warnings by their
-    code.
+    """Each problem whose chunks score unlike the stored ones has a warning, and reports count the
+    warnings by code.
     """
     known = StoredScores(
         scores * 40, tuple(f"{n}" for n in range(40) for _ in scores), (0,) * 3 * 40

@@ -142,7 +142,7 @@ def test_monitor_state_round_trip(array_of: ArrayOf) -> None:
 
 
 def test_few_samples_a_question_are_enough(array_of: ArrayOf) -> None:
-    """Live questions with one or two scores each, compared with stored questions of sixteen."""
+    """Live questions with one or two scores each are compared with stored questions of sixteen."""
     for samples in (1, 2):
         monitor = DriftMonitor(shifted(array_of(), 0.5))
         for place, (nonconformity, question) in enumerate(whole_questions(array_of(), 3, 1600)):
@@ -259,7 +259,7 @@ def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> T
 
 
 def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
-    """p <= 0.1 in a tenth of clean runs, to within four binomial deviations."""
+    """p <= 0.1 holds in a tenth of clean runs, to within four binomial deviations."""
     draw = np.random.default_rng(0)
     stored = law(draw, 30)
     found = [
@@ -291,7 +291,7 @@ def test_level_width_and_spread_are_all_seen(change: dict[str, float]) -> None:
 
 
 def test_the_order_of_live_questions_says_nothing() -> None:
-    """The same p-value forwards and backwards, and again for the same seed."""
+    """The p-value is the same forwards and backwards, and again for the same seed."""
     draw = np.random.default_rng(3)
     stored = law(draw, 20)
     live = law(draw, 7, shift=0.4)

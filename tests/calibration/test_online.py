@@ -72,7 +72,7 @@ def test_deciding_only_reads(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_decision_carries_what_audits_it(mode: Mode) -> None:
-    """Question, turn, sample, issue, score, p in [0, 1], the nominal rate and a reason."""
+    """It has question, turn, sample, issue, score, p in [0, 1], the nominal rate and a reason."""
     decision = fresh(mode).decide(1.3, "q7", 2, 5, 11)
     assert (decision.question, decision.turn, decision.sample, decision.issue) == ("q7", 2, 5, 11)
     assert decision.score == 1.3
@@ -95,7 +95,7 @@ def test_rates_zero_and_one_are_kept_to_the_letter(mode: Mode) -> None:
     st.lists(SCORES, min_size=1, max_size=150), st.sampled_from([0.1, 0.4, 0.75]), st.integers(0, 3)
 )
 def test_aci_bound_holds_for_any_sequence(scores: list[float], rate: float, seed: int) -> None:
-    """|realised - rate| <= (max(rate, 1 - rate) + step) / (step T) at every T."""
+    """The bound is |realised - rate| <= (max(rate, 1 - rate) + step) / (step T), at every T."""
     calibrator = Calibrator(rate, "aci", seed=seed, tuning=Tuning(aci_step=0.02))
     bound = (max(rate, 1 - rate) + 0.02) / 0.02
     total = 0

@@ -38,7 +38,7 @@ def test_plain_p_values_equal_crepes() -> None:
 
 @pytest.mark.parametrize("law", ["uniform", "changed"])
 def test_simple_jumper_equals_crepes(law: str) -> None:
-    """Step by step, under the null and after a change."""
+    """They agree step by step, under the null and after a change."""
     martingales = oracle("crepes.martingales")
     p_values = np.random.default_rng(2).random(400) ** (1 if law == "uniform" else 1.5)
     theirs = martingales.SimpleJumper().apply(p_values)

@@ -273,6 +273,6 @@ def test_a_capped_run_is_taken_again_from_its_journal(cap: float, tmp_path: Path
 
 
 def test_a_share_that_is_none_is_refused() -> None:
-    """Named, with its value."""
+    """The error names it with its value."""
     with pytest.raises(CalibrationInputError, match="left"):
         Calibrator(0.2, "aci").decide(1.5, left=1.5)

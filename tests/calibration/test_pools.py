@@ -77,7 +77,7 @@ def test_a_stored_score_is_a_number_and_no_object() -> None:
 
 
 def test_what_is_not_there_cannot_be_removed_or_selected() -> None:
-    """KeyError for an absent score, IndexError for a rank outside the pool."""
+    """The error is a KeyError for an absent score, an IndexError for a rank outside the pool."""
     pool = Ranks([1.0])
     with pytest.raises(KeyError):
         pool.remove(2.0)
@@ -90,7 +90,7 @@ def test_what_is_not_there_cannot_be_removed_or_selected() -> None:
 
 @given(st.lists(VALUES, max_size=40), st.integers(1, 10), VALUES)
 def test_a_window_is_the_last_scores(values: list[float], width: int, probe: float) -> None:
-    """Exactly the last `width`, in order."""
+    """It contains exactly the last `width` scores, in order."""
     window = Window(width)
     for value in values:
         window.add(value)

@@ -51,6 +51,6 @@ def test_few_decisions_say_what_they_allow() -> None:
 
 @pytest.mark.parametrize("questions", [[], [(0, 0)], [(3, 4)], [(3, -1)]])
 def test_what_is_no_count_is_refused(questions: list[tuple[int, int]]) -> None:
-    """Nothing decided, more escalated than decided, less than nothing."""
+    """No decisions, more escalations than decisions, and negative numbers are refused."""
     with pytest.raises(CalibrationInputError):
         check_rate(0.2, questions)

@@ -107,7 +107,7 @@ def test_numpy_columns_will_do() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_words_its_promise_with_its_numbers(mode: Mode) -> None:
-    """The rate, the counts so far, what voids it; nothing generic left unfilled."""
+    """The promise has the rate, the counts so far and what voids it, and leaves nothing unfilled."""
     stored = StoredScores.of([1.1 + 0.01 * k for k in range(64)], 16)
     done = replay_scores(FEW, rate=0.35, mode=mode, stored=stored, drift="report")
     count = sum(decision.escalate for decision in done.decisions)
@@ -144,7 +144,7 @@ def test_bounds_that_exclude_no_rate_are_not_printed() -> None:
 def test_replay_command_prints_one_object_per_decision_then_a_summary(
     tmp_path: Path, atts: Atts
 ) -> None:
-    """The same decisions and metrics as the call, strict JSON, from a file or from stdin."""
+    """Decisions and metrics are those of the call, as strict JSON, from a file or from stdin."""
     path = tmp_path / "scores.jsonl"
     path.write_text(
         lines_of([*FEW, {"question": 9, "turn": 0, "score": math.inf}]).replace("Infinity", "1e999")
@@ -188,7 +188,7 @@ def test_replay_command_prints_one_object_per_decision_then_a_summary(
 def test_replay_command_refuses_bad_input_in_words(
     words: tuple[str, ...], text: str, said: str, atts: Atts
 ) -> None:
-    """Exit code 2, one line that names the trouble, no traceback."""
+    """The exit code is 2, one line names the trouble, and there is no traceback."""
     done = atts("replay", "-", *words, text=text)
     assert done.returncode == 2
     assert said in done.stderr
@@ -206,7 +206,7 @@ def test_replay_command_refuses_bad_input_in_words(
     ],
 )
 def test_stored_records_name_the_one_that_is_wrong(line: str, said: str, tmp_path: Path) -> None:
-    """Nothing rounded or cast silently."""
+    """No value is rounded or cast silently."""
     file = tmp_path / "scores.jsonl"
     file.write_text('{"score": 1.5}\n{"score": 1.6}\n' + line)
     with pytest.raises(CalibrationInputError, match=said):
@@ -322,8 +322,8 @@ def test_lengths_and_shares_that_are_no_numbers_are_refused(bad: Any) -> None:
 
 
 def test_health_of_a_real_array(array_of: Callable[..., StoredScores]) -> None:
-    """Sixteen hundred scores worth about 160; half of the questions set the other half's rate with
-    SD 0.06-.07.
+    """Sixteen hundred scores are worth about 160; half of the questions set the other half's rate
+    with SD 0.06 to 0.07.
     """
     health = examine(array_of(), 0.4)
     assert health.threshold == pytest.approx(1.64, abs=0.01)

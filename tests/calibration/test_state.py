@@ -93,7 +93,7 @@ def test_shards_merge_into_one(mode: Mode) -> None:
 
 
 def test_only_like_calibrators_merge() -> None:
-    """Another rate, mode, stored scores or conditions: refused by name."""
+    """Another rate, mode, stored scores or conditions are refused by name."""
     mine = Calibrator(0.4, "marginal", stored=STORED)
     other = StoredScores.of([1.5] * 32, 16, fingerprint=STORED.fingerprint)
     for strange, words in (
@@ -115,8 +115,8 @@ def test_only_like_calibrators_merge() -> None:
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    """Missing, cut in half, edited, or of another kind: an error that names the file, never a
-    traceback of json.
+    """A missing, cut, edited or foreign file is an error that names the file, without a traceback
+    of json.
     """
     path = tmp_path / "calibrator.json"
     with pytest.raises(CalibrationInputError, match="read"):

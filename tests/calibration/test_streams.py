@@ -42,7 +42,7 @@ def test_question_turn_mode_holds_every_bar_at_once(
 def test_metrics_are_those_defined_outside(
     mode: Mode, arrivals: dict[str, Records], reference_metrics: Callable[..., dict[str, float]]
 ) -> None:
-    """Name for name and number for number."""
+    """Names and numbers are equal."""
     records = arrivals["sim"]
     done = replay_scores(records, rate=0.2, mode=mode, seed=1)
     columns = [[record[name] for record in records] for name in ("question", "turn", "score")]
@@ -116,7 +116,9 @@ def test_adaptive_modes_end_at_the_rate_under_broken_calibration(
 def test_good_stored_scores_raise_no_alarm_and_help_the_start(
     arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
 ) -> None:
-    """The run's own calibration array: nothing noticed over the whole run, every bar still held."""
+    """With the run's own calibration array nothing is noticed over the whole run, and every bar is
+    still met.
+    """
     done = replay_scores(arrivals["lock"], rate=0.4, mode="question-turn", stored=array_of())
     assert done.events == ()
     assert done.metrics["overall_error"] <= 0.004
@@ -126,7 +128,9 @@ def test_good_stored_scores_raise_no_alarm_and_help_the_start(
 def test_the_published_rule_and_the_sort_are_where_they_were(
     arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
 ) -> None:
-    """The frozen pooled array: 0.41 overall, 0.066 by turn, 0.27 by question, as known of this run."""
+    """The frozen pooled array has errors of 0.41 overall, 0.066 by turn and 0.27 by question, as is
+    known of this run.
+    """
     metrics = replay_scores(arrivals["lock"], rate=0.4, mode="split", stored=array_of()).metrics
     assert metrics["overall_error"] == pytest.approx(0.012, abs=2e-3)
     assert metrics["turn_rms"] == pytest.approx(0.066, abs=2e-3)

@@ -194,7 +194,7 @@ def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, .
 
 
 def test_a_file_of_ones_own_is_evaluated_by_flags(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Columns of any name, a benchmark from a file, problems without a reference."""
+    """Columns have any name, a benchmark comes from a file, and problems lack a reference."""
     Path("mine.csv").write_text(
         "Q,A\nStart at 4. +3. What is the result?,7\nStart at 1. +1. What is the result?,\n"
     )

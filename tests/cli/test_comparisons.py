@@ -309,7 +309,7 @@ def _unscored(case: GradedCase) -> GradedCase:
 
 
 def test_fewer_turns_cost_what_was_written_in_them(record: PlanData) -> None:
-    """One turn of one rollout: the mean of the first steps, and no answer that came later."""
+    """One turn of one rollout costs the mean of the first steps, and has no answer that came later."""
     found = next(option for option in options(record) if (option.samples, option.turns) == (1, 1))
     firsts = [line.turns[0] for case in record.cases for line in case.rollouts]
     assert found.draft_tokens == pytest.approx(

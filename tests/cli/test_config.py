@@ -346,7 +346,7 @@ def test_impossible_sampling_is_refused_by_its_flag_before_models_load(
 def test_another_setting_in_the_same_directory_is_refused_by_its_flag(
     atts: Any, scripted: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Before models load, with both values."""
+    """The refusal comes before models load, with both values."""
     run = ("--out", str(tmp_path / "run"), "--report", "none")
     assert atts("eval", "arithmetic[:1]", *scripted, *run).code == 0
     said = atts("eval", "arithmetic[:1]", *scripted, *run, "--temperature", "0.9")

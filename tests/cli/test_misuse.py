@@ -785,8 +785,8 @@ CASES = [
 def test_misuse(
     case: Case, atts: Any, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One or two lines on stderr that name the trouble and the way out, nothing on stdout, the code
-    of its kind.
+    """One or two lines on stderr name the trouble and the remedy, stdout is empty, and the exit
+    code is documented.
     """
     if "runs/" in case.words:
         request.getfixturevalue("runs")

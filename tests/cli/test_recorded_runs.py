@@ -149,7 +149,7 @@ def test_a_list_of_runs_tells_what_could_not_be_scored(
 
 
 def test_a_trace_holds_every_call(atts: Atts, runs: Path) -> None:
-    """One slice per engine call on its engine's slots, in a file or on stdout."""
+    """It has one slice per engine call on its engine's slots, in a file or on stdout."""
     said = atts("trace", str(runs / "atts"), "--json")
     (made,) = lines(said)
     events = json.loads(Path(made["trace"]).read_text())["traceEvents"]
@@ -182,7 +182,9 @@ def test_a_run_is_a_source_of_scores(atts: Atts, runs: Path) -> None:
 
 
 def test_check_says_whether_a_run_kept_its_promise(atts: Atts, runs: Path) -> None:
-    """Held: 0 and a sentence; a rate outside its band, or an alarm: 5 and the reason."""
+    """The exit code is 0 if the rate is met, and 5 with the reason for a rate outside its band or
+    an alarm.
+    """
     run = runs / "atts"
     assert "on target; no alarm" in atts("calibration", "check", str(run)).out
     journal = (run / JOURNAL).read_bytes()
@@ -620,7 +622,7 @@ def test_solving_tells_machines_everything(atts: Atts) -> None:
     ],
 )
 def test_nonsense_is_a_line_and_a_code(atts: Atts, words: tuple[str, ...], why: str) -> None:
-    """Usage or run directory; never a traceback."""
+    """The error is about usage or the run directory, without a traceback."""
     said = atts(*words)
     assert said.code in (2, 4)
     assert why in said.err

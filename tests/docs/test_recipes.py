@@ -44,7 +44,7 @@ def listening(recipe: str, model: str) -> list[int]:
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_servers_listen_where_a_pair_looks(recipe: str) -> None:
-    """One GPU or eight: `--set draft_servers=N target_servers=M` names exactly these."""
+    """`--set draft_servers=N target_servers=M` names exactly these ports, with one GPU or eight."""
     targets = listening(recipe, "T")
     drafts = listening(recipe, "D")
     assert targets == ports("target", len(targets))

@@ -201,7 +201,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_an_asked_column_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
-    """With the nearest one suggested."""
+    """The nearest one is suggested."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"Question": "p", "Answer": "1"}])
     words = message(lambda: load_dataset(path, options=LoadOptions(columns={"text": "Qestion"})))
     assert "Columns found: Question, Answer" in words
@@ -240,7 +240,7 @@ def test_repeated_texts_are_noted(tmp_path: Path) -> None:
     [("answers", "maybe"), ("network", "sometimes"), ("kind", "maths"), ("columns", {"txt": "q"})],
 )
 def test_an_unknown_option_is_an_error(tmp_path: Path, option: str, value: object) -> None:
-    """Never ignored."""
+    """It is never ignored."""
     path = write_jsonl(tmp_path / "x.jsonl", ROWS)
     with pytest.raises(OptionError):
         load_dataset(path, options=LoadOptions(**cast(Any, {option: value})))
@@ -292,7 +292,7 @@ GPQA_ROWS: list[dict[str, Any]] = [
 
 
 def test_gpqa_puts_the_right_choice_anywhere_by_seed_and_question(tmp_path: Path) -> None:
-    """Every letter about a quarter of the time, always the right choice, another order for another
+    """The correct choice is kept, has every letter about a quarter of the time, and moves with the
     seed.
     """
     path = write_csv(tmp_path / "gpqa_diamond.csv", GPQA_ROWS)
@@ -387,7 +387,7 @@ def test_a_selection_that_selects_nothing_says_why(selection: Selection, says: s
 def test_a_slice_in_a_name_is_pythons_slice(
     start: int | None, stop: int | None, step: int | None
 ) -> None:
-    """Any ends, negative ones too."""
+    """Negative ends are allowed too."""
     words = ":".join(
         "" if end is None else str(end) for end in (start, stop, *([step] if step else []))
     )

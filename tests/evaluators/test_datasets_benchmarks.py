@@ -78,7 +78,7 @@ def test_whole_number_benchmarks_have_whole_number_references(name: str, shared_
 
 
 def test_math100_is_the_reference_hundred_in_its_order(shared_data: Path) -> None:
-    """Question by question as in the published runs."""
+    """The questions are those of the published runs, in the same order."""
     found = from_file("math100", shared_data)
     ids = dict[int, str]()
     for line in (shared_data / "traces" / "answer_pairs.jsonl").read_text().splitlines():
@@ -378,7 +378,7 @@ def test_a_missing_shard_is_not_overlooked(tmp_path: Path) -> None:
 
 
 def test_revisions_are_configurable_and_recorded(tmp_path: Path) -> None:
-    """A branch, or a commit, and always the commit in the record."""
+    """A branch or a commit can be given, and the record always has the commit."""
     old = hub_copy(
         tmp_path,
         "math-ai/aime25",

@@ -42,7 +42,7 @@ def test_the_list_names_every_benchmark(tmp_path: Path) -> None:
 
 
 def test_show_prints_the_record_and_the_problems(tmp_path: Path, rows: Path) -> None:
-    """The record first, then each problem, selected and mapped as asked."""
+    """The record comes first, then each problem, selected and mapped as requested."""
     done = atts(
         tmp_path,
         "show",

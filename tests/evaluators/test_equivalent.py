@@ -208,7 +208,7 @@ def test_shared_model_answers(shared_data: Path) -> None:
 
 @pytest.mark.parametrize("count", [3, 40, 200])
 def test_long_lists_are_compared_member_by_member(count: int) -> None:
-    """Any order of a set, with one member changed, and with one left out."""
+    """A set may have any order; one changed or missing member makes it different."""
     numbers = list(range(1, count + 1))
     gold = f"\\{{{','.join(map(str, numbers))}\\}}"
 

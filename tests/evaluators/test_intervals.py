@@ -27,7 +27,7 @@ Counted = NDArray[np.int64]
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 60), st.data())
 def test_wilson_of_single_samples_is_the_textbook_interval(n: int, data: st.DataObject) -> None:
-    """Equal to scipy's, for every count, whatever the rest of this module thinks of clusters."""
+    """The interval equals scipy's for every count."""
     right = data.draw(st.integers(0, n))
     found = mean_estimate([1.0] * right + [0.0] * (n - right), n)
     expected = stats.binomtest(right, n).proportion_ci(method="wilson")
@@ -35,8 +35,8 @@ def test_wilson_of_single_samples_is_the_textbook_interval(n: int, data: st.Data
 
 
 def test_effective_n_lies_between_problems_and_samples() -> None:
-    """All samples of a problem alike: the problems count; no spread at all: the samples; all right:
-    the problems.
+    """It is the number of problems if all samples of a problem agree, the number of samples without
+    clustering.
     """
     alike = np.array([1.0, 0.0, 1.0, 0.0])
     assert effective_n(0.5, float(alike.var(ddof=1) / 4), 4, 64) == 4
@@ -63,7 +63,7 @@ def test_one_problem_says_nothing_of_others() -> None:
 
 
 def test_undefined_is_said_never_invented() -> None:
-    """No problems, a problem without a value, nothing to count."""
+    """The cases are no problems, a problem without a value, and nothing to count."""
     for found in (
         mean_estimate([], 0),
         mean_estimate([math.nan, 1.0], 2),
@@ -76,7 +76,7 @@ def test_undefined_is_said_never_invented() -> None:
 
 
 def test_an_estimate_prints_what_it_rests_on() -> None:
-    """Value, interval, level, method, problems times samples."""
+    """The text has value, interval, level, method, and problems times samples."""
     assert str(Estimate(0.80869, 0.756, 0.8604, 100, 1600, "wilson")) == (
         "0.809 [0.756, 0.860] (95 % wilson, 100 problems × 16)"
     )
@@ -95,7 +95,7 @@ def test_an_estimate_prints_what_it_rests_on() -> None:
     ],
 )
 def test_unknown_words_are_errors(wrong: Callable[[], object]) -> None:
-    """Named, never guessed around."""
+    """The error names them, and nothing is guessed."""
     with pytest.raises(OptionError):
         wrong()
 
@@ -173,7 +173,7 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
 
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.5, 0.95, 0.98])
 def test_shares_of_unequal_totals_are_covered_near_the_edges(truth: float) -> None:
-    """So many of so many in each of 30 problems, as with realised rates: 250 runs."""
+    """The interval covers in 250 runs of 30 problems with unequal totals, as realised rates have."""
     rng = np.random.default_rng(round(1000 * truth))
     found: list[Estimate] = []
     for _ in range(250):
@@ -184,7 +184,7 @@ def test_shares_of_unequal_totals_are_covered_near_the_edges(truth: float) -> No
 
 
 def test_taking_samples_as_independent_would_not_cover() -> None:
-    """The mistake this module exists to prevent: about 60 % instead of 95."""
+    """This mistake, which the module exists to prevent, covers about 60 % instead of 95 %."""
     truth, right = benchmarks(AIME, 30, 16, 400)
     naive = [stats.binomtest(int(row.sum()), 480).proportion_ci(method="wilson") for row in right]
     assert np.mean([one.low <= truth <= one.high for one in naive]) < 0.75

@@ -57,7 +57,7 @@ def test_shared_pairs_are_symmetric_and_grouped_alike(shared_data: Path) -> None
 
 
 def test_pairs_of_every_kind_are_grouped_as_they_are_compared() -> None:
-    """The same for the pairs of the tests' own list."""
+    """The same holds for the pairs of the tests' own list."""
     from tests.evaluators.test_meanings import KINDS
 
     pairs = [pair for kind in KINDS.values() for pair in kind]
@@ -180,7 +180,7 @@ def test_exact_benchmarks_take_no_rounded_answers(name: str) -> None:
 
 
 def test_a_file_of_a_benchmark_has_its_profile(tmp_path: Path) -> None:
-    """Loaded from a file as from the hub."""
+    """It does not matter whether the file comes from the hub."""
     file = tmp_path / "aime.jsonl"
     file.write_text(json.dumps({"problem": "?", "answer": "33"}))
     problem = load_dataset("aime24", options=LoadOptions(file=file)).problems[0]

@@ -42,7 +42,7 @@ def share(row: Sequence[bool], k: int, right: Any) -> Fraction:
 @FEW
 @given(CASE)
 def test_pass_metrics_equal_brute_force(case: tuple[list[bool], int]) -> None:
-    """pass@k: any right; pass^k: all; G-pass@k: the share tau and at least one."""
+    """pass@k needs one correct sample, pass^k all, G-pass@k the share tau and at least one."""
     row, k = case
     counts = count([row])
     assert pass_at_k(counts.n, counts.c, k)[0] == pytest.approx(
@@ -90,7 +90,7 @@ def test_fewer_samples_than_k_is_undefined_never_a_guess() -> None:
 
 
 def test_large_counts_neither_overflow_nor_lose_digits() -> None:
-    """Against exact integers, at sizes where binomials pass the range of floats."""
+    """The values equal exact integers at sizes where binomials exceed the range of floats."""
     n = 3000
     c = 700
     k = 40
@@ -101,7 +101,7 @@ def test_large_counts_neither_overflow_nor_lose_digits() -> None:
 
 
 def test_counts_are_of_what_exists() -> None:
-    """Ragged rows, unknown samples as wrong, arrays as well as lists."""
+    """Rows may be ragged, unknown samples count as wrong, and arrays work as lists do."""
     rows: list[list[bool | None]] = [[True, None, False], [None], []]
     assert (count(rows).n.tolist(), count(rows).c.tolist()) == ([3, 1, 0], [1, 0, 0])
     array = np.array([[1, 0], [1, 1]], dtype=bool)
@@ -120,7 +120,7 @@ def test_counts_are_of_what_exists() -> None:
     ],
 )
 def test_impossible_arguments_are_errors(wrong: Any) -> None:
-    """Named, never guessed around."""
+    """The error names them, and nothing is guessed."""
     with pytest.raises(OptionError):
         wrong()
 

@@ -58,7 +58,7 @@ def test_pass_at_k_and_pass_hat_k_are_inspects(k: int) -> None:
 
 
 def test_the_wilson_interval_is_inspects_where_the_spread_is_known() -> None:
-    """The same effective n (between problems and samples) and t; alone, the textbook interval."""
+    """Effective n and t are equal; a single rate gives the textbook interval."""
     scorer = inspect_scorer()
     rows = graded(40, 8)
     if not hasattr(scorer, "ci_wilson"):
@@ -79,7 +79,7 @@ def test_the_wilson_interval_is_inspects_where_the_spread_is_known() -> None:
 
 
 def test_the_standard_error_is_lm_evals() -> None:
-    """One answer per problem: the same mean and the same standard error."""
+    """Mean and standard error are equal for one answer per problem."""
     metrics = pytest.importorskip(
         "lm_eval.api.metrics", reason="lm_eval is an oracle, not a dependency"
     )

@@ -34,7 +34,9 @@ RUN = [
 
 
 def test_a_scorecard_holds_every_rate_with_its_basis() -> None:
-    """pass@1 and, for the powers of two up to n, the others; values by hand."""
+    """It has pass@1 and the other rates for the powers of two up to n, with values computed by
+    hand.
+    """
     found = score(RUN)
     assert list(found.estimates)[0] == "pass@1"
     assert {"pass@2", "maj@2", "pass^2", "G-pass@2(1/2)", "pass@4", "maj@4"} <= set(found.estimates)
@@ -47,7 +49,7 @@ def test_a_scorecard_holds_every_rate_with_its_basis() -> None:
 
 
 def test_coverage_counts_stand_beside_the_rates() -> None:
-    """Cut, without answer, unscored, timed out: each by itself, printed last."""
+    """Cut, unanswered, unscored and timed-out samples are counted separately and printed last."""
     found = coverage(RUN)
     counts = (
         found.problems,
@@ -90,6 +92,6 @@ def test_without_labels_there_is_no_vote() -> None:
     ],
 )
 def test_samples_that_do_not_fit_together_are_errors(wrong: Any) -> None:
-    """Named after the problem or the status."""
+    """The error names the problem or the status."""
     with pytest.raises(OptionError):
         wrong()

@@ -11,8 +11,8 @@ from tests.evaluators.mutants import BUILT_IN, mutants
 
 
 def test_mutants_are_not_equal() -> None:
-    """Signs, bounds, branches, conditions, units, qualifiers, order and more, of built-in answers,
-    as many of each.
+    """Mutants of built-in answers change signs, bounds, branches, conditions, units, qualifiers,
+    order and more.
     """
     made = mutants(BUILT_IN, 1_500, seed=3)
     kinds = Counter(mutant.kind for mutant in made)
@@ -23,7 +23,7 @@ def test_mutants_are_not_equal() -> None:
 
 
 def test_mutants_of_references_are_not_equal(shared_data: Path) -> None:
-    """The same of the answers of two benchmarks."""
+    """The same holds for the answers of two benchmarks."""
     files = [shared_data / "benchmarks" / f"{name}.jsonl" for name in ("math500", "minerva_math")]
     rows = [
         json.loads(line)

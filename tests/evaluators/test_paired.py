@@ -51,7 +51,7 @@ def test_the_unit_of_the_values_does_not_matter(differences: list[int], unit: fl
 
 
 def test_what_is_undefined_is_neither_better_worse_nor_tied() -> None:
-    """No value, no problem at all: undefined, without a warning of numpy."""
+    """A missing value and an empty set of problems are undefined, without a warning of numpy."""
     found = compare_runs([math.nan, 0.5, 0.5], [1.0, 0.5, 1.0])
     assert (found.better, found.worse, found.tied) == (1, 0, 1)
     assert math.isnan(found.difference.value)
@@ -80,7 +80,7 @@ def test_an_interval_turns_with_its_runs() -> None:
 @pytest.mark.parametrize("samples", [1, 4, 16, 64])
 @pytest.mark.parametrize("problems", [15, 30, 100])
 def test_coverage_and_power(problems: int, samples: int) -> None:
-    """Near the nominal 95 %, and the power of Student's t or nearly so: 1,500 pairs of runs.
+    """Coverage is near 95 % and power about that of Student's t, over 1,500 pairs of runs.
 
     With few problems of one answer each hardly any may differ: there the interval is wider.
     """
@@ -164,7 +164,9 @@ def test_pairing_tells_what_two_separate_intervals_cannot() -> None:
 
 
 def test_the_interval_of_a_difference_covers() -> None:
-    """Nominal 95 %, 40 problems of 8 samples in each run, 300 pairs of runs: within 3.5 deviations."""
+    """The interval covers 95 % within 3.5 deviations, over 300 pairs of runs with 40 problems of 8
+    samples.
+    """
     rng = np.random.default_rng(1)
     hits = 0
     runs = 300
@@ -180,7 +182,7 @@ def test_the_interval_of_a_difference_covers() -> None:
 
 @pytest.mark.parametrize("samples", [1, 8])
 def test_the_p_value_is_small_as_often_as_it_says(samples: int) -> None:
-    """Two equal runs, 1,000 times: p below 0.1 in at most a tenth of them."""
+    """p is below 0.1 in at most a tenth of 1,000 pairs of equal runs."""
     rng = np.random.default_rng(2)
     small = 0
     for _ in range(1_000):
@@ -232,13 +234,13 @@ def test_problems_needed_for_single_answers() -> None:
     ],
 )
 def test_impossible_comparisons_are_errors(wrong: Any) -> None:
-    """Named, never guessed around."""
+    """The error names them, and nothing is guessed."""
     with pytest.raises(OptionError):
         wrong()
 
 
 def test_too_little_to_compare_is_undefined() -> None:
-    """One problem, or a rate that is undefined itself."""
+    """One problem is too little, and so is a rate that is undefined itself."""
     assert math.isnan(compare_runs([1.0], [0.0]).difference.value)
     assert math.isnan(compare_runs([1.0, math.nan], [0.0, 1.0]).difference.value)
 
@@ -248,8 +250,8 @@ def test_too_little_to_compare_is_undefined() -> None:
 def test_differences_are_covered_where_few_problems_differ(
     problems: int, samples: int, truth: float
 ) -> None:
-    """Rates near 0 and 1, one problem in five of another difficulty, three in ten errors mended:
-    200 pairs of runs.
+    """The interval covers for rates near 0 and 1 with few differing problems, over 200 pairs of
+    runs.
     """
     rng = np.random.default_rng([problems, samples, round(1000 * truth)])
     hits = 0

@@ -57,7 +57,7 @@ def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_mos
 
 
 def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> None:
-    """The median of 21 runs, three problems in ten differing."""
+    """The median of 21 runs is below a hundred, with three problems in ten differing."""
     draw = np.random.default_rng(6)
     found = [
         compare_in_order(draw.choice([-1.0, 0.0, 1.0], 400, p=[0.05, 0.7, 0.25]).tolist())

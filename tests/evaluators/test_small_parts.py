@@ -32,7 +32,7 @@ from atts.evaluators.verdict import STRICT, changed
 
 
 def test_words() -> None:
-    """Spellings, numbers, dates and phrases by what they mean."""
+    """Spellings, numbers, dates and phrases are read by their meaning."""
     assert spelled({"<=": "le leq"}) == {"le": "<=", "leq": "<="}
     assert number_in_words("two thousand and twenty-five") == 2025
     assert number_in_words("a dozen") == 12
@@ -54,8 +54,8 @@ def test_units() -> None:
 
 
 def test_datasets() -> None:
-    """The order of choices, what became of a sample, a policy with one field changed, a worked
-    solution's answer.
+    """The order of choices, the fate of a sample, a policy with one changed field, and a worked
+    solution's answer are correct.
     """
     names = [found.name for text in ("MATH-500", "aime_2025") if (found := find_benchmark(text))]
     assert names == ["math500", "aime25"]
@@ -69,7 +69,7 @@ def test_datasets() -> None:
 
 
 def test_metrics() -> None:
-    """Counts, classes and intervals of a few samples."""
+    """Counts, classes and intervals of a few samples are correct."""
     counts = count([[True, False, None], [True]])
     assert (counts.n.tolist(), counts.c.tolist()) == ([3, 1], [1, 1])
     assert answer_classes(["7", None, "8", "7"], lambda texts: range(len(texts))) == (0, None, 1, 0)

@@ -253,7 +253,9 @@ def test_a_settled_vote_cancels_exactly_its_own_rollouts(
 
 
 def test_rollouts_that_never_started_have_results_too(virtually: Virtually[None]) -> None:
-    """Settled or late while still waiting for a place: no value, no span, the reason."""
+    """A rollout that waits for a place when its problem is settled or late has no value, no span,
+    and the reason.
+    """
     recording = Recording()
 
     async def main() -> None:

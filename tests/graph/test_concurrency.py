@@ -105,7 +105,7 @@ async def test_collect_cancels_the_others_when_one_fails() -> None:
 
 
 async def test_background_ends_with_its_block() -> None:
-    """Normally, and with the block's own error; its failure ends the block."""
+    """It ends normally and with the block's own error, and its failure ends the block."""
     ended: list[str] = []
 
     async def serve(name: str) -> None:

@@ -172,7 +172,7 @@ KEYS = sorted({key.name for key in keys_of(Setup, Setup())})
 
 
 def test_configurations(capsys: Said) -> None:
-    """Files, variables and `--set`: any key with any value, shown and run dry."""
+    """Files, variables and `--set` give any key any value, and the settings are shown and run dry."""
     counts = Counter[int]()
     for number, draws in cases():
         keys = draws.sample(KEYS, draws.choice((1, 1, 2, 4)))
@@ -204,7 +204,7 @@ NEVER = {"doctor", "probe", "solve"}
 
 
 def test_command_lines(recorded: Path, capsys: Said, tmp_path: Path) -> None:
-    """Options of a command with any values in any order, missing and doubled ones among them."""
+    """Options of a command come with any values in any order, missing and doubled ones among them."""
     counts = Counter[int]()
     commands = sorted(COMMANDS.keys() - NEVER)
     options = {command: vocabulary(command) for command in commands}

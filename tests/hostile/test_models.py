@@ -140,7 +140,7 @@ def test_ids_beyond_any_vocabulary_are_refused_before_there_is_a_list_of_them(fo
     "file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
 )
 def test_what_is_no_file_is_not_waited_for(file: str, place: str, folder: Path) -> None:
-    """A pipe, or a link to a device, in the place of each file: refused by its name."""
+    """A pipe, or a link to a device, in the place of each file is refused by its name."""
     (folder / file).unlink()
     os.mkfifo(folder / file) if place == "pipe" else (folder / file).symlink_to("/dev/zero")
     with pytest.raises(ModelLoadError, match=file):

@@ -250,9 +250,7 @@ async def test_replies_mangled_in_many_places(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", DIALECTS)
 async def test_no_reply_raises_anything_but_a_bad_reply(kind: str) -> None:
-    """Wrong shapes, half texts, depths, other encodings: to a call, and to the questions of a
-    handshake.
-    """
+    """Calls and handshakes get wrong shapes, half texts, deep nesting and other encodings."""
     async with opened(kind) as (client, requests):
         for text in SHAPES:
             client.replies = {"*": text}

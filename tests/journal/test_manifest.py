@@ -33,7 +33,7 @@ MANIFEST = Manifest(
 
 
 def test_a_manifest_survives(tmp_path: Path) -> None:
-    """Stored and loaded, it matches itself, origins and versions included."""
+    """A stored and loaded manifest matches itself, origins and versions included."""
     save_manifest(tmp_path / "m", MANIFEST)
     stored = load_manifest(tmp_path / "m")
     assert stored is not None
@@ -146,7 +146,7 @@ def test_no_manifest_is_none(tmp_path: Path) -> None:
 
 
 def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
-    """Equal problems, equal digest; anything else, another."""
+    """Equal problems have equal digests, and any change gives another."""
     one = Problem("1", "a", answer="3")
     two = Problem("2", "b", choices=("x",))
     digests = [

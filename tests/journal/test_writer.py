@@ -203,7 +203,7 @@ async def test_a_failed_run_says_why(tmp_path: Path) -> None:
 async def test_durability(
     tmp_path: Path, small_disk: Callable[..., Any], durability: Durability, least: int, most: int
 ) -> None:
-    """Synced before each acknowledgement, about once an interval, or once at the end."""
+    """The file is synced before each acknowledgement, about once an interval, or once at the end."""
     files, opener = small_disk()
     now = 0.0
     options = JournalOptions(
@@ -245,7 +245,7 @@ async def test_an_unknown_durability_is_refused() -> None:
 
 
 async def test_closing_twice_is_fine(tmp_path: Path) -> None:
-    """The first word counts."""
+    """The reason of the first close is kept."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         await journal.close(SessionClosed("interrupted", "asked to"))
         await journal.close(SessionClosed("finished"))

@@ -37,7 +37,7 @@ def ids_of(seed: int, count: int) -> TokenIds:
 def test_siblings_share_one_prompt_in_time_and_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """16 siblings of 1,024 tokens: prefilled once, stored once, at most 15 % over prompt plus
+    """16 siblings of 1,024 tokens are prefilled once and stored once, at most 15 % over prompt plus
     tails.
     """
     folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
@@ -385,7 +385,9 @@ def test_priority_overtakes_but_does_not_starve(
     )
 )
 def test_the_prefix_tree_is_a_set_of_sequences(actions: list[tuple[str, list[int]]]) -> None:
-    """Against a plain dictionary from every known prefix to its slot: insert, lock, unlock, evict."""
+    """Inserts, locks, unlocks and evictions agree with a plain dictionary from every known prefix
+    to its slot.
+    """
     allocator = SlotAllocator(500)
     tree = PrefixTree(4)
     truth: dict[TokenIds, int] = {}

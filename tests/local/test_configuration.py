@@ -183,7 +183,9 @@ def mutated(config: dict[str, Any], rng: random.Random) -> Iterator[dict[str, An
 def test_no_mutation_of_a_configuration_gets_past_in_silence(
     seed: int, make_model: Make, tmp_path: Path
 ) -> None:
-    """300 for each seed, over all families: read whole, ropes included, or refused in words."""
+    """Each of 300 mutations per seed, over all families, is read whole, ropes included, or refused
+    in words.
+    """
     rng = random.Random(seed)
     count = {"read": 0, "refused": 0}
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
@@ -217,7 +219,9 @@ def loaded(folder: Path) -> str:
 def test_no_mutation_of_a_configuration_harms_an_engine(
     seed: int, make_model: Make, tmp_path: Path
 ) -> None:
-    """300 for each seed, weights and cache included: open and sampled from, or refused in words."""
+    """Each of 300 mutations per seed opens and samples, weights and cache included, or is refused
+    in words.
+    """
     rng = random.Random(100 + seed)
     count = {"open": 0, "refused": 0}
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")

@@ -41,7 +41,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_drafter_elsewhere_changes_no_token(way: str, make_model: Make, near: Path) -> None:
-    """Ids, ends and log-probabilities to the bit."""
+    """Ids, ends and log-probabilities are equal to the bit."""
     folder = make_model("llama")
     orders = requests(4, 24)
     plain = run(folder, [orders])

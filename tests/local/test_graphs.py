@@ -291,8 +291,8 @@ def test_a_kernel_that_takes_side_by_side_caches_for_one_is_not_used() -> None:
 
 @pytest.mark.slow
 def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run by Triton's interpreter: blocks of 1 to 16 rows, split contexts, windows, head sizes of
-    no power of two.
+    """Triton's interpreter runs blocks of 1 to 16 rows, split contexts, windows, and head sizes
+    that are no power of two.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -204,7 +204,7 @@ def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds
 def test_a_cache_that_takes_nothing_is_told(
     code: int, builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full, read-only or broken: the kernels run all the same."""
+    """The kernels run although the cache is full, read-only or broken."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))

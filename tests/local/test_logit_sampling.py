@@ -139,7 +139,7 @@ def test_the_draw_is_the_inverse_cdf(row: list[float], uniform: float) -> None:
 
 
 def test_a_token_of_no_mass_is_never_drawn() -> None:
-    """Neither at the very start nor at the very end of the unit interval."""
+    """It is drawn neither at the very start nor at the very end of the unit interval."""
     probs = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
     assert inverse_cdf(probs, torch.tensor([0.0])).item() == 1
     assert inverse_cdf(probs, torch.tensor([math.nextafter(1, 0)])).item() == 2

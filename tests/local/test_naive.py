@@ -126,7 +126,7 @@ def test_any_schedule_equals_the_naive_loop(
 def test_variants_of_a_family_equal_the_naive_loop(
     kernel: str, changes: dict[str, Any], make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Head counts, head sizes, tied embeddings, biases and rotary scalings."""
+    """Head counts, head sizes, tied embeddings, biases and rotary scalings are varied."""
     compare_with_naive(make_model("llama", **changes), naive, drive, kernel)
 
 

@@ -224,7 +224,7 @@ def test_a_drafter_slower_than_its_target_still_proposes(
 def test_nothing_is_lost_when_sequences_come_and_go(
     way: str, room: int, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancelled, pre-empted and begun meanwhile, and drafted late at that."""
+    """Sequences are cancelled, pre-empted and begun meanwhile, and drafts are late."""
     folder = make_model("llama")
     orders = requests(6, 30, HOT)
     late = [replace(order, request_id=order.request_id + 20) for order in orders]

@@ -43,8 +43,8 @@ MIXED = (Sampling(0.0), Sampling(0.8))
 def test_whatever_is_proposed_the_text_is_that_of_plain_decoding(
     count: int, make_model: Make
 ) -> None:
-    """Ids, ends and log-probabilities to the bit, under every law, side by side, with any number of
-    tokens proposed.
+    """Ids, ends and log-probabilities are equal to the bit for all sampling settings, side by side,
+    with any number of proposals.
     """
     folder = make_model("llama")
     orders = requests(count)
@@ -419,5 +419,7 @@ def begun(folder: Path) -> bool:
 
 
 def test_a_text_that_was_begun_elsewhere_is_gone_on_with(make_model: Make) -> None:
-    """The same uniforms for the same places, and stop strings that began before."""
+    """The same positions have the same uniforms, and stop strings that began before still end the
+    text.
+    """
     assert begun(make_model("llama"))

@@ -131,7 +131,7 @@ def test_words_for_speculation_are_understood() -> None:
 
 @pytest.mark.anyio
 async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_path: Path) -> None:
-    """Its ids mean something else."""
+    """Its ids have other meanings."""
     from transformers import AutoTokenizer
 
     source = make_model("llama")

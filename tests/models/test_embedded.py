@@ -111,7 +111,7 @@ def test_servers_and_laptops_can_take_them() -> None:
 
 
 def test_the_draft_costs_a_twentieth_of_the_target() -> None:
-    """Output matrix included; with attention too, up to the length of a typical solution."""
+    """The ratio includes the output matrix, and attention up to the length of a typical solution."""
     draft = info("draft")
     target = info("target")
     assert target.flops_per_token() >= 20 * draft.flops_per_token()

@@ -92,8 +92,8 @@ def test_decisions_of_the_warm_up_do_not_count_for_the_rate() -> None:
 
 
 def test_a_certified_gate_decides_as_tested_and_says_so(attempt: Solve) -> None:
-    """Labelled runs in, the certified policy out; live decisions equal the frozen gate's and name
-    the certificate.
+    """Live decisions equal those of the frozen gate that labelled runs certified, and name the
+    certificate.
     """
     target = attempt(replace(POLICY, drafter="target"), FixedGate("accept"), problems=40)
     runs = [
@@ -189,9 +189,7 @@ def _solved(name: str) -> Outcome:
 
 
 def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
-    """Cut the journal in the middle of the warm-up: the second session stores the rest, not all of
-    it again.
-    """
+    """After a cut in the middle of the warm-up, the second session stores only the rest."""
 
     def setup() -> Setup:
         base = Setup(draft="scripted", target="scripted", rate=0.4, concurrency=4)
@@ -211,8 +209,8 @@ def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
 
 
 def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) -> None:
-    """Guarantee and what voids it, from the run directory alone; every decision in the journal
-    names it.
+    """The run directory alone gives the guarantee and what voids it, and every decision in the
+    journal names it.
     """
     target = [_solved(str(number)) for number in range(300)]
     certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)

@@ -43,7 +43,7 @@ SCORES = st.floats(1.0, 50.0, allow_nan=False)
 
 
 def test_the_conformal_gate_passes_on_what_the_calibrator_says() -> None:
-    """And numbers the chunks in the order of asking, across sessions."""
+    """It numbers the chunks in the order of requests, across sessions."""
     calibrator = Calibrator(0.5, "marginal", stored=[1.1, 1.2, 1.3])
     gate = ConformalGate(calibrator)
     assert gate.preview(Features("q")).action == "verify"
@@ -82,7 +82,7 @@ def test_a_threshold_knows_its_bad_side_and_fails_closed() -> None:
 def test_the_published_rule_is_the_published_rule(
     stored: list[float], score: float, rate: float
 ) -> None:
-    """c/N >= tau with ties counted as not below."""
+    """The rule is c/N >= tau with ties counted as not below."""
     decision = StaticRankGate.of(stored, rate).decide(Features("q"), score)
     assert decision.escalate == (bisect_left(sorted(stored), score) / len(stored) >= 1 - rate)
 

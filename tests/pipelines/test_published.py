@@ -86,7 +86,7 @@ def test_questions_are_ranked_among_their_own_scores(
     rate: float,
     spread: float,
 ) -> None:
-    """Calibrated on one draw of sixteen scores a question and asked about another.
+    """The gate is calibrated on one draw of sixteen scores a question and decides on another.
 
     Rate and spread over questions are those measured of the released rule, and every decision is
     that of its formula.

@@ -65,7 +65,9 @@ def test_an_accepted_chunk_stays_and_nobody_else_writes(attempt: Solve) -> None:
 
 
 def test_continue_keeps_the_chunk_and_appends_the_targets(attempt: Solve) -> None:
-    """The paper's mode: draft chunk, then target chunk, nothing discarded, nothing between them."""
+    """In the paper's mode the target's chunk follows the draft's, with nothing discarded and
+    nothing between them.
+    """
     outcomes = attempt(replace(POLICY, takeover="continue"), FixedGate("escalate"))
     judged = [turn for turn in turns(outcomes) if turn.decision]
     assert judged

@@ -97,7 +97,7 @@ def test_an_answer_without_skill_finds_nothing(kind: ScoreKind, attempt: Solve) 
 
 
 def test_every_score_is_at_least_one_and_worse_is_higher() -> None:
-    """The domain that calibrators and reports rely on."""
+    """Calibrators and reports rely on this domain."""
     assert rating_score([[-50.0] * 9 + [0.0]]) == pytest.approx(1.0)
     assert rating_score([[0.0] + [-50.0] * 9]) == pytest.approx(10.0)
     assert verdict_score([[0.0, -50.0], [0.0, -50.0]]) == pytest.approx(1.0)
@@ -217,7 +217,7 @@ def test_the_speculative_score_is_the_chance_of_acceptance_at_temperature_1(
 def test_a_run_says_where_the_speculative_score_is_no_chance(
     draft: float, target: float | None, kind: ScoreKind, warns: bool
 ) -> None:
-    """Before the run, with both temperatures and the flag that changes them."""
+    """The warning comes before the run, with both temperatures and the flag that changes them."""
     policy = Policy(
         score=ScoreRule(kind),
         sampling=Sampling(temperature=draft),

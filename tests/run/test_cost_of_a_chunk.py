@@ -128,8 +128,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
 
 
 def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None:
-    """Counted from the request to the draft to the record of the turn; the first turns import and
-    prepare.
+    """Calls are counted from the request to the draft to the record of the turn; the first turns
+    import and prepare.
     """
     meter, _ = run
     accepted = [

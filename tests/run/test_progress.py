@@ -54,7 +54,7 @@ DECISION = Decision("accept", 0.25, "p", score=1.5)
 
 
 def test_nothing_is_known_at_first() -> None:
-    """No problem, no rate, no time left, and strict JSON all the same."""
+    """There is no problem, no rate and no time left, and the output is strict JSON all the same."""
     found = after([])
     assert (found.problems, found.done, found.left, found.nominal) == (None, 0, None, None)
     assert math.isnan(found.rate.value)
@@ -62,7 +62,7 @@ def test_nothing_is_known_at_first() -> None:
 
 
 def test_every_rollout_is_somewhere() -> None:
-    """Asked, answered, asked again, ended: a rollout counts at one stage at a time."""
+    """A rollout is at one stage at a time when it is asked, answered, asked again and ended."""
     first = CallBegun("p", "p/0", "draft")
     second = CallBegun("p", "p/1", "draft")
     scored = Scored("p", "k", Scores((-1.0,)), rollout="p/0")
@@ -166,7 +166,7 @@ def test_the_time_left_is_of_this_session() -> None:
 
 
 def test_trouble_is_shown() -> None:
-    """Alarms, failed calls, failed problems, a request to end."""
+    """Alarms, failed calls, failed problems and a request to end are shown."""
     found = after(
         [
             Drifted("exchangeability", 0.001, 80),

@@ -164,8 +164,8 @@ def test_a_virtual_schedule_ends_the_same_with_an_online_gate(
 
 
 def test_a_crash_between_any_two_lines_changes_nothing(world: Any, outcomes: Outcomes) -> None:
-    """A journal cut after each of its lines in turn: the same outcomes and decisions, nothing
-    recorded twice.
+    """A journal cut after each of its lines gives the same outcomes and decisions, and records
+    nothing twice.
     """
 
     def plan() -> Any:
@@ -337,7 +337,7 @@ def test_a_full_disk_is_survived(
 
 
 def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
-    """No engine call, the same result, a session more."""
+    """No engine is called, the result is the same, and the journal has a session more."""
     first = world.run(world.plan(), world.session())
     draft = ScriptedEngine("draft")
     again = world.run(world.plan(draft=draft), world.session())

@@ -179,7 +179,7 @@ def test_the_result_is_in_the_order_of_the_dataset(world: Any) -> None:
 
 
 def test_the_manifest_says_what_was_run(world: Any) -> None:
-    """Seed, dataset, policy, engines, versions, date."""
+    """It has seed, dataset, policy, engines, versions and date."""
     world.run(world.plan(seed=9), world.session())
     manifest = load_manifest(world.tmp_path / "run" / "manifest.json")
     assert manifest is not None

@@ -84,7 +84,7 @@ def test_a_target_that_scores_some_texts_is_told_apart() -> None:
 
 
 def test_the_run_goes_on_when_the_target_is_mended(tmp_path: Path) -> None:
-    """The same directory, a sound target: what failed before counts for nothing."""
+    """Earlier failures do not count in the same directory with a sound target."""
     directory = tmp_path / "run"
     with pytest.raises(UnusableScores):
         solved(toy_problems(6), setup(Overflowing("nan")), directory=directory)

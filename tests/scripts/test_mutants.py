@@ -60,7 +60,9 @@ def test_a_fault_without_its_place_is_not_tried(tree: Path) -> None:
 
 
 def test_the_copy_is_what_the_tests_need(tmp_path: Path) -> None:
-    """The four folders, the tests and the settings; the links in atts/ lead into the copy."""
+    """The copy has the four folders, the tests and the settings, and the links in atts/ lead into
+    the copy.
+    """
     tree = copy_tree(tmp_path)
     assert (tree / "atts" / "pipelines" / "votes.py").resolve() == tree / "pipelines" / "votes.py"
     assert (tree / "pyproject.toml").is_file()

@@ -190,7 +190,7 @@ def test_one_stray_refusal_does_not_hold_up_a_ramp() -> None:
 
 
 def test_a_server_that_is_full_is_neither_left_idle_nor_asked_all_the_time() -> None:
-    """A hundred rooms and 400 callers: most rooms are taken, few requests are refused."""
+    """With a hundred rooms and 400 callers most rooms are taken, and few requests are refused."""
     hotel = Hotel(100)
     run_virtual(hotel.busy, 400, 240.0)
     assert hotel.served > 0.75 * 100 * 2 * 240

@@ -60,7 +60,7 @@ async def test_a_lossless_server_is_taken_and_what_it_tells_of_its_speculation_i
 async def test_a_server_whose_speculation_changes_its_law_is_refused(
     serve: Serve, client: Connect, dialect: str, flaw: Any, words: str
 ) -> None:
-    """Garbage at one temperature, right at the other: good for a draft as little as for a target."""
+    """A server that writes garbage at one temperature is refused as draft and as target."""
     server = serve(dialect, quirks=ServerQuirks(speculation=flaw))
     with pytest.raises(UnsupportedByEngine, match=words) as caught:
         async with client(server.url, needs=frozenset({"sample"})):

@@ -198,8 +198,8 @@ def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, po
 def test_a_server_that_stays_away_costs_no_outcome(
     serve: Serve, tmp_path: Path, role: Role, points: int
 ) -> None:
-    """Killed at any point, started before the next session: exit code 3, nothing forced, and then
-    the same outcomes.
+    """A kill at any point gives exit code 3 and nothing forced; after a restart the outcomes are
+    the same.
     """
     pair = Pair(serve)
     draws = random.Random(21)

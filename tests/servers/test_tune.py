@@ -78,7 +78,7 @@ def test_steps_that_were_never_timed_are_named() -> None:
 
 
 def test_proposals_grow_shorter_with_the_load() -> None:
-    """Free up to 48 rows, then a row at a time: long proposals at small loads, none at large ones."""
+    """Steps that are free up to 48 rows give long proposals at small loads and none at large ones."""
     found = advise(timings(lambda rows: 0.02 * max(1.0, rows / 48), LOADS), 6)
     lengths = [each.length for each in found.loads]
     assert lengths[0] >= 3
@@ -94,7 +94,7 @@ def test_proposals_grow_shorter_with_the_load() -> None:
 
 
 def test_the_forecast_of_the_length_in_use_is_near_what_was_measured() -> None:
-    """Within 10 % at every load, for costs that bend."""
+    """It is within 10 % at every load, for costs that bend."""
     found = advise(timings(lambda rows: 0.01 + 0.0004 * rows, LOADS), 4)
     for each in found.loads:
         assert each.forecast == pytest.approx(each.measured, rel=0.1)

@@ -224,7 +224,9 @@ def mean(lengths: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("sequences", [1, 8])
 def test_it_goes_off_where_acceptance_falls_and_on_again_where_it_rises(sequences: int) -> None:
-    """Where a proposed token costs a third of a step: off within 200 steps, on within 1,500."""
+    """Speculation is off within 200 steps and on again within 1,500 if a proposed token costs a
+    third of a step.
+    """
     machine = Machine(straight(1e-3, 3e-4 / sequences), 3e-4 / sequences)
     assert mean(list(machine.steps(400, sequences, 0.9))[-100:]) > 0.8
     # but for two trials of four tokens

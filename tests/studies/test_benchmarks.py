@@ -98,7 +98,7 @@ def test_large_numbers_are_written_as_people_write_them() -> None:
 
 
 def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
-    """Well-formed, named, every series drawn once with all its points."""
+    """The picture is well-formed and named, and has every series once with all its points."""
     _emit(
         tmp_path,
         ((1, 2.0, "a"), (2, 4.0, "a"), (1, 3.0, "b <&>"), (4, None, "b <&>"), (0, 1.0, "a")),
@@ -238,7 +238,7 @@ def test_the_best_of_arms_that_are_alike_is_as_good_as_another() -> None:
 
 
 def test_the_best_arm_is_named() -> None:
-    """Both where the halves of the rounds disagree."""
+    """Both are named if the halves of the rounds disagree."""
     values = {"a": [1.0, 1.0, 1.0, 1.0], "b": [2.0, 2.0, 2.0, 2.0], "chosen": [1.0, 1.0, 1.0, 2.0]}
     names, spread = harness.beside_best(values, ["a", "b"], "chosen")
     assert names == ["a"]

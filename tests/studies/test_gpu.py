@@ -239,7 +239,9 @@ def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
 
 
 def test_random_models_write_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device, the kernel's check and the rates, on a CPU; a second call measures nothing."""
+    """The device, the kernel's check and the rates work on a CPU, and a second call measures
+    nothing.
+    """
     kept = {"device", "kernel", "rates 8M"}
     every = gpu.jobs
     monkeypatch.setattr(

@@ -69,8 +69,8 @@ def questions(shared_data: Path) -> Any:
 
 
 def test_no_slot_is_idle_on_real_rollouts(questions: Any, anyio_backend: Backend) -> None:
-    """Within 3 % of max(work / slots, longest rollout), 1.35 times faster than the barrier, no time
-    lost by waiting.
+    """The time is within 3 % of max(work / slots, longest rollout), 1.35 times shorter than with
+    the barrier, and none is lost by waiting.
     """
     rollouts = [stages for samples in questions.values() for stages in samples]
     seconds, recording = run_virtual(

@@ -64,7 +64,9 @@ def close(value: float) -> object:
 
 @pytest.mark.parametrize(("accepted", "ratio", "proposed"), CELLS)
 def test_devices_come_to_the_closed_forms(accepted: float, ratio: int, proposed: int) -> None:
-    """Serial, PEARL, guesses at every place with and without waiting, and Mirror's equation (10)."""
+    """The forms cover serial drafting, PEARL, guesses at every place with and without waiting, and
+    Mirror's equation (10).
+    """
     places = trace(accepted)
     costs = even(ratio)
     ranked = (1 - accepted) * 0.7

@@ -48,7 +48,7 @@ async def _timed(
 
 
 def test_one_request_takes_what_the_formula_says(law: Any) -> None:
-    """A prefill step, then one step per token, each reading one token more."""
+    """It takes a prefill step, then one step per token, each of which reads one token more."""
     ids = 15
     tokens = 4
     (end,), load = run_virtual(_timed, law, [(0.0, ids, tokens)])

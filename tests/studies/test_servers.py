@@ -104,7 +104,7 @@ def test_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pair_paces_as_much_faster_as_is_said() -> None:
-    """All of a step's costs, none of its room."""
+    """All of a step's costs are scaled, and none of its room."""
     fast = servers.paced(PAIR, 10.0)
     assert fast.target.seconds(8, 1000.0, 50.0) == pytest.approx(
         PAIR.target.seconds(8, 1000.0, 50.0) / 10

@@ -560,7 +560,9 @@ def test_every_check_has_a_saboteur_and_spares_the_sound(check: str) -> None:
 def test_sound_engines_pass(
     factory: Callable[[], Engine], backend: Literal["asyncio", "trio"]
 ) -> None:
-    """Either role, any queue, either tokenizer, one capability or both, on both back ends."""
+    """The engines have either role, any queue, either tokenizer, one capability or both, on both
+    back ends.
+    """
     report = run_virtual(check_engine, factory, backend=backend)
     assert {result.check for result in report.results} == set(CHECKS)
 

@@ -453,7 +453,7 @@ class _Reservation:
 
 @dataclass(slots=True)
 class Spending:
-    """What an account has spent, on calls that were answered and on those that were not."""
+    """Amounts that an account has spent, on calls that were answered and on those that were not."""
 
     answered: Amount = Amount()
     unanswered: Amount = Amount()

@@ -131,7 +131,7 @@ class Referee:
 
 @dataclass(frozen=True, slots=True)
 class RefereeOptions:
-    """Which rules, on how many rollouts of a problem, in how many orders.
+    """Choice of rules, the number of rollouts of a problem, and the number of orders.
 
     :raises OptionError: a number that is not positive, or an unknown unit.
     """
@@ -200,7 +200,7 @@ def read_rollouts(run: RecordedRun) -> tuple[list[PlayedProblem], int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What is kept of a rollout while its run is read."""
+    """Data that are kept of a rollout while its run is read."""
 
     sample: int
     costs: tuple[float, float, float, float]

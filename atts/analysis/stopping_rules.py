@@ -40,7 +40,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a rule took of the arrivals: so many of the first, and an answer's class."""
+    """Arrivals that a rule used: so many of the first, and an answer's class."""
 
     used: int
     label: int
@@ -157,7 +157,7 @@ def _windows(arrivals: Arrivals) -> Taken:
 
 
 def _certaindex(votes: Sequence[int], left: int) -> bool:
-    """Whether the answers' entropy is low beside the largest that so many could have."""
+    """Return whether the answers' entropy is low compared with the largest possible for so many."""
     total = sum(votes)
     if total < _CERTAINDEX_FROM:
         return False

@@ -61,7 +61,7 @@ _SUFFIXES = (".jsonl", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What is exported; `pairs` are preference pairs per problem at most, drawn by seed.
+    """Choice of what is exported; `pairs` are preference pairs per problem at most, drawn by seed.
 
     :raises OptionError: an unknown choice, or no pairs.
     """
@@ -82,7 +82,7 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Exported:
-    """What was written."""
+    """Counts of what was written."""
 
     path: Path
     kind: DataKind

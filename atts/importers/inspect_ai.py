@@ -63,7 +63,7 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
 
 
 class _Grade:
-    """What the scorers said: the grade of one of them, and every number."""
+    """Verdict of the scorers: the grade of one of them, and every number."""
 
     def __init__(self) -> None:
         self.answer: str | None = None

@@ -51,7 +51,7 @@ class ForeignSample:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a format's reader may be told; `columns` are of the plain format only."""
+    """Options of a format's reader; `columns` are of the plain format only."""
 
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     metric: str = ""  # the score that says whether an answer is correct; "": the first

@@ -67,7 +67,7 @@ _MOST_OPEN = 128  # files at once
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """How rollouts are imported.
+    """Options of an import of rollouts.
 
     `model` and `filter` choose among the rollouts of files that hold several models', or the same
     rollouts under several answer filters. `known` are problems whose ids, references and kinds

@@ -265,7 +265,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class GraphKey(NamedTuple):
-    """What the operations of a captured step depend on."""
+    """Facts on which the operations of a captured step depend."""
 
     layout: StepLayout
     is_grouped: bool  # whether attentions of a group read one input

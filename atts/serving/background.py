@@ -39,7 +39,7 @@ CAP_HEADERS = ("x-atts-max-seconds", "x-atts-max-cost")
 
 
 class _Stored(msgspec.Struct):
-    """What is written before a background response is acknowledged."""
+    """Record that is written before a background response is acknowledged."""
 
     body: Any  # the request's, as it came
     headers: dict[str, str]
@@ -48,7 +48,7 @@ class _Stored(msgspec.Struct):
 
 
 class _Finished(msgspec.Struct):
-    """What is written once a background response has ended."""
+    """Record that is written once a background response has ended."""
 
     user: str
     response: dict[str, Any]

@@ -1,4 +1,4 @@
-"""How busy engines are: the share of the last minute in which each had a call in flight."""
+"""Busy shares of engines: the part of the last minute in which each had a call in flight."""
 
 from __future__ import annotations
 

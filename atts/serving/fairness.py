@@ -43,7 +43,7 @@ class FairSlots:
     Each grant charges its user the mean cost of a request, divided by the user's share; the charge
     is corrected once the real cost is known. The waiting user with the smallest sum is next. A user
     who comes back after a pause starts at the sum of the user granted last, so that idle time earns
-    no credit. Every waiting user becomes the smallest at some time, so nobody starves.
+    no credit. Every waiting user becomes the smallest at some time, so no user starves.
     """
 
     def __init__(self, slots: int, queue: int, shares: Mapping[str, float] | None = None) -> None:
@@ -153,6 +153,6 @@ class FairSlots:
 
 @dataclass(slots=True)
 class _Cost:
-    """What a request cost, set by the block that holds a slot."""
+    """Cost of a request, set by the block that holds a slot."""
 
     value: float | None = None

@@ -377,7 +377,7 @@ class Service:
         raise RequestError("the run was cancelled", status=409, code="cancelled")
 
     def _account_of(self, request: SolveRequest, run: str, *, is_kept: bool) -> Account:
-        """Return the account of a run; one that is kept goes on with what it has spent."""
+        """Return the account of a run; one that is kept continues with what it has spent."""
         spending = Spending()
         if is_kept and self._file is not None:
             self._file.keep(run)

@@ -232,7 +232,7 @@ class RunStatus:
 
 
 class RunReading:
-    """What one pass over a journal collects for the page."""
+    """Numbers that one pass over a journal collects for the page."""
 
     def __init__(self) -> None:
         self.progress = Progress(lambda: 0.0)

@@ -855,7 +855,7 @@ async def _run_all(parts: Parts, sizes: Sequence[tuple[int, int]], seeds: int, f
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a recorded run is replayed with, and the settings of the live run that has the same."""
+    """Replayed setting of a recorded run, and the settings of the live run that has the same."""
 
     words: Mapping[str, Any]
     live: Arm

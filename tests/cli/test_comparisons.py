@@ -130,7 +130,7 @@ def test_lines_of_one_problem_are_its_rollouts(tmp_path: Path) -> None:
 
 
 def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path: Path) -> None:
-    """An exact test beside the interval could contradict it; its counts stay.
+    """An exact test next to the interval could contradict it; its counts stay.
 
     Six problems won and none lost of 12: the interval leaves out 0, and McNemar's p is 0.031; with
     five it is 0.062.

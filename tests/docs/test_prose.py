@@ -99,7 +99,7 @@ VERBS = set(
     make mark measure merge move
     name note number
     open order
-    pack pair parse pass pick pickle place plan plant prepare press print propose protect put
+    pack pair parse pass pick pickle place plan plant play poll prepare press print propose protect put
     queue
     raise rank read rebuild receive record refuse register release remember remove render reorder
     replace replay report request reserve return rotate round run

@@ -298,7 +298,7 @@ def test_columns(tmp_path: Path, run_import: Import) -> None:
 def test_wrong_columns(
     tmp_path: Path, run_import: Import, columns: dict[str, str], problem: str
 ) -> None:
-    """What a line lacks is named, with what it has."""
+    """The error names the missing column and the existing ones."""
     path = write_lines(tmp_path / "mine.jsonl", [{"Q": "1?", "a": ["x", "y"], "b": ["z"]}])
     with pytest.raises(DatasetError, match=problem):
         run_import("jsonl", path, columns=columns)

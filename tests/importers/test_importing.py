@@ -274,7 +274,7 @@ def test_a_foreign_run_beside_one_of_ours(tmp_path: Path, run_import: Import) ->
 
 
 def test_a_sample_without_a_model_is_of_no_model() -> None:
-    """What the tool did not say stays unknown."""
+    """Facts that the tool did not record stay unknown."""
     sample = ForeignSample("q", "t")
     assert replace(sample, number=1).tokens is None
     assert ImportOptions().grades == "recorded"

@@ -276,7 +276,7 @@ class Shape:
 
 
 def shaped(pair: Pair, role: Role, room: Room) -> WorkerConfig:
-    """What an engine of a known pair knows before it loads anything; there are no files."""
+    """Return what an engine of a known pair knows before it loads anything; there are no files."""
     size = pair.size(role)
     shape = Shape(int(size.weights * 1e9) // 2, size.cache_bytes // 2, size.context)
     options = LocalOptions(dtype="bfloat16")

@@ -61,7 +61,7 @@ def check(account: Account) -> None:
 
 
 def unwritten_log(stop: Stop | None = None) -> ProblemLog:
-    """The log of a problem in a run without a journal; to be made inside the event loop."""
+    """Make the log of a problem in a run without a journal, inside the event loop."""
     recorder = Recorder(None, (), EscalationCounter(), RunLengthEstimate(1, samples=1))
     return ProblemLog(recorder, OpenProblem(Problem("p", "?")), stop or Stop(), "instant")
 

@@ -54,7 +54,7 @@ def test_a_restarted_server_continues_with_what_it_learnt(tmp_path: Path) -> Non
 
 
 def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path) -> None:
-    """State and order of issue are those of the session before; the realised rate goes on."""
+    """State and order of issue are those of the session before; the realised rate continues."""
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:

@@ -1,4 +1,4 @@
-"""Slots that users share: nobody starves, shares hold under overload, the greedy lose places."""
+"""Slots that users share: no user starves, shares hold under overload, the greedy lose places."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_user_who_floods_the_server_does_not_starve_another() -> None:
                     while client.service.in_flight < 21:  # noqa: ASYNC110
                         await anyio.sleep(0.01)
                 group.start_soon(ask, "other")
-            # one of the flood lost its place to the other user, and was told to come back
+            # one of the flood lost its place to the other user, and was asked to come back
             assert statuses == {200: 21, 429: 1}
             assert ended.index("other") <= 6
             assert client.service.account.reserved == Amount()

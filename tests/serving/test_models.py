@@ -19,7 +19,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 
 
 def one_model(**changes: Any) -> Setup:
-    """A server's setup with one model."""
+    """Make a server's setup with one model."""
     return toy_setup(method="draft-only", **changes)
 
 
@@ -187,7 +187,7 @@ TITLE = "### Task:\nGenerate a concise, 3-5 word title for the chat.\n\nUser: " 
 
 @pytest.mark.parametrize("housekeeping", ["draft", "policy"])
 def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) -> None:
-    """It is counted as such; a server may be told to treat it as any other."""
+    """It is counted as such; a server may be set to treat it as any other."""
 
     async def main() -> None:
         async with serving(housekeeping=housekeeping) as client:

@@ -140,7 +140,7 @@ def test_the_page_of_a_run_is_for_this_machine(run_directory: Path) -> None:
 def test_a_run_that_cannot_be_read_is_an_error_on_the_page(
     run_directory: Path, tmp_path: Path
 ) -> None:
-    """Damage in the middle of a journal is said, and the page goes on asking."""
+    """Damage in the middle of a journal is said, and the page continues to ask."""
     damaged = tmp_path / "damaged"
     shutil.copytree(run_directory, damaged)
     reading = RunStatus(damaged)

@@ -165,7 +165,8 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     if not headroom.low > 0:
         if headroom.high < _SMALL:
             return "draft-only", draft, f"the target is not better than the draft: {whole}"
-        return "draft-only", draft, f"the pilot does not show that the target is better: {whole}"
+        more = f"{whole}; more problems would tell, for it may be up to {headroom.high:.2f}"
+        return "draft-only", draft, f"the pilot does not show that the target is better: {more}"
     alone: Take = "target-only"
     whole_target = target
     exact = by_name.get("exact")
@@ -190,7 +191,8 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
 
 def pilot_lines(report: PilotReport) -> list[str]:
     """Return the table, the recommendation and its reason for people."""
-    wide = max(len(row.arm.name) for row in report.rows) + 2
+    names = [row.arm.name for row in report.rows] + [arm.name for arm in report.unavailable]
+    wide = max(map(len, names)) + 2
     lines = [
         f"{'':<{wide}}{'accuracy':<24}{'gain over a coin':<26}{'p':>7}{'rate':>7}{'cost':>9}"
         f"{'per point':>11}"

@@ -71,6 +71,11 @@ async def run_pilot(
     base = configure({**PILOT, **given}, pairs, file=file)
     if base["method"] != "atts":
         raise OptionError("method", "a pilot tries several methods; leave it out")
+    graded = [problem for problem in base.job.load().problems if problem.answer is not None]
+    if len(graded) < 2:
+        raise OptionError(
+            "dataset", f"{len(graded)} of its problems has a reference answer; a pilot needs two"
+        )
     directory = base.directory
     if base.job.out is None:
         directory = directory.with_name(f"pilot-{directory.name}")
@@ -104,7 +109,8 @@ async def run_pilot(
 
 def _first_arms(rate: float) -> list[_Planned]:
     """Return both models alone, the target drafted, a coin, every score, and whole problems."""
-    cascade = {"escalates": "problem", "rate": rate}
+    # a coin needs no score, but only that of whole problems goes with them
+    whole_problems = {"escalates": "problem", "score.kind": "disagreement", "rate": rate}
     return [
         _Planned("draft-only", {"method": "draft-only"}),
         _Planned("target-only", {"method": "target-only"}),
@@ -114,7 +120,7 @@ def _first_arms(rate: float) -> list[_Planned]:
             _Planned(kind, {"method": "atts", "rate": rate, "score.kind": kind}, "coin")
             for kind in SCORES
         ),
-        _Planned("coin, problems", {"method": "coin", **cascade}),
+        _Planned("coin, problems", {"method": "coin", **whole_problems}),
         _Planned("cascade", {"method": "cascade", "rate": rate}, "coin, problems"),
     ]
 

@@ -109,7 +109,10 @@ def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) 
     text = "\n".join(pilot_lines(report))
     for name in ("draft-only", "target-only", "coin", "mean", "speculative", "cascade"):
         assert any(line.startswith(f"{name} ") for line in text.splitlines()), name
-    assert any(arm.name == "exact" for arm in report.unavailable)
+    assert [arm.name for arm in report.unavailable] == ["exact"]
+    cascade = report.row("cascade")
+    assert cascade is not None
+    assert cascade.gain is not None  # its coin ran
     assert "Holm's method for" in text
     assert "Take the gate: --set method=atts" in text
     assert report.flags["method"] == "atts"
@@ -126,6 +129,16 @@ def test_the_command_says_what_to_take(problems: Path, tmp_path: Path, capsys: A
     assert {"draft-only", "target-only", "coin"} <= {arm["name"] for arm in facts["arms"]}
     assert run_command([*words, "--set", "method=coin"]) == 2
     assert "a pilot tries several methods" in capsys.readouterr().err
+
+
+def test_a_pilot_of_one_problem_is_refused_before_a_model_is_asked(tmp_path: Path) -> None:
+    """It would run every arm, and then have nothing to compare."""
+    alone = tmp_path / "one.jsonl"
+    alone.write_text('{"question": "1 plus 1", "answer": "2"}\n')
+    flags = {"dataset": str(alone), "out": str(tmp_path / "set"), "draft": "scripted"}
+    with pytest.raises(OptionError, match="a pilot needs two"):
+        anyio.run(run_pilot, {**flags, "target": "scripted"})
+    assert not (tmp_path / "set").exists()
 
 
 def made(name: str, shares: Sequence[float], target: int, coin: str = "") -> PilotArm:

@@ -5,7 +5,7 @@ It is outside the typed code, because type checkers run where griffe may be miss
 
 import griffe
 
-from scripts.studies.site_doctests import fenced
+from scripts.studies.docs import fenced
 
 
 class Doctests(griffe.Extension):

@@ -15,14 +15,14 @@ pytestmark = pytest.mark.checkout
 
 def test_generated_pages_are_current() -> None:
     """`scripts/docs` would change nothing."""
-    command = [sys.executable, "-m", "scripts.studies.pages", "--check"]
+    command = [sys.executable, "-m", "scripts.studies.docs", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_every_module_says_why_it_exists() -> None:
     """One sentence opens each module; the module map has no empty row."""
-    from scripts.studies.pages import module_page
+    from scripts.studies.docs import module_page
 
     rows = [line for line in module_page().splitlines() if line.startswith("| `")]
     assert rows

@@ -10,7 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 
 from atts.cli.app import run as atts
-from scripts.studies.pages import cli_page
+from scripts.studies.docs import cli_page
 
 pytestmark = pytest.mark.checkout
 

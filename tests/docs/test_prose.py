@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.studies import result_pages
-from scripts.studies.site import sources
+from scripts.studies.docs import sources
 
 pytestmark = pytest.mark.checkout
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.studies.pictures import Line, drawn
-from scripts.studies.site import (
+from scripts.studies.docs import (
     dead_links,
+    fenced,
     gather,
     generated_pages,
     missing_words,
@@ -19,7 +19,7 @@ from scripts.studies.site import (
     site_text,
     sources,
 )
-from scripts.studies.site_doctests import fenced
+from scripts.studies.pictures import Line, drawn
 
 pytestmark = pytest.mark.checkout
 ROOT = Path(__file__).resolve().parents[2]

@@ -331,7 +331,7 @@ def test_the_table_says_what_opening_does(card: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.checkout
 def test_the_page_of_pairs_and_cards_has_a_row_for_each() -> None:
     """The generated page says of every pair and card what the placement is."""
-    pages = pytest.importorskip("scripts.studies.pages", reason="needs a checkout")
+    pages = pytest.importorskip("scripts.studies.docs", reason="needs a checkout")
     rows = [line.split(" | ") for line in pages.gpu_page().splitlines() if line.startswith("| ")]
     by_pair = {(row[0].removeprefix("| "), row[2].split(",")[0]): row for row in rows[1:]}
     pairs = [pair for pair in known_pairs().values() if pair.size("target").layers]

@@ -1,9 +1,11 @@
-"""Gather the pages of the documentation site, and check the built site's links and search index."""
+"""Write the generated pages of docs/, and build and check the documentation site."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import html
+import importlib
 import json
 import os
 import re
@@ -12,14 +14,18 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import typer
+from typer.testing import CliRunner
+
 import atts
+from atts.api import CARDS, Pair, config_keys, gpu_placement, known_pairs, local_placement
+from atts.api.pairs import run_tokens
+from atts.cli.app import COMMANDS, EXIT_CODES, build
 from atts.methods import PAPER_DEPARTURES, PRESETS
 from atts.servers import compatibility_table
-from scripts.studies.pages import configuration_page, without_configuration
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "build" / "pages"
@@ -38,11 +44,30 @@ SEARCHED = ("rate", "vLLM", "resume", "AIME")
 
 _LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_EXAMPLE = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def main() -> None:
-    """Gather the pages and build the site."""
-    argparse.ArgumentParser(prog="docs site", description=__doc__).parse_args()
+    """Write the generated pages of docs/, compare them with --check, or build the site."""
+    parser = argparse.ArgumentParser(prog="docs", description=__doc__)
+    parser.add_argument("what", nargs="?", choices=["pages", "site"], default="pages")
+    parser.add_argument(
+        "--check", action="store_true", help="write no page; fail when one is stale"
+    )
+    arguments = parser.parse_args()
+    if arguments.what == "site":
+        build_site()
+        return
+    stale = [name for name, text in pages().items() if not _same(ROOT / "docs" / name, text)]
+    if arguments.check and stale:
+        sys.exit(f"docs: stale: {', '.join(stale)}; run ./scripts/docs")
+    for name in stale:
+        (ROOT / "docs" / name).write_text(pages()[name])
+        print(f"docs: wrote docs/{name}", file=sys.stderr)
+
+
+def build_site() -> None:
+    """Gather the pages of the site, build it, and fail if it has a dead link or lacks a word."""
     gather(PAGES)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -53,6 +78,209 @@ def main() -> None:
         sys.exit("docs: the site has faults:\n" + "\n".join(problems))
     count = len(list(SITE.rglob("index.html")))
     print(f"docs: built {count} pages in {SITE.relative_to(ROOT)}", file=sys.stderr)
+
+
+def pages() -> dict[str, str]:
+    """Return every generated page by its file name."""
+    return {"cli.md": cli_page(), "modules.md": module_page(), "gpus.md": gpu_page()}
+
+
+_GPUS = """\
+# Pairs on GPUs
+
+This table is for people with GPUs who choose a pair. It says for every pair and card whether both models open in one
+process, and how many rollouts they work on at once. `atts pairs --local` prints it for the installed version:
+`scripts/docs` computes this page with the same functions that an engine calls when it opens. Nothing on it has been
+measured on a GPU yet.
+
+Memory is gigabytes of weights + cache in bfloat16; each engine also keeps 1.5 GB for its own needs, and 8 % of a card is
+left to others. "At once" counts whole rollouts in the cache, of the 64 that a run starts. Where two GPUs are used, the
+target has the first and the draft the second. A model larger than two cards is a server's work: the last column says
+how many of the cards vLLM needs for the pair (* with the target in FP8), and `atts pairs PAIR --card CARD` prints the
+commands.
+
+| pair | tokens of a rollout | card | opens on | draft | target | at once | with servers |
+|---|---|---|---|---|---|---|---|"""
+
+
+def gpu_page() -> str:
+    """Return the page that says which pairs open on which cards."""
+    rows = [
+        gpu_row(pair, card)
+        for pair in known_pairs().values()
+        if pair.size("target").layers
+        for card in CARDS
+    ]
+    return "\n".join([_GPUS, *rows, ""])
+
+
+def gpu_row(pair: Pair, card: str) -> str:
+    """Return the table's row of one pair on one kind of card."""
+    max_tokens = int(str(pair.settings["max_tokens"]))
+    placement = local_placement(pair, card, max_tokens)
+    served = gpu_placement(pair, card, max_tokens)
+    if served is None:
+        servers = "more than 8"
+    else:
+        servers = f"{served.count}{'*' * served.is_quantized}"
+    name = f"| {pair.name} | {run_tokens(max_tokens):,} | {card}, {CARDS[card]:g} GB"
+    if placement is None:
+        return f"{name} | servers | | | | {servers} |"
+    parts = [
+        f"{share.weights / 1e9:.1f} + {share.cache / 1e9:.1f}"
+        for share in placement.shares.values()
+    ]
+    opens = "1 GPU" if placement.count == 1 else f"{placement.count} GPUs"
+    return f"{name} | {opens} | {parts[0]} | {parts[1]} | {placement.rollouts} | {servers} |"
+
+
+def module_page() -> str:
+    """Return the page of modules, each with its one-sentence reason to exist."""
+    lines = ["# Module map", "", "Generated by `scripts/docs` from the modules' first lines.", ""]
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    for package, folder in tool["setuptools"]["package-dir"].items():
+        lines += [f"## {folder}/", "", "| module | why it exists |", "|---|---|"]
+        lines += [f"| `{name}` | {reason} |" for name, reason in _modules(package, folder)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def cli_page() -> str:
+    """Return the help of every command, as a terminal of 100 columns shows it."""
+    lines = [
+        "# Command line",
+        "",
+        "Generated by `scripts/docs` from the commands themselves.",
+        "",
+        _CONVENTIONS,
+    ]
+    lines += [*_exit_codes(), "", *_keys(), ""]
+    for words in [[], *_commands()]:
+        lines += [f"## atts {' '.join(words)}".rstrip(), "", "```", _help(words), "```", ""]
+    return "\n".join(lines)
+
+
+def configuration_page() -> str:
+    """Return the page of configuration keys that the site has of its own."""
+    opening = [
+        "# Configuration keys",
+        "",
+        "This page lists every key of the configuration, for people who write an `atts.toml`, set `ATTS_*`",
+        "variables or pass `--set KEY=VALUE`. `atts config show` prints the values in force.",
+        "",
+    ]
+    return "\n".join([*opening, *_keys(), ""]).replace("## Configuration\n\n", "")
+
+
+def without_configuration(text: str) -> str:
+    """Return the page of commands with a link instead of its table of keys."""
+    before, heading, rest = text.partition("## Configuration\n")
+    _, mark, commands = rest.partition("\n## atts\n")
+    link = (
+        "\nThe keys, their defaults and variables are on a [page of their own](configuration.md).\n"
+    )
+    return f"{before}{heading}{link}{mark}{commands}"
+
+
+_CONVENTIONS = """\
+Data go to stdout, words to stderr; `--json` prints one JSON object per line; `-` is stdin. Without a terminal, or with
+`NO_COLOR` set, there are no colours. An error is one line that names the trouble and the way out, and one of the exit
+codes below.
+
+Completion of commands and options: `atts --install-completion` (bash, zsh, fish, PowerShell), once; it takes effect in
+the next shell. `atts --show-completion` prints the script instead, for those who keep their own.
+"""
+
+
+_CONFIGURATION = """\
+## Configuration
+
+Every command that runs something takes its settings from defaults < `atts.toml` (or `--config FILE`, or `ATTS_CONFIG`)
+< `ATTS_*` variables < flags; `--set KEY=VALUE` is a flag for any key. Unknown keys are errors. `atts config show`
+tells each value and who set it; a run keeps both in its `manifest.json`. In Python: `atts.configure({...}).setup()`.
+
+```toml
+dataset = "math500[:50]"
+rate = 0.2
+samples = 16
+[sampling]
+temperature = 0.6
+```
+
+| key | default | variable | what it means |
+|---|---|---|---|"""
+
+
+def _exit_codes() -> Iterator[str]:
+    """Yield the table of exit codes."""
+    yield from ("## Exit codes", "", "| code | meaning |", "|---|---|")
+    for code, meaning in EXIT_CODES.items():
+        words = meaning.replace("|", "\\|")
+        yield f"| {code} | {words} |"
+
+
+def _keys() -> Iterator[str]:
+    """Yield the table of configuration keys."""
+    yield _CONFIGURATION
+    for key in config_keys().values():
+        words = f"{key.help} ({', '.join(key.choices)})" if key.choices else key.help
+        yield f"| `{key.name}` | {_default(key.default)} | `{key.variable}` | {words} |"
+
+
+def _default(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        value = list(value)
+    elif isinstance(value, bool):
+        value = str(value).lower()
+    elif isinstance(value, str) and not value.isprintable():
+        value = json.dumps(value)
+    return f"`{value}`"
+
+
+def _commands() -> Iterator[list[str]]:
+    for name, entry in sorted(COMMANDS.items()):
+        yield [name]
+        code = getattr(importlib.import_module(entry.module), entry.attribute)
+        if isinstance(code, typer.Typer):
+            for command in code.registered_commands:
+                yield [
+                    name,
+                    command.name
+                    or str(getattr(command.callback, "__name__", "")).replace("_", "-"),
+                ]
+
+
+def _help(words: list[str]) -> str:
+    quiet = {
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+        "COLUMNS": "100",
+        "_TYPER_FORCE_DISABLE_TERMINAL": "1",
+    }
+    result = CliRunner().invoke(
+        build(words), [*words, "--help"], prog_name="atts", env={**os.environ, **quiet}
+    )
+    if result.exit_code:
+        sys.exit(f"docs: atts {' '.join(words)} --help failed: {result.output}")
+    return "\n".join(line.rstrip() for line in result.output.strip("\n").splitlines())
+
+
+def _modules(package: str, folder: str) -> Iterator[tuple[str, str]]:
+    tracked = subprocess.run(
+        ["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for line in sorted(tracked.split()):
+        path = ROOT / line
+        if path.suffix == ".py" and path.exists():
+            inner = path.relative_to(ROOT / folder).with_suffix("")
+            name = ".".join([package, *(part for part in inner.parts if part != "__init__")])
+            yield name, (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+
+
+def _same(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
 
 
 def gather(folder: Path) -> None:
@@ -186,7 +414,7 @@ def _error_tree() -> Iterator[str]:
 
 def _subclasses(error: type[atts.ATTSError]) -> list[type[atts.ATTSError]]:
     """Return the error classes of atts.errors below one, in the order of the module."""
-    module = import_module("atts.errors")
+    module = importlib.import_module("atts.errors")
     return [
         kind
         for kind in vars(module).values()
@@ -274,6 +502,11 @@ def missing_words(site: Path) -> Iterator[str]:
     for word in SEARCHED:
         if word.lower() not in index:
             yield f"search.json: the search does not know {word!r}"
+
+
+def fenced(text: str) -> str:
+    """Put each block that begins with `>>> ` between fences, so that it is shown as code."""
+    return _EXAMPLE.sub(lambda match: f"```pycon\n{match[0].rstrip()}\n```", text)
 
 
 if __name__ == "__main__":

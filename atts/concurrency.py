@@ -294,6 +294,8 @@ class SlotQueue:
 
     def give(self, tokens: int = 0) -> None:
         """Return a slot and its tokens; a waiter that fits has them before this call returns."""
+        # a slot that is given back twice would let in more than the limit, unnoticed, for good
+        assert self.slots is None or self.free_slots < self.slots, "nobody had taken this slot"
         self.free_slots += 1
         self.free_tokens += tokens
         if self._lanes:

@@ -184,7 +184,8 @@ class Caller:
         pool = state.pools.get(engine) or state.pool(engine)
         attempt = 0
         while True:
-            state.last_id = node = state.last_id + 1
+            node = state.last_id + 1
+            state.last_id = node
             queued = now()
             ready = queued if self._ready is None else self._ready
             self._ready = None
@@ -339,7 +340,8 @@ class RolloutScope(Caller, Generic[T]):
     ) -> None:
         """Report a wait for siblings as a node without compute."""
         state = self._state
-        state.last_id = node = state.last_id + 1
+        node = state.last_id + 1
+        state.last_id = node
         span = CallSpan(
             node,
             stage,

@@ -459,13 +459,15 @@ class Journal:
     """
 
     def __init__(self, past: LineReader, options: JournalOptions) -> None:
-        self.path = path = past.path
+        path = past.path
+        self.path = path
         self.session = past.session + 1
         self._options = options
         self.durability = options.durability
         self._lines = LineWriter(past.number, past.crc, past.records)
         self._clock = options.clock or concurrency.clock()
-        self._epoch = self._synced_at = self._clock()
+        self._epoch = self._clock()
+        self._synced_at = self._epoch
         with storage(path), ExitStack() as undo:
             self._file = options.opener(path)
             undo.callback(self._file.close)

@@ -53,7 +53,8 @@ class Scheduler:
         self._free_rows = list(range(config.max_batch - 1, -1, -1))
         width = min(config.context_length, config.kv_tokens) + 1
         self.table: SlotIds = self.store.new_table(config.max_batch, width)  # [rows, tokens]
-        self.num_preempted = self.num_evicted = 0
+        self.num_preempted = 0
+        self.num_evicted = 0
         # sequences that got a row for the first time since the reader last cleared this list; a
         # sequence that returns after a preemption is not among them
         self.newly_admitted: list[Sequence] = []
@@ -257,7 +258,9 @@ class Scheduler:
         sequence.node = match.node
         sequence.cached_logits = logits
         self.table[sequence.row, :known] = match.slots[:known]
-        sequence.num_computed = sequence.num_shared = sequence.capacity = known
+        sequence.num_computed = known
+        sequence.num_shared = known
+        sequence.capacity = known
         sequence.num_admissions += 1
         if sequence.num_admissions == 1:
             sequence.cached_tokens = known
@@ -375,7 +378,9 @@ class Scheduler:
         sequence.row = -1
         sequence.node = None
         sequence.cached_logits = None
-        sequence.num_computed = sequence.num_shared = sequence.capacity = 0
+        sequence.num_computed = 0
+        sequence.num_shared = 0
+        sequence.capacity = 0
 
 
 def _logits_from(sequence: Sequence, stop: int) -> int:

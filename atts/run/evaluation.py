@@ -348,7 +348,8 @@ class _Run:
 
     async def _end_when_spent(self, account: Account) -> None:
         """Wait until a cap refuses a call and no call is in flight; then end the run as asked."""
-        self._limit = limit = await account.exhausted(self._state.seconds)
+        limit = await account.exhausted(self._state.seconds)
+        self._limit = limit
         self._recorder.record(Warned("limit", f"{limit} is spent"))
         if self._options.on_limit == "conclude":
             self._graph.stop(limit)

@@ -197,7 +197,9 @@ def _check_same(first: MergedPart, other: MergedPart) -> None:
 def _neutral(manifest: Manifest) -> Manifest:
     """Return the manifest without what distinguishes one part from another."""
     configuration = {
-        name: held for name, held in manifest.configuration.items() if name not in (SHARD, MERGED)
+        name: setting
+        for name, setting in manifest.configuration.items()
+        if name not in (SHARD, MERGED)
     }
     return replace(manifest, dataset="", configuration=configuration)
 
@@ -247,7 +249,9 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 
     All problems are started first, in the order of the dataset.
     """
-    sessions = nodes = 0
+    # each part counts its sessions and nodes from where the part before it ended
+    sessions = 0
+    nodes = 0
     for part in parts:
         for entry in part.run.entries():
             event = entry.event

@@ -170,14 +170,14 @@ class _Durations:
             area += height * (until - begin)
             areas[number] = area
             until = begin
-        found = list[float]()
+        lengths = list[float]()
         begins = [begin for begin, _ in steps]
         for start in starts:
             number = bisect_right(begins, start) - 1
             begin, height = steps[number]
             rest = areas[number] - height * (start - begin)
-            found.append(max(0.0, rest / height) if height > 0 else 0.0)
-        return found
+            lengths.append(max(0.0, rest / height) if height > 0 else 0.0)
+        return lengths
 
 
 class Progress:

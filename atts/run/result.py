@@ -81,7 +81,7 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
     verdicts: list[list[str]] = []  # of each problem
     for problem in graded:
         verdicts.append([one.verdict for one in problem.complete_samples if one.verdict])
-    n = sum(map(len, verdicts))
+    num_rollouts = sum(map(len, verdicts))
     unscored = sum(of_problem.count("unscored") for of_problem in verdicts)
 
     def share(*counted: str) -> Estimate:
@@ -90,7 +90,7 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
             if of_problem:
                 correct = sum(verdict in counted for verdict in of_problem)
                 shares.append(correct / len(of_problem))
-        return mean_estimate(shares, n)
+        return mean_estimate(shares, num_rollouts)
 
     return share("correct").with_best_case(share("correct", "unscored"), unscored)
 

@@ -193,14 +193,14 @@ class Cluster:
                     ends.append(now - request.arrived)
             self._start(server, now)
         ends.sort()
-        last = max(s.ends for s in self._servers)
-        busy = sum(s.busy for s in self._servers)
+        last = max(server.ends for server in self._servers)
+        busy = sum(server.busy for server in self._servers)
         weights = sum(
             self._shares[name] * MODEL_BYTES * len(at) for name, at in self.places.items()
         )
         once = MODEL_BYTES * sum(self._shares.values())
-        p50, p95 = (ends[min(len(ends) - 1, int(q * len(ends)))] for q in (0.5, 0.95))
-        return Outcome(p50, p95, busy / last / len(self._servers), tokens / busy, weights, once)
+        median, late = (ends[min(len(ends) - 1, int(share * len(ends)))] for share in (0.5, 0.95))
+        return Outcome(median, late, busy / last / len(self._servers), tokens / busy, weights, once)
 
     def _push(self, at: float, what: object) -> None:
         self._count += 1
@@ -435,7 +435,8 @@ class Arm:
         turn = 0
         ends = dict[int, float]()
         self._finished.clear()
-        self._tokens, before = 0, self._block_rows()
+        self._tokens = 0
+        before = self._block_rows()
         while waiting or self._busy():
             while waiting and waiting[-1].at <= now:
                 self._submit(waiting.pop())

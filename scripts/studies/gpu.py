@@ -124,7 +124,8 @@ class Lab:
         self.device = torch.device(device)
         self.sizes = sizes
         self.parts = parts
-        self._until = self._own_until = until  # by `time.time`, which the next process has as well
+        self._own_until = until  # by `time.time`, which the next process has as well
+        self._until = until
 
     @property
     def is_cuda(self) -> bool:
@@ -993,14 +994,12 @@ def _times(base: Sequence[float], own: Sequence[float]) -> str:
     if not own:
         return "-"
     ratio = sum(base) / sum(own)
-    n = len(own)
-    if n < 2:
+    count = len(own)
+    if count < 2:
         return f"{ratio:.2f} (n=1)"
-    mean = sum(own) / n
-    spread = (
-        math.sqrt(sum((b - ratio * o) ** 2 for b, o in zip(base, own, strict=True)) / (n - 1) / n)
-        / mean
-    )
+    mean = sum(own) / count
+    squares = sum((before - ratio * after) ** 2 for before, after in zip(base, own, strict=True))
+    spread = math.sqrt(squares / (count - 1) / count) / mean
     return f"{ratio:.2f} [{ratio - 1.96 * spread:.2f}, {ratio + 1.96 * spread:.2f}]"
 
 

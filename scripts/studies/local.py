@@ -424,7 +424,8 @@ def _operations(subject: Subject) -> int:
 def continuous(lab: Lab, subjects: Sequence[Subject]) -> Table:
     """Compare with transformers' own continuous batching on requests that come all at once."""
     rows: list[Row] = []
-    count = tokens = lab.options.pick(16, 32, 32)
+    count = lab.options.pick(16, 32, 32)
+    tokens = count
     for subject in subjects:
         say(f"continuous batching {subject.name}")
         fresh = Fresh(subject, count, lab.options.seed + 7, wall_seconds)
@@ -698,11 +699,12 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
             names = [
                 f"{worker}: {name}" for name in ("draft decoding", other, f"{other} and draft")
             ]
-            gain = Spread.of(
-                [(a + b) / c for a, b, c in zip(*(seen[name] for name in names), strict=True)]
-            )
-            a, b, c = (median[name] for name in names)
-            pairs.append((worker, other, a, b, c, str(gain), (a + b) / max(a, b)))
+            rounds = zip(*(seen[name] for name in names), strict=True)
+            gain = Spread.of([(first + second) / together for first, second, together in rounds])
+            first, second, together = (median[name] for name in names)
+            # two cores that do not wait for each other take as long as the slower work
+            most = (first + second) / max(first, second)
+            pairs.append((worker, other, first, second, together, str(gain), most))
         for name in _ALONE:
             alone = f"{worker}: {name}"
             busy = f"{worker}: {name} next to Python"

@@ -613,7 +613,8 @@ class BatchedEngine:
         steps = max(1, round(self._decoding[0][0] - self._count))
         stretch = self._stretch()
         whole = stretch * self.cost.steps(steps, batch, cached)
-        self._wake = wake = anyio.Event()
+        wake = anyio.Event()
+        self._wake = wake
         with anyio.move_on_after(max(0.0, self._due + whole - self._now())):
             await wake.wait()
             # a request came: the step under way is finished, then there is another plan

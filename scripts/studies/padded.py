@@ -93,7 +93,8 @@ def padded_folder(folder: Path, words: str) -> Path:
     size = read_size(words)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = load_file(folder / "model.safetensors")
-    width, head = config["hidden_size"], config["head_dim"]
+    width = config["hidden_size"]
+    head = config["head_dim"]
     hidden, layers, *_ = _shape(size)
     assert hidden >= width, "a model is padded to a larger one"
     layers = max(layers, config["num_hidden_layers"])

@@ -284,7 +284,8 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         "scored": scoring.seconds / max(1, scoring.tokens),
         "target": base.seconds / max(1, base.total("target")),
     }
-    d, s, t = rates.values()
+    # seconds of one token that is drafted, scored, or written by the target
+    drafted, scored, written = rates.values()
     return Table.of(
         f"Time, {how}, {count * TIMED_ROUNDS} problems x {TIMED_SAMPLES} samples, the same vote and early stop "
         f"everywhere",
@@ -294,10 +295,10 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
         "Blocks interleaved in one run. Base: the faster target-only without proposals. Processor "
         "time: that of this "
-        f"process and its engines, against target-only with one thread. {t * 1e6:.0f} us per "
+        f"process and its engines, against target-only with one thread. {written * 1e6:.0f} us per "
         f"target token, "
-        f"{s * 1e6:.0f} us per scored token ({s / t:.2f} of it), {d * 1e6:.0f} us per draft token "
-        f"({d / t:.2f}), "
+        f"{scored * 1e6:.0f} us per scored token ({scored / written:.2f} of it), "
+        f"{drafted * 1e6:.0f} us per draft token ({drafted / written:.2f}), "
         "measured in this run on the work alone.",
         headline=f"**{found['atts'].speed_up(base)}** times its speed, {words.split(',')[0]}",
     )
@@ -412,9 +413,10 @@ async def claim(options: Options) -> list[Table]:
     seeds = options.pick((0,), (0,), (0, 1, 2))
     grid = Grid(options.pick(20, 160, 2000), seeds, 250, options.pick(20, 40, 50))
     async with Pair() as pair:
-        for m in options.pick((8,), (8,), (8, 16)):
+        for samples in options.pick((8,), (8,), (8, 16)):
             arms = [
-                arm(name, samples=m, rate=rate, early_stop="none") for name, rate in CLAIMED.items()
+                arm(name, samples=samples, rate=rate, early_stop="none")
+                for name, rate in CLAIMED.items()
             ]
             await run_grid(arms, grid, ledger, pair, "claim")
     return claimed(ledger)
@@ -423,11 +425,12 @@ async def claim(options: Options) -> list[Table]:
 def claimed(ledger: Ledger) -> list[Table]:
     """Return the tables of all that has been run so far."""
     tables: list[Table] = []
-    for m in sorted({samples for _, samples, _, _ in ledger.pieces}):
-        title = "The claim" if not tables else f"The claim at {m} samples"
+    for samples in sorted({samples for _, samples, _, _ in ledger.pieces}):
+        title = "The claim" if not tables else f"The claim at {samples} samples"
         words = f"atts: the default policy at rate {CLAIMED['atts']:g}. Every rollout of both ran to its end."
-        found = methods(title, ledger, list(CLAIMED), m, words)
-        tables += [replace(found, headline=_headline(ledger, m)), verdict(ledger, "atts", m)]
+        compared = methods(title, ledger, list(CLAIMED), samples, words)
+        tables.append(replace(compared, headline=_headline(ledger, samples)))
+        tables.append(verdict(ledger, "atts", samples))
     return tables
 
 

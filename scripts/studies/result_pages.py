@@ -344,14 +344,15 @@ class Record:
 
     def words(self) -> str:
         """Describe what the study ran on."""
-        m = self.machine
-        is_other = self.study in _ON_THE_PAIR and m.get("pair") != pair_mark()
+        machine = self.machine
+        is_other = self.study in _ON_THE_PAIR and machine.get("pair") != pair_mark()
         return (
-            f"Effort `{self.effort}` on {m['processor']}, {m['cores']} cores, load {m['load']:.1f} "
+            f"Effort `{self.effort}` on {machine['processor']}, {machine['cores']} cores, "
+            f"load {machine['load']:.1f} "
             f"at the start; "
-            f"limits of one core: copy {m['copy_gib_per_second']:.1f} GiB/s, matrices "
-            f"{m['matrix_gflops']:.0f} "
-            f"GFLOP/s, {m['operation_microseconds']:.1f} us per torch operation."
+            f"limits of one core: copy {machine['copy_gib_per_second']:.1f} GiB/s, "
+            f"matrices {machine['matrix_gflops']:.0f} GFLOP/s, "
+            f"{machine['operation_microseconds']:.1f} us per torch operation."
             + (f" It took {self.spent['processor']:.0f} s of processors." if self.spent else "")
             + (" The embedded pair was an earlier one, or is not recorded." if is_other else "")
         )

@@ -805,19 +805,24 @@ async def _run(cell: Cell, law: TraceLaw) -> Found:
     timing = measure(rounds)
     usage = [outcome.usage for outcome in outcomes]
     decisions = [
-        t.decision for o in outcomes for r in o.rollouts for t in r.turns if t.decision is not None
+        turn.decision
+        for outcome in outcomes
+        for rollout in outcome.rollouts
+        for turn in rollout.turns
+        if turn.decision is not None
     ]
+    num_escalated = sum(decision.escalate for decision in decisions)
     whole = timing.sibling_seconds + timing.memory_seconds + timing.arithmetic_seconds
     return Found(
         seconds=seconds,
-        draft_tokens=law.grain * sum(u.draft_tokens for u in usage),
-        target_tokens=law.grain * sum(u.target_tokens for u in usage),
-        realised=sum(d.escalate for d in decisions) / len(decisions) if decisions else math.nan,
+        draft_tokens=law.grain * sum(one.draft_tokens for one in usage),
+        target_tokens=law.grain * sum(one.target_tokens for one in usage),
+        realised=num_escalated / len(decisions) if decisions else math.nan,
         waiting=timing.sibling_seconds / whole,
         intensity=timing.intensity,
-        draft_busy=sum(e.load.busy for e in drafts) / seconds / len(drafts),
-        target_busy=sum(e.load.busy for e in targets) / seconds / len(targets),
-        target_peak=max(e.load.peak for e in targets),
+        draft_busy=sum(engine.load.busy for engine in drafts) / seconds / len(drafts),
+        target_busy=sum(engine.load.busy for engine in targets) / seconds / len(targets),
+        target_peak=max(engine.load.peak for engine in targets),
     )
 
 

@@ -181,16 +181,16 @@ class Measured:
         return min(one.seconds for one in figures if one is not None)
 
     def bound(self, method: str, draft: str) -> float:
-        """Return the seconds of the arm's tokens at the rate that each model has alone: d + s + g."""
+        """Return the seconds of the arm's tokens at the rate that each model has alone."""
         drafting, alone, own = (
             self.figures[name] for name in (f"draft-only|{draft}", f"{ALONE}|", f"{method}|{draft}")
         )
         seconds, tokens = self.scoring[draft]
         base = self.best(draft, *_RIVALS[:2])
-        d = drafting.seconds / max(1, drafting.draft)
-        s = seconds / max(1, tokens)
-        g = base / max(1, alone.target)
-        return own.draft * d + own.scored * s + own.target * g
+        per_drafted = drafting.seconds / max(1, drafting.draft)
+        per_scored = seconds / max(1, tokens)
+        per_written = base / max(1, alone.target)
+        return own.draft * per_drafted + own.scored * per_scored + own.target * per_written
 
 
 class Group(NamedTuple):

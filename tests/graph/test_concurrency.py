@@ -179,3 +179,14 @@ def test_slots_and_tokens_in_use_are_counted() -> None:
     free = concurrency.SlotQueue(None)
     assert free.take_nowait(7)
     assert (free.in_use, free.tokens_in_use) == (0, 0)
+
+
+def test_a_slot_is_given_back_once() -> None:
+    """A second return would let in more calls than the limit, also after the limit was lowered."""
+    queue = concurrency.SlotQueue(2)
+    assert queue.take_nowait()
+    queue.resize(1)
+    queue.give()
+    with pytest.raises(AssertionError, match="nobody had taken"):
+        queue.give()
+    assert (queue.in_use, queue.free_slots) == (0, 1)

@@ -96,12 +96,18 @@ class Deadlines:
         """
         if self._engine is None:
             return
-        steps = self._engine.steps_taken()
+        steps: int | None = None  # at the last look
         while True:
             await anyio.sleep(self.seconds / _LOOKS)
-            taken = self._engine.steps_taken()
-            if taken != steps:
-                steps = taken
+            if not self.scopes:
+                continue  # an engine that no call asks may not be open
+            try:
+                taken = self._engine.steps_taken()
+            except EngineError:
+                continue  # the engine was lost: its calls fail by themselves
+            before = steps
+            steps = taken
+            if before is not None and taken != before:
                 deadline = anyio.current_time() + self.seconds
                 for scope in self.scopes:
                     scope.deadline = deadline

@@ -31,7 +31,7 @@ from atts.core import (
     Usage,
 )
 from atts.engine import EngineSpec
-from atts.errors import BadReply, DatasetError, OptionError
+from atts.errors import BadReply, DatasetError, EngineUnavailable, OptionError
 from atts.evaluators import samples_of
 from atts.graph import Limit, ProblemScope, RetryPolicy, RolloutScope
 from atts.journal import (
@@ -394,6 +394,39 @@ def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
     world.run(plan, world.session(), problems=1)
     failures = [event for event in world.events() if isinstance(event, CallFailed)]
     assert bool(failures) is failed
+    assert all("no step within 6 s" in event.text for event in failures)
+
+
+class Closed(ScriptedEngine):
+    """Counts steps only while it is open, and is never opened."""
+
+    def steps_taken(self) -> int:
+        """Refuse: the engine is not open."""
+        raise EngineUnavailable("target", "it is not open", "Open it")
+
+
+class Lost(Queue):
+    """Loses count of its steps while calls wait for it."""
+
+    def steps_taken(self) -> int:
+        """Refuse once the first call has waited for 3 seconds."""
+        if super().steps_taken() > 3:
+            raise EngineUnavailable("draft", "its loop has ended", "Open it again")
+        return super().steps_taken()
+
+
+def test_an_engine_that_counts_no_steps_ends_no_run(world: Any) -> None:
+    """One that no call asks may be closed; the calls of a lost one are late by themselves."""
+    plan = world.plan(target=Closed("target"), gate=FixedGate("accept"))
+    assert world.run(plan, world.session("closed"), problems=1).status == "finished"
+    plan = world.plan(
+        draft=Lost("draft", 1e9),
+        policy=replace(POLICY, timeout_seconds=6.0),
+        retries=RetryPolicy(calls=1, rollouts=1),
+    )
+    world.run(plan, world.session("lost"), problems=1)
+    failures = [event for event in world.events("lost") if isinstance(event, CallFailed)]
+    assert failures
     assert all("no step within 6 s" in event.text for event in failures)
 
 

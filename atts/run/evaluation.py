@@ -58,7 +58,7 @@ from atts.run.recording import (
     replay_event,
 )
 from atts.run.result import IncompleteTally, RunResult, RunStatus
-from atts.run.spec import RunSpec, engine_warnings, verdict_by
+from atts.run.spec import Grade, RunSpec, engine_warnings, verdict_by
 from atts.run.stopping import SequentialComparison, Signals, Stop, watch_signals
 
 Keep = Literal["lines", "nothing"]
@@ -438,7 +438,9 @@ class _Run:
 
         Nothing is recorded before everything is known.
         """
-        graded = await anyio.to_thread.run_sync(self._grade, outcome)
+        graded: list[Graded] = []
+        if self._plan.grade is not None and outcome.problem.answer is not None:
+            graded = await anyio.to_thread.run_sync(self._grade, outcome, self._plan.grade)
         record.finished(outcome)
         for verdict in graded:
             self._recorder.record(verdict)
@@ -459,15 +461,12 @@ class _Run:
         escalated, judged = self._escalations.of(reached.problem)
         return FinishedProblem.of(outcome, graded, judged=judged, escalated=escalated)
 
-    def _grade(self, outcome: Outcome) -> list[Graded]:
+    def _grade(self, outcome: Outcome, grade: Grade) -> list[Graded]:
         """Grade every rollout's answer and the problem's, each different text once.
 
         Runs in a worker thread.
         """
-        grade = self._plan.grade
         problem = outcome.problem
-        if grade is None or problem.answer is None:
-            return []
         known: dict[str | None, tuple[VerdictStatus, str]] = {None: ("wrong", "no answer")}
         brief = FinishedProblem.of(outcome)
         wanted: list[tuple[int | None, str | None]] = [

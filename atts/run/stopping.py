@@ -128,7 +128,8 @@ class SequentialComparison:
         self._record = record
         self.answer = None if rule is None else Sequential("undecided", 0, -1.0, 1.0, rule.points)
         self.spared = 0  # problems that were not needed
-        self._sequence = ConfidenceSequence()
+        # it holds a capital for each of thousands of candidates, which few runs need
+        self._sequence = None if rule is None else ConfidenceSequence()
         self._order = list[str]()
         self._next = 0
         self._over: dict[str, float | None] = {}  # None: it was not graded
@@ -183,6 +184,7 @@ class SequentialComparison:
             self._next += 1
             right = self._over[name]
             if right is not None and name in rule.votes:
+                assert self._sequence is not None, "there is a rule"
                 self._sequence.add(right - rule.votes[name])
                 self.answer = self._sequence.answer(rule.points)
                 if self._is_settled:

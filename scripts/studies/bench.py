@@ -143,6 +143,12 @@ STUDIES = {
         0,
         90,
     ),
+    "serve": Study(
+        "processor time of the endpoint, compared with a bare echo, and a soak of it",
+        "serving:study_serve",
+        0,
+        120,
+    ),
     "against": Study(
         "the published implementation and other methods, same work",
         "methods:study_against",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, cast
@@ -73,6 +73,13 @@ class SolveRequest:
     atts: AttsFields = field(default_factory=AttsFields)
     caps: Caps = field(default_factory=Caps)
     ignored: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> Hashable:
+        """Return what decides the plan of a request without a seed."""
+        atts = self.atts
+        sampling = (self.temperature, self.top_p, self.max_tokens, atts.thinking_token_budget)
+        return self.policy, sampling, atts.samples, atts.early_stop, atts.rate
 
     def setup(self, base: Setup) -> Setup:
         """Return the setup of this request.

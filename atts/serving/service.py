@@ -6,7 +6,15 @@ import logging
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Coroutine,
+    Hashable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,6 +55,7 @@ from atts.serving.requests import RequestError, SolveRequest
 
 _log = logging.getLogger("atts.serving")
 _MOST_GATES = 64  # of rates that requests choose
+_MOST_PLANS = 256  # of settings that requests choose
 _RETRY_SECONDS = 5
 _MOST_RUNS = 1000  # that are remembered after their end
 _ONE_CALL = Amount(calls=1, total_tokens=1)
@@ -116,6 +125,14 @@ class _Recount:
         """Ignore what happens now: the account counts it itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    plan: RunSpec
+    method: str
+    rate: float
+    samples: int
+
+
 class Service:
     """Engines that stay open, and everything that the requests of one server share."""
 
@@ -139,6 +156,7 @@ class Service:
         self._tasks: TaskGroup | None = None
         self._calibrators: CalibratorFolder | None = None
         self._plans = OrderedDict[tuple[str, float, bool], RunSpec]()
+        self._planned = Recent[Hashable, _Planned](_MOST_PLANS)
 
     @property
     def is_ready(self) -> bool:
@@ -277,16 +295,15 @@ class Service:
             was reached and the request asks for an error then.
         """
         run = run or new_run()
-        setup = request.setup(self.setup)
-        plan = self._plan(request, is_alone=directory is not None)
-        problem, plan = _posed(request, run, plan)
+        planned = self._plan(request, is_alone=directory is not None)
+        problem, plan = _posed(request, run, planned.plan)
         served = ServedRun(
             run,
             request.model,
             request.policy.name,
             request.user,
-            samples=setup.policy.samples,
-            rate=setup.rate,
+            samples=planned.samples,
+            rate=planned.rate,
             account=self._account_of(request, run, is_kept=directory is not None),
             live=LiveRun(written, busy=self.busy),
         )
@@ -328,13 +345,13 @@ class Service:
             request,
             outcome,
             account,
-            rate=setup.rate,
+            rate=planned.rate,
             guarantee=_guarantee(plan.gate),
             created=int(served.began),
         )
         served.end("answered", reply.facts())
         if not request.policy.is_plain and served.live.judged:
-            self._count_judged(setup.method, setup.rate, served.live)
+            self._count_judged(planned.method, planned.rate, served.live)
         return reply
 
     async def _work(
@@ -431,11 +448,17 @@ class Service:
             raise EngineUnavailable("atts", "the service is not open", "Use it inside `open`")
         return self._base, self._graph
 
-    def _plan(self, request: SolveRequest, *, is_alone: bool = False) -> RunSpec:
+    def _plan(self, request: SolveRequest, *, is_alone: bool = False) -> _Planned:
         """Return the plan of a request, with the gate that requests of its method and rate share.
 
-        A request with a seed, or one that `is_alone`, has a gate of its own.
+        A request with a seed, or one that `is_alone`, has a gate of its own. The plan of other
+        requests is remembered, because it takes longer to make than a short request to answer.
+
+        :raises RequestError: the policy asks a model that is not open.
         """
+        is_shared = request.seed is None and not is_alone
+        if is_shared and request.settings in self._planned:
+            return self._planned[request.settings]
         base, _ = self._opened()
         setup = request.setup(self.setup).informed()
         if not {*setup.roles} <= {*base.roles}:
@@ -444,21 +467,35 @@ class Service:
                 param="model",
             )
         is_plain = request.policy.is_plain
-        if request.seed is not None or is_alone:
+        plan = self._shared_plan(setup, is_plain=is_plain) if is_shared else None
+        if plan is None:
             plan = setup.plan(base.draft, base.target)
-            return _without_answers(plan) if is_plain else plan
-        method = setup.method
-        key = (method, setup.rate, is_plain)
+            if is_plain:
+                plan = _without_answers(plan)
+        # The engines are open, so the lengths that follow from their contexts are known.
+        plan = replace(plan.resolved(), policy_for_context=None)
+        planned = _Planned(plan, setup.method, setup.rate, setup.policy.samples)
+        if is_shared:
+            self._planned[request.settings] = planned
+        return planned
+
+    def _shared_plan(self, setup: Setup, *, is_plain: bool) -> RunSpec:
+        """Return the plan of a setup with the gate that its method and rate share."""
+        base, _ = self._opened()
+        key = (setup.method, setup.rate, is_plain)
         shared = self._plans.pop(key, None)
         if shared is None:
             shared = setup.plan(base.draft, base.target)
             if is_plain:
                 shared = _without_answers(shared)
             elif self._calibrators is not None:
-                shared = self._calibrators.continued(method, setup.rate, shared)
+                shared = self._calibrators.continued(setup.method, setup.rate, shared)
         self._plans[key] = shared
         if len(self._plans) > _MOST_GATES:
-            self._plans.popitem(last=False)
+            gone = self._plans.popitem(last=False)[1].gate
+            for settings, planned in [*self._planned.items()]:
+                if planned.plan.gate is gone:
+                    del self._planned[settings]
         return replace(
             shared,
             policy=setup.run_policy,
@@ -569,10 +606,4 @@ def _with_system(plan: RunSpec, system: str) -> RunSpec:
     """Return the plan with the client's system prompt before the method's own."""
     own = plan.policy.system
     text = f"{system}\n\n{own}" if own else system
-    within = plan.policy_for_context
-    assert within is not None, "a setup's plan follows the context"
-    return replace(
-        plan,
-        policy=replace(plan.policy, system=text),
-        policy_for_context=lambda context: replace(within(context), system=text),
-    )
+    return replace(plan, policy=replace(plan.policy, system=text))

@@ -332,14 +332,15 @@ def test_background_responses_survive_kill_9_and_finish_once(tmp_path: Path) -> 
     ends: dict[str, dict[str, Any]] = {}
     kills = 0
     for session in range(12):
-        server, address = started_server(tmp_path, 0.05, 4)
+        # the first sessions are too slow to end anything before they are killed
+        server, address = started_server(tmp_path, 0.4 if session < 4 else 0.02, 4)
         assert server.stdout is not None
         with server.stdout, httpx2.Client(base_url=address, timeout=60) as client:
             if session == 0:
                 for seed in range(6):
                     fields = asked(background=True, atts={"seed": seed, "max_calls": 60})
                     ids.append(client.post("/responses", json=fields).json()["id"])
-            until = time.monotonic() + (0.4 if session < 6 else 30)
+            until = time.monotonic() + (0.8 if session < 4 else 30)
             while time.monotonic() < until and len(ends) < len(ids):
                 for name in ids:
                     response = client.get(f"/responses/{name}").json()

@@ -208,11 +208,18 @@ def asked(engine: LocalEngine, texts: Iterable[str], tokens: int, seed: int) -> 
     ]
 
 
+_ONE_THREAD = LocalOptions(worker="thread", threads=1)
+
+
 async def written(
-    folder: Path, questions: Iterable[str], tokens: int, seed: int
+    folder: Path,
+    questions: Iterable[str],
+    tokens: int,
+    seed: int,
+    options: LocalOptions = _ONE_THREAD,
 ) -> list[tuple[SampleRequest, TokenIds]]:
     """Return what one model alone answers."""
-    async with LocalEngine(folder, options=LocalOptions(worker="thread", threads=1)) as engine:
+    async with LocalEngine(folder, options=options) as engine:
         requests = asked(engine, questions, tokens, seed)
         return list(zip(requests, await texts(engine, requests), strict=True))
 

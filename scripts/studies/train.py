@@ -600,6 +600,9 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=Path, help="of heads: a file with a prompt a line, instead of arithmetic"
     )
+    parser.add_argument(
+        "--device", default="cpu", help="of heads: cpu, cuda or cuda:N, in the checkpoint's dtype"
+    )
     found = parser.parse_args()
     work = found.work
     models = found.models
@@ -611,7 +614,8 @@ def main() -> None:
         elif part == "heads":
             target = found.target or models / "target"
             drafter = found.drafter or models / "draft"
-            train_exit_and_streams(HeadsRecipe(target, drafter, found.prompts))
+            recipe_of_heads = HeadsRecipe(target, drafter, found.prompts, device=found.device)
+            train_exit_and_streams(recipe_of_heads)
         elif part == "deep":
             train_deep_drafter(DrafterRecipe(models / "target", models / "draft", models / "deep"))
         else:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import anyio
 import numpy as np
@@ -22,12 +22,14 @@ from atts.accel.overlap.mirror import EXIT_FILE, STREAM_FILE, ExitAdapter, Strea
 from atts.core import SampleRequest, TokenIds
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems
+from atts.local import LocalOptions
 from atts.local.batch import PrefillChunk, StepPlan, step_batch
 from atts.local.loader import load_weights
 from atts.local.model import TorchModel
 from atts.local.model_config import read_model_config
 from atts.local.seams import LayerHook
 from atts.local.sequence import new_sequence
+from atts.models.folders import checkpoint_dtype
 from scripts.studies.local import written
 from scripts.studies.train_model import Descent, Llama, ModelConfig, descend, load, save
 
@@ -52,6 +54,22 @@ class HeadsRecipe:
     texts: int = 1500
     steps: int = 1500
     seed: int = 6
+    device: str = "cpu"
+    # auto: float32 on a processor, what the checkpoint has on a GPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    @property
+    def options(self) -> LocalOptions:
+        """Return the options of an engine that writes the texts."""
+        return LocalOptions(worker="thread", threads=1, device=self.device, dtype=self.dtype)
+
+    def type_of(self, folder: Path) -> torch.dtype:
+        """Return the type of numbers that a model is read in."""
+        found = self.dtype
+        if found == "auto":
+            on_gpu = self.device.startswith("cuda")
+            found = checkpoint_dtype(folder, folder.name) if on_gpu else "float32"
+        return torch.bfloat16 if found == "bfloat16" else torch.float32
 
 
 class Text(NamedTuple):
@@ -73,10 +91,18 @@ class States(NamedTuple):
 class Reader:
     """A model that reads texts given whole."""
 
-    def __init__(self, folder: Path, layers: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layers: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
         """Read only the first `layers` layers, then the output matrix."""
         config = read_model_config(folder, folder.name)
-        weights = load_weights(folder, config, torch.float32, torch.device("cpu"), folder.name)
+        self.device = torch.device(device)
+        weights = load_weights(folder, config, dtype, self.device, folder.name)
         if layers is not None:
             fewer = {name: getattr(config, name)[:layers] for name in ("ropes", "windows")}
             config = replace(config, num_layers=layers, **fewer)
@@ -90,13 +116,14 @@ class Reader:
             config.num_kv_heads,
             config.head_dim,
         )
-        self.model = TorchModel(config, weights, torch.zeros(size))
+        cache = torch.zeros(size, dtype=dtype, device=self.device)
+        self.model = TorchModel(config, weights, cache)
 
     def states(self, texts: Sequence[Text], layers: int) -> States:
         """Return the states of all positions where something was written."""
         heard = list[Tensor]()
         finals = [self.read(text, LayerHook(layers, heard.append)) for text in texts]
-        tokens = [torch.tensor(text.ids[text.first :]) for text in texts]
+        tokens = [torch.tensor(text.ids[text.first :], device=self.device) for text in texts]
         return States(
             torch.cat(heard), torch.cat(finals), torch.cat(tokens), list(map(len, tokens))
         )
@@ -120,27 +147,31 @@ async def write_texts(recipe: HeadsRecipe) -> list[Text]:
         prompts = [each.text for each in problems("train", recipe.texts)]
     else:
         prompts = recipe.prompts.read_text(encoding="utf-8").splitlines()[: recipe.texts]
-    found = await written(recipe.target, prompts, _WRITTEN_TOKENS, recipe.seed)
+    found = await written(recipe.target, prompts, _WRITTEN_TOKENS, recipe.seed, recipe.options)
     return sorted(Text(one.ids + text, len(one.ids)) for one, text in found)
 
 
 def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapter:
     """Train rows at the exit towards those from which the output matrix reads the target's
     distribution.
+
+    What is learned is kept in float32, and rounded to the model's type where it meets its rows.
     """
     torch.manual_seed(recipe.seed)
     start = ExitAdapter.untrained(reader.config, reader.weights)
     eps = reader.config.norm_eps
     head = reader.weights.head
     width = reader.config.hidden_size
-    down = torch.randn(_RANK, width) * width**-0.5
-    up = torch.zeros(width, _RANK)
-    adapter = ExitAdapter(start.layers, start.norm.clone(), down, up)
-    learned = [part.requires_grad_() for part in (adapter.norm, adapter.down, adapter.up)]
+    down = (torch.randn(_RANK, width) * width**-0.5).to(reader.device)
+    up = torch.zeros(width, _RANK, device=reader.device)
+    # a copy, also where it is float32 already
+    norm = start.norm.detach().to(torch.float32, copy=True)
+    learned = [part.requires_grad_() for part in (norm, down, up)]
     for rows in _descent(learned, len(states.tokens), recipe.steps):
+        adapter = ExitAdapter(start.layers, *(part.to(head) for part in learned))
         with torch.no_grad():
-            aim = F.log_softmax(F.linear(states.finals[rows], head), -1)
-        law = F.log_softmax(F.linear(adapter(states.exits[rows], eps), head), -1)
+            aim = F.log_softmax(F.linear(states.finals[rows], head).float(), -1)
+        law = F.log_softmax(F.linear(adapter(states.exits[rows], eps), head).float(), -1)
         F.kl_div(law, aim, log_target=True, reduction="batchmean").backward()  # type: ignore[no-untyped-call]
     return ExitAdapter(start.layers, *(part.detach() for part in learned))
 
@@ -152,25 +183,32 @@ def train_streams(reader: Reader, states: States, recipe: HeadsRecipe) -> Stream
     head = reader.weights.head
     sizes = [width * (2 + at) for at in range(_HEADS)]
     streams = [
-        StreamHead(torch.randn(_WIDTH, size) * size**-0.5, torch.zeros(width, _WIDTH))
+        StreamHead(
+            (torch.randn(_WIDTH, size) * size**-0.5).to(reader.device),
+            torch.zeros(width, _WIDTH, device=reader.device),
+        )
         for size in sizes
     ]
-    heads = StreamHeads(reader.weights.embedding, streams)
     following = _following(states)
     learned = [part.requires_grad_() for stream in streams for part in stream]
     for rows in _descent(learned, len(following), recipe.steps):
+        heads = StreamHeads(reader.weights.embedding, _rounded(streams, head))
         losses = [
             _FADE**at
             * F.cross_entropy(
-                F.linear(heads(states.finals[rows], known), head), following[rows, at + 1]
+                F.linear(heads(states.finals[rows], known), head).float(), following[rows, at + 1]
             )
             for at in range(_HEADS)
             for known in [following[rows, : at + 1]]
         ]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-    return StreamHeads(
-        heads.embedding, [StreamHead(*(part.detach() for part in stream)) for stream in streams]
-    )
+    found = [StreamHead(*(part.detach() for part in stream)) for stream in streams]
+    return StreamHeads(reader.weights.embedding, found)
+
+
+def _rounded(streams: Sequence[StreamHead], like: Tensor) -> list[StreamHead]:
+    """Return the heads in the type of numbers, and on the device, of another tensor."""
+    return [StreamHead(*(part.to(like) for part in stream)) for stream in streams]
 
 
 def _following(states: States) -> Tensor:
@@ -213,6 +251,7 @@ def tops(adapter: ExitAdapter, reader: Reader, states: States) -> str:
 def stream_tops(heads: StreamHeads, reader: Reader, states: States) -> str:
     """Return how often each head's first token is the written one."""
     following = _following(states)
+    heads = StreamHeads(heads.embedding, _rounded(heads.streams, reader.weights.head))
     shares = list[str]()
     for at in range(len(heads.streams)):
         with torch.inference_mode():
@@ -235,7 +274,7 @@ def train_exit_and_streams(recipe: HeadsRecipe) -> None:
 
 
 def _make_exit(recipe: HeadsRecipe, tests: Sequence[Text], texts: Sequence[Text]) -> None:
-    reader = Reader(recipe.target)
+    reader = Reader(recipe.target, dtype=recipe.type_of(recipe.target), device=recipe.device)
     layers = ExitAdapter.untrained(reader.config, reader.weights).layers
     tested, learned = (reader.states(part, layers) for part in (tests, texts))
     adapter = train_exit(reader, learned, recipe)
@@ -255,7 +294,7 @@ def _make_exit(recipe: HeadsRecipe, tests: Sequence[Text], texts: Sequence[Text]
 
 
 def _make_streams(recipe: HeadsRecipe, tests: Sequence[Text], texts: Sequence[Text]) -> None:
-    reader = Reader(recipe.drafter)
+    reader = Reader(recipe.drafter, dtype=recipe.type_of(recipe.drafter), device=recipe.device)
     tested, learned = (reader.states(part, 1) for part in (tests, texts))
     heads = train_streams(reader, learned, recipe)
     parts = {
@@ -270,7 +309,7 @@ def _make_streams(recipe: HeadsRecipe, tests: Sequence[Text], texts: Sequence[Te
 def _save(file: Path, parts: Mapping[str, Tensor], metadata: dict[str, str]) -> Path:
     file.parent.mkdir(exist_ok=True)
     save_file(
-        {name: part.bfloat16().contiguous() for name, part in parts.items()},
+        {name: part.bfloat16().cpu().contiguous() for name, part in parts.items()},
         file,
         metadata=metadata,
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import pytest
+import torch
 
 from atts.accel.overlap.mirror import EXIT_FILE, STREAM_FILE
 from atts.core import Message, SampleRequest, Sampling
@@ -35,15 +38,16 @@ def copied(name: str, to: Path) -> Path:
     return to
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_training_makes_an_exit_and_heads_that_know_more(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dtype: Literal["auto", "bfloat16"], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a few steps on a few texts, on texts kept apart; the files can be read by who drafts."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"What is {n} + {3 * n}?\n" for n in range(11, 35)))
     target, drafter = (copied(name, tmp_path / name) for name in ("target", "draft"))
     train_proposers.train_exit_and_streams(
-        HeadsRecipe(target, drafter, prompts, texts=24, steps=60)
+        HeadsRecipe(target, drafter, prompts, texts=24, steps=60, dtype=dtype)
     )
     assert (target / EXIT_FILE).is_file()
     assert (drafter / STREAM_FILE).is_file()
@@ -53,6 +57,21 @@ def test_training_makes_an_exit_and_heads_that_know_more(
         if "trained top" in line
     )
     assert trained > untrained + 0.1
+
+
+def test_heads_are_trained_where_and_as_the_checkpoint_is(tmp_path: Path) -> None:
+    """On a GPU in the checkpoint's type of numbers, by the engine that writes the texts too; on a
+    processor in float32.
+    """
+    half, full = (tmp_path / name for name in ("half", "full"))
+    for folder, dtype in ((half, "bfloat16"), (full, "float32")):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"dtype": dtype}))
+    on_gpu = HeadsRecipe(half, full, device="cuda:1")
+    assert on_gpu.type_of(half) == torch.bfloat16
+    assert on_gpu.type_of(full) == torch.float32
+    assert (on_gpu.options.device, on_gpu.options.dtype) == ("cuda:1", "auto")
+    assert HeadsRecipe(half, full).type_of(half) == torch.float32
 
 
 def test_the_shipped_exit_names_what_is_written() -> None:

@@ -29,7 +29,7 @@ def logits_of(model: Any, record: Record) -> torch.Tensor:
     return logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 
 
-def train(model: Any, records: Sequence[Record], rate: float = 1e-4) -> None:
+def train(model: Any, records: Sequence[Record], rate: float = 5e-5) -> None:
     """Bring the draft's log-probabilities of its own tokens to the target's, a step per record."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for record in records:

@@ -179,7 +179,7 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _one_by_one(_is_beta_sure), "Adaptive-Consistency; Beta in its_hub",
     ),
     StoppingRule(
-        "doubling", f"looks after 2, 4, 8, ...; stops at {_DOUBLING_SHARE:.0%} equal answers",
+        "doubling", f"looks after 2, 4, 8, ...; stops at {100 * _DOUBLING_SHARE:g} % equal answers",
         _doubling, "Adaptive in its_hub",
     ),
     StoppingRule(
@@ -238,8 +238,8 @@ def deepconf_offline(score: str, kept: float) -> StoppingRule:
         weights = [value if value >= bar else 0.0 for value in values]
         return Taken(len(arrivals), heaviest(arrivals.labels, weights))
 
-    about = f"the {kept:.0%} with the highest {score} vote, weighted by it"
-    return StoppingRule(f"deepconf offline {kept:.0%}", about, play, "DeepConf")
+    about = f"the {100 * kept:g} % with the highest {score} vote, weighted by it"
+    return StoppingRule(f"deepconf offline {100 * kept:g}", about, play, "DeepConf")
 
 
 def deepconf_online(score: str) -> StoppingRule:
@@ -264,7 +264,10 @@ def deepconf_online(score: str) -> StoppingRule:
                     return Taken(used, heaviest(arrivals.labels[:used], weights))
         return Taken(len(arrivals), heaviest(arrivals.labels, weights))
 
-    about = f"drops what is less sure than {_KEPT_ONLINE:.0%} of the first; stops at {SURE:.0%}"
+    about = (
+        f"drops what is less sure than {100 * _KEPT_ONLINE:g} % of the first; stops where "
+        f"{100 * SURE:g} % of the weight agrees"
+    )
     return StoppingRule("deepconf online", about, play, "DeepConf")
 
 

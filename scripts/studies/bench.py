@@ -97,6 +97,9 @@ STUDIES = {
         "methods live on a real pair, hours of two cores, resumable: accuracy, tokens, scores",
         "real_pair:study",
     ),
+    "referee": Study(
+        "rival stopping rules on recorded rollouts of a real pair", "referee:study", 0, 20
+    ),
     "models": Study("the embedded pair: accuracy, voting, recovery, cost", "models:study", 30, 150),
     "pipelines": Study(
         "accuracy, tokens and time of every policy, in the parts that follow", "pipelines:study"

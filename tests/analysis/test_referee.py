@@ -251,7 +251,7 @@ def test_a_run_of_atts_has_confidences(tmp_path: Path) -> None:
                     "--early-stop", "none", "--out", out]) == 0  # fmt: skip
     found = referee_run(open_run(Path(out)), RefereeOptions(orders=5))
     names = {row.rule for row in found.rows}
-    assert {"weighted by confidence", "deepconf online", "deepconf offline 10%"} <= names
+    assert {"weighted by confidence", "deepconf online", "deepconf offline 10"} <= names
 
 
 def test_a_run_without_verdicts(tmp_path: Path, run_import: Import) -> None:

@@ -51,6 +51,9 @@ ORACLE = "pass@n"
 ALL = "all"
 _MOST_ROLLOUTS = 64  # of a problem in one order, unless more are asked for
 _POINT = 0.01
+_ORDERS = 200
+_FEWEST_ORDERS = 20
+_PLAYED = 100 * _ORDERS  # orders of all problems together
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +141,13 @@ class RefereeOptions:
 
     rules: Sequence[str] = ()  # none: all
     samples: int | None = None
-    orders: int = 200
+    # None: 200, and fewer where there are more than 100 problems, which average over orders too
+    orders: int | None = None
     seed: int = 0
     unit: Unit = "samples"
 
     def __post_init__(self) -> None:
-        if self.orders < 1:
+        if self.orders is not None and self.orders < 1:
             raise OptionError("--orders", f"{self.orders} orders are none; give at least 1")
         if self.samples is not None and self.samples < 2:
             raise OptionError("--samples", f"{self.samples}: rules need 2 rollouts or more")
@@ -260,9 +264,8 @@ def referee(
         raise OptionError(
             "--match", f"the {options.unit} of some rollouts are not known; match samples instead"
         )
-    tables = [
-        _played_by(problem, rules, most, options.orders, options.seed) for problem in problems
-    ]
+    orders = options.orders or max(_FEWEST_ORDERS, min(_ORDERS, _PLAYED // len(problems)))
+    tables = [_played_by(problem, rules, most, orders, options.seed) for problem in problems]
     fixed_right = np.stack([table.fixed_right for table in tables])
     fixed_cost = np.stack([table.fixed_costs[:, unit] for table in tables])
     all_right = np.array([table.rows[0].right for table in tables])
@@ -281,7 +284,7 @@ def referee(
         problems=len(problems),
         rollouts=sum(len(problem.rollouts) for problem in problems),
         most=most,
-        orders=options.orders,
+        orders=orders,
         seed=options.seed,
         unit=options.unit,
         censored=0,

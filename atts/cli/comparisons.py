@@ -276,7 +276,10 @@ def replay(
     ] = None,
     orders: Annotated[
         int | None,
-        typer.Option(help="With --rules: random orders of arrival.", show_default="200"),
+        typer.Option(
+            help="With --rules: random orders of arrival.",
+            show_default="200, fewer for more than 100 problems",
+        ),
     ] = None,
     match: Annotated[
         str | None,
@@ -351,7 +354,7 @@ def _play_rules(
     options = RefereeOptions(
         rules=[name.strip() for name in rules.split(",") if name.strip()],
         samples=samples,
-        orders=200 if orders is None else orders,
+        orders=orders,
         seed=run.manifest.seed if seed is None else seed,
         **words,
     )

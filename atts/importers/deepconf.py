@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import isfinite
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from atts.importers.samples import (
     Ended,
@@ -56,12 +56,10 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
 
 
 def _confidences(trace: Row) -> Sequence[float]:
-    values = trace.get("confs")
-    if values is None:
+    if trace.get("confs") is None:
         return ()
-    if not isinstance(values, list):
-        raise RecordError("its 'confs' are not a list of numbers")
-    numbers = [float(each) for each in cast(list[Any], values) if isinstance(each, int | float)]
+    values = list_of(trace, "confs")
+    numbers = [float(each) for each in values if isinstance(each, int | float)]
     if len(numbers) != len(values) or not all(map(isfinite, numbers)):
         raise RecordError("its 'confs' hold something else than numbers")
     return numbers

@@ -97,7 +97,8 @@ def _content(value: Any) -> str:
     if not isinstance(value, list):
         raise RecordError("a message is neither a text nor a list of parts")
     texts: list[str] = []
-    for part in cast(list[Any], value):
+    parts: list[Any] = value
+    for part in parts:
         if not isinstance(part, dict):
             raise RecordError("a part of a message is not an object")
         if part.get("role") in (None, "user"):

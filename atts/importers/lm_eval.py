@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from atts.importers.samples import (
     ForeignSample,
@@ -87,10 +87,10 @@ def _answer(value: object) -> str | None:
 
 def _numbers(row: Row) -> dict[str, float]:
     """Return the document's metrics that are numbers."""
-    names = row.get("metrics")
-    if not isinstance(names, list):  # versions before 0.4.4 do not name their metrics
+    names = list(map(str, list_of(row, "metrics"))) if "metrics" in row else []
+    if not names:  # versions before 0.4.4 do not name their metrics
         names = [name for name in row if name in ("exact_match", "acc", "math_verify")]
-    values = {str(name): number_of(row, str(name)) for name in cast(list[Any], names)}
+    values = {name: number_of(row, name) for name in names}
     return {
         name: value for name, value in values.items() if value is not None and math.isfinite(value)
     }
@@ -98,11 +98,11 @@ def _numbers(row: Row) -> dict[str, float]:
 
 def _prompt(row: Row) -> str:
     """Return the prompt that was sent, which holds the question."""
-    sent = row.get("arguments")
+    sent: Any = row.get("arguments")
     if isinstance(sent, list) and sent and isinstance(sent[0], list) and sent[0]:
-        return str(cast(list[Any], sent[0])[0])
+        return str(sent[0][0])
     if isinstance(sent, dict):
-        first = table_of(cast(Row, sent), "gen_args_0")
+        first = table_of(table_of(row, "arguments"), "gen_args_0")
         if "arg_0" in first:
             return text_of(first, "arg_0")
     raise RecordError("neither its document nor its request has a question")

@@ -38,9 +38,19 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
         tokens=count_of(row, "output_tokens"),
         prompt_tokens=count_of(row, "input_tokens"),
         dollars=number_of(row, "cost"),
+        prices=_prices(row),
         seconds=number_of(row, "time"),
         scores=_points(row),
     )
+
+
+def _prices(row: Row) -> tuple[float, float] | None:
+    """Return what a million tokens cost; the columns are named as if it were one."""
+    read_price = number_of(row, "input_cost_per_tokens")
+    written = number_of(row, "output_cost_per_tokens")
+    if read_price is None or written is None or min(read_price, written) < 0:
+        return None
+    return read_price, written
 
 
 def _text(row: Row) -> str:

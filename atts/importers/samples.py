@@ -44,6 +44,8 @@ class ForeignSample:
     prompt_tokens: int | None = None
     seconds: float | None = None
     dollars: float | None = None
+    # dollars per million tokens that were read and written
+    prices: tuple[float, float] | None = None
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
     ids: TokenIds = ()
     logprobs: tuple[float, ...] = ()
@@ -132,9 +134,10 @@ def list_of(row: Row, *names: str) -> Sequence[Any]:
     :raises RecordError: there is none.
     """
     for name in names:
-        value = row.get(name)
+        value: Any = row.get(name)
         if isinstance(value, list):
-            return cast(list[Any], value)
+            found: list[Any] = value
+            return found
     raise RecordError(f"it has no list {' or '.join(map(repr, names))}")
 
 

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
@@ -51,6 +51,7 @@ from atts.journal import (
     is_censored,
     open_journal,
 )
+from atts.ledger import PRICES, Price
 from atts.pipelines import Ballot, tally
 
 IMPORTED = "imported"
@@ -204,6 +205,7 @@ class _Reading:
         self._models = Counter[str]()
         self._filters = Counter[str]()
         self._scores: dict[str, None] = {}
+        self._prices = set[tuple[float, float] | None]()
         self._open: OrderedDict[int, tuple[RecordFile, ExitStack]] = OrderedDict()
         self._read_options = ReadOptions(options.columns, options.metric)
 
@@ -260,6 +262,14 @@ class _Reading:
             )
         self._made.most_rollouts = max(counts.values())
         self.is_timed = self._made.with_seconds == self._made.rollouts
+
+    @property
+    def price(self) -> Price | None:
+        """Return the price of the model's tokens, if all rollouts have the same."""
+        if len(self._prices) != 1:
+            return None
+        (prices,) = self._prices
+        return None if prices is None else Price(*prices)
 
     def found(self, out: Path) -> Imported:
         """Return the numbers of everything that was found."""
@@ -339,6 +349,7 @@ class _Reading:
         made.dollars += sample.dollars or 0.0
         self._models[sample.model] += 1
         self._filters[sample.filter] += 1
+        self._prices.add(sample.prices)
         self._scores.update(dict.fromkeys(sample.scores))
 
     def _refuse_several(self, option: str, counts: Counter[str], what: str) -> None:
@@ -384,6 +395,12 @@ def _manifest(
         "samples": made.most_rollouts, "turns": 1, "drafter": "target", "vote": "majority",
         "early_stop": "none",
     }  # fmt: skip
+    settings = {
+        "dataset": Setting(options.known_as or str(path), IMPORTED),
+        "samples": Setting(made.most_rollouts, IMPORTED),
+    }
+    if reading.price is not None:
+        settings[PRICES] = Setting({"target": asdict(reading.price)}, IMPORTED)
     return Manifest(
         dataset=digest,
         problems=made.problems,
@@ -396,10 +413,7 @@ def _manifest(
         },
         engines={"target": {"engine": made.format, "model": made.model or "unknown"}},
         created=time.time(),
-        settings={
-            "dataset": Setting(options.known_as or str(path), IMPORTED),
-            "samples": Setting(made.most_rollouts, IMPORTED),
-        },
+        settings=settings,
     )
 
 

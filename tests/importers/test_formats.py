@@ -12,6 +12,7 @@ from atts.core import Outcome
 from atts.errors import DatasetError, OptionError
 from atts.importers import IMPORTED
 from atts.journal import FinishedProblem, Measured, RecordedRun, open_run
+from atts.ledger import PRICES, money_of, recorded_prices
 from tests.importers.conftest import Import, inspect_sample, write_eval, write_lines
 
 
@@ -189,7 +190,8 @@ def arena_row(model: str, problem: int, sample: int, answer: str, **more: Any) -
     return {
         "problem_idx": problem, "problem": f"P{problem}", "model_name": model, "idx_answer": sample,
         "answer": f"\\boxed{{{answer}}}", "input_tokens": 50, "output_tokens": 1000, "cost": 0.02,
-        "gold_answer": "7", "parsed_answer": answer, "correct": answer == "7", **more,
+        "input_cost_per_tokens": 1.0, "output_cost_per_tokens": 20.0, "gold_answer": "7",
+        "parsed_answer": answer, "correct": answer == "7", **more,
     }  # fmt: skip
 
 
@@ -203,9 +205,13 @@ def test_matharena(tmp_path: Path, run_import: Import) -> None:
         run_import("matharena", path)
     made = run_import("matharena", path, model="b")
     assert made.dollars == pytest.approx(0.04)
-    finished, outcomes, _ = read(made.directory)
+    finished, outcomes, run = read(made.directory)
     assert verdicts(finished["3"]) == ["wrong", "correct"]
     assert outcomes["3"].usage.target_tokens == 2000
+    (first, _) = outcomes["3"].rollouts
+    assert money_of(first.usage, recorded_prices(run.manifest.settings[PRICES].value)) == (
+        pytest.approx(50e-6 + 0.02)
+    )
     # the text of the first has a box with None, which is what the tool saw no answer in
     assert outcomes["3"].rollouts[0].answer == "None"
 

@@ -84,7 +84,9 @@ class Sampling:
 
     temperature: float = 1.0
     top_k: Annotated[int, "only the k likeliest tokens; 0: all"] = 0
-    top_p: Annotated[float, "only the likeliest tokens of this mass"] = 1.0
+    top_p: Annotated[
+        float, "draw only from the most likely tokens that have this total probability"
+    ] = 1.0
     min_p: Annotated[float, "only tokens at least this likely, as a share of the likeliest"] = 0.0
 
 

@@ -324,7 +324,7 @@ class Account:
 
     @property
     def accounts(self) -> tuple[Account, ...]:
-        """Return this account and those around it."""
+        """Return this account and the accounts that contain it."""
         return (self,) if self._inside is None else (self, *self._inside.accounts)
 
     @contextmanager

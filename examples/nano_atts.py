@@ -2,8 +2,8 @@
 
 A small model (the draft) writes every rollout chunk by chunk. A large one (the target) only scores
 each chunk: one forward pass over text that is already there. A conformal test ranks the score among
-those seen so far; the worst `rate` of all chunks are thrown away and written again by the target. No
-rollout ever waits for another, so every engine stays busy. Answers are voted.
+those seen so far; the worst `rate` of all chunks are thrown away and written again by the target.
+No rollout ever waits for another, so every engine stays busy. Answers are voted.
 
 `atts.pipelines` and `atts.calibration` are this file with what a real evaluation needs: other gates
 and scores, pairs of tokenizers, limits, retries, resumption, reports. The tests hold both to the
@@ -56,7 +56,8 @@ class Settings:
 
 @dataclass(slots=True)
 class Calibrator:
-    """Online conformal calibration: it escalates the worst `rate` of scores, whatever their law.
+    """Online conformal calibration: it escalates the worst `rate` of scores, whatever their
+    distribution.
 
     The p-value of a score is its rank among the stored ones, ties broken by a coin. While scores
     are exchangeable it is uniform, so escalating p > 1 - rate escalates exactly `rate`. Real scores

@@ -173,7 +173,8 @@ class Policy:
     ] = 0
     wait_text: Annotated[str, "what is said then"] = "Wait"
     optimistic: Annotated[
-        bool, "draft the next chunk while this one is scored; results keep their law"
+        bool,
+        "draft the next chunk while this one is scored; the distribution of results is unchanged",
     ] = False
     sampling: Annotated[
         Sampling, {"temperature": "of the draft, and of the target unless it has its own"}

@@ -67,8 +67,8 @@ class BegunChunk:
     writer: Role
     since: float
     is_look: bool
-    tokens: int = 0  # that stand already
-    drafted_until: float = 0.0  # when the last of these were counted
+    tokens: int = 0  # accepted so far
+    drafted_until: float = 0.0  # time at which `tokens` was last counted
 
 
 @dataclass(slots=True)

@@ -1,4 +1,6 @@
-"""A model that knows the answers of a benchmark, and writes them token by token by a fixed law."""
+"""A model that knows the answers of a benchmark, and writes them token by token by a fixed
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ class RecitingEngine:
     """Writes one fixed solution for every problem it knows, token by token right with a fixed
     probability.
 
-    The law looks at the place alone: what was written before, right or wrong, changes nothing.
-    Scores are of that law.
+    The distribution looks at the place alone: what was written before, right or wrong, changes
+    nothing. Scores are of that distribution.
     """
 
     def __init__(self, role: Role, problems: tuple[Problem, ...]) -> None:
@@ -56,7 +58,7 @@ class RecitingEngine:
         return EngineStats()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Draw token by token from the law at each place."""
+        """Draw token by token from the distribution at each place."""
         check_sample(request, self.spec)
         await anyio.lowlevel.checkpoint()
         script, place = self._place(request.ids)

@@ -80,7 +80,7 @@ class Acceleration(Accelerator):
     replica: int = 0
 
     def check(self, options: LocalOptions) -> None:
-        """See that all of it can be added to an engine with these options.
+        """Check that every accelerator works with these engine options.
 
         :raises OptionError: something cannot.
         """

@@ -284,7 +284,7 @@ def compare(
         example = next(iter(first.problems)), next(iter(second.problems))
         raise DatasetError(
             f"{first.name} and {second.name}",
-            f"no problem is in both; they hold such as {example[0]!r} and {example[1]!r}",
+            f"no problem is in both; their ids look like {example[0]!r} and {example[1]!r}",
             "Compare runs on the same problems",
         )
     ours, theirs = ([side.problems[name] for name in common] for side in (first, second))

@@ -219,7 +219,7 @@ def _read(key: Key, value: object) -> Value:
 def _references(
     axes: Mapping[str, tuple[Value, ...]], methods: Sequence[str]
 ) -> Iterator[dict[str, Value]]:
-    """Yield the values of each baseline: on all models of the sweep, at the greatest lengths.
+    """Yield the settings of each baseline: every model of the sweep, at its greatest lengths.
 
     The coin is also run at all rates and policies, for it is compared with runs of the same policy.
     """

@@ -237,9 +237,7 @@ def replay(
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(
-            help="Decide at another share of chunks for the target.", show_default="as recorded"
-        ),
+        typer.Option(help="Share of chunks to escalate in the replay.", show_default="as recorded"),
     ] = None,
     rate_scope: Annotated[
         str | None,

@@ -64,7 +64,9 @@ OPTIONS: Mapping[str, Parameter] = {
     ),
     "max_tokens": _key("Tokens per rollout, at most.", "by the models", kind=int),
     "temperature": _key("Temperature of both models.", "0.7", kind=float),
-    "top_p": _key("Sample only from the likeliest tokens of this mass.", "1", kind=float),
+    "top_p": _key(
+        "Sample only from the most likely tokens with this total probability.", "1", kind=float
+    ),
     "early_stop": _key(
         "When the rest of a vote is not waited for: none, certain (it cannot change), likely.",
         "certain",

@@ -297,7 +297,7 @@ def probe(
     url: Annotated[
         str,
         typer.Argument(
-            help="Server, such as http://127.0.0.1:8000, or as a run names it: vllm:URL/MODEL."
+            help="Server: a URL such as http://127.0.0.1:8000, or an engine's address, vllm:URL/MODEL."
         ),
     ],
     model: Annotated[str, typer.Option(help="Model to probe, if several are served.")] = "",
@@ -361,7 +361,8 @@ def probe(
 
 def tune(
     url: Annotated[
-        str, typer.Argument(help="Server as a run names it, such as vllm:http://127.0.0.1:8000.")
+        str,
+        typer.Argument(help="Engine address of the server, such as vllm:http://127.0.0.1:8000."),
     ],
     load: Annotated[
         str, typer.Option(help="Requests in flight at once, to time one after the other.")

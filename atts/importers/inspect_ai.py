@@ -107,7 +107,7 @@ def _content(value: Any) -> str:
 
 
 def _part(part: Row) -> str:
-    """Return the text of one part: what was said, or thought aloud."""
+    """Return the text of one part of a message, which is either spoken or reasoning."""
     if "content" in part:
         return _content(part["content"])
     if part.get("type") == "reasoning":

@@ -127,7 +127,7 @@ class Proposals:
     def settle(self, sequence: Sequence, drawn: list[int]) -> int:
         """Return how many tokens of a sequence's proposal are accepted, where its rows drew these."""
         if sequence.request_id not in self._asked:
-            return len(drawn) - 1  # several plain steps in one: nothing was guessed
+            return len(drawn) - 1  # several plain steps at once, without a proposal
         proposal, guessed = self._asked[sequence.request_id]
         accepted = accepted_length(proposal.tokens, drawn)
         self._proposer.settled(sequence.request_id, proposal, accepted)

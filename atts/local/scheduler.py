@@ -216,8 +216,8 @@ class Scheduler:
     def _known(self, sequence: Sequence) -> PrefixMatch:
         """Find what the tree has of a waiting request's ids, up to the first token to be scored.
 
-        One that also draws besides its text needs the law at each place of it, whatever is known of
-        the tokens.
+        One that also draws besides its text needs the distribution at each place of it, whatever is
+        known of the tokens.
         """
         ids = tuple(sequence.ids)
         root = self.tree.root(sequence.kind)

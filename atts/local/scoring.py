@@ -16,8 +16,8 @@ from atts.local.sequence import Sequence, ending
 
 
 class DrawnTokens(NamedTuple):
-    """One draw at each of some places of a scored text, from the law after all that is before it
-    there.
+    """One draw at each of some places of a scored text, from the distribution after all that is
+    before it there.
     """
 
     sequence: Sequence  # that scores

@@ -62,7 +62,7 @@ class Loss:
     problems: str  # what was measured on
     count: int  # problems
     tokens: int  # that the model wrote to them, greedily
-    nats: float  # mean divergence at these, from the model's law to that of the changed chain
+    nats: float  # mean divergence at these, from the model's distribution to that of the changed chain
     flips: float  # the share of them at which another token is the likeliest
     accuracy: tuple[float, float]  # the model's, and the changed chain's
     change: tuple[float, float]  # the difference's interval at 95 %

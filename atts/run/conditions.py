@@ -102,7 +102,7 @@ _OWN = (
     "dataset",
     *(f"configuration.{name}" for name in ("abstain", "until", "shard", MERGED)),
 )
-"""What leaves the law of votes what it is."""
+"""What leaves the distribution of votes what it is."""
 _ADVICE_TO_LABEL = "Label problems by a run of the same settings, or go back to those"
 
 

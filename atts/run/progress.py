@@ -198,7 +198,7 @@ class Progress:
         self._state: RunState = "loading" if loading else "running"
         self._note = f"loading {' and '.join(dict.fromkeys(loading))}" if loading else ""
         self._over: dict[str, int] = {}  # problems with an outcome, and how many rollouts it holds
-        self._usage: dict[str, Usage] = {}  # by problem that is over
+        self._usage: dict[str, Usage] = {}  # by finished problem
         self._incomplete: set[str] = set()  # of these
         self._lost: dict[str, set[int]] = {}  # rollouts that failed
         self._open: set[str] = set()

@@ -108,7 +108,7 @@ class Responses:
         return [name for _, name in sorted(found)]
 
     def _continue(self, name: str) -> None:
-        """Go on with a response of an earlier session.
+        """Continue a response of an earlier session.
 
         One that this server cannot work on any more gets an error instead of a reply.
         """

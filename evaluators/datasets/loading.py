@@ -305,7 +305,7 @@ def load_dataset(
     whole = _load(bare, options, selection, cut)
     problems = whole.problems
     notes = [*whole.notes]
-    # a generator has applied both already
+    # generated sets were selected and cut when they were made
     parts = () if whole.source == "generated" else (selection, cut)
     for part in parts:
         words = part.words()

@@ -53,7 +53,7 @@ NODE = 4  # GPUs that are joined by a fast link
 FAST = (5e-6, 200e9)
 SLOW = (20e-6, 12.5e9)  # seconds to begin, bytes a second: within a node, between nodes
 VIRTUAL_PROMPT = 512
-# mean tokens; both are drawn from exponential laws, as far as a third of the mean at least
+# mean tokens; both are drawn from exponential distributions, as far as a third of the mean at least
 VIRTUAL_LENGTH = 96
 MOST = 64  # rows of one run of a block
 Serving = Literal["models", "models, spread", "blocks"]

@@ -1,4 +1,4 @@
-"""What the endpoint costs beside a bare echo, and whether it holds what it should after hours."""
+"""Cost of the endpoint compared with a bare echo, and the resources that it holds after hours."""
 
 from __future__ import annotations
 

@@ -327,8 +327,8 @@ def ratios(moved: Floats, runs: int = 400, count: int = 18) -> tuple[float, floa
 
 
 def test_a_mixture_is_unlikely_where_nothing_changed_and_likely_where_something_did() -> None:
-    """Capital that is lost under the stored law, and won under others; soonest where level and
-    spread move together.
+    """Capital that is lost under the stored distribution, and won under others; soonest where level
+    and spread move together.
     """
     clean, together = ratios(np.array([0.8, 0.8]))
     _, apart = ratios(np.array([0.8, -0.8]))

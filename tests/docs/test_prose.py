@@ -27,6 +27,7 @@ RULES = {
     r"\bspare[sd]?\b": "cancel, skip or save",
     r"\bgo(?:es)? on\b|\bwent on\b": "continue or resume",
     r"\btold\b": "reported or passed",
+    r"\b[Ll]aws?\b": "distribution",
     r"(?<![\w.\]\[*\\/:-])\.\d": "a zero before the point",
     r"\d%": "a space before the percent sign",
     r"(?<![\w.,/-])1 (?:problems|rollouts|samples|chunks|questions|runs|records)\b": "a singular",
@@ -122,6 +123,17 @@ HEADLESS = r"(?:What|Whatever|Which|Whichever|Who|Whose|Whoever|How|Whether|Of|B
 
 CODE_EXCEPTIONS: dict[str, set[str]] = {
     "tests/docs/test_prose.py": set(RULES),  # it lists the words and plants them
+    # `Law` is their class
+    **dict.fromkeys(
+        (
+            "scripts/studies/calibration.py",
+            "scripts/studies/modelled.py",
+            "scripts/studies/overlap.py",
+            "scripts/studies/servers.py",
+            "tests/studies/test_scale.py",
+        ),
+        {r"\b[Ll]aws?\b"},
+    ),
 }
 """Rules that the comments and docstrings of a file may break, with the reason."""
 

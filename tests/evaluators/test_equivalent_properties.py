@@ -190,7 +190,7 @@ def test_sums_commute(terms: list[str], order: object) -> None:
 @CASES
 @given(st.lists(numbers(), min_size=2, max_size=5), st.integers(0, 10**6))
 def test_order_is_free_in_sets_and_kept_in_tuples(items: list[Written], turn: int) -> None:
-    """A set is what it holds; a tuple also says where."""
+    """Sets with equal members are equal in any order; tuples must agree in order too."""
     turned = items[turn % len(items) :] + items[: turn % len(items)]
     one, two = (";".join(item.text for item in side) for side in (items, turned))
     assert equivalent(rf"\{{{one}\}}", rf"\{{{two}\}}").is_equal

@@ -171,7 +171,7 @@ def test_a_reference_may_have_a_percent_sign() -> None:
 
 @pytest.mark.parametrize("name", ["math500", "aime24", "amc23", "hmmt25_feb", "olympiadbench"])
 def test_exact_benchmarks_take_no_rounded_answers(name: str) -> None:
-    """Their profile says so; without it a decimal of five digits stands for a third."""
+    """Their profile forbids rounding; without it a decimal of five digits equals a third."""
     benchmark = find_benchmark(name)
     assert benchmark is not None
     assert benchmark.grading == Grading(rounding="none")

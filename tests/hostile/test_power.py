@@ -82,7 +82,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """After it returns it is the new one: its bytes, and the name that leads to them."""
+    """After the call returns, both the bytes and the name are those of the new file."""
     write_atomic(tmp_path / "f", b"old")
     assert disk.left_of(tmp_path) == {"f": b"old"}
     seen = list[bytes]()

@@ -489,7 +489,7 @@ def test_a_chunk_whose_beginning_was_scored_is_scored_from_there_on(
 def test_draws_beside_a_text_that_was_scored_before_are_made_all_the_same(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """They need the law at every place, which no log-probability tells."""
+    """They need the distribution at every place, which no log-probability tells."""
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
     chunk = ids_of(4, 30)

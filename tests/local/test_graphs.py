@@ -94,8 +94,8 @@ def compare(ours: Any, plain: Any) -> None:
 def test_captured_steps_write_what_others_write(
     family: str, make_model: Any, drive: Any, models: Any
 ) -> None:
-    """The same ids under every law, the same scores; graphs of several sizes were captured, and
-    replayed more often.
+    """The same ids under every distribution, the same scores; graphs of several sizes were
+    captured, and replayed more often.
     """
     folder = make_model(family)
     plain = drive(folder, mixed())

@@ -1,5 +1,5 @@
-"""The same laws on the real engine: its caches hold scored and rejected chunks, and none may shine
-through.
+"""The same distributions on the real engine: its caches hold scored and rejected chunks, and none
+may shine through.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ SHARES: Mapping[FaultKind, float] = {
     "refused": 0.01, "slow": 0.01, "dropped": 0.01, "timeout": 0.005, "wrong_length": 0.005, "nan": 0.005,
     "empty": 0.005, "wrong_ids": 0.005, "hang": 0.001,
 }  # fmt: skip
-# sets of problems, again and again under other seeds: the toy models remember every law they ever
-# made
+# sets of problems, again and again under other seeds: the toy models remember every distribution
+# they ever made
 _SETS = 6
 _CACHE = 8192  # KV tokens of each local engine
 
@@ -229,7 +229,7 @@ def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name:
     for outcome in result.outcomes():
         seen = live.get(outcome.problem.id)
         if seen is None:
-            continue  # it ended in the session that was cancelled after its last word
+            continue  # it ended during the cancellation, so its event was not delivered
         tally.compared += 1
         if not _same(outcome, seen):
             tally.differences.append(

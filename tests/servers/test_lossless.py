@@ -1,4 +1,6 @@
-"""Servers that speculate are recognised, and refused where their texts break their own law."""
+"""Servers that speculate are recognised, and refused where their texts break their own
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,8 @@ class TooSure(EngineAround):
 async def test_text_likelier_than_it_may_be_is_found_as_well_and_a_probe_only_tells(
     serve: Serve,
 ) -> None:
-    """A server that accepts its best guesses without drawing writes no garbage, and not its law
-    either.
+    """A server that accepts its best guesses without drawing writes no garbage, and not its
+    distribution either.
     """
     server = serve(
         "vllm", lambda: TooSure(ScriptedEngine(context_length=1024), "own"), quirks=LOSSLESS

@@ -45,7 +45,7 @@ async def queued(
 
 
 def test_a_late_user_does_not_wait_behind_a_flood() -> None:
-    """One request of another user is next, whatever stands before it."""
+    """One request of another user is served next, however many requests wait before it."""
 
     async def main() -> None:
         slots = FairSlots(1, 100)

@@ -29,8 +29,8 @@ def windows(draw: st.DrawFn) -> tuple[list[int], list[PlaceLaw]]:
 def test_outcomes_are_ranked_by_probability_and_share_out_no_more_than_all(
     window: tuple[list[int], list[PlaceLaw]],
 ) -> None:
-    """Each once, never the proposed token as its own correction; together 1 where whole laws are
-    known.
+    """Each once, never the proposed token as its own correction; together 1 where whole
+    distributions are known.
     """
     proposal, places = window
     found = ranked_outcomes(proposal, places)

@@ -121,7 +121,7 @@ class BranchWriter:
         self.acceptance = 0.7  # estimated chance that a proposed token is accepted
 
     def following(self, batch: StepBatch, lines: list[DraftLine]) -> Drawn:
-        """Return the token after each line's proposal, and the law of its place."""
+        """Return the token after each line's proposal, and the distribution at its position."""
         places = [len(line.proposal) for line in lines]
         return self._drawn(self._model.forward(batch, self._table), lines, places)
 

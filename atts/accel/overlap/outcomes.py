@@ -46,8 +46,8 @@ def ranked_outcomes(proposal: Sequence[int], places: Sequence[PlaceLaw]) -> list
     """Rank the outcomes of verifying a proposal; `places` has one more than the proposal.
 
     With S_i the probability that i tokens stand, outcome (i, v) has S_i (1 - a_i) r_i(v), where r_i
-    is the law of what else than the proposed token is written there; after the whole proposal (k,
-    v) has S_k q(v).
+    is the distribution of what else than the proposed token is written there; after the whole
+    proposal (k, v) has S_k q(v).
 
     >>> first = PlaceLaw(0.75, (7, 8), (0.5, 0.25))
     >>> [tuple(guess) for guess in ranked_outcomes((7,), (first, PlaceLaw(1.0, (5,), (0.5,))))]
@@ -77,7 +77,8 @@ def most_worthwhile(
     """Choose how many of the likeliest outcomes to continue, and by how many tokens.
 
     `length(n)` is how many tokens n continuations get in the time there is, `acceptance` how likely
-    each token of a proposal is accepted given those before it. One outcome is continued in any case.
+    each token of a proposal is accepted given those before it. One outcome is continued in any
+    case.
     """
     best = (1, max(0, length(1)))
     covered = 0.0

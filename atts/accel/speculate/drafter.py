@@ -22,8 +22,9 @@ from atts.local.model_config import ModelConfig
 from atts.local.seams import NOTHING, Ask, Model, Proposer, TokenProposal
 from atts.local.sequence import Sequence
 
-# Its cache has the slots of the target's, addressed through the same table, so what is freed, shared
-# or evicted there is so here; all it keeps of its own is how far it has come in each sequence.
+# Its cache has the slots of the target's, addressed through the same table, so what is freed,
+# shared or evicted there is so here; all it keeps of its own is how far it has come in each
+# sequence.
 
 _CONFIDENCE = 0.8  # of a drafted token, compared with those that are looked up
 _CHUNK = 512  # tokens of given text computed at once
@@ -202,7 +203,7 @@ class ModelDrafter(Proposer):
         return tokens
 
     def _filters(self, asks: list[Ask]) -> bool:
-        """Return whether a token may be drawn from less than its whole law."""
+        """Return whether a token may be drawn from less than its whole distribution."""
         return filtered_rows(self._sampling_batch(asks), self._vocabulary) is not None
 
     def _sampling_batch(self, asks: list[Ask], device: torch.device | None = None) -> SamplingBatch:

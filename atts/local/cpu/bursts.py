@@ -54,7 +54,7 @@ class MultiStep:
 
     def turns(self, plan: StepPlan) -> int:
         """Return how many steps may be one: 1 where some sequence draws from less than its whole
-        law.
+        distribution.
         """
         if plan.size > _MOST_ROWS or plan.ready or not all(map(is_last, plan.prefills)):
             return 1

@@ -114,8 +114,8 @@ class _Sampling(ctypes.Structure):
 
 
 class AheadBatch(NamedTuple):
-    """Sequences to draw several tokens for, each from its whole law; those with the most to draw
-    come first.
+    """Sequences to draw several tokens for, each from its whole distribution; those with the most
+    to draw come first.
     """
 
     first: StepBatch  # what they were not fed yet; the last token of each is sampled after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,18 @@ def test_lines_of_one_problem_are_its_rollouts(tmp_path: Path) -> None:
     assert found.problems == 2
     assert found.vote.first == pytest.approx((2 / 3 + 0) / 2)
     assert found.mcnemar is None  # shares are neither right nor wrong
+
+
+def test_the_accuracy_of_single_rollouts_says_which_are_missing(
+    atts: Any, scripted: tuple[str, ...]
+) -> None:
+    """Settled votes cancel slow rollouts, so those that ended lean towards the quick."""
+    command = ("eval", "arithmetic[:3]", "--samples", "8", *scripted)
+    some = atts(*command, "--out", "runs/some").out
+    every = atts(*command, "--early-stop", "none", "--out", "runs/every").out
+    leaning = r"pass@1 .*leaves out \d+ cancelled by settled votes, so it favours quick rollouts"
+    assert re.search(leaning, some)
+    assert "favours quick" not in every
 
 
 def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path: Path) -> None:

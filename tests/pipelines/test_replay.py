@@ -198,7 +198,8 @@ def test_nothing_is_decided_again_without_scores(tmp_path: Path) -> None:
     """A run of coins has none: another rate is refused, fewer samples are not."""
     setup = Setup(draft="scripted", target="scripted", method="coin", policy=Policy(samples=2))
     run = evaluate_sync(toy_problems(1), setup, directory=tmp_path / "run")
-    for change in ({"rate": 0.5}, {"method": "atts"}, {"budget": 1}):
+    changes: list[dict[str, Any]] = [{"rate": 0.5}, {"method": "atts"}, {"budget": 1}]
+    for change in changes:
         with pytest.raises(OptionError, match="no chunk of the run has a score"):
             replay(run, **change)
     assert replay(run, samples=1).changed == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from atts.cli.progress import line
 from atts.core import Chunk, Completion, Decision, Problem, Scores, Turn
 from atts.journal import (
     CallFailed,
@@ -105,6 +106,14 @@ def test_a_rate_without_a_number_is_no_nominal_rate() -> None:
     """Gates that promise none say nan."""
     assert after([Decided(replace(DECISION, rate=math.nan))]).nominal is None
     assert after([Decided(DECISION), Decided(replace(DECISION, rate=math.nan))]).nominal == 0.25
+
+
+def test_the_rate_of_a_run_is_shown_without_an_interval() -> None:
+    """It is a count of what was done; the interval would be of other problems."""
+    escalated = replace(DECISION, action="escalate")
+    other = replace(DECISION, question="q")
+    seen = after([Decided(DECISION), Observed(escalated, True), Observed(other, False)])
+    assert "; rate 0.500, nominal 0.25;" in f"{line(seen)};"
 
 
 def test_speed_is_of_late_and_of_this_session() -> None:

@@ -41,18 +41,21 @@ _UNITS: Mapping[ScoreKind, str] = {
 class ScoreRule:
     """Rule that turns log-probabilities into a perplexity-like number in [1, inf]; higher is worse.
 
-    mean: the chunk's perplexity. worst: one over the chance of the chunk's least likely token.
-    byte: the perplexity per byte of text, comparable across tokenizers. speculative: one over the
-    chance that speculative sampling would accept the whole chunk, the product of min(1, target /
-    author) over its tokens. What the target finds unlikely counts only as far as the author was
-    surer. It compares the models at temperature 1, so it is that chance only if both are sampled at
-    temperature 1. It needs one tokenizer and the author's log-probabilities; without them the chunk
-    has no score. As a sum over tokens it grows with the length of the chunk. draft: one over the
-    chance that the author gave its least likely token. The target reads nothing, so the score is
-    free. rating: 10 less the target's rating of the chunk from 0 to 9, which takes single tokens
-    after it. verdict: one over the chance that the target calls the chunk correct, asked in both
-    orders. disagreement: the number of a problem's rollouts over the votes for its leading answer.
-    It is the score of whole problems and of nothing else.
+    mean: the chunk's perplexity.
+    worst: one over the chance of the chunk's least likely token.
+    byte: the perplexity per byte of text, comparable across tokenizers.
+    speculative: one over the chance that speculative sampling would accept the whole chunk, the
+        product of min(1, target / author) over its tokens. What the target finds unlikely counts
+        only as far as the author was surer. It compares the models at temperature 1, so it is that
+        chance only if both are sampled at temperature 1. It needs one tokenizer and the author's
+        log-probabilities; without them the chunk has no score. As a sum over tokens it grows with
+        the length of the chunk.
+    draft: one over the chance that the author gave its least likely token. The target reads
+        nothing, so the score is free.
+    rating: 10 less the target's rating of the chunk from 0 to 9, which takes single tokens after it.
+    verdict: one over the chance that the target calls the chunk correct, asked in both orders.
+    disagreement: the number of a problem's rollouts over the votes for its leading answer. It is
+        the score of whole problems and of nothing else.
     """
 
     kind: Annotated[ScoreKind, "how log-probabilities become a score"] = "mean"

@@ -477,8 +477,8 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     model whose name does not say that it answers at once is taken to reason, for a rollout that is
     cut is worth nothing, and one that was allowed too much costs nothing.
 
-    >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001",
-    "vllm:http://b:8000").max_tokens (512, 16000)
+    >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
+    (512, 16000)
     """
     largest = max(map(_model_budget, engines), key=lambda budget: budget.max_tokens)
     contexts = [length for length in map(known_context, engines) if length is not None]

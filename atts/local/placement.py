@@ -73,8 +73,7 @@ def share_cards(
     the same number of tokens, because both models read the same texts. None means that not even
     one rollout fits.
 
-    >>> draft, target = EngineSize(3_600_000_000, 28_672, 18_432), EngineSize(15_200_000_000,
-    57_344, 18_432)
+    >>> draft, target = EngineSize(3_600_000_000, 28_672, 18_432), EngineSize(15_200_000_000, 57_344, 18_432)
     >>> [share.tokens for share in share_cards([draft, target], [73.6e9], 64 * 18_432) or ()]
     [602213, 602213]
     """

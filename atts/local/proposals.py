@@ -35,8 +35,8 @@ def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
     more, for the target's distribution after them is known, whether the next proposed token was
     wrong or there was none.
 
-    >>> accepted_length((5, 6, 7), (5, 6, 9, 1)), accepted_length((5, 6), (5, 6, 7)),
-    accepted_length((), (3,)) (2, 2, 0)
+    >>> accepted_length((5, 6, 7), (5, 6, 9, 1)), accepted_length((5, 6), (5, 6, 7)), accepted_length((), (3,))
+    (2, 2, 0)
     """
     for place, token in enumerate(proposal):
         if drawn[place] != token:

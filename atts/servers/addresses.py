@@ -191,9 +191,8 @@ def _chat_path(path: str) -> tuple[str, str]:
 
     Without a version the API lives at "/v1".
 
-    >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"),
-    _chat_path("/m") (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1',
-    'm'))
+    >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"), _chat_path("/m")
+    (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1', 'm'))
     """
     parts = path.strip("/").split("/")
     for number, part in enumerate(parts, start=1):

@@ -61,8 +61,8 @@ class TextTokenizer:
     >>> tokenizer = TextTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So x = 12345.\\n\\nça va"))
     'So x = 12345.\\n\\nça va'
-    >>> [message.role for message in tokenizer.messages(tokenizer.render([Message("user",
-    "2+2?")]))] ['user', 'assistant']
+    >>> [message.role for message in tokenizer.messages(tokenizer.render([Message("user", "2+2?")]))]
+    ['user', 'assistant']
     """
 
     vocabulary = 1 << (8 * _LONGEST + 1)

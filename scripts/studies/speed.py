@@ -297,9 +297,8 @@ def _advice(groups: Sequence[Group]) -> Table:
 def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
     """Say which method is fastest at which numbers of rollouts, and whether atts ever is.
 
-    >>> sentence([(1, {"exact": 0.5, "atts": 0.9}), (2, {"exact": 0.6, "atts": 0.8}), (4, {"exact":
-    1.0, "atts": 0.4})]) 'exact up to 2 rollouts (2.0 to 1.7 times the target alone), atts at 4 (2.5
-    times)'
+    >>> sentence([(1, {"exact": 0.5, "atts": 0.9}), (2, {"exact": 0.6, "atts": 0.8}), (4, {"exact": 1.0, "atts": 0.4})])
+    'exact up to 2 rollouts (2.0 to 1.7 times the target alone), atts at 4 (2.5 times)'
     """
     chosen = list[tuple[str, int, float]]()
     parts = list[str]()

@@ -433,8 +433,8 @@ class StretchedAxis(PlainAxis):
     def place(accuracy: float) -> float:
         """Return the logarithm of the errors, a floor under them, upside down.
 
-        >>> round(StretchedAxis.place(0.96) - StretchedAxis.place(0.9), 2),
-        round(StretchedAxis.place(1) - 0, 2) (0.3, 1.7)
+        >>> round(StretchedAxis.place(0.96) - StretchedAxis.place(0.9), 2), round(StretchedAxis.place(1) - 0, 2)
+        (0.3, 1.7)
         """
         return -math.log10(1 + _FLOOR - accuracy)
 

@@ -375,7 +375,8 @@ class Setup:
             settings=self.settings,
             alarms=partial(getattr, calibrator, "events"),
             on_problem_done=partial(let_go, gate),
-            stored_under=stored.fingerprint if len(stored) else None,
+            # a method that judges no chunk uses no scores, whatever they were made under
+            stored_under=stored.fingerprint if len(stored) and self._is_judged else None,
             conditions=self.conditions,
             on_unscored=self.on_unscored,
             warnings=self.warnings,

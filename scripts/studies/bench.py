@@ -150,7 +150,8 @@ STUDIES = {
         "processor time of the endpoint, compared with a bare echo, and a soak of it",
         "serving:study_serve",
         0,
-        120,
+        20,
+        smallest=True,
     ),
     "against": Study(
         "the published implementation and other methods, same work",

@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,27 +21,35 @@ pytest.importorskip("torch", reason="needs the extra local")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@contextmanager
+def serve_embedded() -> Iterator[str]:
+    """Serve the embedded pair in a process; yield its address, and end it by SIGTERM."""
+    environment = {name: value for name, value in os.environ.items() if name[:5] != "ATTS_"}
+    with tempfile.TemporaryDirectory() as state:
+        words = ["serve", "--name", "atts/embedded", "--port", "0", "--state", state]
+        server = subprocess.Popen(
+            [sys.executable, "-m", "atts", *words],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        assert server.stdout is not None
+        with server.stdout:
+            line = server.stdout.readline()
+            try:
+                yield line.split()[-1]
+            finally:
+                server.send_signal(signal.SIGTERM)
+                code = server.wait(60)
+    assert code == 0, "a drained server has done what was asked"
+
+
 @pytest.fixture(scope="module")
 def address() -> Generator[str]:
-    """Return the address of a server on the embedded pair, and end the server by SIGTERM."""
-    words = ["serve", "--name", "atts/embedded", "--port", "0"]
-    environment = {name: value for name, value in os.environ.items() if name[:5] != "ATTS_"}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "atts", *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-    )
-    assert server.stdout is not None
-    with server.stdout:
-        line = server.stdout.readline()
-        try:
-            yield line.split()[-1]
-        finally:
-            server.send_signal(signal.SIGTERM)
-            code = server.wait(60)
-    assert code == 0, "a drained server has done what was asked"
+    """The address of a server on the embedded pair, ended by SIGTERM."""
+    with serve_embedded() as served:
+        yield served
 
 
 def test_the_lines_of_the_page_work_with_the_real_client(

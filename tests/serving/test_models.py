@@ -11,6 +11,7 @@ import pytest
 from atts.api import Setup, solve
 from atts.core import Problem, Role
 from atts.ledger import Amount
+from atts.pipelines import Policy
 from atts.serving import VOTES
 from atts.testing import ToyTokenizer
 from tests.serving.conftest import MODEL, QUESTION, body, serving, stream_events, toy_setup
@@ -237,5 +238,18 @@ def test_the_body_of_the_page_is_complete() -> None:
             response = await client.http.post("/chat/completions", json=everything)
             assert response.status_code == 200
             assert response.json()["atts"]["ignored"] == []
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("method", ["draft-only", "target-only"])
+def test_a_model_alone_needs_no_scores_of_the_pair(method: str) -> None:
+    """The scores that come with the embedded pair do not stand in the way of either model alone."""
+    pytest.importorskip("torch", reason="needs the extra local")
+
+    async def main() -> None:
+        policy = Policy(samples=1, max_tokens=60)
+        outcome = await solve("What is 3 + 4?", Setup(method=method, policy=policy))
+        assert outcome.rollouts[0].text
 
     anyio.run(main)

@@ -32,6 +32,8 @@ from atts.serving.view import page
 
 _log = logging.getLogger("atts.serving")
 _OPEN_PATHS = ("/health", "/ready", "/atts/view")
+_CLOSE = {"Connection": "close"}
+"""Header of refusals whose bodies were not read: else the server would read them to their ends."""
 _USER = "atts.user"
 """Entry of a request's scope: the user whose key came with it."""
 
@@ -92,7 +94,7 @@ class _Guard:
                 error = RequestError(
                     "the API key is missing or wrong", status=401, code="invalid_api_key"
                 )
-                await _json(error.body, error.status)(scope, receive, send)
+                await _json(error.body, error.status, _CLOSE)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -315,7 +317,9 @@ def _json(
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError), "registered for this error alone"
-    headers = None if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    headers = dict(_CLOSE) if error.status == 413 else {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
     return _json(error.body, error.status, headers)
 
 

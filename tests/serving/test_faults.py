@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import anyio
 import httpx2
 import pytest
 
+from atts.api import Setup
 from atts.concurrency import task_group
 from atts.ledger import LEDGER, Amount, read_ledger
-from atts.testing import Latency, ScriptedEngine
+from atts.testing import Faults, Latency, ScriptedEngine
 from tests.serving.conftest import body, serving, toy_setup
 
 pytest.importorskip("starlette", reason="needs the extra serve")
@@ -138,5 +140,56 @@ def test_a_flood_of_headers_is_refused() -> None:
             except httpx2.TransportError:
                 pass  # the connection was closed instead
             assert (await client.chat()).status_code == 200
+
+    anyio.run(main)
+
+
+def test_a_body_of_100_megabytes_is_refused_after_the_first() -> None:
+    """The server reads no more than it allows, keeps nothing of it, and answers the next request."""
+    sent = 0
+
+    async def endless() -> AsyncGenerator[bytes]:
+        nonlocal sent
+        for _ in range(1_600):
+            sent += 1 << 16
+            yield b" " * (1 << 16)
+
+    async def main() -> None:
+        async with serving() as client:
+            try:
+                response = await client.http.post("/chat/completions", content=endless())
+                assert response.status_code == 413
+            except httpx2.TransportError:
+                pass  # the connection was closed while the client still sent
+            # what the sockets hold may be sent as well, and no more
+            assert sent < 40 << 20
+            assert (await client.chat()).status_code == 200
+            assert client.service.in_flight == 0
+
+    anyio.run(main)
+
+
+def test_engines_that_fail_under_many_requests_leave_nothing() -> None:
+    """Every request is answered or gets an error of the server, and no reservation is left."""
+
+    async def main() -> None:
+        draft = ScriptedEngine("draft", faults=Faults({"refused": 0.2}, seed=3))
+        async with serving(Setup(draft=draft, target="scripted")) as client:
+            statuses: list[int] = []
+
+            async def ask(stream: bool) -> None:
+                response = await client.chat(stream=stream, atts={"samples": 1})
+                if stream:
+                    assert response.text.endswith("data: [DONE]\n\n")
+                statuses.append(response.status_code)
+
+            async with task_group() as group:
+                for number in range(20):
+                    group.start_soon(ask, number % 2 == 0)
+            assert set(statuses) <= {200, 502}
+            counts = client.service.counts
+            assert counts.answered + counts.failed == counts.requests == 20
+            assert client.service.in_flight == 0
+            assert client.service.account.reserved == Amount()
 
     anyio.run(main)

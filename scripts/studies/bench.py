@@ -100,6 +100,10 @@ STUDIES = {
     "referee": Study(
         "rival stopping rules on recorded rollouts of a real pair", "referee:study", 0, 20
     ),
+    "real-pair-losses": Study(
+        "what proposals and method exact lose or save on a real pair, in turn with the target alone",
+        "real_pair:study_losses",
+    ),
     "models": Study("the embedded pair: accuracy, voting, recovery, cost", "models:study", 30, 150),
     "pipelines": Study(
         "accuracy, tokens and time of every policy, in the parts that follow", "pipelines:study"

@@ -20,16 +20,27 @@ from typing import Any
 
 import anyio
 
-from atts.core import Outcome, Problem, Rollout, Sampling
+from atts.accel import accelerated
+from atts.core import Outcome, Problem, Rollout, Sampling, TokenIds
 from atts.engine import Engine
 from atts.errors import UsageError
 from atts.evaluators import Estimate, judge
 from atts.local import LocalEngine, LocalOptions
 from atts.pipelines import Chunking, ScoreRule
-from atts.run import RunOptions, evaluate
+from atts.run import RunOptions, RunSpec, evaluate
 from scripts.studies import bank
 from scripts.studies.arms import Arm, Piece, Solved, Sum, arm, read_piece, right, share
-from scripts.studies.harness import Options, Parts, Row, Table, interval, points, say, tree_seconds
+from scripts.studies.harness import (
+    Options,
+    Parts,
+    Row,
+    Spread,
+    Table,
+    interval,
+    points,
+    say,
+    tree_seconds,
+)
 from scripts.studies.judges import shown, within
 from scripts.studies.real_models import CannotBeMadeError, folder_of
 
@@ -327,4 +338,119 @@ def score_table(runs: Mapping[str, Sequence[PartRun]], count: int) -> Table:
         rows,
         f"Of {count} problems. 0.5 knows nothing. Chunks that scored worst were rewritten, so the "
         "figure understates what the score knows.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Wall and processor seconds of a run, its tokens, and its texts."""
+
+    wall: float
+    processor: float
+    tokens: int
+    drawn: int
+    texts: Mapping[tuple[str, int], TokenIds]
+
+
+def study_losses(options: Options) -> list[Table]:
+    """Compare the target alone with the two ways to write its text with the draft's help.
+
+    :raises SystemExit: neither models nor problems can be had.
+    """
+    asked = problems(options.pick(2, 8, 32))
+    if not asked:
+        raise SystemExit("no benchmark files at hand: name their folder in ATTS_SHARED_DATA")
+    try:
+        draft, target = folder_of("qwen05"), folder_of("qwen15")
+    except CannotBeMadeError as error:
+        raise SystemExit(f"the models cannot be had: {error}") from error
+    local = LocalOptions(threads=THREADS, kv_tokens=bank.CACHE_TOKENS)
+    engines = {
+        "draft": LocalEngine(draft, name="draft", options=local),
+        "target": LocalEngine(target, name="target", options=local),
+        "proposed to": accelerated(target, name="target", options=local, lent=str(draft)),
+    }
+    sizes = options.pick((2, 160), (4, 512), (8, 512))
+    return [anyio.run(partial(losses, engines, asked, sizes, options.pick(1, 3, 5)))]
+
+
+async def losses(
+    engines: Mapping[str, Engine],
+    asked: Sequence[Problem],
+    sizes: tuple[int, int],
+    rounds: int,
+) -> Table:
+    """Run the three ways in turn, and return what each takes for a token."""
+    samples, most = sizes
+    methods = {
+        "target-only": ("target-only", "target"),
+        "target-only, speculate=auto": ("target-only", "proposed to"),
+        "exact": ("exact", "target"),
+    }
+    runs: dict[str, list[Timed]] = {name: [] for name in methods}
+    async with AsyncExitStack() as stack:
+        for engine in engines.values():
+            await stack.enter_async_context(engine)
+        for number in range(rounds):
+            for name in [*methods][:: 1 if number % 2 else -1]:
+                say(f"real-pair-losses: {name}, round {number + 1} of {rounds}")
+                method, target = methods[name]
+                setup = limited(arm(method)).setup
+                policy = replace(setup.policy, samples=samples, max_tokens=most)
+                setup = replace(setup, policy=policy, seed=number)
+                plan = setup.plan(engines["draft"], engines[target], asked[0].kind)
+                runs[name].append(await timed(asked, plan))
+    return losses_table(runs, len(asked), sizes)
+
+
+async def timed(asked: Sequence[Problem], plan: RunSpec) -> Timed:
+    """Run a plan, and return what it took and wrote."""
+    used = tree_seconds()
+    began = time.monotonic()
+    result = await evaluate(asked, plan, RunOptions(engines="are open"))
+    wall = time.monotonic() - began
+    processor = tree_seconds() - used
+    lines = [line for outcome in result.outcomes() for line in outcome.rollouts]
+    return Timed(
+        wall,
+        processor,
+        sum(line.usage.target_tokens for line in lines),
+        sum(line.usage.drawn_tokens for line in lines),
+        {(line.problem, line.sample): line.ids("target") for line in lines},
+    )
+
+
+def losses_table(
+    runs: Mapping[str, Sequence[Timed]], problems: int, sizes: tuple[int, int]
+) -> Table:
+    """Return times relative to the target alone, round by round, and how many texts are its own."""
+    base = runs["target-only"]
+    rows: list[Row] = []
+    for name, each in runs.items():
+        pairs = list(zip(each, base, strict=True))
+        wall = Spread.of([(a.wall / a.tokens) / (b.wall / b.tokens) for a, b in pairs])
+        processor = Spread.of(
+            [(a.processor / a.tokens) / (b.processor / b.tokens) for a, b in pairs]
+        )
+        same = sum(a.texts[key] == b.texts[key] for a, b in pairs for key in b.texts)
+        drawn = sum(one.drawn for one in each) / sum(one.tokens for one in each)
+        rows.append(
+            (
+                name,
+                round(sum(one.tokens / one.wall for one in each) / len(each), 2),
+                wall.fixed(3),
+                processor.fixed(3),
+                f"{100 * drawn:.0f} %",
+                f"{same} of {sum(len(one.texts) for one in base)}",
+            )
+        )
+    samples, most = sizes
+    return Table.of(
+        "The target's own text, with the draft's help",
+        "method | tokens/s | seconds per token, of target-only's | the same, processor seconds | "
+        "drawn while scoring | texts equal to target-only's",
+        rows,
+        f"{problems} problems of GSM8K x {samples} rollouts of at most {most} tokens, at once; "
+        f"{len(base)} rounds in turn: median, least and most. On a busy machine only processor "
+        "seconds can be compared.",
     )

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from atts.core import Outcome, Problem, Prompt, Rollout
@@ -75,3 +76,18 @@ def test_answers_are_graded_as_runs_grade_them() -> None:
     assert solved.right == 1
     assert solved.share == pytest.approx(1 / 3)
     assert real_pair.graded(replace(outcome, answer=None)).right == 0
+
+
+def test_the_ways_to_the_targets_text_are_compared_in_turn() -> None:
+    """All three write the same texts, and the target alone is the measure of the others."""
+
+    engines = {
+        "draft": ScriptedEngine("draft"),
+        "target": ScriptedEngine("target"),
+        "proposed to": ScriptedEngine("target"),
+    }
+    asked = toy_problems(2, 5)
+    table = anyio.run(partial(real_pair.losses, engines, asked, (2, 64), rounds=2))
+    assert [row[0] for row in table.rows] == ["target-only", "target-only, speculate=auto", "exact"]
+    assert table.rows[0][2:4] == ("1.000 [1.000, 1.000]", "1.000 [1.000, 1.000]")
+    assert {row[5] for row in table.rows} == {"8 of 8"}

@@ -70,6 +70,7 @@ def test_all_and_quick_run_known_studies_each_once() -> None:
         "blocks",
         "judges",
         "real-pair",
+        "real-pair-losses",
     }
     assert sum(step.seconds for step in everything) < 60 * 60
     assert sum(step.seconds for step in quick) < 5 * 60

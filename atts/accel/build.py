@@ -32,6 +32,7 @@ from atts.local.builder import (
     MakeModel,
     Send,
     choose_model,
+    packs_weights,
     prefix_tree,
     scheduler_config,
     set_threads,
@@ -188,7 +189,14 @@ def _alone(
 ) -> _Target:
     """Load a model whole, with its exit where that is listened to."""
     dtype = dtype_of(config)
-    weights = load_weights(config.folder, config.model, dtype, device, config.name)
+    weights = load_weights(
+        config.folder,
+        config.model,
+        dtype,
+        device,
+        config.name,
+        on_demand=make_model is None and packs_weights(config),
+    )
     drafter = _drafter_here(plan, config)
     cache = allocate_cache(config, dtype, device)
     if make_model is not None:
@@ -340,7 +348,14 @@ def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
         return None
     dtype = dtype_of(config)
     device = _drafter_device(plan, config)
-    weights = load_weights(drafter.folder, drafter.model, dtype, device, drafter.name)
+    weights = load_weights(
+        drafter.folder,
+        drafter.model,
+        dtype,
+        device,
+        drafter.name,
+        on_demand=device.type == "cpu" and packs_weights(config),
+    )
     group = plan.speculation.fuzzy
     if group > 1 and weights.is_paired:
         # joined attentions are copies: on a GPU they come before the cache is sized

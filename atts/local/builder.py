@@ -54,7 +54,14 @@ def build_loop(
     device = device_of(config)
     check_room(config, device)
     dtype = dtype_of(config)
-    weights = load_weights(config.folder, config.model, dtype, device, config.name)
+    weights = load_weights(
+        config.folder,
+        config.model,
+        dtype,
+        device,
+        config.name,
+        on_demand=make_model is None and packs_weights(config),
+    )
     cache = allocate_cache(config, dtype, device)
     if make_model is not None:
         model: HookedModel = make_model(config, weights, cache)
@@ -131,12 +138,19 @@ def choose_model(
                 library, config.model, weights, cache, threads, group=group, rounds_scores=rounds
             )
             return model, trouble
+    weights = replace(weights, layers=tuple(weights.layers))
     if cache.device.type == "cuda":
         with torch.cuda.device(cache.get_device()):
             return cuda_model(
                 config.model, weights, cache, graphs=config.options.graphs, group=group
             )
     return TorchModel(config.model, weights, cache, group=group), trouble
+
+
+def packs_weights(config: WorkerConfig) -> bool:
+    """Return whether the native kernels may be chosen, which pack every layer once."""
+    is_fit = device_of(config).type == "cpu" and dtype_of(config) == torch.float32
+    return is_fit and config.options.kernel != "torch"
 
 
 def threads_of(config: WorkerConfig) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -236,6 +236,31 @@ class Rope:
         return torch.cat([torch.outer(positions, frequencies) for frequencies in self.frequencies])
 
 
+class LayersOnDemand(Sequence[LayerWeights]):
+    """Layers that are read each time they are asked for."""
+
+    def __init__(self, places: range, read: Callable[[int], LayerWeights]) -> None:
+        """Create the sequence of the layers at these places; `read` reads one of them."""
+        self._places = places
+        self._read = read
+
+    def __len__(self) -> int:
+        """Return the number of layers."""
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, at: int) -> LayerWeights: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[LayerWeights]: ...
+
+    def __getitem__(self, at: int | slice) -> LayerWeights | Sequence[LayerWeights]:
+        """Read a layer, or some of them."""
+        if isinstance(at, slice):
+            return [self._read(place) for place in self._places[at]]
+        return self._read(self._places[at])
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """All of a model's weights, and the frequencies of its rotary embedding."""
@@ -261,13 +286,15 @@ def load_weights(
     layers: range | None = None,
     words: bool = True,
     pairs: bool | None = None,
+    on_demand: bool = False,
 ) -> Weights:
     """Read and fuse the weights of the model in `folder`, what an adapter adds to them included if
     it `merges`.
 
     Of some `layers` alone there are no embedding and no head unless these are the first, or without
     `words`. With `pairs`, as on a GPU, each layer is put into the order of the torch model while it
-    is read, so that nothing is copied once a cache has taken the memory.
+    is read, so that nothing is copied once a cache has taken the memory. Layers `on_demand` are read
+    each time they are asked for: whoever packs them one by one never holds them all.
 
     :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another
         shape.
@@ -282,22 +309,33 @@ def load_weights(
             f"the weights take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory are free"
         )
         raise OutOfMemory(name, problem, advice)
-    try:
-        with ExitStack() as stack:
-            reader = _TensorReader(folder, dtype, device, name, stack)
-            reader.pairs = device.type == "cuda" if pairs is None else pairs
-            if merges:
-                reader.adapter = load_adapter(folder, config, name)
-            return _fuse(
-                reader,
-                config,
-                load_ropes(folder, config, name),
-                (layers, words and not layers.start),
-            )
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(
-            name, f"the weights do not fit into memory on {device}", advice
-        ) from error
+    adapter = load_adapter(folder, config, name) if merges else {}
+
+    @contextmanager
+    def reading() -> Iterator[_TensorReader]:
+        try:
+            with ExitStack() as stack:
+                reader = _TensorReader(folder, dtype, device, name, stack)
+                reader.pairs = device.type == "cuda" if pairs is None else pairs
+                reader.adapter = adapter
+                yield reader
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise OutOfMemory(
+                name, f"the weights do not fit into memory on {device}", advice
+            ) from error
+
+    def layer(index: int) -> LayerWeights:
+        with reading() as reader:
+            return _layer(reader, config, f"layers.{index}.")
+
+    with reading() as reader:
+        ropes = load_ropes(folder, config, name)
+        own: Sequence[LayerWeights]
+        if on_demand:
+            own = LayersOnDemand(layers, layer)
+        else:
+            own = tuple(_layer(reader, config, f"layers.{index}.") for index in layers)
+        return _fuse(reader, config, ropes, own, words and not layers.start)
 
 
 def free_memory() -> int | None:
@@ -321,13 +359,15 @@ def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
 
 
 def _fuse(
-    read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope], parts: tuple[range, bool]
+    read: _TensorReader,
+    config: ModelConfig,
+    ropes: Mapping[str, Rope],
+    layers: Sequence[LayerWeights],
+    words: bool,
 ) -> Weights:
-    places, words = parts
     embedding = (
         read("embed_tokens.weight", config.vocabulary, config.hidden_size) if words else None
     )
-    layers = tuple(_layer(read, config, f"layers.{index}.") for index in places)
     norm = read.norm(config, "norm", config.hidden_size)
     assert norm is not None, "every model norms its last states"
     if embedding is None:

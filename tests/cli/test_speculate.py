@@ -175,11 +175,11 @@ def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
     from atts.accel import build
     from atts.local.loader import load_weights
 
-    def load(folder: Path, config: Any, dtype: Any, device: Any, name: str) -> Any:
+    def load(folder: Path, config: Any, dtype: Any, device: Any, name: str, **how: Any) -> Any:
         with monkeypatch.context() as patch:
             if whose in name:
                 patch.setattr("atts.local.loader.free_memory", lambda: 1000)
-            return load_weights(folder, config, dtype, device, name)
+            return load_weights(folder, config, dtype, device, name, **how)
 
     monkeypatch.setattr(build, "load_weights", load)
 

@@ -73,7 +73,9 @@ def test_the_option_reaches_the_drafters_model(
     """The option moves the drafter's weights and cache, and nothing of the target."""
     asked = list[torch.device]()
 
-    def weights(folder: Path, config: Any, dtype: Any, device: torch.device, name: str) -> Any:
+    def weights(
+        folder: Path, config: Any, dtype: Any, device: torch.device, name: str, **_: Any
+    ) -> Any:
         asked.append(device)
         return load_weights(folder, config, dtype, CPU, name)
 

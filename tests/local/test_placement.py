@@ -55,7 +55,9 @@ class FakeGpus:
         at = device.index or 0
         return self.totals[at] - self.used[at]
 
-    def _load(self, folder: Path, config: Any, dtype: Any, device: torch.device, name: str) -> Any:
+    def _load(
+        self, folder: Path, config: Any, dtype: Any, device: torch.device, name: str, **_: Any
+    ) -> Any:
         self.events.append(f"weights of {name} to {device}")
         size = EngineSize.of(config, str(dtype).removeprefix("torch."), 1)
         self._take(device, size.weights)

@@ -96,9 +96,16 @@ class Packing:
         return tensor.data_ptr()
 
 
+_CHECKED_ROWS = 4096
+
+
 def is_bfloat16(tensor: Tensor) -> bool:
     """Return whether every number is one bfloat16 can hold."""
-    return bool((tensor.contiguous().view(torch.int32) & 0xFFFF == 0).all())
+    # some rows at a time: the head of a large vocabulary is the largest tensor of a small model
+    return all(
+        bool((rows.contiguous().view(torch.int32) & 0xFFFF == 0).all())
+        for rows in tensor.split(_CHECKED_ROWS)
+    )
 
 
 POINTER = ctypes.c_void_p
@@ -172,10 +179,11 @@ class NativeWeights:
         exact = list[_Layer]()
         grouped = list[_Layer]()
         for group in self._groups:
+            # read once each, and let go of before the next group is read
             layers = weights.layers[group.layers.start : group.layers.stop]
             exact += [
-                self._layer(group.one(at), weights.layers[at], tables[config.ropes[at]])
-                for at in group.layers
+                self._layer(group.one(at), layer, tables[config.ropes[at]])
+                for at, layer in zip(group.layers, layers, strict=True)
             ]
             grouped += self._attending_at_once(group, layers, exact[group.layers.start :])
         is_bf16 = is_bfloat16(weights.head)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -312,7 +312,7 @@ def load_weights(
     adapter = load_adapter(folder, config, name) if merges else {}
 
     @contextmanager
-    def reading() -> Iterator[_TensorReader]:
+    def reading() -> Generator[_TensorReader]:
         try:
             with ExitStack() as stack:
                 reader = _TensorReader(folder, dtype, device, name, stack)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import zip_longest
 from numbers import Integral
 from operator import add, sub
@@ -536,6 +536,7 @@ class Speculated:
     came_seconds: float = 0.0
     # the forecast seconds of as many tokens without proposals, minus the seconds they really took
     saved_seconds: float = 0.0
+    silence: str = ""  # why nothing was proposed; empty if something was
 
     def __add__(self, other: Speculated) -> Speculated:
         return self._with(other, add)
@@ -560,6 +561,8 @@ class Speculated:
         """
         shares = " ".join(f"{share:.2f}" for share in self.accepted_share[:8])
         words = [f"{self.proposed:,} tokens proposed"]
+        if self.silence:
+            words.append(self.silence)
         if self.proposed:
             accepted = 100 * self.accepted / self.proposed
             words.append(f"{accepted:.0f} % accepted (by position {shares})")
@@ -575,11 +578,14 @@ class Speculated:
 
     def _with(self, other: Speculated, sign: Any) -> Speculated:
         def both(mine: Any, theirs: Any) -> Any:
+            if isinstance(mine, str):
+                return mine or theirs
             if isinstance(mine, tuple):
                 return tuple(sign(a, b) for a, b in zip_longest(mine, theirs, fillvalue=0))
             return sign(mine, theirs)
 
-        return Speculated(*map(both, astuple(self), astuple(other)))
+        counters = Speculated(*map(both, astuple(self), astuple(other)))
+        return replace(counters, silence="") if counters.proposed else counters
 
 
 @runtime_checkable
@@ -597,10 +603,10 @@ def speculated_by(engine: object) -> Speculated | None:
 
 
 def speculated_since(before: Speculated | None, engine: object) -> Speculated | None:
-    """Return the counters since `before`, or None if nothing was proposed since."""
+    """Return the counters since `before`, or None if nothing was proposed since, without a reason."""
     now = speculated_by(engine)
     more = now - (before or Speculated()) if now is not None else None
-    return more if more is not None and more.proposed else None
+    return more if more is not None and (more.proposed or more.silence) else None
 
 
 def together(one: Speculated | None, other: Speculated | None) -> Speculated | None:

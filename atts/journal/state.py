@@ -189,7 +189,7 @@ class RunState:
     killed: int = 0  # sessions before the last that ended without a word
     # how the last session ended; None: it was killed, or still runs
     ended: SessionClosed | None = None
-    speculated: Speculated | None = None  # of all sessions that said so; None: nothing was proposed
+    speculated: Speculated | None = None  # of all sessions that said so; None: nothing proposes
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)
 

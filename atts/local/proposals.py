@@ -78,6 +78,9 @@ class Proposals:
         self._between = 0.0  # seconds from the end of one step to this part of the next one
         self._is_timed = False  # this step
         self._known = set[int]()  # request ids that proposers were asked about
+        self._num_wanted = 0  # proposals of some length, summed over steps
+        self._num_asked = 0  # of these, those that there were slots for
+        self._num_refused = 0  # proposals of which no token could be verified
         self._stats = SpeculationStats()
 
     def propose(self, plan: StepPlan) -> None:
@@ -112,6 +115,7 @@ class Proposals:
         asks: list[Ask] = []
         for sequence, length in zip(plan.decoding, lengths, strict=True):
             room = self._scheduler.widen(sequence, min(length, self._most)) if length > 0 else 0
+            self._num_wanted += length > 0
             if room > 0:
                 asks.append(ask_of(sequence, room))
         if asks:
@@ -160,8 +164,27 @@ class Proposals:
         overlap = self._proposer.overlap()
         own = replace(overlap) if overlap is not None else None
         return replace(
-            stats, tested_at=[*stats.tested_at], accepted_at=[*stats.accepted_at], overlap=own
+            stats,
+            tested_at=[*stats.tested_at],
+            accepted_at=[*stats.accepted_at],
+            overlap=own,
+            silence=self._silence(),
         )
+
+    def _silence(self) -> str:
+        """Return why nothing was proposed so far; nothing if something was, or no text was written."""
+        stats = self._stats
+        if stats.proposed or not stats.choices:
+            return ""
+        if stats.trouble:
+            return stats.trouble
+        if not self._num_wanted:
+            return "no length was expected to pay"
+        if not self._num_asked:
+            return "the cache had no room for proposed tokens"
+        if self._num_refused:
+            return "every proposal began with a token that ends the text or is not the target's"
+        return self._proposer.silence()
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
         """Take the proposals out of a step that broke; where memory ran out, later ones are
@@ -175,6 +198,7 @@ class Proposals:
 
     def _ask(self, asks: list[Ask]) -> None:
         self._known.update(ask.key for ask in asks)
+        self._num_asked += len(asks)
         try:
             asked = dict[int, tuple[TokenProposal, int]]()
             for ask, proposal in zip(asks, self._proposer.propose(asks), strict=True):
@@ -182,6 +206,7 @@ class Proposals:
             self._asked = asked
             for key, (sound, guessed) in asked.items():
                 if guessed and not sound.tokens:  # it cost time as well
+                    self._num_refused += 1
                     self._rounds.append(SpeculationRound(key, 0, 0, guessed))
         except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
             name = type(self._proposer).__name__

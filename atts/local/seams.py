@@ -65,6 +65,15 @@ class OverlapStats:
     passes: int = 0  # of the draft model over a continued guess, one or more tokens each
     drafted: int = 0  # tokens of these
 
+    @property
+    def silence(self) -> str:
+        """Why no guess came true; empty if one did, or none was made."""
+        if self.hits:
+            return ""
+        if self.misses:
+            return f"none of {self.misses:,} outcomes had been guessed"
+        return "no draft was done when the target's step ended" if self.late else ""
+
 
 class Proposer(Protocol):
     """Guesses what comes next; by default nothing.
@@ -87,6 +96,10 @@ class Proposer(Protocol):
     def overlap(self) -> OverlapStats | None:
         """Return what came of guesses, of a proposer that drafts while the target computes."""
         return None
+
+    def silence(self) -> str:
+        """Return why its answers to all requests were empty."""
+        return "what proposes knew no next token of any text"
 
 
 class NoProposer(Proposer):
@@ -170,6 +183,7 @@ class SpeculationStats:
     accepted_at: list[int] = field(default_factory=list[int])
     seconds: float = 0.0  # spent on proposing
     trouble: str = ""  # why nothing is proposed any more
+    silence: str = ""  # why nothing was ever proposed; empty once something was
     choices: int = 0  # of a length: sequences summed over steps
     chosen: int = 0  # summed lengths: divided by choices, the mean k
     # of steps of which something was expected, and what came of them

@@ -138,7 +138,7 @@ class RunResult:
     comparison: Sequential | None = None  # with the run that this one was to be distinguished from
     # whole, for a run without a directory
     kept: tuple[Outcome, ...] = field(default=(), repr=False)
-    # to the target, while the run had it open; None: nothing was proposed
+    # to the target, while the run had it open; None: nothing proposes
     speculated: Speculated | None = None
     unscored: int = 0  # decisions that had no usable score to rest on
 

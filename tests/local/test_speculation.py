@@ -21,7 +21,7 @@ from atts.local.messages import (
     Submit,
 )
 from atts.local.proposals import Proposals
-from atts.local.seams import Ask, Proposer, SpeculationRound, TokenProposal
+from atts.local.seams import Ask, OverlapStats, Proposer, SpeculationRound, TokenProposal
 from tests.local.speculating import (
     AnyLength,
     Driven,
@@ -423,3 +423,54 @@ def test_a_text_that_was_begun_elsewhere_is_gone_on_with(make_model: Make) -> No
     text.
     """
     assert begun(make_model("llama"))
+
+
+class Unknown(Proposer):
+    """Proposes tokens that no vocabulary has."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
+        """Propose one for each."""
+        return [TokenProposal((10_000,)) for _ in asks]
+
+
+class Broken(Proposer):
+    """Fails when it is asked."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
+        """Fail."""
+        raise ValueError("no such text")
+
+
+class Silent(Proposer):
+    """Knows nothing."""
+
+
+def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path) -> None:
+    """The reason is in the counters, and is gone once something was proposed."""
+    folder = make_model("llama")
+    orders = [requests(3)]
+    short = make_model("llama", max_position_embeddings=14)
+    reasons = {
+        "no length was expected to pay": run(folder, orders, Silent(), AnyLength(0)),
+        "what proposes knew no next token of any text": run(folder, orders, Silent(), 3),
+        "every proposal began with a token that ends the text or is not the target's": run(
+            folder, orders, Unknown(), 3
+        ),
+        "no text fits into the draft's context of 14 tokens": run(folder, orders, None, 3, short),
+        "speculation is off: Broken failed (ValueError: no such text)": run(
+            folder, orders, Broken(), 3
+        ),
+    }
+    for reason, done in reasons.items():
+        assert counts(done).proposed == 0
+        assert counts(done).silence == reason
+    spoken = counts(run(folder, orders, None, 3, near))
+    assert spoken.proposed > 0
+    assert spoken.silence == ""
+
+
+def test_overlapped_drafts_that_never_came_in_time_say_so() -> None:
+    """Late and wrong guesses have a reason each; a hit has none."""
+    assert OverlapStats(late=3).silence == "no draft was done when the target's step ended"
+    assert OverlapStats(misses=2, late=3).silence == "none of 2 outcomes had been guessed"
+    assert OverlapStats(hits=1, misses=2).silence == ""

@@ -145,3 +145,7 @@ def test_counters_add_up_and_what_came_between_is_their_difference() -> None:
     assert together(None, first) == together(first, None) == first
     assert together(first, more) == both
     assert speculated_since(None, object()) is None
+    silent = Speculated(choices=4, silence="no length was expected to pay")
+    assert str(silent).startswith("0 tokens proposed, no length was expected to pay")
+    assert (silent + first).silence == (first + silent).silence == ""
+    assert (silent + silent).silence == (silent - silent).silence == silent.silence

@@ -374,6 +374,10 @@ class OverlappedDrafter(ModelDrafter):
         """Return what came of guesses."""
         return self.stats
 
+    def silence(self) -> str:
+        """Return why no guess was proposed."""
+        return self.stats.silence or super().silence()
+
     def _is_over(self, job: DraftJob) -> bool:
         """Return whether the job is; a late one is waited for once, as long as the step took at the
         most.

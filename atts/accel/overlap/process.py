@@ -146,6 +146,10 @@ class DrafterProcess(Proposer):
         """Return what came of guesses."""
         return self.stats
 
+    def silence(self) -> str:
+        """Return why no guess was proposed."""
+        return self.stats.silence or super().silence()
+
     def begin_anew(self, guessing: Guessing) -> None:
         """Give up what is under way; from now on outcomes are guessed so.
 

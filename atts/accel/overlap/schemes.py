@@ -266,3 +266,7 @@ class AdaptiveDrafting(Proposer, Lengths):
     def overlap(self) -> OverlapStats:
         """Return what came of guesses, where that was tried."""
         return self._ahead.overlap()
+
+    def silence(self) -> str:
+        """Return why the scheme in use proposed nothing."""
+        return self._used.silence()

@@ -96,6 +96,8 @@ class ModelDrafter(Proposer):
         self._rows = rows
         self._table = rows.table
         self._vocabulary = min(vocabulary, config.vocabulary)
+        self._num_beyond = 0  # texts, summed over steps, that do not fit into the draft's context
+        self._num_unknown = 0  # the same, of texts with tokens that the draft does not know
         self._target_vocabulary = vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)
         self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))
@@ -131,7 +133,18 @@ class ModelDrafter(Proposer):
         sequence = self._rows.sequence(ask.key)
         fits = sequence.rope_row == 0 and len(ask.ids) + ask.room <= self._context
         is_smaller = self._vocabulary < self._target_vocabulary
-        return fits and not (is_smaller and max(ask.ids) >= self._vocabulary)
+        is_unknown = is_smaller and max(ask.ids) >= self._vocabulary
+        self._num_beyond += not fits
+        self._num_unknown += is_unknown
+        return fits and not is_unknown
+
+    def silence(self) -> str:
+        """Return why it could follow no text."""
+        if self._num_beyond:
+            return f"no text fits into the draft's context of {self._context:,} tokens"
+        if self._num_unknown:
+            return f"the draft knows {self._vocabulary:,} tokens, and every text has others"
+        return super().silence()
 
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
         """Draft for all; those with the most room come first, so that the others drop out from the

@@ -217,6 +217,10 @@ class BestProposer(Proposer):
         """Tell the proposer whose proposal it was."""
         self._chosen[key].settled(key, proposal, accepted)
 
+    def silence(self) -> str:
+        """Return the reason of the last proposer, which is asked when the others know nothing."""
+        return self._proposers[-1].silence()
+
     def ended(self, key: int) -> None:
         """Tell all proposers."""
         self._chosen.pop(key, None)

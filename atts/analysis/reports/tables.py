@@ -153,6 +153,7 @@ def speculation_table(report: RunReport) -> ReportTable:
     if found is not None:
         rows += [
             ("tokens proposed to the target", cell(found.proposed)),
+            *([("why none was proposed", found.silence)] if found.silence else []),
             (
                 "of these, accepted",
                 f"{found.accepted:,} ({100 * found.accepted / max(1, found.proposed):.1f} %)",

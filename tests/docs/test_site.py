@@ -114,6 +114,53 @@ def test_examples_of_docstrings_become_code() -> None:
     assert fenced(text) == "Add.\n\n```pycon\n>>> 1 + 1\n2\n```\n\n:raises X: never."
 
 
+NOT_MEASURED = (
+    r"\b(?:not|nothing|none|until)\b[^.]{0,60}\b(?:measured|run|executed|seen)\b[^.]{0,30}\bGPU"
+    r"|nothing on a GPU yet"
+)
+"""Matches a page's statement that no figure or code of it was tried on a GPU."""
+
+
+def test_pages_that_speak_of_gpus_say_that_none_was_measured() -> None:
+    """Every page with a command or an option for GPUs has the sentence, as long as no figure of
+    the study of GPUs is there.
+    """
+    assert "Not run yet" in (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
+    texts = {name: (ROOT / name).read_text() for name in (*written_pages(), "README.md")}
+    about = {
+        name: text
+        for name, text in texts.items()
+        if re.search(r"\bcuda\b|CUDA|not run: needs (?:a|two)? ?GPU|--local\b", text)
+        and name != "CHANGELOG.md"
+    }
+    assert len(about) >= 8
+    missing = [
+        name for name, text in about.items() if not re.search(NOT_MEASURED, text, flags=re.I)
+    ]
+    assert not missing
+
+
+def test_what_is_slower_or_not_built_is_said_where_it_is_described() -> None:
+    """EasySpec's row says with its study's numbers that it loses on a processor; what BlockLLM
+    describes and this project lacks is listed.
+    """
+    study = (ROOT / "docs" / "benchmarks" / "overlap.md").read_text()
+    grouped, serial = re.findall(
+        r"slower end to end on a processor: ([\d.]+) times.*?([\d.]+)", study
+    )[0]
+    page = (ROOT / "docs" / "acceleration.md").read_text()
+    (row,) = re.findall(r"^\| EasySpec \|.*$", page, flags=re.M)
+    assert f"it loses, {grouped}x where `draft` has {serial}x" in row
+    blocks = (ROOT / "docs" / "blocks.md").read_text()
+    _, _, lacking = blocks.partition("Not built, of what BlockLLM describes:")
+    for mechanism in (
+        "equivalent block while a request runs",
+        "queue and a batch size",
+        "stitching",
+    ):
+        assert mechanism in " ".join(lacking.split())
+
+
 def test_the_pages_are_short_enough_to_be_read() -> None:
     """All pages that people write have at most 45,000 words, the output of commands left out."""
     texts = [

@@ -40,7 +40,7 @@ def train(model: Any, records: Sequence[Record], rate: float = 5e-5) -> None:
         # the gradient is that of KL(draft || target), at the tokens that the draft drew
         loss = ((now - teacher.clamp(min=-10)) ** 2 * mask).sum() / mask.sum() / 2
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 

@@ -494,4 +494,5 @@ def _at_equal_budget(costs: Floats, fixed_right: Floats, fixed_costs: Floats) ->
     if upper == len(means):
         return fixed_right[:, -1]
     share = (budget - means[upper - 1]) / (means[upper] - means[upper - 1])
-    return (1 - share) * fixed_right[:, upper - 1] + share * fixed_right[:, upper]
+    mixed: Floats = (1 - share) * fixed_right[:, upper - 1] + share * fixed_right[:, upper]
+    return mixed

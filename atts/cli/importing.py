@@ -107,18 +107,21 @@ def import_run(
         tell(f"Next: atts report {out}; atts replay {out} --rules all")
 
 
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun, which is plural unless there is one."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def _lines(made: Imported) -> Iterator[str]:
     """Yield what was imported, and what is not known of it."""
     yield str(made.directory)
-    most = made.most_rollouts
     yield (
-        f"{made.rollouts:,} rollouts of {made.problems:,} "
-        f"{'problem' if made.problems == 1 else 'problems'}, up to {most:,} each, "
-        f"from {made.files:,} {'file' if made.files == 1 else 'files'} of {made.format}"
+        f"{_count(made.rollouts, 'rollout')} of {_count(made.problems, 'problem')}, up to "
+        f"{made.most_rollouts:,} each, from {_count(made.files, 'file')} of {made.format}"
         f"{f' ({made.model})' if made.model else ''}"
     )
     if made.already:
-        yield f"{made.already:,} problems had been imported before"
+        yield f"imported before: {_count(made.already, 'problem')}"
     parts = {
         "answers": made.with_answer,
         "verdicts": made.graded,
@@ -133,9 +136,9 @@ def _lines(made: Imported) -> Iterator[str]:
     if made.dollars:
         yield f"cost: ${made.dollars:,.4f}"
     if not made.referenced and not made.graded:
-        yield "nothing could be graded: the files have no references; name a data set with --dataset"
+        yield "nothing could be graded: the files have no references; name a dataset with --dataset"
     if made.unknown:
-        yield f"{made.unknown:,} problems are not in the data set, and keep their own ids"
+        yield f"not in the dataset, so with their own ids: {_count(made.unknown, 'problem')}"
 
 
 def export(
@@ -185,6 +188,7 @@ def _export_lines(made: Exported) -> Iterator[str]:
     """Yield what was written, and which rollouts were not."""
     yield str(made.path)
     trained = f", {made.trained_tokens:,} tokens to train on" if made.kind == "opd" else ""
-    yield f"{made.records:,} records of {made.problems:,} problems as {made.kind}{trained}"
+    records = _count(made.records, "record")
+    yield f"{records} of {_count(made.problems, 'problem')} as {made.kind}{trained}"
     for reason, count in made.skipped.items():
-        yield f"left out: {count:,} rollouts ({reason})"
+        yield f"left out: {_count(count, 'rollout')} ({reason})"

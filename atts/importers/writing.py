@@ -17,6 +17,7 @@ from typing import Any, Literal
 from atts.core import (
     AnswerKind,
     Chunk,
+    Ending,
     Finish,
     Problem,
     ProblemSpan,
@@ -36,6 +37,7 @@ from atts.journal import (
     Graded,
     Journal,
     JournalOptions,
+    Json,
     Manifest,
     Measured,
     OutcomeReached,
@@ -342,7 +344,7 @@ class _Reading:
         made = self._made
         made.rollouts += 1
         made.graded += sample.is_correct is not None
-        made.with_answer += sample.answer is not None
+        made.with_answer += bool(sample.answer)
         made.with_tokens += sample.tokens is not None
         made.with_seconds += sample.seconds is not None
         made.with_dollars += sample.dollars is not None
@@ -386,12 +388,12 @@ def _manifest(
     made: Imported, digest: str, options: ImportOptions, path: Path, reading: _Reading
 ) -> Manifest:
     files = blake2b("".join(reading.digests).encode(), digest_size=16).hexdigest()
-    choices = {
+    choices: dict[str, Json] = {
         "format": made.format, "files": files, "columns": dict(options.columns),
         "metric": options.metric, "filter": options.filter, "kind": options.kind,
         "grades": options.grades, "dataset": options.known_as,
     }  # fmt: skip
-    policy = {
+    policy: dict[str, Json] = {
         "samples": made.most_rollouts, "turns": 1, "drafter": "target", "vote": "majority",
         "early_stop": "none",
     }  # fmt: skip
@@ -400,7 +402,8 @@ def _manifest(
         "samples": Setting(made.most_rollouts, IMPORTED),
     }
     if reading.price is not None:
-        settings[PRICES] = Setting({"target": asdict(reading.price)}, IMPORTED)
+        prices: dict[str, Json] = {"target": asdict(reading.price)}
+        settings[PRICES] = Setting(prices, IMPORTED)
     return Manifest(
         dataset=digest,
         problems=made.problems,
@@ -482,7 +485,7 @@ class _ProblemWriter:
         elif sample.ended != "failed":
             answer = extract(sample.text, problem.kind)
         finish = "answer" if answer is not None else _FINISHES[sample.ended]
-        ended = "length" if sample.ended == "length" else "end"
+        ended: Ending = "length" if sample.ended == "length" else "end"
         chunk = Chunk("target", sample.text, sample.ids, sample.ids, ended, sample.logprobs)
         self._record(RolloutStarted(problem.id, number, Prompt((), ())))
         self._record(TurnFinished(problem.id, number, Turn(0, (chunk,))))

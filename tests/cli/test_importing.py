@@ -1,0 +1,95 @@
+"""The commands import and export, as a person calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Atts
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """Write rollouts of another tool: two problems of the dataset below, three rollouts each."""
+    rows = [
+        {"prompt": f"What is {n} + 1?", "out": f"\\boxed{{{n + 1 if s else 0}}}", "price": 0.5}
+        for n in range(1, 3)
+        for s in range(3)
+    ]
+    path = tmp_path / "theirs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = [{"id": "a", "problem": "What is 1 + 1?", "answer": "2"}]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    return path
+
+
+WORDS = ("--column", "text=out", "--column", "cost=price", "--out", "run")
+
+
+def test_an_import_says_what_it_found(atts: Atts, theirs: Path) -> None:
+    """Counts, what the tool recorded, the cost, and what is missing for grades."""
+    said = atts("import", "jsonl", str(theirs), *WORDS)
+    assert said.code == 0
+    assert said.out.splitlines() == [
+        "run",
+        "6 rollouts of 2 problems, up to 3 each, from 1 file of jsonl",
+        "recorded by the tool: costs of 6",
+        "cost: $3.0000",
+        "nothing could be graded: the files have no references; name a dataset with --dataset",
+    ]
+    assert "Next: atts report run" in said.err
+    again = atts("import", "jsonl", str(theirs), *WORDS)
+    assert "imported before: 2 problems" in again.out
+
+
+def test_an_import_with_a_dataset(atts: Atts, theirs: Path) -> None:
+    """Its ids and references replace those of the files; problems that it lacks keep their own."""
+    words = (*WORDS, "--dataset", "mine.jsonl", "--json")
+    said = atts("import", "jsonl", str(theirs), *words)
+    facts = json.loads(said.out)
+    assert (facts["problems"], facts["rollouts"], facts["unknown"]) == (2, 6, 1)
+    (line,) = (json.loads(line) for line in atts("runs", "run", "--json").out.splitlines())
+    assert line["accuracy"]["value"] == 1.0
+    assert line["accuracy"]["n_problems"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("json",), "format: 'json' is unknown; did you mean 'jsonl'?"),
+        (("jsonl", "--kind", "maths"), "--kind: 'maths' is unknown"),
+        (("jsonl", "--grades", "mine"), "--grades: 'mine' is unknown"),
+        (("jsonl", "--column", "text"), "--column: 'text' is not FIELD=COLUMN"),
+        (("jsonl", "--out", "-"), "--out: '-' names no directory"),
+        (("jsonl", "--column", "text=no"), "line 1: it has no column 'no'; it has prompt, out, price"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_imported(
+    atts: Atts, theirs: Path, words: tuple[str, ...], problem: str
+) -> None:
+    """Each mistake ends with exit code 2 and names what was typed."""
+    format, *rest = words
+    said = atts("import", format, str(theirs), "--out", "run", *rest)
+    assert said.code == 2
+    assert problem in said.err
+
+
+def test_another_run_is_in_the_way(atts: Atts, theirs: Path) -> None:
+    """A directory with an import of other columns is refused, and the difference named."""
+    assert atts("import", "jsonl", str(theirs), *WORDS).code == 0
+    said = atts("import", "jsonl", str(theirs), "--column", "text=out", "--out", "run")
+    assert said.code == 2
+    assert "configuration.imported.columns" in said.err
+
+
+def test_an_export(atts: Atts, theirs: Path) -> None:
+    """It prints the file, the records, and what was left out."""
+    atts("import", "jsonl", str(theirs), *WORDS, "--dataset", "mine.jsonl")
+    said = atts("export", "run", "--as", "sft", "--out", "sft.jsonl")
+    assert said.out.splitlines() == [
+        "sft.jsonl",
+        "2 records of 1 problem as sft",
+        "left out: 4 rollouts (not graded as correct)",
+    ]

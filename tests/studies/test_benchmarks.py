@@ -141,8 +141,8 @@ def test_every_mark_of_a_page_names_its_study(checkout: Path) -> None:
         text = page.read_text()
         found = list(_marks(text))
         wanted = "" if page.name == "BENCHMARKS.md" else page.stem
-        # its live counterpart, run by itself
-        beside = {"small"} if wanted == "statistics" else set[str]()
+        # its live counterparts, run by themselves
+        beside = {"small", "replay"} if wanted == "statistics" else set[str]()
         assert {study for _, study, _ in found} - beside == {wanted}
         assert any(what == "summary" for what, _, _ in found) == (not wanted)
         for names in re.findall(r"\./scripts/bench ([a-z -]+?)(?: --| *`| *$)", text, re.MULTILINE):

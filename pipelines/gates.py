@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, SupportsFloat, get_args, runtime_checkable
+from typing import ClassVar, Literal, Protocol, SupportsFloat, get_args, runtime_checkable
 
 from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
@@ -280,6 +280,7 @@ class CueGate(NonLearningGate):
     itself.
     """
 
+    needs_text: ClassVar[bool] = True
     cues: tuple[str, ...] = CUES
 
     def preview(self, features: Features) -> Decision:

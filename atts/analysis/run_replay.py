@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, overload
 
+from atts.analysis.steps import GateStep, StepLog, Steps
 from atts.analysis.turns import usage_of, was_cut_short
 from atts.calibration import DEFAULTS, HOLD, Calibrator, Mode, StoredScores, Tuning
-from atts.core import Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn, TurnKey, Usage
+from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
 from atts.errors import CalibrationInputError, JournalError, OptionError
 from atts.evaluators import (
     Estimate,
@@ -24,6 +26,7 @@ from atts.evaluators import (
 )
 from atts.journal import (
     FACTS,
+    FEATURES,
     Decided,
     FinishedProblem,
     Graded,
@@ -33,6 +36,7 @@ from atts.journal import (
     recorded_features,
 )
 from atts.pipelines import (
+    Ballot,
     CappedGate,
     Features,
     Gate,
@@ -111,31 +115,201 @@ class ReplayedProblem:
         return self.tally.winner if is_settled else None
 
 
+class Decisions(Sequence[Decision]):
+    """Decisions in the order in which they were taken, made again from columns when they are read."""
+
+    def __init__(self, steps: Steps, rows: Sequence[int]) -> None:
+        """Take the steps; `rows` are the numbers of their chunks in the record."""
+        self._steps = steps
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> Decision: ...
+    @overload
+    def __getitem__(self, index: slice) -> Decisions: ...
+    def __getitem__(self, index: int | slice) -> Decision | Decisions:
+        if isinstance(index, slice):
+            return Decisions(self._steps[index], self.rows[index])
+        return self._steps[index].decision
+
+    def by_question(self) -> dict[str, tuple[int, int]]:
+        """Return how many decisions escalated, and how many there are, by question."""
+        return self._steps.by_question()
+
+
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """Every decision taken again in the recorded order, and what the votes come to."""
 
-    decisions: tuple[Decision, ...]
+    decisions: Decisions
     problems: tuple[ReplayedProblem, ...]
 
     @property
     def rate(self) -> float:
         """Return the fraction of chunks that escalated; nan without decisions."""
-        return (
-            sum(d.escalate for d in self.decisions) / len(self.decisions)
-            if self.decisions
-            else math.nan
-        )
+        if not self.decisions:
+            return math.nan
+        escalated = sum(count for count, _ in self.decisions.by_question().values())
+        return escalated / len(self.decisions)
 
     @property
     def off_policy(self) -> float:
         """Return the share of rollouts that left their recorded path; nan without any."""
-        rollouts = [rollout for problem in self.problems for rollout in problem.rollouts]
-        return (
-            sum(r.off_policy_from is not None for r in rollouts) / len(rollouts)
-            if rollouts
-            else math.nan
+        rollouts = sum(len(problem.rollouts) for problem in self.problems)
+        strayed = sum(
+            rollout.off_policy_from is not None
+            for problem in self.problems
+            for rollout in problem.rollouts
         )
+        return strayed / rollouts if rollouts else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class _JudgedChunk:
+    """A recorded chunk as a gate is asked about it."""
+
+    row: int  # its number in the record
+    features: Features
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedProblem:
+    """What a replay needs of a finished problem besides its judged chunks."""
+
+    problem: Problem
+    answer: str | None
+    is_censored: bool
+    usage: Usage  # of all its rollouts
+    rollouts: tuple[ReplayedRollout, ...]  # those of the policy, as they were recorded
+    weights: tuple[float, ...]  # of their votes
+    rows: range  # its judged chunks
+
+
+class _Record:
+    """What a replay under a policy needs of a recorded run.
+
+    Judged chunks stand in columns, some 170 bytes each, so that the replay of a large run fits into
+    memory; texts are kept for gates that read them.
+    """
+
+    def __init__(self, policy: Policy, *, keeps_texts: bool) -> None:
+        self.policy = policy
+        self.problems: dict[str, _RecordedProblem] = {}
+        self.turns = StepLog()  # the recorded decisions on the judged chunks
+        self._places = array("q")  # when each was decided; -1: unknown
+        self._is_within = array("b")  # the policy's turns
+        self._scores = array("d")
+        self._features = array("d")
+        self._texts: list[str] | None = [] if keeps_texts else None
+        # decisions on problems that are not over, each with the place where it was first taken
+        self._decided: dict[str, dict[tuple[int, int], tuple[int, Decided]]] = {}
+        self._count = 0
+
+    def take(self, event: Decided) -> None:
+        """Take in a decision with its features; decisions come in the order they were taken."""
+        decision = event.decision
+        known = self._decided.setdefault(decision.question, {})
+        key = (decision.sample, decision.turn)
+        place = known[key][0] if key in known else self._count
+        known[key] = (place, event)
+        self._count += 1
+
+    def finish(self, outcome: Outcome) -> None:
+        """Take in a problem's outcome, in the place of an earlier one of the same problem.
+
+        Of fewer samples than were recorded the first are taken, by their numbers: those that ended
+        first would lean towards the quick.
+        """
+        name = outcome.problem.id
+        known = self._decided.get(name, {})
+        begin = len(self.turns)
+        rollouts: list[ReplayedRollout] = []
+        weights: list[float] = []
+        in_order = sorted(outcome.rollouts, key=lambda rollout: rollout.sample)
+        for rollout in in_order[: self.policy.samples]:
+            rollout = _with_cut_turn(rollout, known)
+            rollouts.append(_as_recorded(rollout, self.policy))
+            vote = ballot(self.policy.vote, rollout)
+            weights.append(vote.weight if vote is not None else 0.0)
+            for position, turn in enumerate(rollout.turns):
+                if turn.score is not None and turn.decision is not None:
+                    place, event = known.get((rollout.sample, turn.index), (-1, None))
+                    self._append(rollout, turn, event)
+                    self._places.append(place)
+                    self._is_within.append(
+                        self.policy.turns is None or position < self.policy.turns
+                    )
+        self.problems[name] = _RecordedProblem(
+            outcome.problem,
+            outcome.answer,
+            FinishedProblem.of(outcome).is_censored,
+            sum((rollout.usage for rollout in outcome.rollouts), Usage()),
+            rollouts=tuple(rollouts),
+            weights=tuple(weights),
+            rows=range(begin, len(self.turns)),
+        )
+        if outcome.is_complete:
+            self._decided.pop(name, None)
+
+    def _append(self, rollout: Rollout, turn: Turn, event: Decided | None) -> None:
+        assert turn.decision is not None
+        assert turn.score is not None
+        told = event.features if event is not None else {}
+        chunk = turn.drafted or turn.chunks[0]
+        numbers = {
+            "tokens": chunk.tokens,
+            "draft_logprob": mean_logprob(chunk),
+            "draft_evidence": evidence(self.policy.score, chunk),
+            **told,
+        }
+        self.turns.append(
+            GateStep("decided", turn.decision, turn.decision.escalate, told.get("left"))
+        )
+        self._scores.append(turn.score)
+        self._features.extend(float(numbers.get(name, 0.0)) for name in FEATURES)
+        if self._texts is not None:
+            self._texts.append(chunk.text)
+
+    def chunks(self) -> Iterator[_JudgedChunk]:
+        """Yield the judged chunks in the order of their decisions, then the others turn by turn."""
+        rows = [row for one in self.problems.values() for row in one.rows]
+        named = sorted(
+            (row for row in rows if self._places[row] >= 0), key=self._places.__getitem__
+        )
+        rest = [row for row in rows if self._places[row] < 0]
+        for row in (*named, *sorted(rest, key=self._by_turn)):
+            yield self._chunk(row)
+
+    def decisions_on(self, question: str) -> dict[tuple[int, int], Decision]:
+        """Return the recorded decisions on a problem's chunks by sample and turn."""
+        decisions = [self.turns.read(row).decision for row in self.problems[question].rows]
+        return {(decision.sample, decision.turn): decision for decision in decisions}
+
+    def strays(self, row: int, *, escalated: bool) -> bool:
+        """Return True if to decide so leaves the recorded path within the policy's turns."""
+        return bool(self._is_within[row]) and escalated != self.turns.read(row).escalated
+
+    def _by_turn(self, row: int) -> tuple[int, str, int]:
+        question, sample, turn = self.turns.read(row).decision.turn_key
+        return turn, question, sample
+
+    def _chunk(self, row: int) -> _JudgedChunk:
+        step = self.turns.read(row)
+        decision = step.decision
+        width = len(FEATURES)
+        values = self._features[width * row : width * (row + 1)]
+        numbers = dict(zip(FEATURES, values, strict=True))
+        features = replace(
+            recorded_features(decision.question, decision.turn, decision.sample, numbers),
+            issue=decision.issue,
+            left=step.left,
+            text=self._texts[row] if self._texts is not None else "",
+        )
+        return _JudgedChunk(row, features, self._scores[row])
 
 
 def replay_policy(
@@ -148,87 +322,95 @@ def replay_policy(
 ) -> Replayed:
     """Decide again on every recorded score, cut to the policy's samples and turns, and vote again.
 
-    Of fewer samples than were recorded the first are taken, by their numbers: those that ended
-    first would lean towards the quick. A rollout that was cut, or that left the recorded path, has
-    an unknown answer and does not vote.
+    A rollout that was cut, or that left the recorded path, has an unknown answer and does not vote.
 
     `decided` holds the recorded decisions with their features, in the order in which they were
     taken; what it lacks follows turn by turn. The gate must be fresh: it learns from this replay;
     without one, every decision stays what it was.
     """
-    kept = [(outcome, _cut(outcome, policy)) for outcome in outcomes]
-    turns = {
-        (rollout.problem, rollout.sample, turn.index): (rollout, turn)
-        for _, rollouts in kept
-        for rollout in rollouts
-        for turn in rollout.turns
-        if turn.score is not None and turn.decision is not None
-    }
+    record = _Record(policy, keeps_texts=True)
+    for event in decided.values():
+        record.take(event)
+    for outcome in outcomes:
+        record.finish(outcome)
+    return _replay(record, gate, group)
+
+
+def _replay(record: _Record, gate: Gate | RoundGate | None, group: Grouper) -> Replayed:
+    strayed: dict[tuple[str, int], int] = {}  # the first turn off the recorded path, by rollout
     if gate is None:
-        decisions = {
-            key: turn.decision for key, (_, turn) in turns.items() if turn.decision is not None
-        }
+        rows = [row for one in record.problems.values() for row in one.rows]
+        decisions = Decisions(Steps(record.turns, rows), rows)
     else:
-        named = [key for key in decided if key in turns]
-        rest = sorted(set(turns) - set(named), key=lambda key: (key[2], key[0], key[1]))
-        decisions = _decide(
-            gate, [_chunk(*turns[key], decided.get(key), policy) for key in (*named, *rest)]
-        )
-    problems = tuple(
-        _problem(outcome, rollouts, decisions, policy, group) for outcome, rollouts in kept
-    )
-    return Replayed(tuple(decisions.values()), problems)
+        log = StepLog(keeps_reasons=True)
+        taken = array("q")
+        for row, decision in _decide(gate, record.chunks()):
+            log.append(GateStep("decided", decision, decision.escalate))
+            taken.append(row)
+            if record.strays(row, escalated=decision.escalate):
+                rollout = (decision.question, decision.sample)
+                strayed[rollout] = min(decision.turn, strayed.get(rollout, decision.turn))
+        decisions = Decisions(log.between(0, len(log)), taken)
+    problems = tuple(_problem(one, strayed, group) for one in record.problems.values())
+    return Replayed(decisions, problems)
 
 
-@dataclass(frozen=True, slots=True)
-class _JudgedChunk:
-    """A recorded chunk as a gate is asked about it."""
-
-    key: TurnKey
-    features: Features
-    score: float
-
-
-def _decide(gate: Gate | RoundGate, chunks: Sequence[_JudgedChunk]) -> dict[TurnKey, Decision]:
+def _decide(
+    gate: Gate | RoundGate, chunks: Iterable[_JudgedChunk]
+) -> Iterator[tuple[int, Decision]]:
+    """Yield each chunk's number and the gate's decision on it."""
     if isinstance(gate, RoundGate):
-        return _by_round(gate, chunks)
-    decisions: dict[TurnKey, Decision] = {}
+        yield from _by_round(gate, chunks)
+        return
     for chunk in chunks:
         decision = gate.preview(chunk.features)
         if decision.action == "verify":
             try:
                 decision = gate.decide(chunk.features, chunk.score)
             except CalibrationInputError as error:
-                problem, sample, turn = chunk.key
-                decision = Decision(
-                    "escalate",
-                    math.nan,
-                    problem,
-                    turn,
-                    sample,
-                    why=f"forced: {error}",
-                    origin="forced",
+                decision = chunk.features.decision(
+                    "escalate", why=f"forced: {error}", origin="forced"
                 )
         gate.observe(decision, decision.escalate)
-        decisions[chunk.key] = decision
-    return decisions
+        yield chunk.row, decision
 
 
-def _by_round(gate: RoundGate, chunks: Sequence[_JudgedChunk]) -> dict[TurnKey, Decision]:
+def _by_round(gate: RoundGate, chunks: Iterable[_JudgedChunk]) -> Iterator[tuple[int, Decision]]:
     rounds: dict[tuple[str, int], list[_JudgedChunk]] = {}
     for chunk in chunks:
-        problem, _, turn = chunk.key
-        rounds.setdefault((problem, turn), []).append(chunk)
-    decisions: dict[TurnKey, Decision] = {}
+        rounds.setdefault((chunk.features.question, chunk.features.turn), []).append(chunk)
     for members in rounds.values():
         made = gate.decide_round([(chunk.features, chunk.score) for chunk in members])
-        decisions.update(zip((chunk.key for chunk in members), made, strict=True))
-    return decisions
+        yield from zip((chunk.row for chunk in members), made, strict=True)
 
 
-def _cut(outcome: Outcome, policy: Policy) -> list[Rollout]:
-    """Return the first rollouts, as many as the policy has samples."""
-    return sorted(outcome.rollouts, key=lambda rollout: rollout.sample)[: policy.samples]
+def _with_cut_turn(
+    rollout: Rollout, decided: Mapping[tuple[int, int], tuple[int, Decided]]
+) -> Rollout:
+    """Return the rollout with the decision of the turn that a settled vote cut short, if any."""
+    _, event = decided.get((rollout.sample, len(rollout.turns)), (0, None))
+    if event is None or event.decision.score is None:
+        return rollout
+    nothing = Chunk("draft", "", (), (), "length")
+    turn = Turn(len(rollout.turns), (), (nothing,), event.decision.score, event.decision)
+    return replace(rollout, turns=(*rollout.turns, turn))
+
+
+def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
+    """Return the rollout as the policy has it while every decision is the recorded one."""
+    turns = rollout.turns[: policy.turns]
+    is_whole = len(turns) == len(rollout.turns)
+    spent = rollout.usage if is_whole else usage_of(turns)  # which has what entered no turn as well
+    return ReplayedRollout(
+        rollout.problem,
+        rollout.sample,
+        rollout.answer if is_whole else None,
+        is_censored=_is_cut_short(rollout, policy),
+        off_policy_from=None,
+        draft_tokens=spent.draft_tokens,
+        target_tokens=spent.target_tokens,
+        scored_tokens=spent.scored_tokens,
+    )
 
 
 def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
@@ -240,71 +422,61 @@ def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
 
 
 def _problem(
-    outcome: Outcome,
-    rollouts: Sequence[Rollout],
-    decisions: Mapping[TurnKey, Decision],
-    policy: Policy,
-    group: Grouper,
+    recorded: _RecordedProblem, strayed: Mapping[tuple[str, int], int], group: Grouper
 ) -> ReplayedProblem:
-    replayed = tuple(_rollout(rollout, decisions, policy) for rollout in rollouts)
-    ballots = [
-        ballot(policy.vote, replace(rollout, answer=new.answer))
-        for rollout, new in zip(rollouts, replayed, strict=True)
-        if new.is_known
-    ]
-    return ReplayedProblem(
-        outcome.problem.id, tally([vote for vote in ballots if vote], group), replayed
-    )
-
-
-def _rollout(
-    rollout: Rollout, decisions: Mapping[TurnKey, Decision], policy: Policy
-) -> ReplayedRollout:
-    turns = rollout.turns[: policy.turns]
-    is_whole = len(turns) == len(rollout.turns)
-    spent = rollout.usage if is_whole else usage_of(turns)  # which has what entered no turn as well
-    return ReplayedRollout(
-        rollout.problem,
-        rollout.sample,
-        rollout.answer if is_whole else None,
-        is_censored=_is_cut_short(rollout, policy),
-        off_policy_from=next(
-            (turn.index for turn in turns if _strays(rollout, turn, decisions)), None
-        ),
-        draft_tokens=spent.draft_tokens,
-        target_tokens=spent.target_tokens,
-        scored_tokens=spent.scored_tokens,
-    )
-
-
-def _strays(rollout: Rollout, turn: Turn, decisions: Mapping[TurnKey, Decision]) -> bool:
-    new = decisions.get((rollout.problem, rollout.sample, turn.index))
-    return new is not None and turn.decision is not None and new.escalate != turn.decision.escalate
-
-
-def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy) -> _JudgedChunk:
-    assert turn.score is not None, "only scored turns are asked about"
-    chunk = turn.drafted or turn.chunks[0]
-    told = decided.features if decided is not None else {}
-    features = replace(
-        recorded_features(rollout.problem, turn.index, rollout.sample, told),
-        issue=turn.decision.issue if turn.decision else None,
-        tokens=int(told.get("tokens", chunk.tokens)),
-        draft_logprob=told.get("draft_logprob", mean_logprob(chunk)),
-        draft_evidence=told.get("draft_evidence", evidence(policy.score, chunk)),
-        text=chunk.text,
-    )
-    return _JudgedChunk((rollout.problem, rollout.sample, turn.index), features, turn.score)
+    rollouts: list[ReplayedRollout] = []
+    ballots: list[Ballot] = []
+    for rollout, weight in zip(recorded.rollouts, recorded.weights, strict=True):
+        since = strayed.get((rollout.problem, rollout.sample))
+        if since is not None:
+            rollout = replace(rollout, off_policy_from=since)
+        rollouts.append(rollout)
+        if rollout.is_known and rollout.answer is not None:
+            ballots.append(Ballot(rollout.answer, weight))
+    return ReplayedProblem(recorded.problem.id, tally(ballots, group), tuple(rollouts))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedDecision:
-    """A decision taken again, and the one that was carried out."""
+    """A decision taken again, beside the one that was carried out, which comes without its reason."""
 
     decision: Decision
     recorded: Decision
     # an earlier decision of its rollout already came out otherwise: its chunk is another story's
     off_policy: bool
+
+
+class ReplayedDecisions(Sequence[ReplayedDecision]):
+    """Every decision beside the recorded one, in the order in which they were taken."""
+
+    def __init__(
+        self, decisions: Decisions, recorded: Decisions, problems: Iterable[ReplayedProblem]
+    ) -> None:
+        """Join decisions with the recorded ones on the same chunks, which stand in the same order."""
+        self._decisions = decisions
+        self._recorded = recorded
+        self._strayed = {
+            (rollout.problem, rollout.sample): rollout.off_policy_from
+            for problem in problems
+            for rollout in problem.rollouts
+            if rollout.off_policy_from is not None
+        }
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    @overload
+    def __getitem__(self, index: int) -> ReplayedDecision: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ReplayedDecision, ...]: ...
+    def __getitem__(self, index: int | slice) -> ReplayedDecision | tuple[ReplayedDecision, ...]:
+        if isinstance(index, slice):
+            return tuple(self[place] for place in range(*index.indices(len(self))))
+        decision = self._decisions[index]
+        since = self._strayed.get((decision.question, decision.sample))
+        return ReplayedDecision(
+            decision, self._recorded[index], since is not None and decision.turn > since
+        )
 
 
 TokenCount = Literal["counted", "at least", "unknown"]
@@ -347,7 +519,7 @@ class Replay:
     off_policy: float
     undecided: int
     censored: int
-    decisions: tuple[ReplayedDecision, ...]
+    decisions: Sequence[ReplayedDecision]
     answers: Mapping[str, tuple[str | None, str | None]]  # by problem: recorded, replayed
 
 
@@ -374,27 +546,25 @@ def replay_run(
     :raises JournalError: no problem is finished, or the journal cannot be read.
     """
     policy = _policy(run, change)
-    # whole rollouts that vote by number are decided on from what was recorded with each decision
-    needs_tokens = change.turns is not None or policy.vote != "majority"
-    recorded = _read(run, needs_tokens=needs_tokens)
-    if gate is not None or change.budget is not None:
-        _check_scored(recorded.outcomes)
     chosen = None if gate is None else gate(policy.samples)
+    recorded = _read(run, _Record(policy, keeps_texts=_reads_texts(chosen)))
+    if gate is not None or change.budget is not None:
+        _check_scored(recorded.record)
     if change.budget is not None:
-        chosen = _capped(chosen or _RecordedGate(recorded.outcomes), change.budget)
-    classes = partial(group, kind=recorded.outcomes[0].problem.kind)
-    again = replay_policy(recorded.outcomes, chosen, policy, classes, decided=recorded.decided)
+        chosen = _capped(chosen or _RecordedGate(recorded.record), change.budget)
+    problems = list(recorded.record.problems.values())
+    classes = partial(group, kind=problems[0].problem.kind)
+    again = _replay(recorded.record, chosen, classes)
     is_same_vote = change.samples is None and change.turns is None and change.vote is None
     return _compare(recorded, again, is_same_vote=is_same_vote)
 
 
-def _check_scored(outcomes: Iterable[Outcome]) -> None:
+def _check_scored(record: _Record) -> None:
     """Refuse to decide again where no chunk has a score.
 
     :raises OptionError: no decision of the run was made on a score.
     """
-    turns = (turn for one in outcomes for rollout in one.rollouts for turn in rollout.turns)
-    if not any(turn.score is not None and turn.decision is not None for turn in turns):
+    if not record.turns:
         raise OptionError(
             "replay",
             "no chunk of the run has a score, so nothing can be decided again. Replay a run that "
@@ -402,21 +572,25 @@ def _check_scored(outcomes: Iterable[Outcome]) -> None:
         )
 
 
+def _reads_texts(gate: object) -> bool:
+    """Return True unless the gate, and every gate inside it, is one of ours and reads no text."""
+    if gate is None:
+        return False
+    if not type(gate).__module__.startswith("atts.pipelines."):
+        return True
+    return getattr(gate, "needs_text", False) or _reads_texts(getattr(gate, "inner", None))
+
+
 class _RecordedGate:
     """A gate that repeats the recorded decisions, except those that a budget overrules."""
 
-    def __init__(self, outcomes: Sequence[Outcome]) -> None:
-        self._decisions = {
-            (rollout.problem, rollout.sample, turn.index): turn.decision
-            for outcome in outcomes
-            for rollout in outcome.rollouts
-            for turn in rollout.turns
-            if turn.decision is not None
-        }
+    def __init__(self, record: _Record) -> None:
+        # decisions alternate between the problems that were in flight
+        self._of = lru_cache(1024)(record.decisions_on)
 
     def preview(self, features: Features) -> Decision:
         """Return the recorded decision, whether or not it needed a score."""
-        return self._decisions[features.question, features.sample, features.turn]
+        return self._of(features.question)[features.sample, features.turn]
 
     def decide(self, features: Features, score: float) -> Decision:
         """Return the recorded decision."""
@@ -428,19 +602,19 @@ class _RecordedGate:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    outcomes: Sequence[Outcome]
-    decided: Mapping[TurnKey, Decided]
+    record: _Record
     verdicts: Mapping[tuple[str, str], str]  # of answers that were graded then
 
     @property
     def known(self) -> dict[str, str | None]:
         """Return the recorded answer of every problem that had the time to come to one."""
-        briefs = map(FinishedProblem.of, self.outcomes)
-        return {brief.problem: brief.answer for brief in briefs if not brief.is_censored}
+        problems = self.record.problems
+        return {name: one.answer for name, one in problems.items() if not one.is_censored}
 
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
         """Return the accuracy of these answers, as they were graded then or are graded now."""
-        asked = [outcome.problem for outcome in self.outcomes if outcome.problem.answer is not None]
+        problems = [one.problem for one in self.record.problems.values()]
+        asked = [one for one in problems if one.answer is not None]
         return accuracy_estimate(self.right(it, answers[it.id]) for it in asked if it.id in answers)
 
     def right(self, problem: Problem, answer: str | None) -> bool | None:
@@ -451,76 +625,30 @@ class _Recorded:
         return None if status == "unscored" else status in ("correct", "equal")
 
 
-def _read(run: RecordedRun, *, needs_tokens: bool) -> _Recorded:
+def _read(run: RecordedRun, record: _Record) -> _Recorded:
+    """Read the run's journal once; memory holds open problems whole, and of others the record."""
     state = RunState()
-    outcomes = dict[str, Outcome]()
     verdicts = dict[tuple[str, str], str]()
-    decided = dict[TurnKey, Decided]()
     for entry in run.entries((*FACTS, Decided)):
         outcome = state.apply(entry)
-        if outcome is not None and outcome.rollouts:
-            outcomes[outcome.problem.id] = (
-                outcome if needs_tokens else _without_tokens(outcome, decided)
-            )
+        if outcome is not None:
+            del state.finished[outcome.problem.id]
+            if outcome.rollouts:
+                record.finish(outcome)
         match entry.event:
             case Graded(answer=str(answer)) as graded:
                 verdicts[graded.problem, answer] = graded.status
             case Decided(decision) as event if decision.action != "verify":
-                decided[decision.turn_key] = event
+                record.take(event)
             case _:
                 pass
-    if not outcomes:
+    if not record.problems:
         raise JournalError(
             run.directory,
             "no problem is finished, so there is nothing to replay",
             "Let the run go on",
         )
-    return _Recorded(
-        [_with_cut_turns(one, decided) for one in outcomes.values()], decided, verdicts
-    )
-
-
-def _without_tokens(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Outcome:
-    """Return the outcome without the ids and log-probabilities that no decision asks for again.
-
-    They are most of what a rollout takes in memory. What a gate receives of a chunk stands with its
-    recorded decision; turns whose decision tells too little stay as they are.
-    """
-    rollouts: list[Rollout] = []
-    for rollout in outcome.rollouts:
-        turns: list[Turn] = []
-        for turn in rollout.turns:
-            event = decided.get((rollout.problem, rollout.sample, turn.index))
-            is_told = event is not None and (
-                not any(chunk.logprobs for chunk in (*turn.chunks, *turn.discarded))
-                or {"draft_logprob", "draft_evidence"} <= event.features.keys()
-            )
-            if is_told or turn.score is None:
-                turn = replace(
-                    turn,
-                    chunks=tuple(map(_without_ids, turn.chunks)),
-                    discarded=tuple(map(_without_ids, turn.discarded)),
-                )
-            turns.append(turn)
-        rollouts.append(replace(rollout, prompt=Prompt((), ()), turns=tuple(turns)))
-    return replace(outcome, rollouts=tuple(rollouts))
-
-
-def _without_ids(chunk: Chunk) -> Chunk:
-    return Chunk(chunk.author, chunk.text, (), (), chunk.ended)
-
-
-def _with_cut_turns(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Outcome:
-    """Return the outcome with the decisions of turns that a settled vote cut short."""
-    rollouts: list[Rollout] = []
-    for rollout in outcome.rollouts:
-        cut = decided.get((rollout.problem, rollout.sample, len(rollout.turns)))
-        if cut is not None and cut.decision.score is not None:
-            nothing = Chunk("draft", "", (), (), "length")
-            turn = Turn(len(rollout.turns), (), (nothing,), cut.decision.score, cut.decision)
-            rollout = replace(rollout, turns=(*rollout.turns, turn))
-        rollouts.append(rollout)
-    return replace(outcome, rollouts=tuple(rollouts))
+    return _Recorded(record, verdicts)
 
 
 def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
@@ -563,14 +691,15 @@ def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
 
 
 def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Replay:
-    pairs = tuple(_pairs(recorded, again))
-    before = {outcome.problem.id: outcome.answer for outcome in recorded.outcomes}
+    problems = recorded.record.problems
+    rows = again.decisions.rows
+    as_recorded = Decisions(Steps(recorded.record.turns, rows), rows)
+    before = {name: one.answer for name, one in problems.items()}
     after = {problem.problem: problem.answer for problem in again.problems}
     known = recorded.known
-    rates = [decision.rate for decision in again.decisions if math.isfinite(decision.rate)]
-    usages = [rollout.usage for outcome in recorded.outcomes for rollout in outcome.rollouts]
+    spent = sum((one.usage for one in problems.values()), Usage())
     replayed = [rollout for problem in again.problems for rollout in problem.rollouts]
-    old = _side([pair.recorded for pair in pairs], recorded.accuracy(known), usages)
+    old = _side(as_recorded, recorded.accuracy(known), [spent])
     judged = [problem for problem in again.problems if problem.problem in known]
     if is_same_vote and not again.off_policy > 0:
         after = before  # also votes that ended before they were certain
@@ -586,15 +715,19 @@ def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Rep
             new = _without_estimates(new)
         elif any(rollout.is_censored for rollout in replayed):
             new = replace(new, tokens="at least")
+    rates = (decision.rate for decision in reversed(again.decisions))
     return Replay(
         old,
         new,
-        nominal=rates[-1] if rates else None,
-        changed=sum(pair.decision.escalate != pair.recorded.escalate for pair in pairs),
+        nominal=next((rate for rate in rates if math.isfinite(rate)), None),
+        changed=sum(
+            one.escalate != other.escalate
+            for one, other in zip(again.decisions, as_recorded, strict=True)
+        ),
         off_policy=again.off_policy,
         undecided=undecided,
         censored=len(before) - len(known),
-        decisions=pairs,
+        decisions=ReplayedDecisions(again.decisions, as_recorded, again.problems),
         answers={name: (before[name], after[name]) for name in before},
     )
 
@@ -617,9 +750,9 @@ def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecide
     if not undecided:
         return recorded.accuracy({problem.problem: problem.answer for problem in problems})
     asked = {
-        outcome.problem.id: outcome.problem
-        for outcome in recorded.outcomes
-        if outcome.problem.answer is not None
+        name: one.problem
+        for name, one in recorded.record.problems.items()
+        if one.problem.answer is not None
     }
     bounds = [
         _bounds(recorded, asked[problem.problem], problem)
@@ -653,33 +786,11 @@ def _won(right: float, wrong: float) -> float:
     return 0.5 if right == wrong and right > 0 else float(right > wrong)
 
 
-def _pairs(recorded: _Recorded, again: Replayed) -> Iterator[ReplayedDecision]:
-    strayed = {
-        (r.problem, r.sample): r.off_policy_from
-        for problem in again.problems
-        for r in problem.rollouts
-    }
-    carried_out = {
-        (rollout.problem, rollout.sample, turn.index): turn.decision
-        for outcome in recorded.outcomes
-        for rollout in outcome.rollouts
-        for turn in rollout.turns
-        if turn.decision is not None
-    }
-    for decision in again.decisions:
-        since = strayed.get((decision.question, decision.sample))
-        yield ReplayedDecision(
-            decision, carried_out[decision.turn_key], since is not None and decision.turn > since
-        )
-
-
 def _side(
-    decisions: Sequence[Decision], accuracy: Estimate, spent: Sequence[Usage | ReplayedRollout]
+    decisions: Decisions, accuracy: Estimate, spent: Sequence[Usage | ReplayedRollout]
 ) -> ReplaySide:
-    asked = Counter(decision.question for decision in decisions)
-    escalated = Counter(decision.question for decision in decisions if decision.escalate)
     return ReplaySide(
-        rate=share_estimate((escalated[question], count) for question, count in asked.items()),
+        rate=share_estimate(decisions.by_question().values()),
         accuracy=accuracy,
         decisions=len(decisions),
         tokens="counted",

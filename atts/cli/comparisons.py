@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -330,7 +331,8 @@ def replay(
         seed=seed,
         **words,
     )
-    say("\n".join(_replay_objects(replayed) if as_json else _replay_lines(replayed)))
+    for line in _replay_objects(replayed) if as_json else _replay_lines(replayed):
+        say(line)
 
 
 def _play_rules(
@@ -443,8 +445,8 @@ def _rule_notes(found: Referee) -> Iterator[str]:
         yield f"{found.ungraded:,} problems have no verdict and are left out"
 
 
-def _replay_objects(replayed: Replay) -> list[str]:
-    """Return one JSON object per decision and per problem, then the summary."""
+def _replay_objects(replayed: Replay) -> Iterator[str]:
+    """Yield one JSON object per decision and per problem, then the summary."""
     decisions = (
         {
             "type": "decision",
@@ -466,7 +468,7 @@ def _replay_objects(replayed: Replay) -> list[str]:
     rest = {name: getattr(replayed, name) for name in names}
     sides = {name: asdict(getattr(replayed, name)) for name in ("recorded", "replayed")}
     summary = {"type": "summary", **rest, **sides}
-    return [json_line(line) for line in (*decisions, *problems, summary)]
+    yield from map(json_line, chain(decisions, problems, [summary]))
 
 
 def _replay_lines(replayed: Replay) -> list[str]:
@@ -483,8 +485,9 @@ def _replay_lines(replayed: Replay) -> list[str]:
         ("tokens, scored", *(_replay_tokens(side, side.scored_tokens) for side in (old, new))),
     ]
     asked = "" if replayed.nominal is None else f" (nominal rate {replayed.nominal:g})"
+    width = max(24, *(len(one) + 2 for _, one, _ in rows))
     table = [
-        f"{name:<20}{one:<24}{other}{asked if name == 'escalated chunks' else ''}"
+        f"{name:<20}{one:<{width}}{other}{asked if name == 'escalated chunks' else ''}"
         for name, one, other in rows
     ]
     changed = f"{replayed.changed:,} of {new.decisions:,} decisions changed."

@@ -12,6 +12,7 @@ from atts.journal.directory import (
 )
 from atts.journal.events import (
     COMPARED,
+    FEATURES,
     SCHEMA,
     CallFailed,
     Decided,
@@ -76,6 +77,7 @@ from atts.journal.state import (
 __all__ = [
     "COMPARED",
     "FACTS",
+    "FEATURES",
     "JOURNAL",
     "LOCK",
     "MANIFEST",

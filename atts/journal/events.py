@@ -323,7 +323,7 @@ class Entry:
     event: Event
 
 
-_FEATURES: Mapping[str, type[int | float | bool]] = {
+FEATURES: Mapping[str, type[int | float | bool]] = {
     "tokens": int,
     "draft_logprob": float,
     "draft_evidence": float,
@@ -332,6 +332,7 @@ _FEATURES: Mapping[str, type[int | float | bool]] = {
     "agreement": float,
     "agrees": bool,
 }
+"""Numbers that a gate is told besides the score, with their types."""
 _RARE = ("has_answer", "answered", "agreement", "agrees")
 """Features that are 0 for most chunks; what a journal lacks is 0."""
 
@@ -358,6 +359,6 @@ def recorded_features(
 ) -> Features:
     """Return the features that `feature_numbers` made numbers of; a missing one has its default."""
     known: dict[str, Any] = {
-        name: kind(numbers[name]) for name, kind in _FEATURES.items() if name in numbers
+        name: kind(numbers[name]) for name, kind in FEATURES.items() if name in numbers
     }
     return Features(question, turn, sample, left=numbers.get("left"), **known)

@@ -25,8 +25,8 @@ from atts.analysis.reports.numbers import GroupRate, StatedGuarantee
 from atts.analysis.reports.pages import Pages, pack, shorten
 from atts.analysis.reports.rate_control import rate_control
 from atts.analysis.reports.run_data import read_run_data
-from atts.analysis.reports.steps import GateStep, StepLog
 from atts.analysis.reports.tables import shown_problems
+from atts.analysis.steps import GateStep, StepLog
 from atts.analysis.turns import tokens_written
 from atts.api import Setup
 from atts.calibration import Calibrator, coin_band

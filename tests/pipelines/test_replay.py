@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace as changed
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from atts.analysis import replay_policy, run_replay
-from atts.api import Setup, evaluate_sync, replay
+import atts
+from atts.analysis import PolicyChange, replay_policy, run_replay
+from atts.api import Setup, evaluate_sync
 from atts.calibration import Calibrator
-from atts.core import Chunk, Outcome, Turn, TurnKey, Usage
+from atts.core import Chunk, Decision, Features, Outcome, Turn, TurnKey, Usage
 from atts.errors import OptionError
-from atts.journal import Decided
-from atts.pipelines import Answers, ConformalGate, FixedGate, Gate, Policy, ThresholdGate, TopGate
+from atts.journal import Decided, open_run
+from atts.pipelines import (
+    Answers,
+    ConformalGate,
+    CueGate,
+    FixedGate,
+    Gate,
+    Policy,
+    ThresholdGate,
+    TopGate,
+)
 from atts.testing import toy_problems
 
 Solve = Callable[..., list[Outcome]]
@@ -141,40 +151,80 @@ def test_a_round_gate_replays_over_whole_rounds(attempt: Solve, answers: Answers
     assert abs(again.rate - 0.25) < 0.05
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"rate": 0.4}, {"samples": 2}, {"turns": 2, "rate": 0.1}, {"vote": "confidence"}],
-    ids=str,
-)
-def test_a_replay_holds_no_token_that_it_does_not_ask_for(
-    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The data dropped while the journal is read change no number; only cuts of turns and votes by
-    confidence need ids and log-probabilities.
-    """
+def run_of(problems: int, samples: int, directory: Path) -> None:
+    """Record a run of scripted models, whole rollouts, with a rate that learns."""
     setup = Setup(draft="scripted", target="scripted", rate=0.3, concurrency=8)
-    policy = changed(setup.policy, samples=4, early_stop="none")
-    evaluate_sync(toy_problems(10, 4), changed(setup, policy=policy), directory=tmp_path)
-    kept: list[Outcome] = []
-    slim = run_replay._without_tokens  # pyright: ignore[reportPrivateUsage]
+    policy = changed(setup.policy, samples=samples, early_stop="none")
+    evaluate_sync(toy_problems(problems, 4), changed(setup, policy=policy), directory=directory)
 
-    def noting(outcome: Outcome, decided: Any) -> Outcome:
-        kept.append(slim(outcome, decided))
-        return kept[-1]
 
-    monkeypatch.setattr(run_replay, "_without_tokens", noting)
-    lean = replay(tmp_path, **change)
-    monkeypatch.setattr(run_replay, "_without_tokens", lambda outcome, decided: outcome)
-    assert repr(replay(tmp_path, **change)) == repr(lean)
-    chunks = [
-        chunk
-        for outcome in kept
+def test_a_replay_keeps_columns_and_no_texts(tmp_path: Path) -> None:
+    """What is still held after a journal was read: numbers for each chunk, and its decisions."""
+    run_of(24, 4, tmp_path)
+    atts.replay(tmp_path, rate=0.4)  # imports, caches
+    tracemalloc.start()
+    try:
+        done = atts.replay(tmp_path, rate=0.4)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(done.decisions) > 24 * 4 * 3
+    assert held / len(done.decisions) < 700  # it was more than 2,000
+
+
+def test_replayed_decisions_read_like_a_list(tmp_path: Path) -> None:
+    """They are made again from columns, the same each time, reason included."""
+    run_of(6, 4, tmp_path)
+    done = atts.replay(tmp_path, rate=0.1)
+    pairs = list(done.decisions)
+    assert pairs == [done.decisions[place] for place in range(len(pairs))]
+    assert list(done.decisions[2:5]) == pairs[2:5]
+    assert done.decisions[-1] == pairs[-1]
+    assert all(pair.decision.why for pair in pairs)
+    assert all(pair.decision.turn_key == pair.recorded.turn_key for pair in pairs)
+    changes = sum(pair.decision.escalate != pair.recorded.escalate for pair in pairs)
+    assert changes == done.changed > 0
+    assert any(pair.off_policy for pair in pairs)
+
+
+class Reading:
+    """Escalate by the text alone."""
+
+    def preview(self, features: Features) -> Decision:
+        """Look for a letter."""
+        return features.decision("escalate" if "e" in features.text else "accept")
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """Decide the same."""
+        return self.preview(features)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Learn nothing."""
+
+
+@pytest.mark.parametrize("way", ["a gate of the user's", "a method that looks for words", "capped"])
+def test_gates_that_read_get_the_texts(way: str, tmp_path: Path) -> None:
+    """A gate of someone else's may read; our own says so, also within another."""
+    run_of(6, 2, tmp_path)
+    texts = {
+        (rollout.problem, rollout.sample, turn.index): (turn.drafted or turn.chunks[0]).text
+        for outcome in open_run(tmp_path).outcomes()
         for rollout in outcome.rollouts
         for turn in rollout.turns
-        for chunk in (*turn.chunks, *turn.discarded)
-    ]
-    assert bool(chunks) == (not {"turns", "vote"} & change.keys())
-    assert not any(chunk.draft_ids or chunk.target_ids or chunk.logprobs for chunk in chunks)
+    }
+    if way == "a gate of the user's":
+        done = atts.replay(tmp_path, gate=Reading())
+        wanted = {key: "e" in text for key, text in texts.items()}
+    else:
+        budget = 10**6 if way == "capped" else None
+        cue = min(texts.values(), key=len)[-3:]
+        done = run_replay.replay_run(
+            open_run(tmp_path), PolicyChange(budget=budget), lambda _: CueGate((cue.lower(),))
+        )
+        wanted = {key: cue.lower() in text.lower() for key, text in texts.items()}
+    found = {pair.decision.turn_key: pair.decision.escalate for pair in done.decisions}
+    assert found == {key: wanted[key] for key in found}
+    assert len(set(found.values())) == 2
 
 
 def test_a_method_that_would_have_written_other_chunks_is_not_replayed(tmp_path: Path) -> None:
@@ -189,9 +239,9 @@ def test_a_method_that_would_have_written_other_chunks_is_not_replayed(tmp_path:
         ("paper-marginal", "takeover"),
     ):
         with pytest.raises(OptionError, match=f"its {named} differs"):
-            replay(run, method=method)
+            atts.replay(run, method=method)
     for method in ("coin", "draft-only", "top-b"):
-        assert replay(run, method=method).replayed.decisions > 0
+        assert atts.replay(run, method=method).replayed.decisions > 0
 
 
 def test_nothing_is_decided_again_without_scores(tmp_path: Path) -> None:
@@ -201,5 +251,5 @@ def test_nothing_is_decided_again_without_scores(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{"rate": 0.5}, {"method": "atts"}, {"budget": 1}]
     for change in changes:
         with pytest.raises(OptionError, match="no chunk of the run has a score"):
-            replay(run, **change)
-    assert replay(run, samples=1).changed == 0
+            atts.replay(run, **change)
+    assert atts.replay(run, samples=1).changed == 0

@@ -225,8 +225,8 @@ def _fewer_rollouts(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
         for r in one.rollouts
         if not r.brief.is_censored
     ]
-    target = math.fsum(rollout.usage.target_tokens for rollout in rollouts) / len(rollouts)
-    tokens = math.fsum(written(rollout.usage) for rollout in rollouts) / len(rollouts)
+    target = math.fsum(rollout.target_tokens for rollout in rollouts) / len(rollouts)
+    tokens = math.fsum(rollout.tokens for rollout in rollouts) / len(rollouts)
     points = list[FrontierPoint]()
     for name, estimate in score(samples).estimates.items():
         kind, _, k = name.partition("@")
@@ -251,7 +251,7 @@ def _whole_run(data: RunData, name: str) -> list[FrontierPoint]:
 
 def _fewer_turns(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
     """Return the point of votes on the answers within so many turns."""
-    longest = max((len(rollout.written) for one in problems for rollout in one.rollouts), default=0)
+    longest = max((rollout.turns for one in problems for rollout in one.rollouts), default=0)
     return [
         _cut(problems, 1 << power) for power in range(longest.bit_length()) if 1 << power < longest
     ]
@@ -259,10 +259,9 @@ def _fewer_turns(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
 
 def _cut(problems: Sequence[ProblemFacts], turns: int) -> FrontierPoint:
     right = [value for one in problems if (value := _vote_within(one, turns)) is not None]
-    tokens = [
-        pair for one in problems for rollout in one.rollouts for pair in rollout.written[:turns]
-    ]
-    draft, target = (math.fsum(pair[model] for pair in tokens) / len(problems) for model in (0, 1))
+    rollouts = [rollout for one in problems for rollout in one.rollouts]
+    draft = sum(sum(rollout.drafted_by_turn[:turns]) for rollout in rollouts) / len(problems)
+    target = sum(sum(rollout.target_by_turn[:turns]) for rollout in rollouts) / len(problems)
     label = f"{turns} turn{'s' * (turns != 1)}"
     return FrontierPoint(label, "turns", target, draft + target, mean_estimate(right, len(right)))
 
@@ -272,7 +271,7 @@ def _vote_within(one: ProblemFacts, turns: int) -> float | None:
 
     None where all that might have answered by then was stopped before.
     """
-    within = [rollout.brief for rollout in one.rollouts if len(rollout.written) <= turns]
+    within = [rollout.brief for rollout in one.rollouts if rollout.turns <= turns]
     samples = [brief for brief in within if brief.answer is not None]
     if not samples and any(brief.is_censored for brief in within):
         return None

@@ -34,7 +34,7 @@ from atts.analysis.reports.rate_control import (
 )
 from atts.analysis.reports.render import as_format, filled, page, save_figures
 from atts.analysis.reports.run_data import ProblemFacts, RunData, read_run_data
-from atts.analysis.reports.steps import GateStep
+from atts.analysis.steps import GateStep
 from atts.calibration import Calibrator, Health, Mode, StoredScores, examine, replay_scores
 from atts.errors import DISTRIBUTION, CalibrationInputError, OptionError
 from atts.evaluators import answer_classes, group

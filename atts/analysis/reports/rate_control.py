@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Literal
@@ -23,8 +24,8 @@ from atts.analysis.reports.numbers import (
     Uniformity,
 )
 from atts.analysis.reports.run_data import AUDIT, RunData
-from atts.analysis.reports.steps import GateStep
 from atts.analysis.run_replay import fresh_calibrator
+from atts.analysis.steps import GateStep
 from atts.calibration import (
     MODES,
     PERPLEXITY,
@@ -331,14 +332,14 @@ class _Columns:
     """The decision on each chunk in columns, without objects: a run may have judged a million."""
 
     questions: list[str] = field(default_factory=list[str])
-    turns: list[int] = field(default_factory=list[int])
-    escalated: list[bool] = field(default_factory=list[bool])
+    turns: array[int] = field(default_factory=lambda: array("I"))
+    escalated: bytearray = field(default_factory=bytearray)  # 0 or 1 each
     # where among them those are that have a score, and how bad each is
-    judged: list[int] = field(default_factory=list[int])
-    bad: list[float] = field(default_factory=list[float])
+    judged: array[int] = field(default_factory=lambda: array("I"))
+    bad: array[float] = field(default_factory=lambda: array("d"))
     # where those are that have a p-value, and the p-values
-    ranked: list[int] = field(default_factory=list[int])
-    p: list[float] = field(default_factory=list[float])
+    ranked: array[int] = field(default_factory=lambda: array("I"))
+    p: array[float] = field(default_factory=lambda: array("d"))
     forced: int = 0
     nominal: float | None = None
 
@@ -375,15 +376,15 @@ def _most_named(rates: Counter[float]) -> float | None:
     return named[0][0] if named else None
 
 
-def _groups(keys: Sequence[Hashable], flags: Sequence[bool]) -> dict[Hashable, list[bool]]:
-    found: dict[Hashable, list[bool]] = {}
+def _groups(keys: Sequence[Hashable], flags: Iterable[int]) -> dict[Hashable, bytearray]:
+    found: dict[Hashable, bytearray] = {}
     for key, flag in zip(keys, flags, strict=True):
-        found.setdefault(key, []).append(flag)
+        found.setdefault(key, bytearray()).append(flag)
     return found
 
 
 def _banded(
-    groups: Mapping[Hashable, Sequence[bool]], nominal: float | None, prefix: str = ""
+    groups: Mapping[Hashable, Sequence[int]], nominal: float | None, prefix: str = ""
 ) -> tuple[GroupRate, ...]:
     """Return each group with the band that holds for all groups at once."""
     level = 1 - (1 - LEVEL) / max(1, len(groups))
@@ -402,8 +403,8 @@ def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:
     return math.sqrt(nominal * (1 - nominal) * float(np.mean([1 / size for size in sizes])))
 
 
-def _moments(flags: Sequence[bool], nominal: float | None, window: int) -> tuple[RatePoint, ...]:
-    sums = np.concatenate([[0], np.cumsum(flags)])
+def _moments(flags: bytearray, nominal: float | None, window: int) -> tuple[RatePoint, ...]:
+    sums = np.concatenate([[0], np.cumsum(np.frombuffer(flags, np.uint8), dtype=np.int64)])
     at = np.unique(np.linspace(min(10, len(flags)), len(flags), _MOMENTS).astype(int))
     return tuple(
         RatePoint(
@@ -486,6 +487,6 @@ def _metrics(columns: _Columns) -> Mapping[str, float]:
         [columns.questions[place] for place in columns.judged],
         [columns.turns[place] for place in columns.judged],
         columns.bad,
-        [columns.escalated[place] for place in columns.judged],
+        [bool(columns.escalated[place]) for place in columns.judged],
         columns.nominal,
     )

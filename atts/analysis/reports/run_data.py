@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atts.analysis.reports.pages import Pages
-from atts.analysis.reports.steps import GateStep, StepLog, Steps
+from atts.analysis.steps import GateStep, StepLog, Steps
 from atts.analysis.turns import tokens_written
-from atts.core import Decision, Outcome, Problem, Rollout, Usage
+from atts.core import Decision, Outcome, Problem, Rollout
 from atts.journal import (
     FACTS,
     CallFailed,
@@ -53,9 +54,18 @@ class RolloutFacts:
     brief: FinishedSample
     decisions: int
     escalated: int
-    usage: Usage
+    tokens: int  # written by both models
+    target_tokens: int  # of them, by the target
     flags: tuple[str, ...]
-    written: tuple[tuple[int, int], ...]  # tokens by the draft and by the target, turn by turn
+    # the tokens that each turn added, by the draft and by the target; numbers without objects, for
+    # a report holds all turns of a run
+    drafted_by_turn: array[int]
+    target_by_turn: array[int]
+
+    @property
+    def turns(self) -> int:
+        """Return the number of turns."""
+        return len(self.drafted_by_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +177,11 @@ def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> Rollo
         brief,
         len(decisions),
         sum(decision.escalate for decision in decisions),
-        usage=rollout.usage,
+        tokens=rollout.usage.draft_tokens + rollout.usage.target_tokens,
+        target_tokens=rollout.usage.target_tokens,
         flags=tuple(_flags(rollout, problem, decisions)),
-        written=tuple(
-            (tokens_written(turn, "draft"), tokens_written(turn, "target"))
-            for turn in rollout.turns
-        ),
+        drafted_by_turn=array("I", (tokens_written(turn, "draft") for turn in rollout.turns)),
+        target_by_turn=array("I", (tokens_written(turn, "target") for turn in rollout.turns)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, overload
 
@@ -41,16 +41,23 @@ class Steps(Sequence[GateStep]):
             return Steps(self._log, self._places[index])
         return self._log.read(self._places[index])
 
+    def by_question(self) -> dict[str, tuple[int, int]]:
+        """Return how many steps escalated, and how many there are, by question."""
+        return self._log.count_by_question(self._places)
+
 
 class StepLog:
-    """All steps of a run in the order of its journal, some 90 bytes each; reasons in words are left out."""
+    """Steps of a run's gate in order, some 90 bytes each; reasons in words only where they are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_reasons: bool = False) -> None:
         self._texts: dict[str, int] = {}  # every text once, with its number
         self._spellings: list[str] = []
         self._codes = array("I")  # four texts a step: kind, question, action, origin
         self._numbers = array("q")  # turn, sample, issue, and which of the values are there
         self._values = array("d")  # rate, score, p, length, left
+        self._keeps_reasons = keeps_reasons
+        self._reasons = bytearray()
+        self._reason_ends = array("Q")
 
     def __len__(self) -> int:
         return len(self._codes) // 4
@@ -70,9 +77,15 @@ class StepLog:
                 known |= 4 << place
             self._values.append(0.0 if value is None else value)
         self._numbers.extend((decision.turn, decision.sample, decision.issue or 0, known))
+        if self._keeps_reasons:
+            self._reasons += decision.why.encode("utf-8", "surrogatepass")
+            self._reason_ends.append(len(self._reasons))
 
     def read(self, place: int) -> GateStep:
-        """Return the step at a place, equal to the one that was kept there but for its `why`."""
+        """Return the step at a place, equal to the one that was kept there.
+
+        Its `why` is empty if the log keeps no reasons.
+        """
         texts = [self._spellings[code] for code in self._codes[4 * place : 4 * place + 4]]
         kind, question, action, origin = texts
         turn, sample, issue, known = self._numbers[4 * place : 4 * place + 4]
@@ -89,6 +102,7 @@ class StepLog:
             issue=issue if known & 2 else None,
             score=score,
             p=p,
+            why=self._reason(place),
             origin=cast("Origin", origin),
             length=length,
         )
@@ -98,6 +112,19 @@ class StepLog:
         """Return the steps from one place up to another."""
         return Steps(self, range(begin, end))
 
+    def count_by_question(self, places: Iterable[int]) -> dict[str, tuple[int, int]]:
+        """Return how many of some steps escalated, and how many there are, by question."""
+        escalated: dict[int, int] = {}
+        asked: dict[int, int] = {}
+        for place in places:
+            question = self._codes[4 * place + 1]
+            asked[question] = asked.get(question, 0) + 1
+            escalated[question] = escalated.get(question, 0) + (self._numbers[4 * place + 3] & 1)
+        return {
+            self._spellings[question]: (escalated[question], count)
+            for question, count in asked.items()
+        }
+
     def of_kind(self, kind: StepKind) -> Steps:
         """Return the steps of a kind."""
         code = self._texts.get(kind)
@@ -105,6 +132,12 @@ class StepLog:
         if code is not None:
             places.extend(place for place, found in enumerate(self._codes[::4]) if found == code)
         return Steps(self, places)
+
+    def _reason(self, place: int) -> str:
+        if not self._keeps_reasons:
+            return ""
+        begin = self._reason_ends[place - 1] if place else 0
+        return self._reasons[begin : self._reason_ends[place]].decode("utf-8", "surrogatepass")
 
     def _number(self, text: str) -> int:
         number = self._texts.get(text)

@@ -17,6 +17,7 @@ import pytest
 from atts.analysis import build_report, list_runs
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
+from atts.cli.comparisons import _replay_lines  # pyright: ignore[reportPrivateUsage]
 from atts.cli.recorded_runs import follow
 from atts.errors import (
     CalibrationInputError,
@@ -25,6 +26,7 @@ from atts.errors import (
     OptionError,
     UsageError,
 )
+from atts.evaluators import share_estimate
 from atts.files import jsonable
 from atts.journal import (
     JOURNAL,
@@ -86,6 +88,15 @@ def test_another_rate_is_replayed_and_its_strays_are_flagged(atts: Atts, runs: P
         first = changed.get((line["problem"], line["sample"]))
         assert line["off_policy"] == (first is not None and line["turn"] > first)
     assert summary["off_policy"] > 0
+
+
+def test_columns_stay_apart_however_long_their_numbers_are(runs: Path) -> None:
+    """A run of many problems has counts that are wider than the first column of a small one."""
+    found = replay(runs / "atts")
+    wide = replace(found.recorded, rate=share_estimate([(148_597, 742_662)] * 2))
+    rows = list(_replay_lines(replace(found, recorded=wide)))
+    [row] = [row for row in rows if row.startswith("escalated chunks")]
+    assert "(297,194 of 1,485,324)  " in row
 
 
 def _differs(line: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace as changed
 from pathlib import Path
+from typing import Any
 
 import pytest
 

@@ -78,7 +78,7 @@ class StepLog:
             self._values.append(0.0 if value is None else value)
         self._numbers.extend((decision.turn, decision.sample, decision.issue or 0, known))
         if self._keeps_reasons:
-            self._reasons += decision.why.encode("utf-8", "surrogatepass")
+            self._reasons += bytes(decision.why, "utf-8", "surrogatepass")
             self._reason_ends.append(len(self._reasons))
 
     def read(self, place: int) -> GateStep:

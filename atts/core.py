@@ -47,6 +47,8 @@ class Grading:
     units: Literal["optional", "required"] = "optional"
     # "decimals": one of five digits stands for a value without a finite decimal, such as a third
     rounding: Literal["decimals", "none"] = "decimals"
+    # "formula": in formulas of physics the letters of sizes are positive; "positive": all letters are
+    variables: Literal["formula", "real", "positive"] = "formula"
     # "text": the words of the correct choice count as well as its letter
     choices: Literal["letter", "text"] = "letter"
 

@@ -300,6 +300,9 @@ def _value(following: str, kind: AnswerKind) -> str | None:
     if kind == "choice":
         return _choice(following[:200], first=True)
     following = PATTERNS["leading"].sub("", following.lstrip("*: \n"))
+    lines = following.split("\n\n", 1)[0].replace("**", "")
+    if PATTERNS["first_part"].match(lines):
+        return _trimmed(" ".join(lines.split()))
     if run := _RUN.match(following):
         return _listed(run[0])
     if maths := _MATHS.match(following):
@@ -376,6 +379,8 @@ def stated(text: str, kind: AnswerKind) -> str | None:
     text = PATTERNS["end_in_maths"].sub(" ", text)
     if kind == "choice":
         return _choice(text)
+    if PATTERNS["unfinished"].search(text) or PATTERNS["thought"].search(text):
+        return None
     sentences = [each for each in PATTERNS["sentence_end"].split(text) if each.strip(" .\n*")]
     for sentence in map(str.strip, sentences[:-4:-1]):
         if PATTERNS["aside"].match(sentence):
@@ -390,6 +395,7 @@ def stated(text: str, kind: AnswerKind) -> str | None:
 
 def _bare(line: str) -> str | None:
     """Return the value of a line without words: its maths, its values, or after its last =."""
+    *_, line = PATTERNS["arrow"].split(line)
     whole = _MATHS.match(line)
     if whole and not line[whole.end() :].strip(" .*"):
         return _inside(whole)  # not the numbers in it: [-2, 7] is an interval

@@ -39,8 +39,10 @@ def without_asking() -> Generator[list[str]]:
         _trial.questions = None
 
 
-def are_equal(one: Node, two: Node) -> bool:
+def are_equal(one: Node, two: Node, positive: frozenset[str] = frozenset()) -> bool:
     """Return what sympy proves of two expressions; work from any thread and event loop.
+
+    The variables named as `positive` are so; the others are real.
 
     Raises Undecided where it proves nothing, OutOfTime where its time is up. Only trees of our
     parser reach the worker, never text.
@@ -48,7 +50,8 @@ def are_equal(one: Node, two: Node) -> bool:
     if len(one.walk()) + len(two.walk()) > _NODES:
         raise Undecided("too large for algebra")
     # in one order, so that the verdict is symmetric
-    reply = WORKER.ask(*sorted(json.dumps(_tree(node)) for node in (one, two)))
+    trees = sorted(json.dumps(_tree(node)) for node in (one, two))
+    reply = WORKER.ask(trees[0], trees[1], json.dumps(sorted(positive)))
     if reply == "time":
         raise OutOfTime
     if not isinstance(reply, bool):
@@ -70,31 +73,32 @@ class Worker:
         self.owner = 0  # the process that started it: a fork has to start another
         self.failures = 0
         self.buffer = b""
-        self.answers: dict[tuple[str, str], Any] = {}
+        self.answers: dict[tuple[str, str, str], Any] = {}
         self.timeouts = Counter[str]()
 
-    def ask(self, one: str, two: str) -> Any:
+    def ask(self, one: str, two: str, positive: str = "[]") -> Any:
         """Return the reply about two trees, from memory where it was asked before."""
         # before the lock, which a thread holds while it waits for the worker
         with suppress(KeyError):
-            return self.answers[one, two]
+            return self.answers[one, two, positive]
         questions = getattr(_trial, "questions", None)
         if questions is not None:
             questions.append(one)
             return None
         with self.lock:
-            if (one, two) in self.answers:
-                return self.answers[one, two]
+            if (one, two, positive) in self.answers:
+                return self.answers[one, two, positive]
             larger = max(one, two, key=len)  # which is what takes the time
             if self.timeouts[larger] >= _TIMEOUTS:
                 return "time"
             if len(self.answers) >= _KEPT:
                 self.answers.clear()
                 self.timeouts.clear()
-            reply = self.reply(f'{{"one": {one}, "two": {two}, "seconds": {SECONDS}}}')
+            question = f'"one": {one}, "two": {two}, "positive": {positive}, "seconds": {SECONDS}'
+            reply = self.reply(f"{{{question}}}")
             if reply == "time":
                 self.timeouts[larger] += 1
-            self.answers[one, two] = reply
+            self.answers[one, two, positive] = reply
             return reply
 
     def reply(self, question: str) -> Any:

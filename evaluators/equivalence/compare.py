@@ -20,6 +20,7 @@ COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 
 _HUGE = ("factorial", "double_factorial", "binom")  # of which sympy computes every digit
+_OF_LINES = ("parallel", "perp")  # relations that either line may begin
 _SYMBOLIC = ("sum", "opaque", "matrix")  # what is worked out by rules, not by evaluation
 
 
@@ -176,6 +177,8 @@ class Comparer:
             return self.ruled("relation", False)
         one = gold.text.split()
         two = answer.text.split()
+        if one == two and gold.text in _OF_LINES:
+            return self.unordered(gold.args, answer.args, "relation")
         has_class = has(gold, "congruence") or has(answer, "congruence")
         if len(one) == len(two) == 1 and {*one, *two} <= FLIPPED.keys() and not has_class:
             sign = self.prober.proportional(minus(*gold.args), minus(*answer.args))
@@ -248,7 +251,7 @@ class Comparer:
         if kinds & {"tuple", "matrix", "union", "setminus"}:
             return self.ordered(gold, answer)
         if "word" in kinds:
-            return self.ruled("text", views.spelt(gold) == views.spelt(answer))
+            return self.ruled("text", views.says_alike(gold, answer))
         if (
             kinds == {"symbol", "mul"}
             and len(views.letters(gold)) == len(views.letters(answer)) > 1
@@ -305,7 +308,8 @@ class Comparer:
             return self.each(pair.args, other.args, "tuple")
         nesting = {any(arg.kind == "set" for arg in node.args) for node in (gold, answer)}
         are_lists = gold.kind == answer.kind == "list"
-        if len(nesting) == 2 or (are_lists and len({gold.text, answer.text, ""}) == 3):
+        is_linked_otherwise = are_lists and len({gold.text, answer.text, ""}) == 3
+        if len(nesting) == 2 or (is_linked_otherwise and not views.are_of_one_function(gold, answer)):
             return self.ruled("logic", False)
         one = views.members(gold)
         two = views.members(answer)
@@ -468,17 +472,38 @@ class Comparer:
         return self.ruled("ratio", is_number and self.numbers(quotient(*ratio.args), other))
 
     def numbers(self, gold: Node, answer: Node) -> bool:
+        """Compare expressions by value, where sizes are positive if they are not equal elsewhere."""
+        undecided: Undecided | None = None
+        try:
+            if self.settled(gold, answer, frozenset()):
+                return True
+        except Undecided as error:
+            undecided = error
+        rule = self.rule
+        positive = views.sizes(self.grading, gold, answer)
+        if positive:
+            with suppress(Undecided):
+                if self.settled(gold, answer, positive):
+                    return self.ruled("sizes", True)
+        if undecided:
+            raise undecided
+        return self.ruled(rule, False)
+
+    def settled(self, gold: Node, answer: Node, positive: frozenset[str]) -> bool:
         """Compare expressions by value; ask sympy where our evaluation does not settle it."""
+        self.prober.positive = positive
         try:
             return self.evaluated(gold, answer)
         except Undecided as undecided:
             if not _is_for_algebra(gold, answer, undecided):
                 raise
             try:
-                verdict = algebra.are_equal(gold, answer)
+                verdict = algebra.are_equal(gold, answer, positive)
             except Undecided:
                 raise undecided from None
             return self.ruled("algebra", verdict)
+        finally:
+            self.prober.positive = frozenset()
 
     def evaluated(self, gold: Node, answer: Node) -> bool:
         """Compare values, then a long decimal as the rounding of the other value."""

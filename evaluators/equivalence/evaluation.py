@@ -162,7 +162,14 @@ def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
     return rule
 
 
+def _gamma(args: list[Fraction], limits: Limits) -> Fraction:
+    if _whole(args[0]) < 1:
+        raise Undefined("a pole of gamma")
+    return _factorial([args[0] - 1], limits)
+
+
 EXACT: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
+    "gamma": _gamma,
     "factorial": _factorial,
     "double_factorial": _double_factorial,
     "binom": _binom,
@@ -338,7 +345,7 @@ def _smooth(
     """Return a rule for a function of mpmath, with the derivative its error grows by."""
 
     def rule(arithmetic: Arithmetic, item: Approx) -> Approx:
-        if item.magnitude > 100:
+        if item.magnitude > _LARGEST.get(name, 100):
             raise TooLarge("a function of a huge number")
         value = getattr(arithmetic.mp, name)(item.value)
         growth = magnitude(slope(arithmetic.mp, item.value))
@@ -372,7 +379,10 @@ _SLOPES: dict[str, Callable[[Any, Number], Number]] = {
     "arcsinh": _root_slope(1, 1),
     "arccosh": _root_slope(1, -1),
     "arctanh": lambda mp, x: 1 / (1 - x * x),
+    "gamma": lambda mp, x: mp.gamma(x) * mp.digamma(x),
+    "zeta": lambda mp, x: mp.zeta(x, 1, 1),
 }
+_LARGEST = {"gamma": 20, "zeta": 8}  # bits of what these are computed of: their work grows with it
 FUNCTIONS: dict[str, Callable[[Arithmetic, Approx], Approx]] = {
     "ln": lambda arithmetic, item: arithmetic.by_direction("log", item),
     "log": lambda arithmetic, item: arithmetic.by_direction("log10", item),

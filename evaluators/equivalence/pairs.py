@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import get_args
@@ -10,8 +11,9 @@ from atts.core import AnswerKind, Grading
 from atts.errors import OptionError
 from atts.evaluators.equivalence import views
 from atts.evaluators.equivalence.compare import Comparer
+from atts.evaluators.equivalence.constants import restated
 from atts.evaluators.syntax.reading import Reading, read, spaceless
-from atts.evaluators.syntax.tree import has, variables
+from atts.evaluators.syntax.tree import Node, has, variables
 from atts.evaluators.syntax.vocabulary import squashed
 from atts.evaluators.verdict import (
     LIMITS,
@@ -198,8 +200,19 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
             verdict = _unscored(TooLarge("too deep for the stack at hand"))
         if verdict.is_equal:
             return verdict
+        if variables(gold) and variables(answer) and _are_restated(gold, answer, limits, policy):
+            return Verdict("equal", "constants")
         first = first or verdict
     return first or _unread(one, two)
+
+
+def _are_restated(gold: Node, answer: Node, limits: Limits, policy: Grading) -> bool:
+    """Return whether two answers are equal but for the choice of arbitrary constants."""
+    for one, two in restated(gold, answer):
+        with suppress(Undecided, Undefined, OutOfTime, RecursionError):
+            if Comparer(limits, policy).same(one, two):
+                return True
+    return False
 
 
 def _unread(one: Reading, two: Reading) -> Verdict:

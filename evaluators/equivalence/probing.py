@@ -253,6 +253,8 @@ class Prober:
     def __init__(self, limits: Limits, budget: Budget | None = None) -> None:
         self.limits = limits
         self.budget = budget or Budget(limits)
+        # the variables that stand for sizes: they are positive at every point
+        self.positive = frozenset[str]()
         # whether what is compared has variables and speaks of no complex numbers
         self.is_of_reals = False
         self.apart = 0  # points at which one side alone has a value
@@ -317,7 +319,15 @@ class Prober:
 
     def comparisons(self, left: Node, right: Node) -> Iterator[_AtPoint]:
         """Yield the comparison at every point where both sides can be evaluated."""
-        for env in points(left, right, self.limits):
+        for point in points(left, right, self.limits):
+            env = point
+            if self.positive:
+                env = {
+                    name: abs(value) if name in self.positive else value
+                    for name, value in point.items()
+                }
+                if any(not env[name] for name in self.positive & env.keys()):
+                    continue
             try:
                 at = self.compare_at(left, right, env)
             except Outside:

@@ -24,9 +24,10 @@ from atts.evaluators.syntax.tree import (
     symbol,
     variables,
 )
-from atts.evaluators.syntax.vocabulary import Dimension, is_generic, measure, squashed
+from atts.evaluators.syntax.vocabulary import FORMS, Dimension, is_generic, measure, squashed, words
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
+_INTEGERS = frozenset("nkmlj")
 _INNER_CAPITAL = re.compile("[a-z][A-Z]")
 _CHAIN = frozenset({"=", "~"})
 _IMPLICATIONS = frozenset({"=>>", "<=>"})
@@ -318,14 +319,48 @@ def grouped(node: Node) -> Node:
 
 
 def free(node: Node, other: Node) -> Node:
-    """Return k pi, k in Z as k pi, if the other answer does not say what k is."""
-    if node.kind != "list" or len(node.args) != 2 or other.kind == "list":
+    """Return k pi, k in Z as k pi, if the other answer does not say what its integer is.
+
+    The integer gets the letter that the other answer has for it. Of two answers that both say so
+    each becomes the set of its values.
+    """
+    value, name = _with_integer(node)
+    if name is None:
         return node
+    if _with_integer(other)[1] is not None:
+        return Node("builder", (named(value).value, node.args[1]))
+    if node.kind != "list" or other.kind == "list":
+        return node
+    names = variables(named(other).value) - variables(named(value).value)
+    is_other = len(names) == 1 and names <= _INTEGERS and name not in variables(other)
+    return substituted(value, {name: symbol(*names)}) if is_other else value
+
+
+def _with_integer(node: Node) -> tuple[Node, str | None]:
+    """Return the value and the letter of k pi, k in Z, or of the set of these; else None for it."""
+    if node.kind not in ("list", "builder") or len(node.args) != 2:
+        return node, None
     value, home = node.args
     if home.kind != "relation" or home.text != "in" or home.args[1].text != "mathbb:Z":
-        return node
+        return node, None
     is_free = home.args[0].text in variables(value) and value.text in ("", "=")
-    return value if is_free else node
+    return (value, home.args[0].text) if is_free else (node, None)
+
+
+def says_alike(gold: Node, answer: Node) -> bool:
+    """Return whether two phrases are one, or one says more only by its frame: Bob, Bob wins."""
+    one = spelt(gold)
+    two = spelt(answer)
+    if one == two:
+        return True
+    if not one or not two:
+        return False
+    few, many = sorted((one, two), key=len)
+    head, inside, tail = many.partition(few)
+    if not inside or (head and head[-1] != " ") or (tail and tail[0] != " "):
+        return False
+    is_framed = FORMS["before_phrase"].fullmatch(head) and FORMS["after_phrase"].fullmatch(tail)
+    return is_framed is not None
 
 
 def spelt(node: Node) -> str | None:
@@ -374,6 +409,12 @@ def members(node: Node) -> tuple[Node, ...]:
             parts.extend((arg,) if arg.kind == "set" else members(arg))
         return tuple(parts)
     return signs_expanded(inside) if has(inside, "plusminus") else (node,)
+
+
+def are_of_one_function(*lists: Node) -> bool:
+    """Return whether lists hold forms of one function alone: f(x)=0 and f(x)=x, or either."""
+    names = {named(arg).name for node in lists for arg in node.args}
+    return len(names) == 1 and all(name is not None and name.kind == "call" for name in names)
 
 
 def counts_apart(nodes: tuple[Node, ...]) -> bool:
@@ -526,6 +567,46 @@ def is_part(one: Dimension, two: Dimension) -> bool:
     """Return whether one side counts more closely what the other does: marbles, red marbles."""
     few, many = sorted((one, two), key=len)
     return set(few) < set(many) and all(name.startswith("#") and size == 1 for name, size in many)
+
+
+# ---- sizes
+
+# letters of positions, angles and counts, and those that hardly stand for anything but a size
+_SIGNED = words("signed_letters")
+_SIZES = words("letters_of_sizes")
+_EVEN = ("abs", "sign", "max", "min", "re", "im", "arg", "floor", "ceil")
+
+
+def sizes(grading: Grading, gold: Node, answer: Node) -> frozenset[str]:
+    """Return the variables that the policy takes for positive sizes; none for most pairs.
+
+    By default they are those of a formula with a root or logarithm in which some letter is a size:
+    one of physics (G, rho), a capital or one with an index. Letters of positions, angles and counts
+    are not among them, and a formula with a sign function takes care of signs itself.
+    """
+    names = variables(gold) | variables(answer)
+    if not names or grading.variables == "real":
+        return frozenset()
+    if grading.variables == "positive":
+        return names
+    positive = names - _SIGNED
+    is_formula = len(names) > 1 and any(
+        name in _SIZES or "_" in name or (len(name) == 1 and name.isupper()) for name in positive
+    )
+    if not is_formula:
+        return frozenset()
+    inside = gold.walk() + answer.walk()
+    if any(node.kind in ("func", "call") and node.text in _EVEN for node in inside):
+        return frozenset()
+    return positive if any(map(_depends_on_signs, inside)) else frozenset()
+
+
+def _depends_on_signs(node: Node) -> bool:
+    """Return whether a node has another form where its variables are positive: a root, say."""
+    if node.kind == "pow":
+        power = node.args[1].value
+        return bool(variables(node.args[0])) and (power is None or power.denominator != 1)
+    return node.kind == "root" or node.text in ("ln", "log")
 
 
 # ---- decimals and tolerances

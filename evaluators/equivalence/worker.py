@@ -8,7 +8,7 @@ import importlib
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,7 +32,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 _SAME_NAME = frozenset(
     "sin cos tan cot sec csc sinh cosh tanh coth sech csch floor factorial gcd lcm re im arg sign "
-    "erf".split()
+    "erf gamma zeta".split()
 )
 _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "<": sympy.Lt,
@@ -58,8 +58,8 @@ class TimeIsUp(BaseException):
 class Builder:
     """Builds sympy objects from trees; a name is one symbol in both."""
 
-    def __init__(self, *trees: Tree) -> None:
-        self.assumptions: dict[str, dict[str, bool]] = {}
+    def __init__(self, *trees: Tree, positive: Sequence[str] = ()) -> None:
+        self.assumptions = {name: {"positive": True} for name in positive}
         self.indefinite = False  # an integral without bounds, up to a constant
         for tree in trees:
             self.assume(tree)
@@ -210,9 +210,9 @@ def _names(tree: Tree) -> list[str]:
     return [text] if kind == "symbol" else [name for arg in args for name in _names(arg)]
 
 
-def are_equal(one: Tree, two: Tree) -> bool | None:
+def are_equal(one: Tree, two: Tree, positive: Sequence[str] = ()) -> bool | None:
     """Return whether two trees are equal, None where sympy cannot tell."""
-    builder = Builder(one, two)
+    builder = Builder(one, two, positive=positive)
     left = builder.build(one)
     right = builder.build(two)
     if isinstance(left, sympy.MatrixBase) or isinstance(right, sympy.MatrixBase):
@@ -334,7 +334,7 @@ def main() -> None:
         try:
             question = json.loads(line)
             signal.setitimer(signal.ITIMER_REAL, question["seconds"])
-            reply = are_equal(question["one"], question["two"])
+            reply = are_equal(question["one"], question["two"], question["positive"])
         except TimeIsUp:
             reply = "time"
         except MemoryError:

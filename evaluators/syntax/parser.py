@@ -25,7 +25,7 @@ from atts.evaluators.syntax.vocabulary import TAILS, measure, words
 from atts.evaluators.verdict import Limits, Malformed, Prose, TooLarge, Undecided, UnknownWords
 
 _RELATIONS = frozenset(
-    "= < > <= >= != ~ == in -> ->+ ->- =>> <=> =< <> := => notin subset subseteq supset supseteq mid &".split()
+    "= < > <= >= != ~ == in -> ->+ ->- =>> <=> =< <> := => notin subset subseteq supset supseteq mid & parallel perp".split()
 )
 _RELATION_SPELLINGS = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
@@ -40,6 +40,8 @@ _BLOCK_ENDS = frozenset({"rfloor", "rceil"})
 
 _CALLABLE = frozenset("fghFGH")
 _MAYBE_CALLABLE = frozenset("pquPQRSTVNMIABCDEKLXYZW")
+# functions named by a letter, and what they may be of: other letters make a product
+_SPECIAL = {"zeta": frozenset("s"), "Gamma": frozenset("nsxzt")}
 _INVERSES = {
     name: f"arc{name}"
     for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
@@ -473,7 +475,7 @@ class Parser(Stream):
                 factors.append(self.signed(self.factor))
             elif product := self.took("cross", "inner"):  # of vectors: not that of numbers
                 pair = (joined("mul", factors), self.signed(self.factor))
-                factors = [Node("call", pair, product)]
+                factors = [_vector_product(product, *pair)]
             elif self.is_op("/"):
                 if self.currencies and self.ahead().kind == "word" and measure(self.ahead().text):
                     break  # $9/hour
@@ -692,6 +694,12 @@ class Parser(Stream):
 
     def called(self, name: str) -> Node:
         """Return the variable of this name, or the function applied to the bracket after it."""
+        if name in _SPECIAL and self.here.text == "(":
+            inside = self.bracketed()
+            # of a root of unity, zeta(1 + zeta) is a product
+            if inside.kind == "tuple" or not variables(inside) <= _SPECIAL[name]:
+                return Node("mul", (symbol(name), inside))
+            return function(name.lower(), inside)
         following = [token.text for token in self.tokens[self.at : self.at + 6]]
         is_function = name[0] in _CALLABLE
         if name in _CALLABLE and following == ["^", "{", "-", "1", "}", "("]:
@@ -958,6 +966,14 @@ def _derivative(top: Node, bottom: Node) -> tuple[Node, int] | None:
     elif order > 1:
         return None
     return (variable, order) if variable.kind == "symbol" else None
+
+
+def _vector_product(name: str, left: Node, right: Node) -> Node:
+    """Return a product of two vectors in one order: a x b is -(b x a), but not for nabla."""
+    if "nabla" in variables(left) or repr(left) <= repr(right):
+        return Node("call", (left, right), name)
+    turned = Node("call", (right, left), name)
+    return negated(turned) if name == "cross" else turned
 
 
 def _clock(node: Node, half: str) -> Node:

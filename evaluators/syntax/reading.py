@@ -341,9 +341,10 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
 
 def _as_binomial(match: re.Match[str]) -> str:
     """Return C(6,2) and _6C_2 as a binomial, permutations as a quotient of factorials."""
-    n, k = (part for part in match.groups() if part and part.isdigit())
-    kind = next(part for part in match.groups() if part and part.isalpha())
-    return rf"\binom{{{n}}}{{{k}}}" if kind == "C" else rf"(({n})!/({n}-{k})!)"
+    parts = [part for part in match.groups() if part]
+    kind = next(part for part in parts if part in "ACP")
+    n, k = (part for part in parts if part != kind)
+    return rf"\binom{{{n}}}{{{k}}}" if kind == "C" else rf"(({n})!/({n}-({k}))!)"
 
 
 def _in_words(plain: str, limits: Limits) -> Node | None:

@@ -1,0 +1,136 @@
+"""Arbitrary constants: another letter for one, or another shift of one, is the same answer."""
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import permutations
+
+from atts.evaluators.equivalence import views
+from atts.evaluators.syntax.tree import Node, minus, number, substituted, symbol, variables
+
+_MOST = 3  # constants of one answer whose letters are exchanged
+# the letters of constants of integration, those of numbered ones, and those of any constant
+_INTEGRATION = re.compile(r"[CcKk](?:_\d)?|const")
+_NUMBERED = re.compile(r"[CcKk]_\d")
+_ARBITRARY = re.compile(r"[A-Da-dKk](?:_\d)?|alpha|beta|const")
+_FUNCTIONS = ("y", "u", "w")  # names of an unknown function that are written without its argument
+
+
+def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield pairs that are equal if the answers are, but for the choice of their constants.
+
+    There is none for most answers: a letter is an arbitrary constant only in a solution (y = Cx,
+    f(x) = cx), as a term of its own (x^2 + C), or as one of several numbered coefficients.
+    """
+    one = views.named(gold)
+    two = views.named(answer)
+    if one.name is not None and two.name is not None and not views.may_name_one(one.name, two.name):
+        return
+    is_solution = any(_names_a_function(name) for name in (one.name, two.name))
+    arguments = {arg.text for side in (one, two) if side.name for arg in side.name.args}
+    left = variables(one.value) - arguments
+    right = variables(two.value) - arguments
+    if not left or not right:
+        return
+    if left != right or len(left) > 1:
+        yield from _renamed(gold, answer, left, right, is_solution)
+    yield from _shifted(one.value, two.value)
+
+
+def _names_a_function(name: Node | None) -> bool:
+    return name is not None and (name.kind == "call" or name.text in _FUNCTIONS)
+
+
+def _renamed(
+    gold: Node, answer: Node, left: frozenset[str], right: frozenset[str], is_solution: bool
+) -> Iterator[tuple[Node, Node]]:
+    """Yield the pair with the constants of the answer named as those of the reference."""
+    exchanged = _ARBITRARY if is_solution else _NUMBERED
+    shared = {name for name in left & right if exchanged.fullmatch(name)}
+    ours = sorted((left - right) | shared)
+    theirs = sorted((right - left) | shared)
+    if not 1 <= len(ours) == len(theirs) <= _MOST:
+        return
+    for names, others, node in ((ours, theirs, gold), (theirs, ours, answer)):
+        if not _are_arbitrary(names, others, views.named(node).value, is_solution):
+            return
+    for order in permutations(ours):
+        if list(order) != theirs:
+            names = {name: symbol(new) for name, new in zip(theirs, order, strict=True)}
+            yield gold, substituted(answer, names)
+
+
+def _are_arbitrary(names: list[str], others: list[str], body: Node, is_solution: bool) -> bool:
+    """Return whether these letters of an answer are constants that may have any name."""
+    if not all(_ARBITRARY.fullmatch(name) for name in names):
+        return False
+    if is_solution and all(_INTEGRATION.fullmatch(name) for name in names):
+        return True
+    if not _is_linear(body, frozenset(names)):
+        return False
+    if is_solution:
+        return True
+    if not variables(body) - set(names):
+        return False
+    if len(names) > 1:  # A cos t + B sin t needs c_1 and c_2 on the other side
+        return any(all(map(_NUMBERED.fullmatch, each)) for each in (names, others))
+    is_of_integration = all(_INTEGRATION.fullmatch(name) for name in (*names, *others))
+    return is_of_integration and _is_term(body, names[0])
+
+
+def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield the gap of two antiderivatives, and the gap at one point: it may be any constant."""
+    for left in _terms(one):
+        for right in _terms(two):
+            if "C" not in (left, right) and not left[0] == right[0] == "C":
+                continue
+            whole = minus(_without(one, left), _without(two, right))
+            names = sorted(variables(whole))
+            # a constant next to it needs a function: 2 + C is no antiderivative
+            if not names or not variables(_without(one, left)) or not _is_of_functions(names):
+                continue
+            point = {name: number(Fraction(1, 2 + at)) for at, name in enumerate(names)}
+            yield whole, substituted(whole, point)
+
+
+def _terms(body: Node) -> list[str]:
+    return [
+        name
+        for name in sorted(variables(body))
+        if _INTEGRATION.fullmatch(name) and _is_term(body, name)
+    ]
+
+
+def _is_of_functions(names: list[str]) -> bool:
+    """Return whether one of the letters is a usual variable, and none is another constant."""
+    return any(name in "xyztsuvr" or name in ("theta", "phi") for name in names) and not any(
+        map(_ARBITRARY.fullmatch, names)
+    )
+
+
+def _without(body: Node, name: str) -> Node:
+    return substituted(body, {name: number(0)})
+
+
+def _is_term(node: Node, name: str) -> bool:
+    """Return whether a letter is added to the rest, times a number at most."""
+    if node.kind == "symbol":
+        return node.text == name
+    if node.kind not in ("add", "mul"):
+        return False
+    inside = [arg for arg in node.args if name in variables(arg)]
+    if len(inside) != 1 or not _is_term(inside[0], name):
+        return False
+    return node.kind == "add" or not any(variables(arg) for arg in node.args if arg != inside[0])
+
+
+def _is_linear(node: Node, names: frozenset[str]) -> bool:
+    """Return whether letters are coefficients: added, and never multiplied by one another."""
+    if node.kind == "symbol" or not variables(node) & names:
+        return True
+    if node.kind not in ("add", "mul"):
+        return False
+    inside = [arg for arg in node.args if variables(arg) & names]
+    if node.kind == "mul" and len(inside) > 1:
+        return False
+    return all(_is_linear(arg, names) for arg in inside)

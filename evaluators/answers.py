@@ -1,6 +1,7 @@
 """Extraction of the final answer from a reasoning text, and of answers from boxes."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -300,6 +301,7 @@ def _value(following: str, kind: AnswerKind) -> str | None:
     if kind == "choice":
         return _choice(following[:200], first=True)
     following = PATTERNS["leading"].sub("", following.lstrip("*: \n"))
+    following = _closed(following)
     lines = following.split("\n\n", 1)[0].replace("**", "")
     if PATTERNS["first_part"].match(lines):
         return _trimmed(" ".join(lines.split()))
@@ -321,6 +323,24 @@ def _value(following: str, kind: AnswerKind) -> str | None:
     if not answer and len(sentence.split()) <= 4 and len(sentence) < 60:
         return _trimmed(sentence)
     return answer or None
+
+
+def _closed(following: str) -> str:
+    """Return what follows a mark, out of the macro or the maths that the mark stands in.
+
+    After "\\textbf{Answer: }" and in "\\mathbf{Answer: 13}" a brace closes that is not the value's.
+    """
+    opened = following.removeprefix("}")
+    line, end, rest = opened.lstrip().partition("\n")
+    depth = 0
+    for mark in _BRACE.finditer(line):
+        depth += (mark[0] == "{") - (mark[0] == "}")
+        if depth < 0:
+            line = line[: mark.start()]
+            break
+    if line.count("$") == 1 and line.rstrip(" .").endswith("$"):
+        line = line.rstrip(" .")[:-1]
+    return line + end + rest
 
 
 def _listed(run: str) -> str:
@@ -349,12 +369,17 @@ def _trimmed(sentence: str) -> str:
 
 def _stated_in(sentence: str) -> str | None:
     """Return the values a sentence states: after its last "is" or "=", else its last ones."""
-    corrected = _CORRECTION.sub("", sentence)
-    if _NUMBER.search(corrected):
-        sentence = corrected
+    for aside in (_CORRECTION, PATTERNS["adjunct"]):
+        without = aside.sub("", sentence.rstrip(" .*"))
+        if _NUMBER.search(without):
+            sentence = without
+    shares = PATTERNS["shares"].search(sentence)
+    if shares:
+        return shares[1]
     states = list(_STATES.finditer(sentence))
-    *_, maths = [None, *_MATHS.finditer(sentence)]
-    *_, run = [None, *_RUN.finditer(sentence)]
+    spans = [*_MATHS.finditer(sentence)]
+    *_, maths = [None, *spans]
+    *_, run = [None, *(each for each in _RUN.finditer(sentence) if not _is_inside(each, spans))]
     if run and not _NUMBER.search(sentence[run.end() :]) and not _MATHS.search(sentence, run.end()):
         return _listed(run[0])
     if maths:
@@ -368,6 +393,11 @@ def _stated_in(sentence: str) -> str | None:
     return _last_number(bold if _NUMBER.search(bold) else sentence)
 
 
+def _is_inside(match: re.Match[str], spans: Sequence[re.Match[str]]) -> bool:
+    """Return whether a match is a part of one of these spans: 2, 5 in $[2, 5)$."""
+    return any(span.start() < match.start() and match.end() < span.end() for span in spans)
+
+
 def _last_number(text: str) -> str | None:
     numbers = _NUMBER.findall(text)
     return _trimmed(numbers[-1]).lstrip("\\$").rstrip(",") if numbers else None
@@ -377,6 +407,8 @@ def stated(text: str, kind: AnswerKind) -> str | None:
     """Return the value of the last sentence that states one, or of a last line without words."""
     text = PATTERNS["end_of_proof"].sub("", text[-_TAIL:].rstrip("` \n")).rstrip("` \n")
     text = PATTERNS["end_in_maths"].sub(" ", text)
+    # a display of several lines is one part of its sentence
+    text = _MATHS.sub(lambda maths: " ".join(maths[0].split()), text)
     if kind == "choice":
         return _choice(text)
     if PATTERNS["unfinished"].search(text) or PATTERNS["thought"].search(text):
@@ -385,6 +417,9 @@ def stated(text: str, kind: AnswerKind) -> str | None:
     for sentence in map(str.strip, sentences[:-4:-1]):
         if PATTERNS["aside"].match(sentence):
             continue
+        nothing = PATTERNS["nothing"].search(sentence.rstrip(" .*"))
+        if nothing:
+            return next(filter(None, nothing.groups()))
         if not _has_words(sentence) and _NUMBER.search(sentence) and len(sentence) < 200:
             return _bare(sentence.splitlines()[-1])
         if _STATES.search(sentence) or _FOREIGN.search(sentence):
@@ -399,7 +434,8 @@ def _bare(line: str) -> str | None:
     whole = _MATHS.match(line)
     if whole and not line[whole.end() :].strip(" .*"):
         return _inside(whole)  # not the numbers in it: [-2, 7] is an interval
-    if run := _RUN.search(line):
+    run = _RUN.search(line)
+    if run and not _is_inside(run, [*_MATHS.finditer(line)]):
         return _listed(run[0])
     if maths := _MATHS.search(line):
         return _inside(maths)

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from atts.core import AnswerKind, Grading, Problem
@@ -13,6 +13,7 @@ from atts.evaluators.datasets.catalogue import LETTERS
 from atts.evaluators.datasets.tables import json_line
 from atts.evaluators.equivalence.pairs import equivalent, matches_reference
 from atts.evaluators.metrics.wilson import wilson_interval
+from atts.evaluators.syntax.vocabulary import FORMS
 from atts.evaluators.verdict import STRICT, Verdict, changed
 
 _KINDS: dict[str, AnswerKind] = {
@@ -85,8 +86,9 @@ def grade(
     """Yield a verdict for each record that has `gold` and either `answer` or `text`, in order.
 
     A list as `gold` holds several references, any of which is right. A record's `kind`, `relative`,
-    `absolute`, `units` and `rounding` take precedence over those given here. Raises DatasetError at
-    the first record that cannot be graded; `grade_all` reports such records and continues.
+    `absolute`, `units`, `rounding` and `variables` take precedence over those given here; a
+    `problem` that says its numbers are positive is taken at its word. Raises DatasetError at the
+    first record that cannot be graded; `grade_all` reports such records and continues.
     """
     for each in grade_all(records, kind, fallback=fallback, grading=grading, source=source):
         if isinstance(each, BadRecord):
@@ -136,12 +138,13 @@ def _graded(
         if kind_of_record == "text":
             kind_of_record = "math"
         golds = [reference(gold, kind_of_record) for gold in golds]
-    fields = ("relative", "absolute", "units", "rounding")
+    fields = ("relative", "absolute", "units", "rounding", "variables")
     stated_policy = {name: record.get(name) for name in fields}
     try:
         policy = changed(grading, stated_policy)
     except OptionError as error:
         raise DatasetError(where, str(error)) from None
+    policy = _for_problem(policy, str(record.get("problem", "")))
     if extracted.answer is None:
         verdict = Verdict("different", "cut" if extracted.rule == "cut" else "no answer")
     else:
@@ -216,12 +219,19 @@ def reference(gold: str, kind: AnswerKind = "math") -> str:
 def judge(problem: Problem, answer: str) -> Verdict:
     """Return the verdict on an answer to a problem with a reference, by the problem's policy."""
     assert problem.answer is not None, "only problems with a reference are graded"
-    grading = problem.grading or STRICT
+    grading = _for_problem(problem.grading or STRICT, problem.text)
     if problem.kind == "choice" and grading.choices == "text":
         are_equal = [equivalent(choice, answer, "math").is_equal for choice in problem.choices]
         if are_equal.count(True) == 1:
             answer = LETTERS[are_equal.index(True)]
     return matches_reference(problem.answer, answer, problem.kind, grading=grading)
+
+
+def _for_problem(grading: Grading, text: str) -> Grading:
+    """Return the policy with positive variables if the problem says that its numbers are so."""
+    if grading.variables != "formula" or not FORMS["says_positive"].search(text):
+        return grading
+    return replace(grading, variables="positive")
 
 
 def _answer(

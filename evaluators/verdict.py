@@ -21,7 +21,7 @@ RULES = {
     "exact": "exact rational or algebraic numbers were compared",
     "value": "values were computed and compared, at several points where there are variables",
     "sizes": "values were computed for positive variables, as the sizes in a formula are",
-    "constants": "arbitrary constants may have other letters, or another shift",
+    "constants": "constants have other letters, another shift, or are written out",
     "rounding": "a decimal was compared with the exact value that it may stand for",
     "tolerance": "the numbers are as near as the policy allows, or are not",
     "algebra": "sympy compared the expressions",

@@ -309,7 +309,9 @@ class Comparer:
         nesting = {any(arg.kind == "set" for arg in node.args) for node in (gold, answer)}
         are_lists = gold.kind == answer.kind == "list"
         is_linked_otherwise = are_lists and len({gold.text, answer.text, ""}) == 3
-        if len(nesting) == 2 or (is_linked_otherwise and not views.are_of_one_function(gold, answer)):
+        if len(nesting) == 2 or (
+            is_linked_otherwise and not views.are_of_one_function(gold, answer)
+        ):
             return self.ruled("logic", False)
         one = views.members(gold)
         two = views.members(answer)

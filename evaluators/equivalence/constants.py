@@ -6,14 +6,36 @@ from fractions import Fraction
 from itertools import permutations
 
 from atts.evaluators.equivalence import views
-from atts.evaluators.syntax.tree import Node, minus, number, substituted, symbol, variables
+from atts.evaluators.syntax.tree import (
+    PI,
+    TWO,
+    Node,
+    minus,
+    number,
+    quotient,
+    substituted,
+    symbol,
+    variables,
+)
 
 _MOST = 3  # constants of one answer whose letters are exchanged
 # the letters of constants of integration, those of numbered ones, and those of any constant
 _INTEGRATION = re.compile(r"[CcKk](?:_\d)?|const")
 _NUMBERED = re.compile(r"[CcKk]_\d")
 _ARBITRARY = re.compile(r"[A-Da-dKk](?:_\d)?|alpha|beta|const")
+_PARAMETERS = frozenset("tskmnruvlj") | {"lambda", "mu"}
+# constants of physics: what they are, and the letter that tells that the other side writes them so
+_DEFINED = {
+    "hbar": (quotient(symbol("h"), Node("mul", (TWO, PI))), "h"),
+    "k": (quotient(number(1), Node("mul", (number(4), PI, symbol("epsilon_0")))), "epsilon_0"),
+    "k_e": (quotient(number(1), Node("mul", (number(4), PI, symbol("epsilon_0")))), "epsilon_0"),
+}
 _FUNCTIONS = ("y", "u", "w")  # names of an unknown function that are written without its argument
+
+
+def arbitrary(names: frozenset[str]) -> frozenset[str]:
+    """Return the letters that arbitrary constants have."""
+    return frozenset(name for name in names if _ARBITRARY.fullmatch(name))
 
 
 def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
@@ -28,6 +50,8 @@ def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
         return
     is_solution = any(_names_a_function(name) for name in (one.name, two.name))
     arguments = {arg.text for side in (one, two) if side.name for arg in side.name.args}
+    yield from _written_out(gold, answer)
+    yield from _with_one_parameter(one.value, two.value)
     left = variables(one.value) - arguments
     right = variables(two.value) - arguments
     if not left or not right:
@@ -39,6 +63,27 @@ def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
 
 def _names_a_function(name: Node | None) -> bool:
     return name is not None and (name.kind == "call" or name.text in _FUNCTIONS)
+
+
+def _written_out(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield the pair with a constant of physics, which one side names, in the other's letters."""
+    left = variables(gold)
+    right = variables(answer)
+    for name, (meaning, needed) in _DEFINED.items():
+        for here, there in ((left, right), (right, left)):
+            if name in here - there and needed in there - here:
+                yield substituted(gold, {name: meaning}), substituted(answer, {name: meaning})
+
+
+def _with_one_parameter(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield (t, t+1) and (s, s+1) with one letter: which one runs through a family is free."""
+    if gold.kind != "tuple" or answer.kind != "tuple":
+        return
+    one = variables(gold)
+    two = variables(answer)
+    if len(one) == len(two) == 1 and one != two and (one | two) <= _PARAMETERS:
+        (name,) = two
+        yield gold, substituted(answer, {name: symbol(*one)})
 
 
 def _renamed(

@@ -12,6 +12,7 @@ import mpmath
 from atts.core import AnswerKind
 from atts.evaluators.equivalence.algebra import without_asking
 from atts.evaluators.equivalence.compare import COLLECTIONS
+from atts.evaluators.equivalence.constants import arbitrary
 from atts.evaluators.equivalence.evaluation import NotRational, Value, exact
 from atts.evaluators.equivalence.pairs import equivalent
 from atts.evaluators.equivalence.probing import Point, Prober, generic, is_real, written
@@ -25,9 +26,18 @@ from atts.evaluators.equivalence.views import (
     named,
     stated_value,
     terminates,
+    unframed,
 )
 from atts.evaluators.syntax.reading import Reading, read, spaceless
-from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
+from atts.evaluators.syntax.tree import (
+    Node,
+    has,
+    minus,
+    number,
+    quotient,
+    substituted,
+    variables,
+)
 from atts.evaluators.syntax.vocabulary import measure, squashed
 from atts.evaluators.verdict import LIMITS, Limits, OutOfTime, Undecided, Undefined
 
@@ -175,7 +185,8 @@ class Keys:
         A key with "<" at its end belongs to a decimal that may be the rounding of what has the same
         key with ">".
         """
-        keys = {"text:" + reading.squashed} if reading.squashed else set[str]()
+        phrases = {reading.squashed, unframed(reading.squashed)} - {""}
+        keys = {"text:" + phrase for phrase in phrases}
         if reading.choice:
             keys.add("letter:" + reading.choice)
         for tree in reading.trees:
@@ -225,6 +236,18 @@ class Keys:
             yield f"clock:{clock(node)}"
         value = quotient(*node.args) if node.kind == "ratio" and len(node.args) == 2 else node
         yield "value:" + written(self.value(value))
+        constants = arbitrary(variables(value))
+        others = variables(value) - constants
+        if constants and others:  # whatever their letters, and whatever is added
+            prober = Prober(self.limits)
+            known = {name: number(1) for name in constants}
+            ends = (
+                substituted(
+                    value, known | {name: number(at) for name, at in _at(others, index).items()}
+                )
+                for index in (0, 1)
+            )
+            yield "constants:" + written(prober.value(minus(*ends)))
 
     def near(self, node: Node) -> set[str]:
         """Return five digits of a decimal and its neighbours, or of a value that one may round."""

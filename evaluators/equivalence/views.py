@@ -174,15 +174,13 @@ def stated_value(equation: Node, other: Node) -> Node | None:
     curve in x, y and z, a class of residues of an unknown.
     """
     if equation.kind == "congruence":
-        modulus = equation.args[1].value
-        is_last_digits = modulus is not None and re.fullmatch("100+", str(modulus))
-        return equation.args[0] if is_last_digits else None
+        return equation.args[0] if _is_of_digits(equation) else None
     if equation.kind != "relation" or equation.text != "=":
         return None
     left, right = equation.args
     if right.kind == "congruence":
         is_unknown = left.kind == "symbol" and left.text[0].islower()
-        return None if is_unknown else right.args[0]
+        return None if is_unknown and not _is_of_digits(right) else right.args[0]
     if variables(right) and not variables(left):
         left, right = right, left
     names = variables(left)
@@ -191,6 +189,12 @@ def stated_value(equation: Node, other: Node) -> Node | None:
     if right.value == 0 or right.kind == "symbol" or _is_curve(left, names):
         return None
     return None if _is_multiple(left) else right
+
+
+def _is_of_digits(congruence: Node) -> bool:
+    """Return whether a class asks for the last digits of a number: its modulus is 100 or 1000."""
+    modulus = congruence.args[1].value
+    return modulus is not None and re.fullmatch("100+", str(modulus)) is not None
 
 
 def _is_multiple(node: Node) -> bool:
@@ -329,7 +333,9 @@ def free(node: Node, other: Node) -> Node:
         return node
     if _with_integer(other)[1] is not None:
         return Node("builder", (named(value).value, node.args[1]))
-    if node.kind != "list" or other.kind == "list":
+    if other.kind in ("list", "set", "builder"):
+        return node
+    if node.kind == "builder" and not variables(named(other).value) & _INTEGERS:
         return node
     names = variables(named(other).value) - variables(named(value).value)
     is_other = len(names) == 1 and names <= _INTEGERS and name not in variables(other)
@@ -363,6 +369,12 @@ def says_alike(gold: Node, answer: Node) -> bool:
     return is_framed is not None
 
 
+def unframed(phrase: str) -> str:
+    """Return a phrase without what may stand around it."""
+    framed = FORMS["framed_phrase"].fullmatch(phrase)
+    return framed[1] if framed else phrase
+
+
 def spelt(node: Node) -> str | None:
     """Return a word, or letters written together, as it is compared; None for anything else.
 
@@ -370,6 +382,7 @@ def spelt(node: Node) -> str | None:
     """
     text = node.text if node.kind in ("word", "symbol") else letters(node)
     text = re.sub(r"\bprime numbers?\b", "primes", text)
+    text = re.sub(r"\b(odd|even) (?:number|integer)s?\b", r"\1 integers", text)
     if not text:
         return None
     return text if _INNER_CAPITAL.search(text) else squashed(text)

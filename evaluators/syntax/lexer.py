@@ -150,13 +150,18 @@ class _Lexer:
         first, _, rest = phrase.partition(" ")
         # bare letters of a formula: "5 m" may be metres or a product
         if mode == "maths" and text[start] != "\\" and first in SYMBOLS and len(first) < 4:
-            if not _FREE.match(text, end):
+            if not _FREE.match(text, end) or self._is_in_root():
                 return None
             is_word = first in vocabulary.ATTACHED or (len(first) > 2 and vocabulary.is_word(first))
             if rest[:1] == "^" and len(first) == 1 and not self.after("number"):
                 return None
             is_part = self.gap and FORMS["amount"].match(text, end)  # 7 h 4 min
             is_doubtful = len(first) == 1 or (first.islower() and not is_word)
+            is_product = bool(rest) and all(
+                len(part) == 1 and part != "/" for part in phrase.split()
+            )
+            if is_product and not is_part:  # 2 g h
+                return None
             if not rest and not is_part and is_doubtful:
                 is_parted = self.gap and self.after("number", "close")
                 self.saw_loose = self.saw_loose or is_parted
@@ -165,6 +170,18 @@ class _Lexer:
                 phrase = "~" + phrase
         self.add("unit", phrase)
         return end
+
+    def _is_in_root(self) -> bool:
+        """Return whether the innermost open brace is that of a root: 3mg is a product there."""
+        depth = 0
+        for at in range(len(self.tokens) - 1, 0, -1):
+            text = self.tokens[at].text
+            depth += (text == "}") - (text == "{")
+            if depth < 0:
+                return self.tokens[at - 1].text == "sqrt"
+            if len(self.tokens) - at > 40:
+                break
+        return False
 
     def other(self, char: str) -> None:
         """Take a character that no other rule reads."""
@@ -260,12 +277,15 @@ class _Lexer:
 
     def _is_article(self, ahead: str) -> bool:
         following = _NEXT_WORD.match(ahead)
-        return following is not None and following[1] in vocabulary.NEUTRAL | vocabulary.LABELS
+        if following is None:
+            return False
+        is_sentence = self.after("word") and vocabulary.is_word(following[1])
+        return is_sentence or following[1] in vocabulary.NEUTRAL | vocabulary.LABELS
 
     def _is_word(self, run: str) -> bool:
         follows_value = self.after("number", "close", "command", "symbol", "word")
         if run.lower() in vocabulary.ATTACHED and follows_value:
-            return True
+            return not self._is_in_root()
         if run[1:] in ("sqrt", "pi"):
             return False
         return run[:1].lower() + run[1:] in _WORDS_OF_TWO or vocabulary.is_word(run)

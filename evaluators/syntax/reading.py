@@ -323,6 +323,9 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
     joined = FORMS["pair"].sub(lambda match: match[0].replace(",", ", "), plain)
     joined = FORMS["thousands"].sub(lambda match: match[0].replace(",", ""), joined)
     spellings = [joined] if joined == plain or FORMS["zeros"].search(plain) else [joined, plain]
+    below = FORMS["below_slash"].sub(r"/(\1)", joined)
+    if below != joined:  # t/RC is t/(RC) in physics, (t/R)C in a program
+        spellings.append(below)
     counted = FORMS["counted"].sub(_as_binomial, joined)
     if counted != joined:
         spellings.insert(0, counted)

@@ -1,4 +1,4 @@
-"""Two sets of pairs and texts that were written before the code was read, and scored once before."""
+"""Three sets of pairs and texts, each written before the code was read and scored once before."""
 
 import json
 from collections import Counter
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from atts.evaluators import equivalent, extract, group
+from atts.core import Problem
+from atts.evaluators import equivalent, extract, grade, group, judge
 
 FOLDER = Path(__file__).parent
 POLICY = {("110_2", "110"), ("9", "x^2=9")}
@@ -27,7 +28,7 @@ def is_equal(gold: str, answer: str) -> bool:
     return equivalent(gold, answer).is_equal
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_pairs(number: int) -> None:
     """No pair of different answers is equal but by policy; few equal ones are missed."""
     pairs = [row for row in rows("blind_pairs.jsonl") if row["set"] == number]
@@ -41,9 +42,9 @@ def test_pairs(number: int) -> None:
         elif verdict:
             false_equal.append((row["gold"], row["answer"]))
     assert counts["positive"] > 180
-    assert len(pairs) - counts["positive"] > 220
+    assert len(pairs) - counts["positive"] > 150
     assert set(false_equal) <= POLICY
-    assert counts["right"] / counts["positive"] > 0.93
+    assert counts["right"] / counts["positive"] > 0.98
 
 
 def test_verdicts_are_symmetric_and_group_agrees() -> None:
@@ -57,7 +58,7 @@ def test_verdicts_are_symmetric_and_group_agrees() -> None:
         assert (one == two) == verdict, (gold, answer)
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_texts(number: int) -> None:
     """The answer of nearly every text is found where the model put it."""
     texts = [row for row in rows("blind_texts.jsonl") if row["set"] == number]
@@ -67,8 +68,11 @@ def test_texts(number: int) -> None:
         accepted = row["accepted"]
         if answer in accepted:
             right += 1
-        elif answer is not None and row["kind"] == "math":
-            right += any(each is not None and is_equal(each, answer) for each in accepted)
+        elif answer is not None:
+            right += any(
+                each is not None and equivalent(each, answer, row["kind"]).is_equal
+                for each in accepted
+            )
     assert len(texts) > 120
     assert right / len(texts) > 0.97
 
@@ -95,6 +99,59 @@ def test_texts(number: int) -> None:
         (r"\{2,4,\ldots,20\}", r"\{2,4,\ldots,22\}", False),
         (r"\{2,4,\ldots,20\}", r"\{2,5,\ldots,20\}", False),
         (r"\int_1^2\frac{dt}{t}", r"\ln 2", True),
+        (r"\sin x+C", r"\sin x+k", True),
+        (r"\sin x+C", r"\sin x+3+C", True),
+        (r"\sin x+C", r"\cos x+C", False),
+        (r"\sin x+C", r"\sin x", False),
+        ("3+C", "5+C", False),
+        ("a+b+c+2", "a+b+c+3", False),
+        ("a_1+a_2", "a_1+a_3", False),
+        (r"c_1\cosh t+c_2\sinh t", r"C_2\cosh t+C_1\sinh t", True),
+        (r"c_1\cosh t+c_2\sinh t", r"C_1\cosh t+C_1\sinh t", False),
+        (r"y=Kx^3", r"y=cx^3", True),
+        (r"y=Kx^3", r"y=cx^2", False),
+        ("F=kx", "F=cx", False),
+        ("f(n)=bn", r"f(n)=cn\text{ where }c\text{ is any constant}", True),
+        ("h^2k", "h^2c", False),
+        (r"\sqrt{\mu^2\epsilon T}", r"\mu\sqrt{\epsilon T}", True),
+        (r"\sqrt{\mu^2\epsilon T}", r"\epsilon\sqrt{\mu T}", False),
+        (r"\sqrt{x^2\rho}", r"x\sqrt{\rho}", False),
+        (r"|M|\sqrt{R}", r"M\sqrt{R}", False),
+        (r"\sqrt{u^2v}", r"u\sqrt{v}", False),
+        (r"\frac{hc}{2\pi}", r"\hbar c", True),
+        (r"\frac{hc}{\pi}", r"\hbar c", False),
+        (r"\frac{kq}{r}", r"\frac{q}{4\pi\epsilon_0 r}", True),
+        (r"\frac{V}{LC}", "V/LC", True),
+        (r"\sqrt{3 m g}", r"\sqrt{3mg}", True),
+        (r"\zeta(4)", r"\frac{\pi^4}{90}", True),
+        (r"\zeta(4)", r"\frac{\pi^4}{96}", False),
+        (r"\Gamma(7)", "720", True),
+        (r"\Gamma(\tfrac32)", r"\frac{\sqrt\pi}{2}", True),
+        ("C(m,3)", r"\frac{m(m-1)(m-2)}{6}", True),
+        ("C(m,3)", r"\frac{m(m-1)(m-2)}{3}", False),
+        (r"\vec u\times\vec v", r"-\vec v\times\vec u", True),
+        (r"\vec u\times\vec v", r"\vec v\times\vec u", False),
+        (r"PQ\perp RS", r"RS\perp PQ", True),
+        (r"PQ\perp RS", r"PQ\parallel RS", False),
+        (r"\{5m : m\in\mathbb Z\}", r"5k,\ k\in\mathbb{Z}", True),
+        (r"\{5m : m\in\mathbb Z\}", r"6k,\ k\in\mathbb{Z}", False),
+        ("(r,2r)", "(s,2s)", True),
+        ("(r,2r)", "(s,3s)", False),
+        ("(x,2x)", "(y,2y)", False),
+        (r"g(x)=x\text{ and }g(x)=1", r"g(x)=1\text{ or }g(x)=x", True),
+        (r"f(x)=2x\text{ for all }x", "f(x)=2x", True),
+        (r"t\mapsto t^3", "f(t)=t^3", True),
+        ("Carol", "Carol has a winning strategy", True),
+        ("Carol", "Carol loses", False),
+        ("scalene", "the triangle is scalene", True),
+        ("negative integer", "negative number", False),
+        ("all even numbers", "even integers", True),
+        ("no", "False", True),
+        ("no", "True", False),
+        (r"\infty", "goes to infinity", True),
+        (r"x\equiv 7\pmod{100}", "7", True),
+        (r"x\equiv 7\pmod{12}", "7", False),
+        ("3\\ \\text{ergs}", r"3\times 10^{-7}\text{ J}", True),
     ],
 )
 def test_kinds_of_failure_that_the_sets_showed(gold: str, answer: str, equal: bool) -> None:
@@ -109,8 +166,44 @@ def test_kinds_of_failure_that_the_sets_showed(gold: str, answer: str, equal: bo
         ("The remainder is 6 when it is divided by 11.", "6"),
         ("Answer: Every integer of the form 3k.", "Every integer of the form 3k"),
         ("Thus $n = 8$. \\(\\square\\)", "n = 8"),
+        ("=> 31", "31"),
+        ("Let me try $y = 3$ first", None),
+        ("We then add the 5 and", None),
+        ("<think>The sum is 12.", None),
+        ("**Answer**\n(a) 2\n(b) 7", "(a) 2 (b) 7"),
+        ("So the domain is $(-4, 1]$.", "(-4, 1]"),
+        ("The least value is $-9$ (attained at $x = 3$).", "-9"),
+        ("Hence the function is\n\\[\nQ(t) = t^2 - 5.\n\\]", "Q(t) = t^2 - 5"),
+        ("We see that there are no such primes.", "no such primes"),
+        ("Therefore the system has no solutions.", "no solutions"),
+        ("$\\textbf{Answer: } 21$", "21"),
+        ("$\\mathrm{Answer: 21}$", "21"),
+        ("The ratio of boys to girls is 5 to 2.", "5 to 2"),
+        ("She will earn 90 dollars in 4 weeks.", "90"),
     ],
 )
-def test_places_that_the_sets_showed(text: str, answer: str) -> None:
-    """Tags of reasoning, a divisor, a quantifier and the end of a proof mislead no more."""
+def test_places_that_the_sets_showed(text: str, answer: str | None) -> None:
+    """Answers are where models put them, and plans or unfinished thoughts are no answers."""
     assert extract(text) == answer
+
+
+def test_a_problem_says_that_its_numbers_are_positive() -> None:
+    """Then letters are positive, in a run and in a record, and nowhere else."""
+    gold = r"\sqrt{p^2q}"
+    answer = r"p\sqrt{q}"
+    said = "Let p and q be positive real numbers."
+    assert judge(Problem("1", said, gold), answer).rule == "sizes"
+    assert judge(Problem("1", "Let p and q be integers.", gold), answer).status == "different"
+    rows = [{"gold": gold, "answer": answer, "problem": said}, {"gold": gold, "answer": answer}]
+    assert [each.verdict.status for each in grade(rows)] == ["equal", "different"]
+    real = [{**rows[0], "variables": "real"}]
+    assert [each.verdict.status for each in grade(real)] == ["different"]
+
+
+def test_a_vote_counts_constants_of_any_letter_together() -> None:
+    """Also among so many answers that only those with a common key are compared."""
+    others = [f"{number}x^{number}+C" for number in range(3, 40)]
+    classes = group(["x^2+C", *others, "x^2+k", "x^2+1+C", "Dora", "Dora wins"])
+    assert classes[0] == classes[-4] == classes[-3]
+    assert classes[-2] == classes[-1]
+    assert len(set(classes)) == len(others) + 2

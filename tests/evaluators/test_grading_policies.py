@@ -20,6 +20,9 @@ EXAMPLES: tuple[tuple[str, Grading, str, str, str], ...] = (
     ("units", Grading(), r"5\text{ km}", "5", "equal"),
     ("units", Grading(units="required"), r"5\text{ km}", "5", "different"),
     ("units", Grading(units="required"), r"5\text{ km}", "5000 m", "equal"),
+    ("variables", Grading(), r"\sqrt{\rho^2 L}", r"\rho\sqrt{L}", "equal"),
+    ("variables", Grading(variables="real"), r"\sqrt{\rho^2 L}", r"\rho\sqrt{L}", "different"),
+    ("variables", Grading(variables="positive"), r"\sqrt{a^2b}", r"a\sqrt{b}", "equal"),
     ("choices", Grading(), "B", "mitochondria", "different"),
     ("choices", Grading(choices="text"), "B", "mitochondria", "equal"),
     ("choices", Grading(choices="text"), "B", "nucleus", "different"),
@@ -36,7 +39,7 @@ def test_the_examples_of_policies_hold() -> None:
 
     page = TARGET.read_text(encoding="utf-8")
     assert Counter(row[0] for row in EXAMPLES) == dict.fromkeys(
-        ("relative", "absolute", "units", "choices"), 3
+        ("relative", "absolute", "units", "variables", "choices"), 3
     )
     for policy, grading, gold, answer, status in EXAMPLES:
         kind: AnswerKind = "choice" if gold == "B" else "math"

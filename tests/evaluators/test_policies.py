@@ -3,6 +3,7 @@ the pair.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,9 @@ def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
         load_dataset("minerva_math", options=LoadOptions(file=file, grading=grading))
         for grading in ({}, {"relative": 0.0})
     )
-    assert (minerva.problems[0].grading, strict.problems[0].grading) == (HUNDREDTH, None)
+    sizes = Grading(variables="positive")
+    assert minerva.problems[0].grading == replace(sizes, relative=0.01)
+    assert strict.problems[0].grading == sizes
     assert dataset_digest(minerva.problems) != dataset_digest(strict.problems)
     said = configure(
         {"dataset": str(file), "relative": 0.02, "units": "required"}, environment={}

@@ -375,7 +375,7 @@ def _stated_in(sentence: str) -> str | None:
             sentence = without
     shares = PATTERNS["shares"].search(sentence)
     if shares:
-        return shares[1]
+        return str(shares[1])
     states = list(_STATES.finditer(sentence))
     spans = [*_MATHS.finditer(sentence)]
     *_, maths = [None, *spans]
@@ -419,7 +419,7 @@ def stated(text: str, kind: AnswerKind) -> str | None:
             continue
         nothing = PATTERNS["nothing"].search(sentence.rstrip(" .*"))
         if nothing:
-            return next(filter(None, nothing.groups()))
+            return str(next(filter(None, nothing.groups())))
         if not _has_words(sentence) and _NUMBER.search(sentence) and len(sentence) < 200:
             return _bare(sentence.splitlines()[-1])
         if _STATES.search(sentence) or _FOREIGN.search(sentence):

@@ -100,7 +100,7 @@ async def _judged(record: GradedRecord, engine: Engine, prompt: str) -> GradedRe
     before = record.verdict
     if status is None:
         return _left_open(record, reason)
-    detail = f"{engine.spec.name} says {reason}; the rules left it open ({before.rule})"
+    detail = f"{engine.spec.model} says {reason}; the rules left it open ({before.rule})"
     return replace(record, verdict=Verdict(status, "judged", f"{detail}; {before.detail}"))
 
 
@@ -116,7 +116,9 @@ def _decision(reply: str, is_cut: bool) -> tuple[Status | None, str]:
     if is_cut:
         return None, "the judge's reply was cut"
     lines = [line for line in reply.rsplit("</think>")[-1].splitlines() if line.strip()]
-    words = _DECISION.findall(lines[-1]) if lines else []
+    last = lines[-1].strip() if lines else ""
+    words = _DECISION.findall(last)
+    shown = last if len(last) <= 60 else last[:57] + "..."
     match words:
         case ["EQUAL"]:
             return "equal", "EQUAL"
@@ -125,4 +127,4 @@ def _decision(reply: str, is_cut: bool) -> tuple[Status | None, str]:
         case ["UNSURE"]:
             return None, "the judge is unsure"
         case _:
-            return None, "the judge's last line states no verdict"
+            return None, f"the judge's last line states no verdict: {shown!r}"

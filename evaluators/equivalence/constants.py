@@ -101,8 +101,8 @@ def _renamed(
             return
     for order in permutations(ours):
         if list(order) != theirs:
-            names = {name: symbol(new) for name, new in zip(theirs, order, strict=True)}
-            yield gold, substituted(answer, names)
+            letters = {name: symbol(new) for name, new in zip(theirs, order, strict=True)}
+            yield gold, substituted(answer, letters)
 
 
 def _are_arbitrary(names: list[str], others: list[str], body: Node, is_solution: bool) -> bool:

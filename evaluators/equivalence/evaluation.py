@@ -162,14 +162,7 @@ def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
     return rule
 
 
-def _gamma(args: list[Fraction], limits: Limits) -> Fraction:
-    if _whole(args[0]) < 1:
-        raise Undefined("a pole of gamma")
-    return _factorial([args[0] - 1], limits)
-
-
 EXACT: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
-    "gamma": _gamma,
     "factorial": _factorial,
     "double_factorial": _double_factorial,
     "binom": _binom,
@@ -345,7 +338,7 @@ def _smooth(
     """Return a rule for a function of mpmath, with the derivative its error grows by."""
 
     def rule(arithmetic: Arithmetic, item: Approx) -> Approx:
-        if item.magnitude > _LARGEST.get(name, 100):
+        if item.magnitude > 100:
             raise TooLarge("a function of a huge number")
         value = getattr(arithmetic.mp, name)(item.value)
         growth = magnitude(slope(arithmetic.mp, item.value))
@@ -379,10 +372,7 @@ _SLOPES: dict[str, Callable[[Any, Number], Number]] = {
     "arcsinh": _root_slope(1, 1),
     "arccosh": _root_slope(1, -1),
     "arctanh": lambda mp, x: 1 / (1 - x * x),
-    "gamma": lambda mp, x: mp.gamma(x) * mp.digamma(x),
-    "zeta": lambda mp, x: mp.zeta(x, 1, 1),
 }
-_LARGEST = {"gamma": 20, "zeta": 8}  # bits of what these are computed of: their work grows with it
 FUNCTIONS: dict[str, Callable[[Arithmetic, Approx], Approx]] = {
     "ln": lambda arithmetic, item: arithmetic.by_direction("log", item),
     "log": lambda arithmetic, item: arithmetic.by_direction("log10", item),
@@ -410,13 +400,14 @@ class Budget:
     """The work that one comparison may do, in evaluation steps weighted by their digits.
 
     Counted work is the same on every machine, so that no verdict depends on the clock. The thread's
-    clock is a last defence, should a cap be missing; it is read seldom, because a reading costs as
-    much as a comparison.
+    clock is a last defence, should a cap be missing; it is read seldom, and first after some work,
+    because a reading costs as much as a comparison.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.left = limits.work
-        self.end = time.thread_time() + limits.seconds
+        self.seconds = limits.seconds
+        self.end: float | None = None
         self.spent_since_look = 0
 
     def spend(self, bits: int) -> None:
@@ -428,7 +419,10 @@ class Budget:
         self.spent_since_look += cost
         if self.spent_since_look > 4096:
             self.spent_since_look = 0
-            if time.thread_time() > self.end:
+            now = time.thread_time()
+            if self.end is None:
+                self.end = now + self.seconds
+            elif now > self.end:
                 raise OutOfTime
 
     def check(self) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
-from functools import reduce
 from itertools import product
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from atts.evaluators.equivalence.evaluation import NotRational, digits_in_base, 
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.syntax.tree import (
     REALS,
-    Kind,
     Node,
     grid,
     has,
@@ -449,10 +447,9 @@ def variable_of(node: Node) -> str:
 
 
 def matrix(node: Node) -> Node | None:
-    """Return the matrix that an expression of matrices works out to; None when it is none.
+    """Return the matrix that is written, perhaps as rows or transposed; None where none is.
 
-    Entries stay expressions. Raises Undecided for what is not worked out, such as powers and large
-    products.
+    Raises Undecided for sums, products and powers of matrices, which are sympy's to work out.
     """
     if node.kind == "matrix":
         return node
@@ -465,41 +462,7 @@ def matrix(node: Node) -> Node | None:
         return grid(zip(*(row.args for row in rows), strict=True))
     if not has(node, "matrix") or node.kind in ("func", "list", "set", "tuple", "relation"):
         return None
-    if node.kind not in ("add", "mul"):
-        raise Undecided(f"a matrix inside a {node.kind}")
-    if node.kind == "add":
-        return reduce(_plus, map(matrix, node.args))
-    whole = reduce(_times, (matrix(arg) for arg in node.args if has(arg, "matrix")))
-    scalars = tuple(arg for arg in node.args if not has(arg, "matrix"))
-    if whole is None or not scalars:
-        return whole
-    return grid((Node("mul", (*scalars, cell)) for cell in row.args) for row in whole.args)
-
-
-def _plus(left: Node | None, right: Node | None) -> Node:
-    if left is None or right is None:
-        raise Undecided("matrices that cannot be added")
-    if [len(row.args) for row in left.args] != [len(row.args) for row in right.args]:
-        raise Undecided("matrices that cannot be added")
-    return grid(_paired("add", *rows) for rows in zip(left.args, right.args, strict=True))
-
-
-def _times(left: Node | None, right: Node | None) -> Node:
-    if left is None or right is None:
-        raise Undecided("a product of matrices")
-    width = len(left.args[0].args)
-    if width != len(right.args) or len(left.args) > 8:
-        raise Undecided("a product of matrices")
-    columns = [
-        Node("tuple", column) for column in zip(*(row.args for row in right.args), strict=True)
-    ]
-    return grid(
-        (Node("add", _paired("mul", row, column)) for column in columns) for row in left.args
-    )
-
-
-def _paired(kind: Kind, one: Node, two: Node) -> tuple[Node, ...]:
-    return tuple(Node(kind, pair) for pair in zip(one.args, two.args, strict=True))
+    raise Undecided(f"a matrix inside a {node.kind}")
 
 
 # ---- signs, classes, times

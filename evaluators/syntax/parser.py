@@ -25,7 +25,8 @@ from atts.evaluators.syntax.vocabulary import TAILS, measure, words
 from atts.evaluators.verdict import Limits, Malformed, Prose, TooLarge, Undecided, UnknownWords
 
 _RELATIONS = frozenset(
-    "= < > <= >= != ~ == in -> ->+ ->- =>> <=> =< <> := => notin subset subseteq supset supseteq mid & parallel perp".split()
+    "= < > <= >= != ~ == in -> ->+ ->- =>> <=> =< <> := => notin subset subseteq supset supseteq mid & "
+    "parallel perp".split()
 )
 _RELATION_SPELLINGS = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})

@@ -38,7 +38,7 @@ class Node:
 
     def walk(self) -> list["Node"]:
         """Return this node and all below it; iterative, so depth does not matter."""
-        nodes = list[Node]()
+        nodes: list[Node] = []
         stack: list[Node] = [self]
         while stack:
             node = stack.pop()
@@ -109,9 +109,18 @@ def grid(rows: Iterable[Iterable[Node]]) -> Node:
 
 def variables(node: Node) -> frozenset[str]:
     """Return the names of the free variables; those bound by a sum or product are left out."""
-    inside = node.walk()
-    bound = {each.args[1].text for each in inside if each.kind == "sum"}
-    return frozenset(each.text for each in inside if each.kind == "symbol") - bound
+    names: set[str] = set()
+    bound: set[str] = set()
+    stack = [node]
+    while stack:
+        each = stack.pop()
+        if each.kind == "symbol":
+            names.add(each.text)
+        elif each.args:
+            stack.extend(each.args)
+            if each.kind == "sum":
+                bound.add(each.args[1].text)
+    return frozenset(names - bound)
 
 
 def substituted(node: Node, values: Mapping[str, Node]) -> Node:
@@ -138,4 +147,13 @@ def canonical(node: Node) -> Node:
 
 def has(node: Node, *kinds: str) -> bool:
     """Return whether a node of one of these kinds is anywhere in the tree."""
-    return any(each.kind in kinds for each in node.walk())
+    if node.kind in kinds:
+        return True
+    stack = [*node.args]
+    while stack:
+        each = stack.pop()
+        if each.kind in kinds:
+            return True
+        if each.args:
+            stack.extend(each.args)
+    return False

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
+import json
 import logging
 import multiprocessing
 import random
 import re
 import signal
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,14 +22,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from atts.core import AnswerKind
 from atts.evaluators import equivalent, extract, group, reference
+from scripts.studies.grading_rules import asked, rules_off
 from scripts.studies.harness import Options, Row, Table, rows_of, say
 from tests.evaluators.mutants import BUILT_IN, mutants
 
 _PATIENCE = 10.0  # seconds for one pair; a timer of processor time would make its clock coarse
+_BLIND = Path(__file__).resolve().parents[2] / "tests" / "evaluators" / "blind_pairs.jsonl"
 T = TypeVar("T")
 Check = Callable[[str, str], bool]
 
@@ -62,11 +68,17 @@ def study(options: Options) -> list[Table]:
         "model answers": [Pair(row["gold"], row["pred"], row["judged_equal"]) for row in judged],
         "changed answers": [Pair(one.gold, one.answer, False) for one in changed],
     }
+    lines = _BLIND.read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    sets["blind sets"] = [Pair(row["gold"], row["answer"], row["equal"]) for row in rows]
     tables = [
         beside(name, _some(pairs, options.pick(40, 250, 10_000)))
         for name, pairs in sets.items()
         if pairs
     ]
+    tables.append(asked({name: pairs for name, pairs in sets.items() if pairs}))
+    everything = [pair for pairs in sets.values() for pair in pairs]
+    tables.append(rules_off(_some(everything, options.pick(60, 10_000, 10_000))))
     hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
     attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]
     tables.append(hostile_answers(_some(attacks, options.pick(60, 460, 460))))
@@ -105,6 +117,27 @@ def _sympy() -> Check:
     return _simplified(partial(latex.parse_latex, backend="lark"))
 
 
+def _minerva() -> Check:
+    """Return the rules of lm-eval's Minerva task: texts normalized, then sympy on the difference."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("datasets")
+    # named in its annotations alone
+    sys.modules.setdefault("datasets", SimpleNamespace(Dataset=None))  # type: ignore[arg-type]
+    package = importlib.util.find_spec("lm_eval")
+    if package is None or package.origin is None:
+        raise ImportError("lm_eval")
+    # the file alone: the package imports every metric of its tasks
+    path = Path(package.origin).parent / "tasks" / "minerva_math" / "utils.py"
+    spec = importlib.util.spec_from_file_location("minerva_rules", path)
+    assert spec is not None
+    assert spec.loader is not None
+    rules: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rules)
+    logging.getLogger("minerva_rules").setLevel(logging.CRITICAL)
+    normalized = rules.normalize_final_answer
+    return lambda gold, answer: bool(rules.is_equiv(normalized(gold), normalized(answer)))
+
+
 def _ours() -> Check:
     return lambda gold, answer: equivalent(gold, answer).is_equal
 
@@ -116,6 +149,7 @@ def _same_text() -> Check:
 _CHECKERS: dict[str, Callable[[], Check]] = {
     "atts": _ours,
     "math-verify": _math_verify,
+    "lm-eval minerva": _minerva,
     "latex2sympy2 + simplify": _latex2sympy,
     "sympy (lark) + simplify": _sympy,
     "string": _same_text,

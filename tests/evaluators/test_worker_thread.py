@@ -51,7 +51,7 @@ def test_answers_that_are_grouped_at_once_start_no_thread(asking: list[str]) -> 
 
 def test_a_remembered_answer_does_not_wait_for_another_question(asking: list[str]) -> None:
     """The lock of a question in flight keeps no thread from what is known."""
-    algebra.WORKER.answers["a", "b"] = True
+    algebra.WORKER.answers["a", "b", "[]"] = True
     with algebra.WORKER.lock:
         thread = threading.Thread(target=lambda: asking.append(str(algebra.WORKER.ask("a", "b"))))
         thread.start()

@@ -100,7 +100,7 @@ async def _judged(record: GradedRecord, engine: Engine, prompt: str) -> GradedRe
     before = record.verdict
     if status is None:
         return _left_open(record, reason)
-    detail = f"{engine.spec.model} says {reason}; the rules left it open ({before.rule})"
+    detail = f"{engine.spec.name} says {reason}; the rules left it open ({before.rule})"
     return replace(record, verdict=Verdict(status, "judged", f"{detail}; {before.detail}"))
 
 

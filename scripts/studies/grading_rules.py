@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ RULES: dict[str, list[Switch]] = {
 
 
 @contextmanager
-def switched_off(switches: Sequence[Switch]) -> Iterator[None]:
+def switched_off(switches: Sequence[Switch]) -> Generator[None]:
     """Replace each name for a while."""
     with ExitStack() as undo:
         for owner, name, new in switches:
@@ -102,13 +102,15 @@ def rules_off(pairs: Sequence[Pair]) -> Table:
             for pair, old, new in zip(pairs, before, after, strict=True)
             if old != new
         ]
-        lost = sum((old == "equal") == pair.expected for pair, old, _ in changed)
+        wrong = sum(
+            (old == "equal") == pair.expected != (new == "equal") for pair, old, new in changed
+        )
         unscored = sum(new == "unscored" for *_, new in changed)
         false_equal = sum(new == "equal" and not pair.expected for pair, _, new in changed)
-        rows.append((name, len(changed), lost, unscored, false_equal))
+        rows.append((name, len(changed), wrong, unscored, false_equal))
     return Table.of(
         f"Own rules switched off: {len(pairs)} pairs",
-        "rule | verdicts that change | of them right before | now unscored | now falsely equal",
+        "rule | verdicts that change | now wrong | now unscored | now falsely equal",
         rows,
     )
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from atts.core import Grading
 from atts.evaluators import equivalent, group
 from atts.evaluators.equivalence import algebra
 
@@ -30,6 +31,16 @@ EQUAL = {
         r"\begin{pmatrix}1&1\\0&1\end{pmatrix}^2",
         r"\begin{pmatrix}1&2\\0&1\end{pmatrix}",
     ),
+    "product of matrices": (
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}\begin{pmatrix}1\\x\end{pmatrix}",
+        r"\begin{pmatrix}2x+1\\4x+3\end{pmatrix}",
+    ),
+    "sum of matrices": (
+        r"2\begin{pmatrix}1&2\\3&4\end{pmatrix}-\begin{pmatrix}1&0\\0&1\end{pmatrix}",
+        r"\begin{pmatrix}1&4\\6&7\end{pmatrix}",
+    ),
+    "zeta": (r"\zeta(2)", r"\frac{\pi^2}{6}"),
+    "gamma": (r"\Gamma(n+1)", "n!"),
     "inverse of a matrix": (
         r"\begin{pmatrix}1&1\\0&1\end{pmatrix}^{-1}",
         r"\begin{pmatrix}1&-1\\0&1\end{pmatrix}",
@@ -157,3 +168,11 @@ def test_simple_answers_start_no_worker(worker: algebra.Worker) -> None:
     for gold, answer in (("1/2", "0.5"), ("x^2-1", "(x-1)(x+1)"), ("12", "21"), ("(1,2)", "(2,1)")):
         equivalent(gold, answer)
     assert worker.process is None
+
+
+def test_sympy_is_told_which_letters_are_sizes() -> None:
+    """The integral of a size's root is settled where the size is positive, and only then."""
+    gold = r"\int_0^1 2x\sqrt{\rho^2 L}\,dx"
+    assert equivalent(gold, r"\rho\sqrt{L}").rule == "sizes"
+    assert not equivalent(gold, r"\rho\sqrt{L}", grading=Grading(variables="real")).is_equal
+    assert not equivalent(gold, r"2\rho\sqrt{L}").is_equal

@@ -27,6 +27,11 @@ class BusyShare:
         while intervals[0][1] < ended - WINDOW_SECONDS:
             intervals.popleft()
 
+    @property
+    def num_intervals(self) -> int:
+        """Return how many intervals are remembered, over all engines."""
+        return sum(map(len, self._work.values()))
+
     def shares(self, now: float) -> dict[str, float]:
         """Return the share of each engine that did anything.
 

@@ -60,6 +60,11 @@ class FairSlots:
         """Return how many requests wait."""
         return sum(len(user.waiting) for user in self._users.values())
 
+    @property
+    def num_users(self) -> int:
+        """Return how many users are remembered."""
+        return len(self._users)
+
     def waiting_of(self, name: str) -> int:
         """Return how many requests of a user wait."""
         user = self._users.get(name)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -227,13 +227,13 @@ def _resident(pid: int) -> int:
 
 
 @contextmanager
-def _servers() -> Iterator[dict[str, tuple[tuple[str, int], int]]]:
+def _servers() -> Generator[dict[str, tuple[tuple[str, int], int]]]:
     with _server("echo") as echo, _server("atts") as atts, _server("state") as state:
         yield {"echo": echo, "atts": atts, "state": state}
 
 
 @contextmanager
-def _server(kind: str) -> Iterator[tuple[tuple[str, int], int]]:
+def _server(kind: str) -> Generator[tuple[tuple[str, int], int]]:
     """Start a server in a process of its own; yield its address and the process's id."""
     command = [sys.executable, "-m", "scripts.studies.serving", kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def serve_embedded() -> Iterator[str]:
+def serve_embedded() -> Generator[str]:
     """Serve the embedded pair in a process; yield its address, and end it by SIGTERM."""
     environment = {name: value for name, value in os.environ.items() if name[:5] != "ATTS_"}
     with tempfile.TemporaryDirectory() as state:
@@ -47,7 +47,7 @@ def serve_embedded() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def address() -> Generator[str]:
-    """The address of a server on the embedded pair, ended by SIGTERM."""
+    """Serve the embedded pair for the tests of this file."""
     with serve_embedded() as served:
         yield served
 

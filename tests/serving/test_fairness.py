@@ -158,7 +158,7 @@ def test_users_that_come_and_go_are_forgotten() -> None:
         for number in range(10_000):
             async with slots.slot(f"user {number}") as cost:
                 cost.value = 1.0
-        assert len(slots._users) <= 4096
+        assert slots.num_users <= 4096
 
     anyio.run(main)
 

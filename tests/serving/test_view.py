@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def shown(status: Callable[[], dict[str, Any]]) -> Iterator[str]:
+def shown(status: Callable[[], dict[str, Any]]) -> Generator[str]:
     """Serve the page on a status for the length of the block."""
     with view_server(0, status) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
@@ -204,7 +204,7 @@ def test_busy_shares_forget_what_is_old() -> None:
         busy.add("target", second, second + 0.5)
     shares = busy.shares(10_000.0)
     assert shares == pytest.approx({"draft": 0.25, "target": 0.5}, abs=0.01)
-    assert max(len(intervals) for intervals in busy._work.values()) <= 62
+    assert busy.num_intervals <= 2 * 62
 
 
 def test_the_page_of_a_run_in_a_browser(browser: Browser, run_directory: Path) -> None:

@@ -293,8 +293,8 @@ def load_weights(
 
     Of some `layers` alone there are no embedding and no head unless these are the first, or without
     `words`. With `pairs`, as on a GPU, each layer is put into the order of the torch model while it
-    is read, so that nothing is copied once a cache has taken the memory. Layers `on_demand` are read
-    each time they are asked for: whoever packs them one by one never holds them all.
+    is read, so that nothing is copied once a cache has taken the memory. Layers `on_demand` are
+    read each time they are asked for: a caller that packs them one by one never holds them all.
 
     :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another
         shape.

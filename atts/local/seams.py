@@ -67,7 +67,7 @@ class OverlapStats:
 
     @property
     def silence(self) -> str:
-        """Why no guess came true; empty if one did, or none was made."""
+        """Say why no guess came true; return an empty text if one did, or none was made."""
         if self.hits:
             return ""
         if self.misses:

@@ -1,4 +1,4 @@
-"""What is in memory while a model loads."""
+"""Memory stays bounded while a model loads."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def _opd(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[s
                 path.add(chunk, known if chunk is drafted else None)
             if turn.decision is not None:
                 decisions.append(_decision(turn, start, len(path.ids)))
-        records = [
+        records: list[dict[str, Any]] = [
             {**_opd_record(case, rollout, "rollout", list(prompt), path), "decisions": decisions},
             *({**other, "decisions": []} for other in others),
         ]

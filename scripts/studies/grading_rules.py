@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from atts.evaluators import equivalent
 from atts.evaluators.equivalence import evaluation, regions, views
-from atts.evaluators.equivalence.algebra import without_asking
+from atts.evaluators.equivalence.algebra import WORKER, without_asking
 from atts.evaluators.verdict import Undecided
 from scripts.studies.harness import Row, Table, say
 
@@ -120,6 +120,7 @@ def asked(sets: dict[str, list[Pair]]) -> Table:
     equivalent(r"\sum_{k=1}^{n}k", r"\frac{n(n+1)}{2}")  # starts the worker
     rows = list[Row]()
     for name, pairs in sets.items():
+        WORKER.answers.clear()  # what the comparisons above have asked is remembered
         seconds = list[float]()
         decided = 0
         for pair in pairs:

@@ -178,7 +178,7 @@ class _JudgedChunk:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedProblem:
-    """What a replay needs of a finished problem besides its judged chunks."""
+    """Facts about a finished problem that a replay needs besides its judged chunks."""
 
     problem: Problem
     answer: str | None
@@ -190,7 +190,7 @@ class _RecordedProblem:
 
 
 class _Record:
-    """What a replay under a policy needs of a recorded run.
+    """Columns of a recorded run that a replay under a policy needs.
 
     Judged chunks stand in columns, some 170 bytes each, so that the replay of a large run fits into
     memory; texts are kept for gates that read them.
@@ -438,7 +438,7 @@ def _problem(
 
 @dataclass(frozen=True, slots=True)
 class ReplayedDecision:
-    """A decision taken again, beside the one that was carried out, which comes without its reason."""
+    """A decision taken again, and the one that was carried out, which comes without its reason."""
 
     decision: Decision
     recorded: Decision
@@ -447,7 +447,7 @@ class ReplayedDecision:
 
 
 class ReplayedDecisions(Sequence[ReplayedDecision]):
-    """Every decision beside the recorded one, in the order in which they were taken."""
+    """Every decision with the recorded one, in the order in which they were taken."""
 
     def __init__(
         self, decisions: Decisions, recorded: Decisions, problems: Iterable[ReplayedProblem]

@@ -332,7 +332,7 @@ FEATURES: Mapping[str, type[int | float | bool]] = {
     "agreement": float,
     "agrees": bool,
 }
-"""Numbers that a gate is told besides the score, with their types."""
+"""Numbers that a gate receives besides the score, with their types."""
 _RARE = ("has_answer", "answered", "agreement", "agrees")
 """Features that are 0 for most chunks; what a journal lacks is 0."""
 

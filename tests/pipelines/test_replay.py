@@ -160,7 +160,7 @@ def run_of(problems: int, samples: int, directory: Path) -> None:
 
 
 def test_a_replay_keeps_columns_and_no_texts(tmp_path: Path) -> None:
-    """What is still held after a journal was read: numbers for each chunk, and its decisions."""
+    """After a journal is read only numbers for each chunk and its decisions are held."""
     run_of(24, 4, tmp_path)
     atts.replay(tmp_path, rate=0.4)  # imports, caches
     tracemalloc.start()

@@ -104,7 +104,7 @@ def is_bfloat16(tensor: Tensor) -> bool:
     # some rows at a time: the head of a large vocabulary is the largest tensor of a small model
     return all(
         bool((rows.contiguous().view(torch.int32) & 0xFFFF == 0).all())
-        for rows in tensor.split(_CHECKED_ROWS)
+        for rows in torch.split(tensor, _CHECKED_ROWS)
     )
 
 

@@ -98,7 +98,7 @@ STUDIES = {
         "real_pair:study",
     ),
     "referee": Study(
-        "rival stopping rules on recorded rollouts of a real pair", "referee:study", 0, 20
+        "rival stopping rules on recorded rollouts of a real pair", "referee:study", 0, 4
     ),
     "real-pair-losses": Study(
         "what proposals and method exact lose or save on a real pair, in turn with the target alone",

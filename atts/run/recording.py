@@ -181,7 +181,9 @@ class RunLengthEstimate(RunLength):
         self._there = [rollouts]
         self._ended = [0.0]
         self._went_on = [0.0]
-        self._weight = 1.0  # of what happens now; it grows with each rollout that ends
+        # Of what happens now; it grows with each problem that ends. The rollouts of one problem are
+        # stopped together, in an order that is chance and must not matter.
+        self._weight = 1.0
         self._growth = 1 + 1 / max(1.0, _MEMORY * rollouts) if rollouts else 1.0
         self._open = dict[str, dict[int, int]]()  # decisions of the rollouts that have not ended
 
@@ -225,12 +227,12 @@ class RunLengthEstimate(RunLength):
         """Note that all rollouts of this problem have ended."""
         self._end_all(list(self._rollouts(problem).values()))
         del self._open[problem]
+        self._weight *= self._growth**self._samples  # to e^8 in a whole run
 
     def _end_all(self, lengths: Sequence[int]) -> None:
         for made in lengths:
             self._there[made] -= 1
             self._ended[made] += self._weight
-        self._weight *= self._growth ** len(lengths)  # to e^4 in a whole run
 
     def _rollouts(self, problem: str) -> dict[int, int]:
         return self._open.setdefault(problem, dict.fromkeys(range(self._samples), 0))

@@ -275,8 +275,9 @@ def _error_words(error: BaseException) -> str:
     while cause := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(cause)
     for cause in causes:
-        # Libraries add names of their own parts to what the system said.
-        if isinstance(cause, OSError) and cause.errno:
+        # Libraries add names of their own parts to what the system said. The numbers of TLS errors
+        # are not the system's.
+        if isinstance(cause, OSError) and cause.errno and not isinstance(cause, ssl.SSLError):
             return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
     message = next((str(cause) for cause in causes if str(cause)), "")
     name = type(error).__name__

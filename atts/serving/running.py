@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+import anyio
+import anyio.lowlevel
 import uvicorn
 
 from atts.errors import UsageError
@@ -83,6 +85,13 @@ async def run_server(
             try:
                 await server.serve(sockets=[listener])
             finally:
-                # A cancelled server would leave the loop reading a descriptor that is closed here.
+                # A cancelled server would leave the loop reading a descriptor that is closed here,
+                # and connections that their clients keep open.
                 for one in getattr(server, "servers", ()):
                     one.close()
+                for connection in list(server.server_state.connections):
+                    transport = getattr(connection, "transport", None)
+                    if transport is not None:
+                        transport.abort()
+                with anyio.CancelScope(shield=True):
+                    await anyio.lowlevel.checkpoint()  # transports close in the loop's next step

@@ -27,9 +27,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a small run of the embedded pair with accepted, replaced and repeated chunks."""
     folder = tmp_path_factory.mktemp("recorded") / "run"
     setup = Setup(
-        draft="embedded", target="embedded", rate=0.3, policy=Policy(samples=3, early_stop="none")
+        draft="embedded", target="embedded", rate=0.05, policy=Policy(samples=3, early_stop="none")
     )
-    evaluate_sync(load_dataset("arithmetic[:4]").problems, setup, directory=folder)
+    evaluate_sync(load_dataset("arithmetic[:8]").problems, setup, directory=folder)
     return folder
 
 
@@ -118,7 +118,7 @@ def test_sft_keeps_what_is_correct(recorded: Path, tmp_path: Path) -> None:
     records = read(recorded, tmp_path, "sft")
     assert all(record["correct"] for record in records)
     everything = read(recorded, tmp_path, "sft", keep="all")
-    assert len(everything) == 12 > len(records) > 0
+    assert len(everything) == 24 > len(records) > 0
     for record in everything:
         rollout = next(
             one for one in whole[record["problem"]].rollouts if one.sample == record["sample"]

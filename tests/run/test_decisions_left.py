@@ -2,6 +2,7 @@
 ended.
 """
 
+import itertools
 import random
 
 import pytest
@@ -73,6 +74,7 @@ def test_rollouts_of_sorted_problems_are_expected_to_be_like_the_latest() -> Non
             for s in range(8)
         }
         left = RunLengthEstimate(40, 8)
+        unfinished = dict.fromkeys(map(str, range(40)), 8)
         waiting = list(lengths)[::-1]
         going = list[tuple[str, int, int]]()
         done = 0
@@ -85,12 +87,31 @@ def test_rollouts_of_sorted_problems_are_expected_to_be_like_the_latest() -> Non
             done += 1
             if turn + 1 == lengths[problem, sample]:
                 left.end(problem, sample)
+                unfinished[problem] -= 1
+                if not unfinished[problem]:
+                    left.conclude(problem)
             else:
                 going.append((problem, sample, turn + 1))
         share = left.share
         assert share is not None
         ratios.append(done * share / (1 - share) / (total - done))
     assert 0.9 < sum(ratios) / len(ratios) < 1.5
+
+
+def test_the_order_in_which_the_rollouts_of_a_problem_are_stopped_does_not_matter() -> None:
+    """They are stopped together, so that a resumed run may see them end in another order."""
+    shares = set[float | None]()
+    for order in itertools.permutations(range(3)):
+        left = RunLengthEstimate(4, 3)
+        for problem in ("a", "b"):
+            for sample in range(3):
+                for turn in range(2 * sample + 1):
+                    decide(left, problem, sample, turn)
+            for sample in order:
+                left.end(problem, sample)
+            left.conclude(problem)
+        shares.add(left.share)
+    assert len(shares) == 1
 
 
 def test_a_concluded_problem_ends_what_it_never_began_and_what_was_cut_off() -> None:

@@ -23,6 +23,7 @@ from tests.serving.conftest import body, serving, toy_setup
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 ROOT = Path(__file__).resolve().parents[2]
+CLOSED = (anyio.EndOfStream, anyio.BrokenResourceError)
 
 
 def started(state: Path) -> tuple[subprocess.Popen[str], str]:
@@ -191,5 +192,27 @@ def test_engines_that_fail_under_many_requests_leave_nothing() -> None:
             assert counts.answered + counts.failed == counts.requests == 20
             assert client.service.in_flight == 0
             assert client.service.account.reserved == Amount()
+
+    anyio.run(main)
+
+
+def test_a_cancelled_server_closes_what_clients_keep_open() -> None:
+    """Browsers keep connections open between two requests."""
+
+    async def main() -> None:
+        async with serving() as client:
+            url = client.http.base_url
+            stream = await anyio.connect_tcp(url.host, url.port or 0)
+            await stream.send(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert b" 200 " in await stream.receive()
+
+        async def read_on() -> None:
+            while True:
+                await stream.receive()
+
+        # The server's own limit for idle connections is five seconds.
+        async with stream:
+            with anyio.fail_after(3), pytest.raises(CLOSED):
+                await read_on()
 
     anyio.run(main)

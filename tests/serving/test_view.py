@@ -224,13 +224,16 @@ def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=0.3, per_score=0.1))
-        caps = Caps(max_calls=500, max_cost=0.5)
+        caps = Caps(max_calls=5000, max_cost=0.5)
         async with serving(setup, key="secret", prices=PRICES, server_caps=caps) as client:
             address = str(client.http.base_url).removesuffix("/v1/")
             page = browser.page()
 
+            seen = anyio.Event()
+
             async def ask() -> None:
-                assert (await client.chat(model=f"{MODEL}:careful")).status_code == 200
+                while not seen.is_set():  # a browser may be slow to look
+                    assert (await client.chat(model=f"{MODEL}:careful")).status_code == 200
 
             def unlock() -> None:
                 page.look(1280, 900, "light")
@@ -248,6 +251,7 @@ def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
                     group.start_soon(ask)
                 await anyio.to_thread.run_sync(unlock)
                 await anyio.to_thread.run_sync(looked_at, page, address, "server")
+                seen.set()
             await anyio.to_thread.run_sync(
                 page.wait, "document.body.innerText.includes('answered')"
             )

@@ -91,8 +91,7 @@ def _comparison_lines(comparison: Compared) -> list[str]:
     # lines of single rollouts, or one answer per problem: the vote is the mean of what is there
     is_one = comparison.single is not None and _is_same(comparison.vote, comparison.single)
     is_vote = comparison.mcnemar is not None
-    has_one_number = is_one and not is_vote  # files of single answers, which no vote was taken of
-    lines += _accuracy_lines("accuracy" if has_one_number else "vote", comparison.vote)
+    lines += _accuracy_lines("vote" if is_vote or not is_one else "accuracy", comparison.vote)
     if comparison.if_right is not None:
         first, second = comparison.unscored
         between = comparison.if_right.difference.signed()
@@ -108,7 +107,7 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         )
     if comparison.sequential is not None:
         lines.append(f"{'one by one':16}second {comparison.sequential}")
-    if comparison.single is not None and not has_one_number:
+    if comparison.single is not None and not is_one:
         lines += _accuracy_lines("one rollout", comparison.single)
     lines += _coin_lines(comparison.methods)
     if comparison.costs:

@@ -86,7 +86,9 @@ def take_all(arrivals: Arrivals) -> Taken:
 
 
 Stops = Callable[[Sequence[int], int], bool]
-"""Whether to stop, by the votes of each class, most first, and the number of rollouts still to come."""
+"""A function that decides whether to stop. It is passed the votes of each class, most first, and the
+number of rollouts still to come.
+"""
 
 
 def _one_by_one(stops: Stops) -> Play:

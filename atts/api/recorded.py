@@ -224,8 +224,8 @@ def replay(
     return replay_run(recorded, change, fresh_gate if decides_again else None)
 
 
-# What a method may change and its rollouts are still those of the record: it waits, or asks for more
-# of them.
+# A method may differ in these settings, and its rollouts are still those of the record: it only waits
+# for some of them, or asks for more.
 _SAME_ROLLOUTS = ("barrier", "early_stop", "first_wave", "repeats")
 
 

@@ -24,7 +24,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record is in its file; two numbers find it again."""
+    """The place of a record in its file, from which it can be read again."""
 
     start: int
     size: int

@@ -60,7 +60,7 @@ IMPORTED = "imported"
 """Name of the setting, and code of the warning, that tell an imported run from one of atts."""
 
 Grades = Literal["recorded", "again"]
-"""Whose verdicts count: those that the other tool recorded, where it did, or atts' own."""
+"""The verdicts that count: with "recorded" the other tool's where it has any, with "again" atts' own."""
 
 _WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
     {"equal": "correct", "different": "wrong", "unscored": "unscored"}

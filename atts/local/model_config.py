@@ -18,7 +18,7 @@ from atts.models.tokenizers import ModelTokenizer
 
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""What libraries raise when they meet an unforeseen configuration."""
+"""Errors that libraries raise when they meet an unforeseen configuration."""
 # those whose frequencies are known when a request comes
 _ROPES = (
     "default",

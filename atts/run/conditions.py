@@ -102,7 +102,7 @@ _OWN = (
     "dataset",
     *(f"configuration.{name}" for name in ("abstain", "until", "shard", MERGED)),
 )
-"""What leaves the distribution of votes what it is."""
+"""Settings that do not change how votes are distributed."""
 _ADVICE_TO_LABEL = "Label problems by a run of the same settings, or go back to those"
 
 

@@ -181,8 +181,8 @@ class RunLengthEstimate(RunLength):
         self._there = [rollouts]
         self._ended = [0.0]
         self._went_on = [0.0]
-        # Of what happens now; it grows with each problem that ends. The rollouts of one problem are
-        # stopped together, in an order that is chance and must not matter.
+        # This is how much the present counts; it grows with each problem that ends, not with each
+        # rollout: those of one problem are stopped together, in an order that must not matter.
         self._weight = 1.0
         self._growth = 1 + 1 / max(1.0, _MEMORY * rollouts) if rollouts else 1.0
         self._open = dict[str, dict[int, int]]()  # decisions of the rollouts that have not ended

@@ -167,7 +167,7 @@ class ReplicaPool:
             engine = member.engine
             if member.state == "down" and isinstance(engine, Returning):
                 if await engine.comes_back():
-                    # Of the calls that ask at once one checks; the others continue when it has.
+                    # One of the calls that ask at once checks; the others continue when it has.
                     async with member.checking:
                         if member.state == "down":
                             await self._look(member)

@@ -115,6 +115,9 @@ class SampleRequest:
     num_begun: int = 0  # how many of `ids`, at their end; `max_tokens` excludes them
     # a guess at the answer: it may make the engine faster, and never changes what it writes
     hint: TokenIds = ()
+    # tokens of a think block, those among `ids` included, after which an engine with the capability
+    # "thinking" closes the block; 0: no limit
+    thinking_budget: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,15 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 _Value = TypeVar("_Value")
 _MOST_IDS = 1 << 31
 EngineState = Literal["new", "open", "closed"]
-Capability = Literal["sample", "score", "rate", "draw"]
-"""What an engine can do: sample, score, rate and draw.
+Capability = Literal["sample", "score", "rate", "draw", "thinking"]
+"""What an engine can do: sample, score, rate, draw and end a think block.
 
 "sample": it continues ids. "score": it returns the log-probability of every token of a suffix.
 "rate": it scores single-token suffixes among a few likely tokens, which is enough for a one-digit
 rating. "draw": while scoring, it also samples from the distributions that it computes
 (`ScoreRequest.draw`), and it continues a completion that another engine began
-(`SampleRequest.num_begun`).
+(`SampleRequest.num_begun`). "thinking": it closes a think block that has used up its budget
+(`SampleRequest.thinking_budget`).
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError
 from atts.graph import Arrival, RolloutScope
 from atts.pipelines.context import Context, RolloutEngine
-from atts.pipelines.policy import ConfidenceStop, Policy
+from atts.pipelines.policy import THINK, THINK_END, ConfidenceStop, Policy
 from atts.pipelines.scores import source_of
 from atts.pipelines.votes import Grouper, classes
 from atts.sampling import Seed
@@ -154,6 +155,8 @@ class RolloutBuilder:
         self.position = 0  # in the tree of what siblings wrote
         self._ids: dict[Role, TokenIds] = {"draft": prompt.draft_ids, "target": prompt.target_ids}
         self._room = self.room_left()
+        # whether the thinking budget still counts: no think block was closed yet
+        self._is_thinking = policy.thinking_tokens is not None
 
         # what the turn being worked on has cost is in `usage` before it is in the rollout
         self.usage = Usage()
@@ -184,7 +187,7 @@ class RolloutBuilder:
         called.
         """
         is_last = chunk.ended == "end" or self.turn + 1 >= self._bounds.turns
-        if is_last or self.room_left([chunk]) < 1:
+        if is_last or not self.may_write([chunk]):
             return
         try:
             self._ahead = await self.write(self.policy.drafter, [chunk], turn=self.turn + 1)
@@ -261,6 +264,12 @@ class RolloutBuilder:
         ids = self.ids(role, pending) if pending else self._ids[role]
         if room < 1:
             raise ContextOverflow(self.engine(role).spec.name, len(ids) + 1, len(ids) + room)
+        thinking_budget = 0
+        if self._is_thinking:
+            if "thinking" in self.engine(role).spec.capabilities:
+                thinking_budget = self.policy.thinking_tokens or 0
+            else:
+                room = min(room, max(1, self.thinking_left(pending)))
         rollout = self.rollout
         turn = self.turn if turn is None else turn
         return SampleRequest(
@@ -271,6 +280,7 @@ class RolloutBuilder:
             self._bounds.stop,
             rollout=self.name,
             logprobs="raw" if role in self.context.logprobs else "unneeded",
+            thinking_budget=thinking_budget,
         )
 
     def enter(
@@ -303,6 +313,8 @@ class RolloutBuilder:
         self._unassigned = 0 if self._ahead is None else self._ahead.tokens
         finish, answer, why = self._ending(turn)
         if finish is None:
+            if self._is_thinking and self.thinking_left() < 1:
+                self._stop_thinking()
             return
         if finish in ("answer", "end") and self.budget_forcings_left and self._room > 1:
             self._wait(answer)
@@ -323,6 +335,9 @@ class RolloutBuilder:
         self.position = self.siblings.position(turn.chunks, self.position)
         for chunk in turn.chunks:
             self.text += chunk.text
+            # The end of the block may be spread over two chunks.
+            if THINK_END in self.text[-len(chunk.text) - len(THINK_END) :]:
+                self._is_thinking = False
             self._ids = {
                 "draft": self._ids["draft"] + chunk.draft_ids,
                 "target": self._ids["target"] + chunk.target_ids,
@@ -399,6 +414,26 @@ class RolloutBuilder:
         self._searched_to = len(self.text) + len(words.text)
         self._grow(Turn(self.turn, (words,), is_forced=True))
 
+    def _stop_thinking(self) -> None:
+        """Put the end of the thinking into the rollout's text, whose budget for it is used up.
+
+        A model that did not open a think block gets the text without the mark that closes one.
+        Without room for the text and a token after it, the rollout is left to run into its limit.
+        """
+        self._is_thinking = False
+        self.budget_forcings_left = 0  # waiting would be more thinking
+        before = self.target.tokenizer.decode(self.rollout.prompt.target_ids) + self.text
+        text = self.policy.thinking_end
+        if before.rfind(THINK) <= before.rfind(THINK_END):
+            text = re.sub(rf"\n?{re.escape(THINK_END)}", "", text)
+        words = forced(text, self.policy.drafter, self.draft, self.target)
+        if self.room_left([words]) < 1:
+            return
+        note = "the thinking budget is used up"
+        if "thinking" in self.engine(self.policy.drafter).spec.capabilities:
+            note += ", and the server did not end the thinking"
+        self._grow(Turn(self.turn, (words,), note=note, is_forced=True))
+
     def _close(self, finish: Finish, answer: str | None, why: str) -> None:
         """End the rollout; without a marked answer, a text that its model has ended is read again
         for one that it only states.
@@ -446,6 +481,25 @@ class RolloutBuilder:
         pending_draft = sum(len(chunk.draft_ids) for chunk in pending)
         pending_target = sum(len(chunk.target_ids) for chunk in pending)
         return room - max(pending_draft, pending_target)
+
+    def thinking_left(self, pending: Sequence[Chunk] = ()) -> int:
+        """Return how many tokens are left of the thinking budget after the `pending` chunks, in the
+        target's tokens as all lengths.
+
+        Only while the rollout is thinking does the budget count.
+        """
+        assert self.policy.thinking_tokens is not None, "there is no thinking budget"
+        written = len(self._ids["target"]) - len(self.rollout.prompt.target_ids)
+        written += sum(len(chunk.target_ids) for chunk in pending)
+        return self.policy.thinking_tokens - written
+
+    def may_write(self, pending: Sequence[Chunk] = ()) -> bool:
+        """Return whether a token may follow the `pending` chunks, by the rollout's limit and by what
+        is left for thinking.
+        """
+        if self._is_thinking and self.thinking_left(pending) < 1:
+            return False
+        return self.room_left(pending) >= 1
 
     def engine(self, role: Role) -> RolloutEngine:
         """Return the engine in this role."""

@@ -84,6 +84,12 @@ SMALL = Budget("embedded models", 512, 64, ("\n\n",))
 """Of the embedded models, which write one step of at most 40 tokens per chunk, and of the scripted
 ones.
 """
+THINK = "<think>"
+THINK_END = "</think>"
+THINKING_END = (
+    f"\n\nI have no time left to think, so I answer now.\n{THINK_END}\n\nThe final answer is"
+)
+"""Put into a rollout that has used up its thinking budget."""
 _PROMPT = 512  # tokens of a context that are left to the problem itself
 _LEAST_TURNS = 15
 _STEP_TOKENS = 35  # what a step that a stop string ends is taken to bring
@@ -172,6 +178,13 @@ class Policy:
         int, "how often an answer is met with `wait_text` instead of an end"
     ] = 0
     wait_text: Annotated[str, "what is said then"] = "Wait"
+    thinking_tokens: Annotated[
+        int | None,
+        "tokens of a rollout, at most, before its think block is closed and it must answer; none: no limit",
+    ] = None
+    thinking_end: Annotated[
+        str, "the text that ends the thinking of a rollout, or @FILE, which holds it"
+    ] = THINKING_END
     optimistic: Annotated[
         bool,
         "draft the next chunk while this one is scored; the distribution of results is unchanged",
@@ -230,6 +243,7 @@ class Policy:
             value = getattr(self, name)
             if value not in kinds:
                 raise OptionError(name, f"unknown value {value!r}", kinds, value)
+        self._check_thinking()
         if self.exact and self.drafter != "target":
             raise OptionError(
                 "exact", "the draft's own text needs no draft ahead of it; set drafter to target"
@@ -259,6 +273,22 @@ class Policy:
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise OptionError(name, f"{value} is outside (0, 1]")
+
+    def _check_thinking(self) -> None:
+        """Refuse a thinking budget that leaves no token for the answer, or ends in no text.
+
+        :raises OptionError: it does.
+        """
+        if self.thinking_tokens is None:
+            return
+        if self.max_tokens is not None and self.thinking_tokens >= self.max_tokens:
+            raise OptionError(
+                "thinking_tokens",
+                f"{self.thinking_tokens} of {self.max_tokens} tokens leave none for the answer; "
+                "give fewer, or more max_tokens",
+            )
+        if not self.thinking_end.strip():
+            raise OptionError("thinking_end", "an empty text ends no thinking; give a text")
 
     def _check_problems(self) -> None:
         """Refuse what contradicts the escalation of whole problems.
@@ -357,6 +387,7 @@ _LEAST = {
     "max_tokens": 1,
     "repeats": 2,
     "budget_forcing": 0,
+    "thinking_tokens": 1,
     "first_wave": 0,
 }
 

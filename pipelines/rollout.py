@@ -131,7 +131,7 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
     if builder.policy.takeover == "continue":
         # the chunk stays and the target writes after it: the paper's mode
         kept = [chunk] if chunk.text or chunk.draft_ids or chunk.target_ids else []
-        if builder.room_left(kept) < 1:
+        if not builder.may_write(kept):
             note = proposal.flaw or "no room left for the target"
             builder.enter(kept, (), decision, score, note)
             return

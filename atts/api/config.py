@@ -401,7 +401,7 @@ def configure(
     )
     settings = {name: Setting(key.default, "default") for name, key in config_keys().items()}
     settings |= {
-        key.name: Setting(key.read(value, label), origin) for key, value, origin, label in layers
+        key.name: Setting(_read(key, value, label), origin) for key, value, origin, label in layers
     }
     # A pair fills what nothing else set, before the method checks what was set, and the lengths
     # follow from both.
@@ -409,6 +409,20 @@ def configure(
     settings |= _settled(settings)
     followed = _followed(settings)
     return Configuration(MappingProxyType(settings | followed), frozenset(followed))
+
+
+def _read(key: Key, value: object, label: str) -> Json:
+    """Return a key's value; the text that ends the thinking may be in a file, named as @FILE.
+
+    :raises OptionError: the value is impossible, or the file cannot be read.
+    """
+    read = key.read(value, label)
+    if key.name != "thinking_end" or not isinstance(read, str) or not read.startswith("@"):
+        return read
+    try:
+        return read_ordinary(Path(read[1:])).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(label, f"{read[1:]} cannot be read as text ({error})") from error
 
 
 def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ Pairs = Annotated[
     ),
 ]
 SETUP = (
-    "method rate samples turns max_tokens temperature top_p early_stop rate_scope scores pair "
+    "method rate samples turns max_tokens thinking_tokens temperature top_p early_stop rate_scope scores pair "
     "backend draft target"
 )
 """The keys of a setup that have an option of their own."""
@@ -63,6 +63,11 @@ OPTIONS: Mapping[str, Parameter] = {
         "Rounds of drafting and judging per rollout, at most.", "as --max-tokens needs", kind=int
     ),
     "max_tokens": _key("Tokens per rollout, at most.", "by the models", kind=int),
+    "thinking_tokens": _key(
+        "Tokens of a rollout, at most, before it must stop thinking and answer.",
+        "no limit",
+        kind=int,
+    ),
     "temperature": _key("Temperature of both models.", "0.7", kind=float),
     "top_p": _key(
         "Sample only from the most likely tokens with this total probability.", "1", kind=float

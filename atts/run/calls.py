@@ -409,6 +409,8 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
             request.stop_ids,
         )
         text = f"{role} {settings!r}{request.num_begun or ''}"
+        if request.thinking_budget:
+            text += f" thinking {request.thinking_budget}"
         ids = request.ids
     else:
         draw = request.draw

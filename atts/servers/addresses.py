@@ -57,6 +57,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "priorities": ("priorities", str),
     "prefill": ("prefill", str),
     "extras": ("extras", str),
+    "thinking": ("thinking", str),
     "context": ("context", int),
 }
 _SETTINGS = ("tokenizer", "model", *_OPTIONS, "key", "key_file")

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from atts.core import Message, SampleRequest, TokenIds
-from atts.errors import UnsupportedByEngine
+from atts.errors import OptionError, UnsupportedByEngine
 from atts.servers.client import Call, Client
 from atts.servers.dialect import (
     Dialect,
@@ -309,16 +309,21 @@ class ChatDialect(TextDialect, Rater):
 
     name = "chat"
     schemes = ("openai", "chat")
+    takes_thinking_budget = True
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
         self._is_openai = False
+        self._is_openrouter = False
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`; a server that lists no models is believed to have the one that is named."""
         reply = await client.look("/models")
         host = urlsplit(client.url).hostname or ""
         self._is_openai = host == "openai.com" or host.endswith(".openai.com")
+        self._is_openrouter = host == "openrouter.ai"
+        if self._is_openai and self.closes_thinking:
+            raise OptionError("thinking", "OpenAI takes no thinking budget; leave thinking out")
         row = ModelRow(model)
         if reply.status not in (404, 405) or not model:
             row = choose_model(client, json_of(client, reply, ModelRows).data, model)
@@ -350,7 +355,15 @@ class ChatDialect(TextDialect, Rater):
                 )
             body["top_k"] = sampling.top_k or -1
             body["min_p"] = sampling.min_p
-        return Call("/chat/completions", body)
+        if self._is_openai and request.rollout:
+            # The requests of one rollout share the longest beginning, so they go to one cache.
+            name = request.rollout.encode("utf-8", "surrogatepass")
+            body["prompt_cache_key"] = blake2b(name, digest_size=16).hexdigest()
+        if request.thinking_budget and self._is_openrouter:
+            body["reasoning"] = {"max_tokens": request.thinking_budget}
+        elif request.thinking_budget:
+            body["thinking_token_budget"] = request.thinking_budget
+        return Call("/chat/completions", body | self._priority(request))
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""

@@ -23,7 +23,7 @@ from atts.core import (
     TokenIds,
 )
 from atts.engine import EngineSpec, Tokenizer
-from atts.errors import BadReply, EngineError, UnsupportedByEngine
+from atts.errors import BadReply, EngineError, OptionError, UnsupportedByEngine
 from atts.servers.client import Call, Client
 from atts.servers.options import RemoteOptions
 from atts.servers.replies import ModelRow, ModelRows, Tokenized, are_logprobs, are_scores, decode
@@ -32,6 +32,7 @@ from atts.servers.transport import HttpReply
 T = TypeVar("T")
 LogProbs = Literal["raw", "processed", "none"]
 _KEPT_RATINGS = 256
+_KEPT_ARRIVALS = 65_536  # problems whose order of arrival is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +95,20 @@ class Dialect(ABC):
     """Whether processed log-probs are those of the distribution after top-k, top-p and min-p."""
     priority_sign = 1
     """-1 where a higher number means sooner."""
+    takes_thinking_budget = False
+    """Whether such servers take the budget at which they close a think block."""
 
     def __init__(self, options: RemoteOptions) -> None:
+        if options.thinking == "send" and not self.takes_thinking_budget:
+            raise OptionError(
+                "thinking",
+                f"servers of dialect {self.name} are not sent a thinking budget; leave thinking out, "
+                "and atts closes the think block itself",
+            )
         self._options = options
         self._model = ""
+        self._arrivals = Recent[str, int](_KEPT_ARRIVALS)
+        self._num_arrived = 0
 
     @abstractmethod
     async def identify(self, client: Client, model: str) -> Identity:
@@ -146,10 +157,26 @@ class Dialect(ABC):
         return None
 
     def _priority(self, request: SampleRequest | ScoreRequest) -> dict[str, int]:
-        """Return the field for a request's priority, which may be none, in the server's direction."""
-        if self._options.priorities != "send" or not request.priority:
+        """Return the field for a request's priority, which may be none, in the server's direction.
+
+        Without a priority of its own, a request is sooner the earlier its problem arrived, so that
+        problems end one after the other and few are under way.
+        """
+        if self._options.priorities != "send":
             return {}
-        return {"priority": self.priority_sign * request.priority}
+        priority = request.priority
+        problem = request.rollout.rpartition("/")[0]
+        if not priority and problem:
+            if problem not in self._arrivals:
+                self._num_arrived += 1
+                self._arrivals[problem] = self._num_arrived
+            priority = self._arrivals[problem]
+        return {"priority": self.priority_sign * priority} if priority else {}
+
+    @property
+    def closes_thinking(self) -> bool:
+        """Return whether thinking budgets are left to the server."""
+        return self._options.thinking == "send"
 
 
 class Scorer(Dialect):
@@ -408,6 +435,7 @@ class DialectClient:
             stop_ids=(*request.stop_ids, *self.spec.end_ids),
             rollout=request.rollout,
             priority=request.priority,
+            thinking_budget=request.thinking_budget,
         )
         return self.dialect.sample_call(sent, rid)
 

@@ -497,6 +497,8 @@ def claimed_by(dialect: Dialect) -> frozenset[Capability]:
         capabilities.add("score")
     if isinstance(dialect, Rater):
         capabilities.add("rate")
+    if dialect.closes_thinking:
+        capabilities.add("thinking")
     return frozenset(capabilities)
 
 

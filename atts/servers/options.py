@@ -111,6 +111,10 @@ class RemoteOptions:
     that they know top_k and min_p, `context` how many tokens they hold where they do not say (0: a
     usual number).
 
+    `thinking` "send" leaves a thinking budget to the server, which must know
+    `thinking_token_budget` (OpenRouter: `reasoning.max_tokens`). With "close", atts stops the text
+    at the budget and closes the think block itself.
+
     :raises OptionError: a value with which no server can be used.
     """
 
@@ -132,6 +136,7 @@ class RemoteOptions:
     priorities: Literal["ignore", "send"] = "ignore"
     prefill: Prefill = "ask"
     extras: Literal["refuse", "send"] = "refuse"
+    thinking: Literal["close", "send"] = "close"
     context: int = 0
     key: ApiKey = field(default_factory=ApiKey)
     # Certificates to trust instead of the system's; they are always verified.
@@ -160,6 +165,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "priorities": ("ignore", "send"),
     "prefill": get_args(Prefill),
     "extras": ("refuse", "send"),
+    "thinking": ("close", "send"),
 }
 
 

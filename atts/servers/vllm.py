@@ -12,7 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
-from atts.errors import EngineTimeout, OptionError
+from atts.errors import EngineTimeout, OptionError, UnsupportedByEngine
 from atts.servers.client import Call, Client
 from atts.servers.dialect import (
     DraftCounts,
@@ -76,6 +76,7 @@ class VllmDialect(Scorer):
     # A scoring request must generate a token.
     spare = 1
     cuts_logprobs = True
+    takes_thinking_budget = True
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
@@ -83,6 +84,7 @@ class VllmDialect(Scorer):
         self._scale_out = False
         # The version that was asked for cached scores, and whether it gives them.
         self._cached_scores: tuple[str, bool] | None = None
+        self._has_thinking_budget = ""  # the version that has taken one
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
@@ -91,6 +93,9 @@ class VllmDialect(Scorer):
         self._model = row.id
         status = (await client.look(GENERATE, {})).status
         self._scale_out = status not in (401, 403, 404, 405)
+        if self.closes_thinking and self._has_thinking_budget != version:
+            await self._check_thinking_budget(client, version)
+            self._has_thinking_budget = version
         routes = set[str]()
         if self._scale_out:
             routes.add("abort")
@@ -122,6 +127,9 @@ class VllmDialect(Scorer):
         }
         if request.stop:
             body |= {"stop": request.stop, "include_stop_str_in_output": True}
+        if request.thinking_budget:
+            # vLLM counts the tokens of the think block among the prompt's ids as well.
+            body["thinking_token_budget"] = request.thinking_budget
         return Call("/v1/completions", body | self._priority(request), self._named(rid))
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
@@ -210,6 +218,25 @@ class VllmDialect(Scorer):
             return (await client.look(GENERATE, trial)).status != 400
         return True
 
+    async def _check_thinking_budget(self, client: Client, version: str) -> None:
+        """Ask for one token under a thinking budget.
+
+        :raises UnsupportedByEngine: the server's version ignores the budget, or the server refuses
+            it.
+        """
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        if numbers and (int(numbers[1]), int(numbers[2])) < _THINKING_BUDGET:
+            problem = f"vLLM {version} ignores thinking_token_budget"
+            advice = f"Take {dotted(_THINKING_BUDGET)} or newer, or leave thinking=send out"
+            raise UnsupportedByEngine(client.name, problem, advice)
+        body = {"model": self._model, "prompt": [0], "max_tokens": 1, "thinking_token_budget": 1}
+        reply = await client.look("/v1/completions", body)
+        if reply.status == 400:
+            words = reply.body.decode(errors="replace")[:200]
+            problem = f"the server refuses thinking_token_budget ({words})"
+            advice = "Start it with --reasoning-parser, or leave thinking=send out"
+            raise UnsupportedByEngine(client.name, problem, advice)
+
     def _cached_scoring(
         self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]
     ) -> dict[str, Any]:
@@ -278,6 +305,8 @@ class VllmFeature:
     without: str  # what a run on an older version is without it
 
 
+_THINKING_BUDGET: VllmVersion = (0, 19)
+
 FEATURES = (
     VllmFeature((0, 10, 2), "", "token ids come back with every text", "the server cannot be used"),
     VllmFeature(
@@ -309,6 +338,12 @@ FEATURES = (
     ),
     VllmFeature(
         (0, 16), "", "speculation together with pipeline parallelism", "one of the two is possible"
+    ),
+    VllmFeature(
+        _THINKING_BUDGET,
+        "",
+        "a think block is closed at a budget, with `--reasoning-parser` and `?thinking=send`",
+        "atts closes the block, in one more request",
     ),
     VllmFeature(
         (0, 30), "--enable-scale-out", "requests are aborted by id", "a closed connection aborts"

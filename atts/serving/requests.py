@@ -95,10 +95,13 @@ class SolveRequest:
             if self.top_p is not None:
                 sampling = replace(sampling, top_p=self.top_p)
             changes: dict[str, Any] = {"sampling": sampling}
-            lengths = [self.max_tokens, self.atts.thinking_token_budget]
-            given = [length for length in lengths if length is not None]
-            if given:
-                changes["max_tokens"] = min(given)
+            longest = policy.bounds(setup.budget).max_tokens
+            if self.max_tokens is not None:
+                longest = self.max_tokens
+                changes["max_tokens"] = longest
+                changes["thinking_tokens"] = _within(policy.thinking_tokens, longest)
+            if self.atts.thinking_token_budget is not None:
+                changes["thinking_tokens"] = _within(self.atts.thinking_token_budget, longest)
             if self.atts.samples is not None:
                 changes["samples"] = self.atts.samples
             if self.atts.early_stop is not None:
@@ -115,6 +118,13 @@ class SolveRequest:
         except OptionError as error:
             raise RequestError(str(error), param=error.option) from error
         return setup
+
+
+def _within(thinking_tokens: int | None, max_tokens: int) -> int | None:
+    """Return a thinking budget, or None if the rollout's own limit comes first."""
+    if thinking_tokens is None or thinking_tokens >= max_tokens:
+        return None
+    return thinking_tokens
 
 
 _Check = Callable[[Any], bool]

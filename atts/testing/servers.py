@@ -72,7 +72,8 @@ class ServerQuirks:
     models do not know. `ratings` "off": it tells no likely tokens. `reasoning` other than "off"
     takes what comes before the answer out of the content: into a field of that name (Ollama's is
     "thinking" in any case), or "hidden", as OpenAI does, whose models are sampled at temperature 1
-    only.
+    only. `thinking` is what vLLM does with a thinking budget: close the block, ignore the budget as
+    with some kinds of speculation, or refuse it, as without --reasoning-parser.
     """
 
     cached_scores: Literal["on", "refused", "off"] = "on"
@@ -85,6 +86,7 @@ class ServerQuirks:
     speculation: Literal["off", "lossless", "hot", "greedy"] = "off"
     acceptance: tuple[float, ...] = (0.8, 0.75, 0.7)
     reasoning: Literal["off", "reasoning", "reasoning_content", "hidden"] = "off"
+    thinking: Literal["closed", "ignored", "refused"] = "closed"
 
     def written(self, request: SampleRequest) -> SampleRequest:
         """Return the request as it is carried out: broken speculation draws otherwise."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -21,6 +22,8 @@ from atts.testing.servers import (
 
 _DEFAULT = Sampling(0.6, 20, 0.95)  # of a model's generation_config.json
 _CLAMP = -9999.0
+_THINK = "<think>"
+_THINK_END = "</think>"
 
 
 async def completions(call: ServerCall) -> Any:
@@ -38,7 +41,7 @@ async def completions(call: ServerCall) -> Any:
     if is_scored:
         choice["prompt_logprobs"] = await _prompt_rows(call, ids, rid)
     request = request_of(ids, limit, body, _DEFAULT)
-    done = await call.sample(request, rid, spoil=not is_scored)  # a reply is spoilt once
+    done = await _thought(call, request, rid, spoil=not is_scored)  # a reply is spoilt once
     text = done.text if body.get("include_stop_str_in_output") else shown(done, request.stop)
     choice |= {
         "text": text,
@@ -65,6 +68,36 @@ async def completions(call: ServerCall) -> Any:
         "choices": [choice],
         "usage": usage | details,
     }
+
+
+async def _thought(
+    call: ServerCall, request: SampleRequest, rid: str, *, spoil: bool
+) -> Completion:
+    """Continue a text; a think block that is open in the prompt is closed at the budget."""
+    budget = call.body.get("thinking_token_budget")
+    quirks = call.state.quirks
+    if budget is not None and quirks.thinking == "refused":
+        raise Refusal(400, "thinking_token_budget is set but reasoning_config is not configured.")
+    tokenizer = call.state.engine.tokenizer
+    _, opened, thoughts = tokenizer.decode(request.ids).rpartition(_THINK)
+    if budget is None or quirks.thinking == "ignored" or not opened or _THINK_END in thoughts:
+        return await call.sample(request, rid, spoil=spoil)
+    left = min(request.max_tokens, max(0, budget - len(tokenizer.encode(thoughts))))
+    begun = Completion((), "", "length", ())
+    if left:
+        begun = await call.sample(replace(request, max_tokens=left), rid, spoil=spoil)
+        if begun.ended != "length" or _THINK_END in begun.text or left == request.max_tokens:
+            return begun
+    end = tokenizer.encode(_THINK_END)[: request.max_tokens - left]
+    ids = begun.ids + end
+    logprobs = (*begun.logprobs, *[0.0] * len(end))
+    if len(ids) == request.max_tokens:
+        return Completion(ids, tokenizer.decode(ids), "length", logprobs, begun.cached_tokens)
+    rest = await call.sample(
+        replace(request, ids=request.ids + ids, max_tokens=request.max_tokens - len(ids)), rid
+    )
+    text = tokenizer.decode(ids) + rest.text
+    return Completion(ids + rest.ids, text, rest.ended, logprobs + rest.logprobs)
 
 
 async def generate(call: ServerCall) -> Any:

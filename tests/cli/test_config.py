@@ -367,3 +367,16 @@ def test_progress_and_summary_print_one_share(atts: Any, scripted: tuple[str, ..
     (summed,) = re.findall(r"by the target \(([\d.]+) %\)", said.out)
     assert float(summed) > 0
     assert shares[-1] == summed
+
+
+def test_the_text_that_ends_the_thinking_may_be_in_a_file(tmp_path: Path) -> None:
+    """The configuration holds the text itself, so that a run does not depend on the file."""
+    file = tmp_path / "end.txt"
+    file.write_text("\n</think>\nThe answer: ")
+    found = configure({"thinking_tokens": 50}, [f"thinking_end=@{file}"], environment={})
+    assert found.setup().policy.thinking_end == "\n</think>\nThe answer: "
+    assert found.setup().policy.thinking_tokens == 50
+    with pytest.raises(OptionError, match=r"thinking_end: .*absent\.txt cannot be read"):
+        configure({}, [f"thinking_end=@{tmp_path}/absent.txt"], environment={})
+    with pytest.raises(OptionError, match="leave none for the answer"):
+        configure({"thinking_tokens": 50, "max_tokens": 40}, environment={})

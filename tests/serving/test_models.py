@@ -145,20 +145,27 @@ def test_what_a_model_cannot_do_is_refused(fields: dict[str, Any], words: str) -
     anyio.run(main)
 
 
-def test_a_thinking_budget_bounds_every_rollout() -> None:
-    """No rollout writes more tokens than the budget or `max_tokens` allow."""
+def test_a_thinking_budget_lets_every_rollout_answer() -> None:
+    """The thinking ends at the budget with a text that begins the answer; `max_tokens` is the limit
+    of all.
+    """
 
     async def main() -> None:
         async with serving() as client:
-            for fields in (
-                {"atts": {"thinking_token_budget": 6, "trace": "summary"}},
-                {"max_tokens": 6, "atts": {"thinking_token_budget": 60, "trace": "summary"}},
-            ):
-                trace = (await client.chat(seed=1, **fields)).json()["atts"]["trace"]
-                assert len(trace) == 4
-                for rollout in trace:
-                    assert rollout["finish"] == "tokens"
-                    assert "chunks" not in rollout
+            fields: dict[str, Any] = {"atts": {"thinking_token_budget": 6, "trace": "full"}}
+            trace = (await client.chat(seed=1, **fields)).json()["atts"]["trace"]
+            assert len(trace) == 4
+            for rollout in trace:
+                text = "".join(chunk["text"] for chunk in rollout["chunks"])
+                thoughts, ended, answer = text.partition("\n\nI have no time left to think")
+                assert ended
+                assert len(ToyTokenizer().encode(thoughts)) <= 6
+                assert answer
+            fields = {"max_tokens": 6, "atts": {"thinking_token_budget": 60, "trace": "summary"}}
+            trace = (await client.chat(seed=1, **fields)).json()["atts"]["trace"]
+            for rollout in trace:
+                assert rollout["finish"] == "tokens"
+                assert "chunks" not in rollout
 
     anyio.run(main)
 

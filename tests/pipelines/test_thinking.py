@@ -1,0 +1,126 @@
+"""A thinking budget: the think block is closed in time, and the rollout answers after it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from atts.core import Completion, Outcome, Rollout, SampleRequest
+from atts.errors import OptionError
+from atts.pipelines import Chunking, CoinGate, FixedGate, Gate, Policy
+from atts.pipelines.policy import Takeover
+from atts.testing import ScriptedEngine
+
+Solve = Callable[..., list[Outcome]]
+BUDGET = 30
+POLICY = Policy(samples=4, early_stop="none", thinking_tokens=BUDGET)
+OPEN = replace(POLICY, instruction="<think>")
+
+
+def lines(outcomes: list[Outcome]) -> list[Rollout]:
+    return [rollout for outcome in outcomes for rollout in outcome.rollouts]
+
+
+def thoughts(rollout: Rollout) -> int | None:
+    """Return how many tokens the models wrote before the thinking was ended; None if it was not."""
+    written = 0
+    for turn in rollout.turns:
+        if turn.is_forced:
+            return written
+        written += sum(len(chunk.target_ids) for chunk in turn.chunks)
+    return None
+
+
+@pytest.mark.parametrize(
+    "gate", [FixedGate("accept"), FixedGate("escalate"), CoinGate(0.5, seed=2)]
+)
+@pytest.mark.parametrize("takeover", ["replace", "continue", "repair"])
+@pytest.mark.parametrize("optimistic", [False, True])
+def test_no_rollout_thinks_longer_than_its_budget(
+    attempt: Solve, gate: Gate, takeover: Takeover, optimistic: bool
+) -> None:
+    """The thinking is stopped at the budget, whichever model writes, and the answer follows."""
+    policy = replace(POLICY, takeover=takeover, optimistic=optimistic)
+    rollouts = lines(attempt(policy, gate))
+    stopped = [rollout for rollout in rollouts if thoughts(rollout) is not None]
+    assert stopped
+    for rollout in rollouts:
+        thought = thoughts(rollout)
+        whole = len(rollout.ids("target")) - len(rollout.prompt.target_ids)
+        assert whole <= BUDGET if thought is None else thought <= BUDGET
+        assert sum(turn.is_forced for turn in rollout.turns) == (thought is not None)
+    assert sum(rollout.text.count("I have no time left") for rollout in rollouts) == len(stopped)
+    # the text that was put in ends with the beginning of the answer, and no model opened a block
+    assert all("</think>" not in rollout.text for rollout in rollouts)
+    assert any(rollout.answer is not None for rollout in stopped)
+
+
+def test_drafting_ahead_changes_no_text(attempt: Solve) -> None:
+    """A chunk that was written ahead never follows the end of the thinking."""
+    gate = CoinGate(0.4, seed=3)
+    plain = lines(attempt(POLICY, gate))
+    ahead = lines(attempt(replace(POLICY, optimistic=True), gate))
+    assert [rollout.text for rollout in plain] == [rollout.text for rollout in ahead]
+
+
+def test_an_open_think_block_is_closed(attempt: Solve) -> None:
+    """Where the prompt opens the block, its end stands in the text that ends the thinking."""
+    rollouts = lines(attempt(OPEN, FixedGate("accept")))
+    stopped = [rollout for rollout in rollouts if thoughts(rollout) is not None]
+    assert stopped
+    for rollout in stopped:
+        assert re.search(r"\n</think>\n\nThe final answer is", rollout.text)
+    other = replace(OPEN, thinking_end="\n</think>\nSo: ")
+    changed = lines(attempt(other, FixedGate("accept")))
+    assert all("</think>\nSo: " in rollout.text for rollout in changed if thoughts(rollout))
+
+
+class Closing(ScriptedEngine):
+    """A model that closes its think block after the first chunk, split over two chunks."""
+
+    async def _sample(self, request: SampleRequest) -> Completion:
+        done = await super()._sample(request)
+        text = {0: "So far.\n</thi", 1: "nk>\n\n"}.get(request.seed.turn)
+        if text is None:
+            return done
+        ids = self.tokenizer.encode(text)
+        return Completion(ids, text, "delimiter", (-1.0,) * len(ids))
+
+
+def test_a_block_that_the_model_closed_is_not_cut(attempt: Solve) -> None:
+    """The budget bounds the block alone: what follows it may be longer."""
+    policy = replace(OPEN, thinking_tokens=40, chunking=Chunking(draft_tokens=40))
+    rollouts = lines(attempt(policy, FixedGate("accept"), draft=Closing("draft")))
+    assert all(thoughts(rollout) is None for rollout in rollouts)
+    longest = max(len(r.ids("target")) - len(r.prompt.target_ids) for r in rollouts)
+    assert longest > 40
+
+
+def test_the_whole_length_still_bounds_the_rollout(attempt: Solve) -> None:
+    """Where the text that ends the thinking does not fit, the rollout runs into its limit."""
+    policy = replace(POLICY, max_tokens=BUDGET + 4)
+    for rollout in lines(attempt(policy, FixedGate("accept"))):
+        assert len(rollout.ids("target")) - len(rollout.prompt.target_ids) <= BUDGET + 4
+        assert thoughts(rollout) is None
+
+
+def test_a_stopped_rollout_is_not_asked_to_wait(attempt: Solve) -> None:
+    """Budget forcing makes a rollout think longer, which the budget forbids."""
+    policy = replace(POLICY, budget_forcing=3)
+    stopped = [r for r in lines(attempt(policy, FixedGate("accept"))) if "no time left" in r.text]
+    assert stopped
+    for rollout in stopped:
+        assert "Wait" not in rollout.text.partition("no time left")[2]
+
+
+def test_an_impossible_budget_is_refused() -> None:
+    """It must leave room for the answer, and end in a text."""
+    with pytest.raises(OptionError, match="leave none for the answer"):
+        Policy(thinking_tokens=100, max_tokens=100)
+    with pytest.raises(OptionError, match="0 is below 1"):
+        Policy(thinking_tokens=0)
+    with pytest.raises(OptionError, match="empty text"):
+        Policy(thinking_tokens=10, thinking_end=" \n")

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
         SyncSession,
         calibrate,
         calibrate_sync,
+        combine,
+        combine_sync,
         compare,
         configure,
         evaluate,
@@ -64,6 +66,8 @@ __all__ = [
     "SyncSession",
     "calibrate",
     "calibrate_sync",
+    "combine",
+    "combine_sync",
     "compare",
     "configure",
     "evaluate",
@@ -82,7 +86,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "atts.api": "Session Setup SyncSession calibrate calibrate_sync compare configure evaluate "
+    "atts.api": "Session Setup SyncSession calibrate calibrate_sync combine combine_sync compare configure evaluate "
     "evaluate_sync merge "
     "pilot pilot_sync plan replay report solve solve_sync sweep sweep_sync trace",
     "atts.core": "Completion Decision Outcome Problem Rollout SampleRequest Sampling ScoreRequest "

@@ -396,9 +396,47 @@ class Rollout:
         return "".join(chunk.text for turn in self.turns for chunk in turn.chunks)
 
 
+Combine = Literal["vote", "select", "synthesize", "auto"]
+"""Ways to make a problem's answer of the answers of its rollouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class CombinePlan:
+    """Decision about one problem after its vote: leave it, or ask the target."""
+
+    action: Literal["vote", "select", "synthesize"]
+    is_trial: bool = False  # the target is asked, and the vote stands whatever it says
+    below: float = 1.0  # the largest share of the leading answer at which a vote counts as split
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """Record of how a problem's answer was made of its rollouts' answers, and what that cost."""
+
+    plan: CombinePlan
+    voted: str  # the leading answer of the vote
+    share: float  # of the votes that it has
+    # of the vote by each half of the rollouts: the leader's share, and whether it is `voted`
+    halves: tuple[tuple[float, bool], ...] = ()
+    finalists: tuple[str, ...] = ()  # answers whose texts the target read
+    chosen: str | None = None  # the answer that the target prefers or wrote; None: undecided
+    pairs: int = 0  # questions that were asked in two orders
+    consistent: int = 0  # of them, those with one answer in both orders
+    usage: Usage = Usage()
+    error: str = ""  # why the target could not be asked
+
+    @property
+    def answer(self) -> str:
+        """Return the problem's answer: the vote's, unless the target chose another one."""
+        if self.chosen is None or self.plan.is_trial:
+            return self.voted
+        return self.chosen
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one problem: all rollouts, and the answer they voted for."""
+    """The result of one problem: all rollouts, and the answer that was made of theirs."""
 
     problem: Problem
     rollouts: tuple[Rollout, ...]
@@ -409,6 +447,7 @@ class Outcome:
     usage: Usage = Usage()
     # a warning about the answer, such as a problem unlike those of the calibration scores
     doubt: str = ""
+    combination: Combination | None = None  # None: the vote decides alone
 
     @property
     def is_complete(self) -> bool:

@@ -91,7 +91,8 @@ def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
         return ("draft", "target")
     if policy.drafter == "target":  # it writes every chunk, and judges none of its own
         return ("target",)
-    return ("draft", "target") if is_judged else ("draft",)
+    is_target_asked = is_judged or policy.combine != "vote"
+    return ("draft", "target") if is_target_asked else ("draft",)
 
 
 def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:

@@ -3,10 +3,20 @@
 from atts.core import Features
 from atts.pipelines.builder import prompt_of
 from atts.pipelines.capabilities import check_engines, needed_logprobs
+from atts.pipelines.combining import (
+    Combiner,
+    CombineSummary,
+    RecordedRollouts,
+    combined,
+    named_solution,
+    odds,
+    summarise_combinations,
+)
 from atts.pipelines.context import (
     Answers,
     Context,
     NullListener,
+    Planner,
     RolloutEngine,
     RolloutListener,
     RunLength,
@@ -31,7 +41,15 @@ from atts.pipelines.gates import (
     WarmScore,
     let_go,
 )
-from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
+from atts.pipelines.policy import (
+    COMBINE_KEYS,
+    SMALL,
+    Bounds,
+    Budget,
+    Chunking,
+    ConfidenceStop,
+    Policy,
+)
 from atts.pipelines.rollout import solve
 from atts.pipelines.scores import ScoreRule, evidence, mean_logprob, score_words
 from atts.pipelines.speeds import DraftLength, WriterChoice
@@ -56,6 +74,9 @@ __all__ = [
     "CappedGate",
     "CertifiedGate",
     "Chunking",
+    "COMBINE_KEYS",
+    "Combiner",
+    "CombineSummary",
     "ConfidenceStop",
     "ConformalGate",
     "Context",
@@ -68,6 +89,8 @@ __all__ = [
     "GuaranteedGate",
     "Meanwhile",
     "NullListener",
+    "Planner",
+    "RecordedRollouts",
     "Policy",
     "CoinGate",
     "RolloutEngine",
@@ -87,13 +110,17 @@ __all__ = [
     "ballot",
     "cannot_change",
     "check_engines",
+    "combined",
     "evidence",
     "let_go",
     "mean_logprob",
+    "named_solution",
     "needed_logprobs",
+    "odds",
     "score_words",
     "prompt_of",
     "settled_probability",
     "solve",
+    "summarise_combinations",
     "tally",
 ]

@@ -6,7 +6,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from atts.core import Chunk, Role, Rollout, SampleRequest, ScoreRequest, Scores, Turn
+from atts.core import (
+    Chunk,
+    Combine,
+    CombinePlan,
+    Role,
+    Rollout,
+    SampleRequest,
+    ScoreRequest,
+    Scores,
+    Turn,
+)
 from atts.engine import Engine
 from atts.graph import Caller
 from atts.pipelines.gates import Gate, RoundGate
@@ -70,6 +80,24 @@ class RunLength:
         return None
 
 
+class Planner(Protocol):
+    """Decides what is done about a problem after its vote; `Combiner` decides so for a run."""
+
+    def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
+        """Return the plan for a vote whose leading answer has this share, among so many answers."""
+        ...
+
+
+class SplitPlanner:
+    """A planner that takes every vote that is not unanimous for split, and learns nothing."""
+
+    def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
+        """Return the plan; "auto" selects."""
+        if kind == "vote" or answers < 2:
+            return CombinePlan("vote", why="the rollouts agree")
+        return CombinePlan("select" if kind == "auto" else kind)
+
+
 class RolloutEngine(Engine, Protocol):
     """An engine as one rollout calls it: admitted, timed, checked, tried again, perhaps recorded."""
 
@@ -108,5 +136,6 @@ class Context:
     left: RunLength = field(default_factory=RunLength)
     # of the run's drafts under method exact
     draft_length: DraftLength = field(default_factory=DraftLength)
+    planner: Planner = field(default_factory=SplitPlanner)
     # of the run's pieces under method exact
     writers: WriterChoice = field(default_factory=WriterChoice)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import resources
 from itertools import accumulate
-from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from atts.core import Role, Rollout, Sampling
+from atts.core import Combine, Role, Rollout, Sampling
 from atts.errors import OptionError
 from atts.pipelines.scores import ScoreRule, source_of
 from atts.pipelines.votes import VoteKind
@@ -78,6 +80,19 @@ class Budget:
             min(self.chunk_tokens, room),
             self.stop,
         )
+
+
+PromptName = Literal["select", "synthesis"]
+COMBINE_KEYS = ("combine", "finalists", "combine_tokens", "select_prompt", "synthesis_prompt")
+"""Fields of a policy that decide nothing where `combine` is "vote", and are left out of manifests."""
+PROMPT_FIELDS = ("{problem}", "{solutions}")
+
+
+@cache
+def own_prompt(name: PromptName) -> str:
+    """Return a prompt that comes with atts."""
+    file = resources.files("atts.pipelines").joinpath(f"{name}_prompt.txt")
+    return file.read_text(encoding="utf-8").strip()
 
 
 SMALL = Budget("embedded models", 512, 64, ("\n\n",))
@@ -231,6 +246,21 @@ class Policy:
         "never late",
     ] = 600.0
     repeats: Annotated[int, "the same chunk this often in a row ends its rollout"] = 3
+    combine: Annotated[
+        Combine,
+        "what makes a problem's answer: the vote, or where votes split the target, which selects a "
+        "finalist or synthesizes a solution; auto selects once that is known to help",
+    ] = "vote"
+    finalists: Annotated[int, "answers that the target compares where votes split, at most"] = 3
+    combine_tokens: Annotated[
+        int | None, "tokens of a comparison or a synthesis, at most; none: as max_tokens"
+    ] = None
+    select_prompt: Annotated[
+        str | None, "question that compares two solutions, or @FILE with it; none: atts' own"
+    ] = None
+    synthesis_prompt: Annotated[
+        str | None, "request for a synthesis of solutions, or @FILE with it; none: atts' own"
+    ] = None
 
     def __post_init__(self) -> None:
         for name, floor in _LEAST.items():
@@ -263,6 +293,12 @@ class Policy:
                 "kind disagreement belongs to escalates=problem, and no other kind does; method "
                 "cascade sets both",
             )
+        for name in ("select_prompt", "synthesis_prompt"):
+            text = getattr(self, name)
+            missing = [field for field in PROMPT_FIELDS if text is not None and field not in text]
+            if missing:
+                problem = f"lacks {' and '.join(missing)}, where the texts are to go"
+                raise OptionError(name, problem)
         if not self.timeout_seconds > 0:
             raise OptionError("timeout_seconds", f"{self.timeout_seconds} leaves no time")
         if not self.growth > 1:
@@ -359,9 +395,29 @@ class Policy:
         return Bounds(tokens, turns, draft, target, stop)
 
     def filled(self, budget: Budget = SMALL) -> Policy:
-        """Return the policy with no length left open."""
+        """Return the policy with no length left open, and with the prompts that it uses."""
         tokens, turns, draft, target, stop = self.bounds(budget)
-        return replace(self, max_tokens=tokens, turns=turns, chunking=Chunking(draft, target, stop))
+        policy = replace(
+            self, max_tokens=tokens, turns=turns, chunking=Chunking(draft, target, stop)
+        )
+        if self.combine == "vote":
+            return policy
+        return replace(
+            policy, select_prompt=self.prompt("select"), synthesis_prompt=self.prompt("synthesis")
+        )
+
+    def prompt(self, name: PromptName) -> str:
+        """Return the prompt of a comparison or of a synthesis."""
+        given = self.select_prompt if name == "select" else self.synthesis_prompt
+        return given if given is not None else own_prompt(name)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the fields that decide a run's results, as a manifest holds them."""
+        fields = asdict(self)
+        if self.combine == "vote":
+            for name in COMBINE_KEYS:
+                del fields[name]
+        return fields
 
 
 def _check_sampling(name: str, sampling: Sampling) -> None:
@@ -389,6 +445,8 @@ _LEAST = {
     "budget_forcing": 0,
     "thinking_tokens": 1,
     "first_wave": 0,
+    "finalists": 2,
+    "combine_tokens": 1,
 }
 
 _CHOICES: dict[str, tuple[str, ...]] = {

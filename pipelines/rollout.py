@@ -11,6 +11,7 @@ from atts.core import Decision, Features, Outcome, Problem, Prompt, Rollout, Usa
 from atts.errors import UsageError
 from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.builder import Proposal, RolloutBuilder, Siblings, first_tokens, render
+from atts.pipelines.combining import combined
 from atts.pipelines.context import Context
 from atts.pipelines.exact import write_exactly
 from atts.pipelines.gates import RoundGate
@@ -65,7 +66,11 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
             reason = judge_problem(problem, vote, context)
         if reason:
             break
-    return conclude(problem, prompt, results, vote.tally, reason)
+    count = vote.tally
+    outcome = conclude(problem, prompt, results, count, reason)
+    if policy.combine == "vote":
+        return outcome
+    return await combined(outcome, count, policy, context, scope)
 
 
 async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:

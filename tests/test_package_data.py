@@ -18,6 +18,8 @@ FILES = [
     ("atts.local.cpu", "kernels/step.c"),
     ("atts.models", "draft/heads/streams.safetensors"),
     ("atts.models", "target/heads/exit.safetensors"),
+    ("atts.pipelines", "select_prompt.txt"),
+    ("atts.pipelines", "synthesis_prompt.txt"),
     ("atts.testing", "language.toml"),
     *(
         ("atts.analysis.reports", f"templates/{name}")

@@ -30,7 +30,7 @@ from atts.graph import Limit
 from atts.journal import Json, Setting
 from atts.ledger import Caps, Price, read_prices
 from atts.methods import preset
-from atts.pipelines import Policy
+from atts.pipelines import COMBINE_KEYS, Policy
 from atts.run import Shard
 
 if TYPE_CHECKING:
@@ -339,6 +339,9 @@ class Configuration:
             for name, setting in self.settings.items()
             if name not in _NEUTRAL and not name.startswith("limits.")
         }
+        if self["combine"] == "vote":  # the other keys of selection then decide nothing
+            for name in COMBINE_KEYS:
+                del kept[name]
         return cast(dict[str, Any], json.loads(json.dumps(kept)))
 
     @property
@@ -406,6 +409,7 @@ def configure(
     # A pair fills what nothing else set, before the method checks what was set, and the lengths
     # follow from both.
     settings |= _of_pair(settings)
+    settings |= _prompts_of_files(settings)
     settings |= _settled(settings)
     followed = _followed(settings)
     return Configuration(MappingProxyType(settings | followed), frozenset(followed))
@@ -451,6 +455,26 @@ def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
         for name, value in {**words, **pair.settings, **prompt}.items()
         if settings[name].origin == "default"
     }
+
+
+def _prompts_of_files(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return the prompts that are named as @FILE, with the texts of their files.
+
+    :raises OptionError: a file cannot be read.
+    """
+    texts = dict[str, Setting]()
+    for name in ("select_prompt", "synthesis_prompt"):
+        setting = settings[name]
+        if isinstance(setting.value, str) and setting.value.startswith("@"):
+            path = Path(setting.value[1:])
+            try:
+                text = read_ordinary(path).decode("utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise OptionError(name, f"{path} is not UTF-8 text") from error
+            except OSError as error:
+                raise OptionError(name, f"{path} cannot be read: {error.strerror}") from error
+            texts[name] = replace(setting, value=text)
+    return texts
 
 
 def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:

@@ -37,7 +37,18 @@ from atts.errors import (
 from atts.files import jsonable
 from atts.graph import Graph
 from atts.interrupts import run_async
-from atts.journal import MANIFEST, Event, Manifest, Setting, dataset_digest, load_manifest
+from atts.journal import (
+    MANIFEST,
+    Event,
+    Manifest,
+    RecordedRun,
+    Setting,
+    dataset_digest,
+    load_manifest,
+    open_run,
+)
+from atts.ledger import PRICES
+from atts.pipelines import RecordedRollouts
 from atts.run import Notice, RunOptions, RunResult, RunSpec, Shard, StopWhen
 from atts.run import evaluate as run_evaluation
 from atts.sampling import Seed, generator
@@ -289,7 +300,7 @@ _OF_PROBLEMS = (
 
 def _decisive_policy(setup: Setup) -> dict[str, Any]:
     """Return the policy by its keys, less the lengths that open engines may still shorten."""
-    policy = dict(flat(json.loads(json.dumps(asdict(setup.run_policy)))))
+    policy = dict(flat(json.loads(json.dumps(setup.run_policy.recorded()))))
     given = dict(flat(asdict(setup.policy)))
     for name in LENGTHS:
         setting = setup.provenance.get(name)
@@ -591,6 +602,73 @@ async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
     return next(result.outcomes())
 
 
+def _check_other_directory(run: str | Path, directory: str | Path) -> None:
+    if os.path.realpath(directory) == os.path.realpath(run):
+        raise OptionError("out", f"{directory} holds the run itself; name another directory")
+
+
+def _complete_outcomes(run: RecordedRun) -> dict[str, Outcome]:
+    """Return the outcomes of a run by problem.
+
+    :raises OptionError: a problem is not complete.
+    """
+    outcomes = {one.problem.id: one for one in run.outcomes() if one.is_complete}
+    planned = run.manifest.problems
+    missing = 0 if planned is None else planned - len(outcomes)
+    if missing > 0 or not outcomes:
+        problem = f"{missing} problems of {run.directory} are not complete"
+        raise OptionError("run", f"{problem}; run its command again first")
+    return outcomes
+
+
+async def combine(
+    run: str | Path,
+    setup: Setup | None = None,
+    *,
+    directory: str | Path | None = None,
+    options: RunOptions | None = None,
+) -> RunResult:
+    """Let a target select or synthesize on a recorded run's rollouts where their votes split.
+
+    The setup's target reads the finalists, as `setup.policy.combine` says; "vote" means "auto" here.
+    In a `directory` the result is a run of its own, with the recorded rollouts in it; the same call
+    resumes.
+
+    :raises OptionError: the run is not over, or `directory` is its own.
+    :raises JournalError: there is no run, or it cannot be read.
+    """
+    setup = setup or Setup()
+    source = open_run(Path(run))
+    if directory is not None:
+        _check_other_directory(run, directory)
+    outcomes = _complete_outcomes(source)
+    problems = [one.problem for one in outcomes.values()]
+    kind = setup.policy.combine
+    policy = replace(
+        setup.policy,
+        combine="auto" if kind == "vote" else kind,
+        samples=max(rollout.sample + 1 for one in outcomes.values() for rollout in one.rollouts),
+    )
+    setup = replace(setup, method="target-only", policy=policy)
+    plan = setup.plan(*setup.engines(), problems[0].kind)
+    recorded = {
+        name: source.manifest.settings[name]
+        for name in ("dataset", "method", PRICES)
+        if name in source.manifest.settings
+    }
+    decisive = {"rollouts_of": Setting(Path(run).name, "atts combine")}
+    if "method" in source.manifest.configuration:  # the rollouts' own
+        decisive["method"] = source.manifest.configuration["method"]
+    plan = replace(
+        plan,
+        pipeline=RecordedRollouts(outcomes),
+        configuration={**plan.configuration, **decisive},
+        settings={**plan.settings, **recorded},
+    )
+    options = replace(options or RunOptions(), directory=Path(directory) if directory else None)
+    return await run_evaluation(problems, plan, options)
+
+
 def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
     """Return the twin of a verb for code without an event loop.
 
@@ -621,3 +699,4 @@ def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
 
 solve_sync = sync(solve)
 evaluate_sync = sync(evaluate)
+combine_sync = sync(combine)

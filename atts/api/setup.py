@@ -284,7 +284,7 @@ class Setup:
         if (self.draft, self.target) != ("embedded", "embedded"):
             return None
         scores = embedded_scores()
-        manifest = Manifest(configuration={"policy": Setting(asdict(self.run_policy))})
+        manifest = Manifest(configuration={"policy": Setting(self.run_policy.recorded())})
         conditions = conditions_of(manifest)
         if any(scores.fingerprint.get(name) != value for name, value in conditions.items()):
             return None
@@ -478,7 +478,7 @@ def _values(setup: Setup) -> dict[str, Json]:
         for role in get_args(Role)
         if not isinstance(keys[role], str)
     }
-    policy = flat(asdict(setup.run_policy))
+    policy = flat(setup.run_policy.recorded())
     limits = {role: asdict(limit) for role, limit in setup.limits.items()}
     return {
         **keys,

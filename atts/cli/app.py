@@ -200,6 +200,11 @@ COMMANDS: dict[str, Command] = {
         "atts.cli.calibration", "app", "Fit, check, import and replay calibrations."
     ),
     "certify": Command("atts.cli.comparisons", "certify", "Certify runs against the target alone."),
+    "combine": Command(
+        "atts.cli.evaluations",
+        "combine",
+        "Let a target select or synthesize answers where a run's votes split.",
+    ),
     "compare": Command(
         "atts.cli.comparisons", "compare", "Compare two runs problem by problem, costs as ratios."
     ),

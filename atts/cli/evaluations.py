@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +17,6 @@ from atts.errors import EngineError, OptionError
 from atts.interrupts import interrupts_ignored, run_async
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from atts.analysis import ScalingPoint
     from atts.api import Configuration, DryRun, Sweep, SweepEnd, SweepPoint, Tokens
     from atts.core import Role
@@ -80,12 +79,20 @@ def evaluate(
 
 def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bool) -> int:
     """Run the evaluation, write its report, print the results, and return the exit code."""
+    directory = configuration.directory_of(shard)
+    return _run_and_print(configuration, lambda: run(configuration, shard), directory, as_json)
+
+
+def _run_and_print(
+    configuration: Configuration, run_it: Callable[[], RunResult], directory: Path, as_json: bool
+) -> int:
+    """Run something, write its report, print the results, and return the exit code."""
     from atts.api import report
     from atts.journal import JOURNAL
 
     kind = configuration.job.report
     try:
-        result = run(configuration, shard)
+        result = run_it()
         page = None if kind == "none" else report(result, format=kind)
         lines = result_objects if as_json else result_table
         say("\n".join(lines(result, configuration, page)))
@@ -93,7 +100,7 @@ def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bo
         return _unfinished("interrupted: everything done is kept", 130)
     except EngineError as error:
         # Without a journal nothing was begun, and the error alone says enough.
-        if not (configuration.directory_of(shard) / JOURNAL).exists():
+        if not (directory / JOURNAL).exists():
             raise
         return _unfinished(str(error), error.exit_code)
     if result.status in ("finished", "decided"):
@@ -221,7 +228,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         of = f" of {result.manifest.problems}"
     rows = [
         ("without a score", result.unscored_words),
-        ("accuracy", f"{_share(summary.answers)}   majority vote of each problem's rollouts"),
+        ("accuracy", f"{_share(summary.answers)}   {_answered_by(result)}"),
         ("pass@1", f"{_share(summary.samples_right)}   single rollouts{_leaning(result)}"),
         (
             f"escalated {result.manifest.judged_unit}",
@@ -235,6 +242,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
         ("cost", "" if result.cost is None else f"${result.cost:,.4f}"),
         ("speculation", "" if result.speculated is None else str(result.speculated)),
+        ("combined", "" if result.combined is None else str(result.combined)),
         *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),
         ("cut", summary.truncation.warning),
@@ -250,7 +258,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ),
     ]
     return [
-        f"{configuration['method']} on {configuration['dataset']}: "
+        f"{_what(result, configuration)}: "
         f"{summary.problems}{of} {'problem' if summary.problems == 1 and not of else 'problems'}, "
         f"{_count(summary.samples, 'rollout')}, {summary.seconds:.1f} s",
         "",
@@ -262,6 +270,16 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
     ]
 
 
+def _what(result: RunResult, configuration: Configuration) -> str:
+    """Return the method and the dataset; a run that combines another one has that run's."""
+    settings = result.manifest.settings
+    names = [
+        settings[name].value if name in settings else configuration[name]
+        for name in ("method", "dataset")
+    ]
+    return " on ".join(map(str, names))
+
+
 def _count(number: int, noun: str) -> str:
     """Return a number with its noun, which is plural unless there is one.
 
@@ -269,6 +287,13 @@ def _count(number: int, noun: str) -> str:
     ('1 problem', '1,200 rollouts')
     """
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _answered_by(result: RunResult) -> str:
+    """Say what made the answers."""
+    if result.combined is None:
+        return "majority vote of each problem's rollouts"
+    return "vote of each problem's rollouts, combined by the target where it split"
 
 
 def _leaning(result: RunResult) -> str:
@@ -307,6 +332,50 @@ def _doubts(result: RunResult) -> str:
 
 def _share(estimate: Estimate) -> str:
     return estimate.brief("nothing to count    ")
+
+
+@options.with_keys(
+    "directory combine target temperature top_p max_tokens seed concurrency out report max_cost "
+    "max_total_tokens max_seconds give_up_after config pairs as_json"
+)
+def combine(
+    context: typer.Context,
+    directory: options.RunDirectory,
+    out: Annotated[
+        str, typer.Option(help="Run directory of the result; the same command continues it.")
+    ],
+    config: options.ConfigFile = None,
+    pairs: options.Pairs = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per problem, then a summary.")
+    ] = False,
+) -> None:
+    """Let a target select or synthesize answers where a recorded run's votes split.
+
+    The result is a run like any other, with the recorded rollouts in it. Votes count as split up to
+    a share of the leading answer that is calibrated on the run. Without --combine it is auto: the
+    votes stand until the target's choices are known to be better.
+
+    Example: atts combine runs/first --target hf:Qwen/Qwen2.5-1.5B-Instruct --out runs/selected
+
+    Example: atts combine runs/theirs --combine select --target openai:https://api.example.com/v1/large
+    --out runs/selected
+    """
+    from atts.api import combine as combined
+    from atts.cli.progress import progress_display
+    from atts.run import Progress, RunOptions
+
+    configuration = options.configured(context, config, pairs)
+    job = configuration.job
+    setup = configuration.setup()
+    progress = Progress(loading=[str(configuration["target"])])
+    listening = RunOptions(listeners=(progress,), caps=job.caps, prices=job.price_list)
+
+    async def main() -> RunResult:
+        async with progress_display(progress):
+            return await combined(directory, setup, directory=out, options=listening)
+
+    raise typer.Exit(_run_and_print(configuration, lambda: run_async(main), Path(out), as_json))
 
 
 @options.with_keys(

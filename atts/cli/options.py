@@ -33,8 +33,8 @@ Pairs = Annotated[
     ),
 ]
 SETUP = (
-    "method rate samples turns max_tokens thinking_tokens temperature top_p early_stop rate_scope scores pair "
-    "backend draft target"
+    "method rate samples turns max_tokens thinking_tokens temperature top_p early_stop combine "
+    "rate_scope scores pair backend draft target"
 )
 """The keys of a setup that have an option of their own."""
 
@@ -71,6 +71,9 @@ OPTIONS: Mapping[str, Parameter] = {
     "temperature": _key("Temperature of both models.", "0.7", kind=float),
     "top_p": _key(
         "Sample only from the most likely tokens with this total probability.", "1", kind=float
+    ),
+    "combine": _key(
+        "What makes the answer where votes split: vote, select, synthesize, or auto.", "vote"
     ),
     "early_stop": _key(
         "When the rest of a vote is not waited for: none, certain (it cannot change), likely.",

@@ -12,6 +12,8 @@ import msgspec
 
 from atts.core import (
     CallSpan,
+    Combination,
+    CombinePlan,
     Completion,
     Decision,
     Ending,
@@ -148,6 +150,7 @@ class OutcomeReached(_Event, frozen=True, tag="outcome"):
     why: str = ""
     usage: Usage = Usage()
     doubt: str = ""
+    combination: Combination | None = None
 
 
 class Graded(_Event, frozen=True, tag="graded"):
@@ -235,6 +238,13 @@ class Observed(_Event, frozen=True, tag="observed"):
     escalated: bool
 
 
+class Combining(_Event, frozen=True, tag="combining"):
+    """It was decided what to do about a problem after its vote, before the target was asked."""
+
+    problem: str
+    plan: CombinePlan
+
+
 class Warned(_Event, frozen=True, tag="warning"):
     """Something a reader of the results should know; `code` is stable, `text` is for people."""
 
@@ -285,6 +295,7 @@ Event = (
     | CallFailed
     | Decided
     | Observed
+    | Combining
     | CallSpan
     | RolloutSpan
     | ProblemSpan
@@ -295,8 +306,8 @@ Event = (
 """Everything that can happen in a run. The order of the lines is the order in which it happened.
 
 Steps, from which an interrupted run resumes, are `Sampled`, `Scored` and `CallFailed` (results of
-engine calls, found again by `key`), and `Decided` and `Observed` (calls of the gate, repeated in
-order to rebuild its state). Facts, from which results and reports are made, are problems, rollouts,
+engine calls, found again by `key`), `Decided` and `Observed` (calls of the gate, repeated in order to
+rebuild its state), and `Combining`. Facts, from which results and reports are made, are problems, rollouts,
 turns, outcomes and verdicts. The rest are remarks: sessions, the task graph's spans, warnings, drift,
 measurements of other tools.
 """

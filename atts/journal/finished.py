@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from atts.core import Finish, Outcome, Rollout, Usage
+from atts.core import Combination, Finish, Outcome, Rollout, Usage
 from atts.journal.events import Graded, OutcomeStatus, VerdictStatus
 from atts.journal.manifest import Manifest
 
@@ -93,6 +93,7 @@ class FinishedProblem:
     judged: int = 0  # chunks a gate decided on, also those of rollouts that were cut
     escalated: int = 0  # of them, continued by the target
     doubt: str = ""  # of the answer, by the stored scores
+    combination: Combination | None = None  # None: the vote decided alone
     # in the task graph; None: while it is being run
     seconds: float | None = field(default=None, compare=False)
 
@@ -113,6 +114,7 @@ class FinishedProblem:
             usage=outcome.usage,
             why=outcome.why,
             doubt=outcome.doubt,
+            combination=outcome.combination,
             judged=judged,
             escalated=escalated,
         )
@@ -169,10 +171,11 @@ class FinishedProblem:
         return max(self.votes.values()) / total if total else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data for machines; `seconds` is left out while it is not known."""
+        """Return plain data for machines, without what is not known or did not happen."""
         data = asdict(self)
-        if self.seconds is None:
-            del data["seconds"]
+        for name in ("seconds", "combination"):
+            if data[name] is None:
+                del data[name]
         return data
 
 

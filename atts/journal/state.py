@@ -9,11 +9,22 @@ from typing import Literal
 
 from msgspec import structs
 
-from atts.core import CallSpan, Decision, Outcome, Problem, ProblemSpan, Rollout, Turn, Usage
+from atts.core import (
+    CallSpan,
+    CombinePlan,
+    Decision,
+    Outcome,
+    Problem,
+    ProblemSpan,
+    Rollout,
+    Turn,
+    Usage,
+)
 from atts.engine import Speculated, together
 from atts.errors import JournalCorrupt
 from atts.journal.events import (
     CallFailed,
+    Combining,
     Decided,
     Entry,
     Event,
@@ -57,6 +68,7 @@ class OpenProblem:
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
     graded: list[Graded] = field(default_factory=list[Graded])
+    combine_plan: CombinePlan | None = None  # what was decided to do after the vote
     judged: int = 0  # chunks a gate decided on
     escalated: int = 0  # of them, continued by the target
     # by rollout hint
@@ -75,6 +87,7 @@ class OpenProblem:
             why=reached.why,
             usage=reached.usage,
             doubt=reached.doubt,
+            combination=reached.combination,
         )
 
     def apply(self, event: Event) -> None:
@@ -114,6 +127,8 @@ class OpenProblem:
                     self.escalated += is_escalated
             case Graded():
                 self.graded.append(event)
+            case Combining():
+                self.combine_plan = event.plan
             case _:
                 pass
 

@@ -40,7 +40,7 @@ from atts.journal import (
     open_journal,
 )
 from atts.ledger import LEDGER, PRICES, Account, Caps, LedgerFile, Price, check_prices, prices_of
-from atts.pipelines import Context, DraftLength, RoundGate, WriterChoice, needed_logprobs
+from atts.pipelines import Combiner, Context, DraftLength, RoundGate, WriterChoice, needed_logprobs
 from atts.run.calls import Deadlines, EngineCalls, UnscoredWatch
 from atts.run.conditions import check_conditions
 from atts.run.recording import (
@@ -51,6 +51,7 @@ from atts.run.recording import (
     ProblemRecord,
     ProblemsLeft,
     RecordedGate,
+    RecordedPlanner,
     RecordedRoundGate,
     Recorder,
     RunBegun,
@@ -156,7 +157,8 @@ async def evaluate(
         if manifest.judged_unit == "problems":
             left = ProblemsLeft(known)
         counts = (EscalationCounter(), left)
-        async with _journal(options, manifest, plan, state, *counts) as journal:
+        combiner = Combiner()
+        async with _journal(options, manifest, plan, state, combiner, *counts) as journal:
             # the journal's lock protects the ledger as well
             if options.caps:
                 file = (
@@ -165,9 +167,8 @@ async def evaluate(
                     else None
                 )
                 options = replace(options, account=_account(options, plan, file))
-            return await _Run(plan, options, manifest, state, journal, *counts).drive(
-                problems, doubt
-            )
+            run = _Run(plan, options, manifest, state, journal, combiner, *counts)
+            return await run.drive(problems, doubt)
 
 
 def _account(options: RunOptions, plan: RunSpec, file: LedgerFile | None) -> Account:
@@ -187,6 +188,7 @@ async def _journal(
     manifest: Manifest,
     plan: RunSpec,
     state: RunState,
+    combiner: Combiner,
     escalations: EscalationCounter,
     left: RunLengthEstimate,
 ) -> AsyncGenerator[Journal | None, None]:
@@ -202,6 +204,8 @@ async def _journal(
             replay_event(plan.gate, event)
         if isinstance(event, OutcomeReached) and state.is_over(event.problem):
             plan.on_problem_done(event.problem)
+            if plan.recall == "instant":
+                combiner.learn(state.finished[event.problem])
         for decision, is_escalated in judged(event):
             escalations.count(decision, is_escalated)
         # A repeated schedule counts each decision when it comes to it: the features of a chunk that
@@ -223,10 +227,12 @@ class _Run:
         manifest: Manifest,
         state: RunState,
         journal: Journal | None,
+        combiner: Combiner,
         escalations: EscalationCounter,
         left: RunLengthEstimate,
     ) -> None:
         self._plan = plan
+        self._combiner = combiner
         self._options = options
         self._manifest = manifest
         self._state = state
@@ -370,9 +376,13 @@ class _Run:
         self._left.conclude(problem.id)
         if self._state.is_over(problem.id):
             # it was over before, and is only lived through again
-            return self._lines.get(problem.id) or self._state.finished[problem.id]
+            known = self._lines.get(problem.id) or self._state.finished[problem.id]
+            self._combiner.learn(known)
+            return known
         with self._options.stop.counted(), scope.concluding(len(outcome.rollouts)):
             line = await self._conclude(outcome, record)
+        if line.is_complete:
+            self._combiner.learn(line)
         if self._options.directory is None and self._options.keep == "lines":
             self._kept.append(outcome)
         return line
@@ -429,6 +439,7 @@ class _Run:
             bind=bind,
             logprobs=needed,
             left=self._left,
+            planner=RecordedPlanner(self._combiner, log),
             draft_length=self._draft_length,
             writers=self._writers,
         )
@@ -453,6 +464,7 @@ class _Run:
             why=outcome.why,
             usage=outcome.usage,
             doubt=outcome.doubt,
+            combination=outcome.combination,
         )
         if outcome.doubt:
             self._recorder.record(Warned("domain", outcome.doubt, outcome.problem.id))

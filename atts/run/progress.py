@@ -378,7 +378,9 @@ class Progress:
         began = self._since.pop(name, None)
         if began is not None:
             self._durations.add(self._clock() - began)
-        if event.problem in self._open and event.status != "cancelled":
+        # the last one of a problem may be no rollout: there the target compares their answers
+        is_rollout = event.sample < self._begun.samples
+        if is_rollout and event.problem in self._open and event.status != "cancelled":
             self._ended[event.problem] += 1
 
     def _rollout_finished(self, event: RolloutFinished) -> None:

@@ -10,9 +10,21 @@ from typing import Literal, Protocol
 
 from atts.calibration import DriftEvent
 from atts.concurrency import clock
-from atts.core import CallSpan, Chunk, Decision, Outcome, Role, Rollout, RolloutSpan, Turn
+from atts.core import (
+    CallSpan,
+    Chunk,
+    Combine,
+    CombinePlan,
+    Decision,
+    Outcome,
+    Role,
+    Rollout,
+    RolloutSpan,
+    Turn,
+)
 from atts.evaluators import Estimate, share_estimate
 from atts.journal import (
+    Combining,
     Decided,
     Drifted,
     Event,
@@ -27,7 +39,7 @@ from atts.journal import (
     feature_numbers,
     recorded_features,
 )
-from atts.pipelines import Features, Gate, RoundGate, RunLength
+from atts.pipelines import Features, Gate, Planner, RoundGate, RunLength
 from atts.run.stopping import Stop
 
 RecallTiming = Literal["instant", "recorded"]
@@ -457,6 +469,22 @@ class AlarmWatch:
                 Drifted(alarm.kind, alarm.p, alarm.scores, alarm.action, alarm.message)
             )
         self._seen = len(alarms)
+
+
+class RecordedPlanner:
+    """A planner whose plans stand once they are recorded."""
+
+    def __init__(self, planner: Planner, log: ProblemLog) -> None:
+        self._planner = planner
+        self._log = log
+
+    def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
+        """Return the recorded plan, or the planner's; see `atts.pipelines.Combiner`."""
+        recorded = self._log.recorded
+        if recorded.combine_plan is None:
+            recorded.combine_plan = self._planner.plan(kind, share, answers)
+            self._log.recorder.record(Combining(recorded.problem.id, recorded.combine_plan))
+        return recorded.combine_plan
 
 
 class RecordedGate:

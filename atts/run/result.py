@@ -17,6 +17,7 @@ from atts.evaluators import Estimate, Sequential, accuracy_estimate, mean_estima
 from atts.files import jsonable
 from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
 from atts.ledger import PRICES, money_of, recorded_prices
+from atts.pipelines import CombineSummary, summarise_combinations
 from atts.run.conditions import Answered, answered
 
 _COARSE = 2.0  # judged chunks per rollout, on average, up to which a chunk is most of it
@@ -195,6 +196,11 @@ class RunResult:
         setting = self.manifest.settings.get(PRICES)
         return None if setting is None else money_of(self.usage, recorded_prices(setting.value))
 
+    @cached_property
+    def combined(self) -> CombineSummary | None:
+        """Return what selection or synthesis did where votes split; None if votes decided alone."""
+        return summarise_combinations(self.problems)
+
     @property
     def answered(self) -> Answered | None:
         """Return what a run that abstains answered, how much of it was wrong, and what was
@@ -220,6 +226,8 @@ class RunResult:
             plain["cost"] = self.cost
         if self.comparison is not None:
             plain["comparison"] = self.comparison.as_json()
+        if self.combined is not None:
+            plain["combined"] = jsonable(self.combined)
         if self.answered is not None:
             plain["answered"] = jsonable(self.answered)
         if self.speculated is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 from atts import graph
@@ -201,7 +201,7 @@ class RunSpec:
         if isinstance(problems, Sequence):
             count = len(problems)
             dataset = dataset or dataset_digest(problems)
-        policy: dict[str, Json] = asdict(self.policy)
+        policy: dict[str, Json] = self.policy.recorded()
         configuration = {
             "policy": Setting(policy, "policy"),
             "gate": Setting(type(self.gate).__name__, "gate"),

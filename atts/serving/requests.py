@@ -79,7 +79,7 @@ class SolveRequest:
         """Return what decides the plan of a request without a seed."""
         atts = self.atts
         sampling = (self.temperature, self.top_p, self.max_tokens, atts.thinking_token_budget)
-        return self.policy, sampling, atts.samples, atts.early_stop, atts.rate
+        return self.policy, sampling, atts.samples, atts.early_stop, atts.rate, atts.combine
 
     def setup(self, base: Setup) -> Setup:
         """Return the setup of this request.
@@ -106,6 +106,8 @@ class SolveRequest:
                 changes["samples"] = self.atts.samples
             if self.atts.early_stop is not None:
                 changes["early_stop"] = self.atts.early_stop
+            if self.atts.combine != "vote":
+                changes["combine"] = self.atts.combine
             if self.policy.is_plain:
                 # The model's own text: neither our prompt nor our guards belong to it.
                 changes |= {"system": "", "instruction": "", "repeats": 1_000_000}
@@ -328,7 +330,8 @@ def _check_kinds(given: Mapping[str, Any], kinds: Mapping[str, str], prefix: str
             raise RequestError(f"{prefix}{name} is not {words}", param=f"{prefix}{name}")
 
 
-_COMBINE = ("vote",)
+_COMBINE = ("vote", "select", "synthesize")
+"""Values of `atts.combine`; "auto" learns from many problems, and a request has one."""
 _TRACES = ("none", "summary", "full")
 
 
@@ -337,7 +340,8 @@ def _check_ranges(given: Mapping[str, Any], atts: AttsFields) -> None:
         raise RequestError("atts.on_limit is best or error", param="atts.on_limit")
     if atts.combine not in _COMBINE:
         raise RequestError(
-            f"atts.combine {atts.combine!r} is not supported; vote is", param="atts.combine"
+            f"atts.combine {atts.combine!r} is not supported; vote, select and synthesize are",
+            param="atts.combine",
         )
     if atts.trace not in _TRACES:
         raise RequestError("atts.trace is none, summary or full", param="atts.trace")
@@ -366,6 +370,11 @@ def _check_plain(model: str, extra: Mapping[str, Any], turns: tuple[tuple[str, s
                 f"atts.{name} does not apply to {model!r}, which answers alone with one rollout",
                 param=f"atts.{name}",
             )
+    if extra.get("combine", "vote") != "vote":
+        raise RequestError(
+            f"atts.combine does not apply to {model!r}, which answers alone with one rollout",
+            param="atts.combine",
+        )
     if turns[-1][0] != "user":
         raise RequestError("the last message is not the user's", param="messages")
 

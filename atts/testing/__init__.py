@@ -20,7 +20,7 @@ from atts.testing.servers import (
     ServerFaults,
     ServerQuirks,
 )
-from atts.testing.toy_model import DRAFT, TARGET, Skill, ToyModel
+from atts.testing.toy_model import DRAFT, TARGET, Selector, Skill, ToyModel
 
 __all__ = [
     "CHECKS",
@@ -37,6 +37,7 @@ __all__ = [
     "Latency",
     "ScoreDrift",
     "ScriptedEngine",
+    "Selector",
     "ServerDialect",
     "ServerFault",
     "ServerFaults",

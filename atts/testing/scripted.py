@@ -18,7 +18,7 @@ from atts.errors import OptionError
 from atts.sampling import Seed
 from atts.testing.faults import NO_FAULTS, Faults, FaultSchedule, spoilt
 from atts.testing.language import ToyTokenizer
-from atts.testing.toy_model import DRAFT, TARGET, PrefixMemory, ToyModel, Writer
+from atts.testing.toy_model import DRAFT, TARGET, PrefixMemory, Selector, ToyModel, Writer
 
 _Request = TypeVar("_Request", SampleRequest, ScoreRequest)
 _Answer = TypeVar("_Answer", Completion, Scores)
@@ -103,6 +103,7 @@ class ScriptedEngine(BaseEngine):
         drift: ScoreDrift = NO_DRIFT,
         context_length: int = 8192,
         capabilities: frozenset[Capability] = frozenset({"sample", "score", "draw"}),
+        selector: Selector | None = None,
     ) -> None:
         if role not in ("draft", "target"):
             raise OptionError("role", f"{role!r} is unknown", ("draft", "target"))
@@ -112,7 +113,7 @@ class ScriptedEngine(BaseEngine):
             )
         super().__init__(role)
         self._model = model or ToyModel(DRAFT if role == "draft" else TARGET, ToyTokenizer())
-        self._writer = Writer(self._model)
+        self._writer = Writer(self._model, selector=selector)
         self._cache = PrefixMemory()
         self._latency = latency
         self._slots = SlotQueue(concurrency)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from atts.core import (
     TokenIds,
 )
 from atts.models.tokenizers import StopMatcher
-from atts.sampling import uniforms
+from atts.sampling import Seed, uniforms
 from atts.testing.language import (
     FILLERS,
     LANGUAGE,
@@ -32,6 +33,7 @@ from atts.testing.language import (
     ToyTokenizer,
     atoms,
     read_question,
+    toy_answer,
 )
 
 _FILTERED_KEPT = 8192
@@ -396,16 +398,63 @@ def _key(state: ReadingState) -> tuple[object, ...]:
     return phase, state.word, trait, state.answered, state.step >= len(question.operations)
 
 
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Planted skill with which a toy model answers prompts that hold numbered solutions.
+
+    With probability `first` it calls the first solution correct without a look. Otherwise it names
+    the correct one with probability `skill`, and the wrong one else; a fair coin decides where both
+    are correct or neither is. A synthesis ends with the correct result with probability `skill`, and
+    with that of the first solution else.
+    """
+
+    skill: float = 0.8
+    first: float = 0.0
+
+    def reply(self, text: str, seed: Seed) -> str | None:
+        """Return the reply to a prompt, None for a prompt without two solutions."""
+        begin = text.find(_SOLUTION.format(1))
+        if begin < 0 or _SOLUTION.format(2) not in text:
+            return None
+        truth = str(read_question(text[:begin]).truth[-1])
+        answers = [toy_answer(part) for part in _NUMBERED.split(text[begin:])[1:]]
+        is_blind, is_skilled, coin = uniforms(replace(seed, purpose="selector"), 3).tolist()
+        is_right = is_skilled < self.skill
+        if _COMPARES not in text:
+            return f"The answer is \\boxed{{{truth if is_right else answers[0] or 0}}}."
+        place = 0
+        if is_blind >= self.first:
+            correct = [answer == truth for answer in answers[:2]]
+            if correct[0] == correct[1]:
+                place = int(coin < 0.5)
+            else:
+                place = correct.index(is_right)
+        return f"Correct: {place + 1}"
+
+
+_SOLUTION = "Solution {}:"
+_NUMBERED = re.compile(r"Solution \d+:")
+_COMPARES = "Correct: 1"
+
+
 class Writer:
     """A toy model that remembers where recent requests ended, which saves time only."""
 
-    def __init__(self, model: ToyModel, memory: int = 1024) -> None:
+    def __init__(
+        self, model: ToyModel, memory: int = 1024, selector: Selector | None = None
+    ) -> None:
         self.model = model
+        self._selector = selector or Selector()
         self._states: Recent[TokenIds, ReadingState] = Recent(memory)
 
     def write(self, request: SampleRequest) -> Completion:
         """Continue a text, with one uniform of the request's stream for each position."""
         model = self.model
+        # only where nothing is written yet: a prompt that asks about solutions
+        if request.ids and request.ids[-1] == _ASSISTANT:
+            reply = self._selector.reply(model.tokenizer.decode(request.ids), request.seed)
+            if reply is not None:
+                return self._spelt(reply, request)
         end = self.model.tokenizer.end_id
         state = self._read(request.ids).copy()
         draws = uniforms(request.seed, request.num_begun + request.max_tokens)[
@@ -433,6 +482,14 @@ class Writer:
         if ended != "end":
             self._states[request.ids + kept] = state
         return Completion(kept, model.tokenizer.decode(kept), ended, tuple(logprobs))
+
+    def _spelt(self, text: str, request: SampleRequest) -> Completion:
+        """Return a reply that is known beforehand, as far as it may be long."""
+        tokenizer = self.model.tokenizer
+        ids = (*tokenizer.encode(text), tokenizer.end_id)
+        kept = ids[: request.max_tokens]
+        ended: Ending = "end" if len(kept) == len(ids) else "length"
+        return Completion(kept, tokenizer.decode(kept), ended, (0.0,) * len(kept))
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
         """Return the raw log-probability of every token of the suffix."""

@@ -123,7 +123,8 @@ def test_a_request_may_name_its_method() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"atts": {"combine": "synthesize"}}, "combine 'synthesize' is not supported; vote is"),
+        ({"atts": {"combine": "auto"}}, "combine 'auto' is not supported; vote, select and"),
+        ({"model": "draft", "atts": {"combine": "select"}}, "does not apply to 'draft'"),
         ({"atts": {"method": "cascades"}}, "did you mean cascade?"),
         ({"atts": {"method": "paper-marginal"}}, "is unknown; known: atts, cascade"),
         ({"atts": {"trace": "all"}}, "none, summary or full"),
@@ -210,6 +211,28 @@ def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) 
             # a request with settings of its own is not the chat program's
             facts = (await client.chat(messages=messages, atts={"samples": 2})).json()["atts"]
             assert facts["policy"] == "balanced"
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("combine", ["select", "synthesize"])
+def test_a_request_may_combine_its_votes(combine: str) -> None:
+    """The target is asked where this request's votes split; its tokens are in the usage."""
+
+    async def main() -> None:
+        async with serving() as client:
+            asked = {"method": "draft-only", "samples": 8, "early_stop": "none"}
+            split = 0
+            for seed in range(4):
+                plain = (await client.chat(seed=seed, atts=asked)).json()["atts"]
+                reply = (await client.chat(seed=seed, atts={**asked, "combine": combine})).json()
+                facts = reply["atts"]
+                assert facts["combine"] == combine
+                assert facts["votes"] == plain["votes"]
+                is_split = len(facts["votes"]) > 1
+                split += is_split
+                assert (facts["by_model"]["target"]["completion"] > 0) == is_split
+            assert split
 
     anyio.run(main)
 

@@ -45,6 +45,7 @@ from atts.analysis.reports.rate_control import realised_rate
 from atts.analysis.reports.run_data import ProblemFacts, RunData, read_run_data
 from atts.graph import CallSpan, measure, sibling_edges
 from atts.journal import COMPARED, Json
+from atts.pipelines import summarise_combinations
 
 _SLICES = 240
 _LANES = 12  # per engine that are drawn
@@ -233,6 +234,7 @@ def build_report(
         coverage=coverage,
         spend=cost,
         speculated=data.state.speculated,
+        combined=summarise_combinations(one.brief for one in problems),
         baselines=baselines,
         calibration=calibration,
         frontier=frontier(data, others),

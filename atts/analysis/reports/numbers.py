@@ -13,6 +13,7 @@ from atts.calibration import RateCheck, check_rate
 from atts.core import Usage
 from atts.engine import Speculated
 from atts.evaluators import Estimate
+from atts.pipelines import CombineSummary
 
 Standing = Literal["good", "care", "bad"]
 """Nothing to hold against it; read with care; do not rely on it."""
@@ -356,6 +357,7 @@ class RunReport:
     coverage: str
     spend: Spend
     speculated: Speculated | None
+    combined: CombineSummary | None
     baselines: tuple[Baseline, ...]
     calibration: RateControl | None
     frontier: tuple[FrontierPoint, ...]

@@ -143,6 +143,31 @@ def spend_table(report: RunReport) -> ReportTable:
     )
 
 
+def combination_table(report: RunReport) -> ReportTable:
+    """Return what selection or synthesis did where votes split; empty if votes decided alone."""
+    found = report.combined
+    rows: list[tuple[object, object]] = []
+    if found is not None:
+        rows = [
+            ("what combined", " and ".join(found.actions) or "the vote on every problem"),
+            ("problems whose votes split", f"{found.split:,} of {found.problems:,}"),
+            ("largest leading share that counts as split, at the end", cell(found.below)),
+            ("of these, trials in which the vote stood", cell(found.trials)),
+            ("answers changed", cell(found.changed)),
+            ("changed from wrong to correct", cell(found.gained)),
+            ("changed from correct to wrong", cell(found.lost)),
+            ("gain in accuracy [95 % interval]", found.gain.signed()),
+            ("largest possible gain: an oracle on the same problems", cell(found.ceiling)),
+            ("same verdict in both orders", f"{found.consistent:,} of {found.pairs:,} pairs"),
+            ("tokens by the target for it", cell(found.usage.target_tokens)),
+            ("prompt tokens read for it", cell(found.usage.target_prefill_tokens)),
+            ("calls for it", cell(found.usage.calls)),
+        ]
+    return ReportTable.of(
+        "Where votes split: selection and synthesis", ("what", "how much"), rows, "facts"
+    )
+
+
 def speculation_table(report: RunReport) -> ReportTable:
     """Return what was proposed to the target and accepted; empty if nothing was proposed."""
     found = report.speculated

@@ -1,0 +1,519 @@
+"""Selection and synthesis: where votes split, the target compares the finalists or rewrites them."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+
+from atts.concurrency import collect
+from atts.core import (
+    Combination,
+    Combine,
+    CombinePlan,
+    Completion,
+    Message,
+    Outcome,
+    Problem,
+    Rollout,
+    SampleRequest,
+    Usage,
+)
+from atts.errors import BadReply, ContextOverflow
+from atts.evaluators import Estimate, compare_runs
+from atts.graph import ProblemScope, RolloutScope
+from atts.journal import FinishedProblem
+from atts.pipelines.context import Context, RolloutEngine
+from atts.pipelines.policy import Policy
+from atts.pipelines.votes import Grouper, Tally, ballot, classes, tally
+from atts.sampling import Seed
+
+COVERED = 0.9
+"""Share of the problems that a comparison can still win which must count as split."""
+PROVEN = 10.0
+"""Odds against chance at which `auto` lets a selector overrule votes."""
+REFUTED = 0.2
+"""Odds at which `auto` stops asking the selector."""
+_TRIALS = 3  # to shorten solutions until they fit into the context
+_END_OF_THOUGHT = "</think>"
+
+
+def odds(better: int, worse: int) -> float:
+    """Return how much better "more often better than worse" explains these cases than a fair coin.
+
+    The chance of a better case has a uniform prior on (1/2, 1). Under a fair coin the number exceeds
+    10 at any time of a run with probability 1/10 at most, because it is a martingale there (Ville's
+    inequality).
+
+    >>> odds(0, 0), odds(5, 0), round(odds(1, 4), 2)
+    (1.0, 10.5, 0.23)
+    """
+    cases = better + worse
+    below = sum(math.comb(cases + 1, count) for count in range(better + 1))
+    return below / ((cases + 1) * math.comb(cases, better))
+
+
+class Combiner:
+    """Knowledge of a run about its split votes and its selector.
+
+    It learns from problems that are over and decides about others, so no problem's own reference
+    takes part in its answer.
+    """
+
+    def __init__(self) -> None:
+        # shares of the leading answer where the vote was wrong and another finalist was correct
+        self._winnable: list[float] = []
+        # shares in votes of half the rollouts that the whole vote overruled
+        self._overruled: list[float] = []
+        self.better = 0  # graded problems where the target's choice was correct and the vote wrong
+        self.worse = 0  # and the reverse
+        self.consistent = 0  # pairs with one verdict in both orders
+        self.inconsistent = 0
+        self._is_graded = False
+
+    def learn(self, line: FinishedProblem) -> None:
+        """Take in a problem that is over."""
+        known = line.combination
+        if known is None:
+            return
+        for share, is_same in known.halves:
+            if not is_same:
+                insort(self._overruled, share)
+        self.consistent += known.consistent
+        self.inconsistent += known.pairs - known.consistent
+        found = CombinedVerdicts.of(line)
+        if found is None:
+            return
+        self._is_graded = True
+        if found.is_winnable:
+            insort(self._winnable, known.share)
+        self.better += found.gain > 0
+        self.worse += found.gain < 0
+
+    @property
+    def below(self) -> float:
+        """Return the share of the leading answer up to which a vote counts as split.
+
+        It is the conformal quantile of the shares at which comparisons could have won: of the next
+        such problem, the share is at most this with probability 0.9. Where fewer than nine graded
+        problems could be won, votes of half the rollouts that the whole vote overruled stand in for
+        them; where these are too few as well, every vote that is not unanimous counts as split.
+        """
+        for shares in (self._winnable, self._overruled):
+            rank = math.ceil((len(shares) + 1) * COVERED)
+            if rank <= len(shares):
+                return shares[rank - 1]
+        return 1.0
+
+    @property
+    def odds(self) -> float:
+        """Return the odds that the selector helps.
+
+        Where problems are graded, they rest on the problems where its choice and the vote differ and
+        one of them is correct; elsewhere, on whether it repeats its verdict when the order is
+        reversed.
+        """
+        if self._is_graded:
+            return odds(self.better, self.worse)
+        return odds(self.consistent, self.inconsistent)
+
+    @property
+    def evidence(self) -> str:
+        """Describe what the odds rest on."""
+        if self._is_graded:
+            return f"better than the vote on {self.better} problems, worse on {self.worse}"
+        pairs = self.consistent + self.inconsistent
+        return f"{self.consistent} of {pairs} pairs had one verdict in both orders"
+
+    def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
+        """Decide about a problem whose vote has ended, from its leading answer's share and the
+        number of its answers.
+        """
+        below = self.below
+        if kind == "vote" or answers < 2:
+            return CombinePlan("vote", below=below, why="the rollouts agree")
+        if share > below:
+            return CombinePlan("vote", below=below, why=f"{share:.2f} of the votes agree")
+        if kind != "auto":
+            return CombinePlan(kind, below=below)
+        odds = self.odds
+        why = f"odds {odds:.3g}: {self.evidence}"
+        if odds <= REFUTED:
+            return CombinePlan("vote", below=below, why=why)
+        return CombinePlan("select", is_trial=odds < PROVEN, below=below, why=why)
+
+
+async def combined(
+    outcome: Outcome, count: Tally, policy: Policy, context: Context, scope: ProblemScope
+) -> Outcome:
+    """Return the outcome with the answer that the policy makes of its rollouts' answers.
+
+    The vote stands wherever the target cannot be asked.
+    """
+    if count.winner is None:
+        return outcome
+    share = count.weights[0] / math.fsum(count.weights)
+    plan = context.planner.plan(policy.combine, share, len(count.answers))
+    found = Combination(
+        plan,
+        count.winner,
+        share,
+        halves=_halves(outcome.rollouts, count.winner, policy, context.answers.group),
+    )
+    if plan.action != "vote":
+        asked = _Question(outcome, count.answers[: policy.finalists], policy, context)
+        # One more than the rollouts: it has a place, limits and retries as a rollout has.
+        number = range(policy.samples, policy.samples + 1)
+        (result,) = await scope.rollouts(asked.select_or_write, number)
+        found = replace(found, finalists=asked.answers, usage=asked.usage)
+        if result.value is not None:
+            found = replace(
+                found,
+                chosen=result.value.chosen,
+                pairs=result.value.pairs,
+                consistent=result.value.consistent,
+                error=asked.unusable if not asked.usage.calls else "",
+            )
+        else:
+            error = result.error
+            found = replace(found, error=result.why or f"{type(error).__name__}: {error}")
+    return replace(
+        outcome, answer=found.answer, usage=outcome.usage + found.usage, combination=found
+    )
+
+
+def _halves(
+    rollouts: Sequence[Rollout], winner: str, policy: Policy, group: Grouper
+) -> tuple[tuple[float, bool], ...]:
+    """Return the votes by the even and by the odd rollouts: the leader's share, and whether it is
+    the leader of all.
+    """
+    halves: list[tuple[float, bool]] = []
+    for parity in (0, 1):
+        cast = [
+            ballot(policy.vote, rollout) for rollout in rollouts if rollout.sample % 2 == parity
+        ]
+        count = tally([vote for vote in cast if vote is not None], group)
+        if count.winner is not None:
+            first, second = classes([count.winner, winner], group)
+            halves.append((count.weights[0] / math.fsum(count.weights), first == second))
+    return tuple(halves)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollouts:
+    """A pipeline whose rollouts were recorded by an earlier run: it votes and combines again."""
+
+    outcomes: Mapping[str, Outcome]  # by problem
+
+    async def __call__(
+        self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /
+    ) -> Outcome:
+        """Return the recorded outcome with the answer that this policy makes of its rollouts."""
+        outcome = self.outcomes[problem.id]
+        rollouts = outcome.rollouts
+        await context.answers.prepare([rollout.answer for rollout in rollouts])
+        cast = [ballot(policy.vote, rollout) for rollout in rollouts]
+        count = tally([vote for vote in cast if vote is not None], context.answers.group)
+        usage = sum((rollout.usage for rollout in rollouts), Usage())
+        outcome = replace(outcome, answer=count.winner, usage=usage, combination=None)
+        return await combined(outcome, count, policy, context, scope)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Choice of the target, or None, and how often its verdicts agreed in both orders."""
+
+    chosen: str | None
+    pairs: int
+    consistent: int
+
+
+class _Question:
+    """The finalists of one problem, put to the target."""
+
+    def __init__(
+        self, outcome: Outcome, answers: tuple[str, ...], policy: Policy, context: Context
+    ) -> None:
+        self.answers = answers
+        self.usage = Usage()
+        self.unusable = ""  # why a question has no reply
+        self._problem = outcome.problem
+        self._policy = policy
+        self._context = context
+        texts: dict[str, str] = {}  # of the first rollout with that answer
+        for rollout in sorted(outcome.rollouts, key=lambda one: one.sample):
+            if rollout.answer is not None:
+                texts.setdefault(rollout.answer, rollout.text)
+        self._texts = [texts[answer] for answer in answers]
+
+    async def select_or_write(self, scope: RolloutScope[_Verdict]) -> _Verdict:
+        """Ask the target as the plan says."""
+        policy = self._policy
+        target = self._context.bind(self._context.target, "target", scope, policy.timeout_seconds)
+        if policy.combine == "synthesize":
+            return await self._write(target)
+        return await self._select(target)
+
+    async def _select(self, target: RolloutEngine) -> _Verdict:
+        """Compare every pair of finalists in both orders; each verdict is a point.
+
+        Most points win, and the vote decides between equals, so that a challenger must win against
+        the leader in both orders.
+        """
+        pairs = list(combinations(range(len(self.answers)), 2))
+        orders = [order for first, second in pairs for order in ((first, second), (second, first))]
+        winners = await collect(
+            [partial(self._compare, target, order, turn) for turn, order in enumerate(orders)]
+        )
+        points = [0] * len(self.answers)
+        for winner in winners:
+            if winner is not None:
+                points[winner] += 1
+        consistent = sum(
+            first is not None and first == second
+            for first, second in zip(winners[::2], winners[1::2], strict=True)
+        )
+        return _Verdict(self.answers[points.index(max(points))], len(pairs), consistent)
+
+    async def _compare(
+        self, target: RolloutEngine, order: tuple[int, int], turn: int
+    ) -> int | None:
+        """Return which of two finalists the target calls correct; None if it names neither."""
+        done = await self._ask(target, self._policy.prompt("select"), order, turn)
+        if done is None:
+            return None
+        place = named_solution(done.text)
+        if place is not None:
+            return order[place]
+        answer = self._answer(done)
+        if answer is None:
+            return None
+        rivals = [self.answers[index] for index in order]
+        await self._context.answers.prepare((answer, *rivals))
+        label, *others = classes([answer, *rivals], self._context.answers.group)
+        return order[others.index(label)] if others.count(label) == 1 else None
+
+    async def _write(self, target: RolloutEngine) -> _Verdict:
+        """Let the target write a solution from the finalists, once in each order.
+
+        It counts where both come to one answer.
+        """
+        forward = tuple(range(len(self.answers)))
+        orders = (forward, forward[::-1])
+        text = self._policy.prompt("synthesis")
+        done = await collect(
+            [partial(self._ask, target, text, order, turn) for turn, order in enumerate(orders)]
+        )
+        answers = [None if one is None else self._answer(one) for one in done]
+        first, second = answers
+        if first is None or second is None:
+            return _Verdict(None, 1, 0)
+        await self._context.answers.prepare((first, second, *self.answers))
+        labels = classes([first, second, *self.answers], self._context.answers.group)
+        if labels[0] != labels[1]:
+            return _Verdict(None, 1, 0)
+        # a finalist's own spelling, so that it has the finalist's verdict
+        spelt = [answer for answer, label in zip(self.answers, labels[2:], strict=True)
+                 if label == labels[0]]  # fmt: skip
+        return _Verdict(spelt[0] if spelt else first, 1, 1)
+
+    def _answer(self, done: Completion) -> str | None:
+        answer = self._context.answers.extract(done.text)
+        if answer is None and done.ended == "end":
+            answer = self._context.answers.extract_finished(done.text)
+        return answer
+
+    async def _ask(
+        self, target: RolloutEngine, prompt: str, order: Sequence[int], turn: int
+    ) -> Completion | None:
+        """Ask one question; None if the reply is unusable or the question does not fit."""
+        policy = self._policy
+        context = self._context
+        wanted = policy.combine_tokens or policy.bounds().max_tokens
+        tokens = min(wanted, target.spec.context_length // 2)
+        ids = self._rendered(target, prompt, order, target.spec.context_length - tokens)
+        number = policy.samples
+        request = SampleRequest(
+            ids,
+            tokens,
+            policy.sampling_of("target"),
+            Seed(context.seed, self._problem.id, number, turn, "target"),
+            rollout=f"{self._problem.id}/{number}",
+            logprobs="unneeded",
+        )
+        try:
+            done = await target.sample(request)
+        except (BadReply, ContextOverflow) as error:
+            self.unusable = str(error)
+            return None
+        read = max(0, len(ids) - done.cached_tokens)
+        self.usage += Usage(target_tokens=len(done.ids), target_prefill_tokens=read, calls=1)
+        return done
+
+    def _rendered(
+        self, target: RolloutEngine, prompt: str, order: Sequence[int], room: int
+    ) -> tuple[int, ...]:
+        """Return the question's ids; solutions that are too long lose their beginnings."""
+        texts = [self._texts[index] for index in order]
+        # what a model thought before its solution repeats it at length
+        texts = [text.rpartition(_END_OF_THOUGHT)[2].strip() or text.strip() for text in texts]
+        ids: tuple[int, ...] = ()
+        for _ in range(_TRIALS):
+            question = question_text(prompt, self._problem, texts)
+            ids = target.tokenizer.render([Message("user", question)])
+            if len(ids) <= room:
+                break
+            kept = max(0.1, 0.9 * room / len(ids))
+            texts = [text[len(text) - int(kept * len(text)) :] for text in texts]
+        return ids
+
+
+def question_text(prompt: str, problem: Problem, solutions: Sequence[str]) -> str:
+    """Return the prompt with the problem and the numbered solutions in it."""
+    numbered = "\n\n".join(
+        f"Solution {number}:\n{text}" for number, text in enumerate(solutions, start=1)
+    )
+    # one pass, so that braces in the texts stay what they are
+    parts = {"{problem}": problem.text, "{solutions}": numbered}
+    return re.sub(r"\{problem\}|\{solutions\}", lambda match: parts[match.group()], prompt)
+
+
+_NAMED = re.compile(
+    r"\b(?:correct|better|best|right|solution|judg(?:e)?ment|choice|answer)\b[\s*:#\"'is]{0,12}"
+    r"(?:solution\s*)?\\?(?:boxed\{)?([12])\b(?![.\d])",
+    re.IGNORECASE,
+)
+_LINE = re.compile(
+    r"^\W*correct\W{1,6}(?:solution\W{1,3})?([12])\W*$", re.IGNORECASE | re.MULTILINE
+)
+
+
+def named_solution(text: str) -> int | None:
+    """Return the place, 0 or 1, of the solution that a reply calls correct, None if it names none.
+
+    >>> named_solution("Solution 1 adds wrongly.\\n\\nCorrect: 2"), named_solution("Both are fine.")
+    (1, None)
+    """
+    for pattern in (_LINE, _NAMED):
+        numbers = pattern.findall(text)
+        if numbers:
+            return int(numbers[-1]) - 1
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CombinedVerdicts:
+    """Verdicts on the vote, the choice and the rollouts of a graded problem."""
+
+    is_vote_correct: bool
+    is_choice_correct: bool
+    is_any_correct: bool  # of the rollouts' answers
+
+    @classmethod
+    def of(cls, line: FinishedProblem) -> CombinedVerdicts | None:
+        """Read them off a problem that is over; None where a verdict is missing."""
+        known = line.combination
+        if known is None or line.verdict is None:
+            return None
+        verdicts = {one.answer: one.verdict for one in line.samples if one.answer is not None}
+        if line.answer is not None:
+            verdicts.setdefault(line.answer, line.verdict)
+        vote = verdicts.get(known.voted)
+        choice = vote if known.chosen is None else verdicts.get(known.chosen)
+        if vote not in ("correct", "wrong") or choice not in ("correct", "wrong"):
+            return None
+        return cls(vote == "correct", choice == "correct", "correct" in verdicts.values())
+
+    @property
+    def gain(self) -> int:
+        """Return 1 where the choice is correct and the vote is not, -1 in the reverse case."""
+        return self.is_choice_correct - self.is_vote_correct
+
+    @property
+    def is_winnable(self) -> bool:
+        """Return whether the vote is wrong and some rollout's answer is correct."""
+        return self.is_any_correct and not self.is_vote_correct
+
+
+@dataclass(frozen=True, slots=True)
+class CombineSummary:
+    """Effects and costs of a run's selection or synthesis, and the largest possible gain."""
+
+    problems: int
+    split: int  # problems on which the target was asked
+    trials: int  # of them, those where the choice of the target did not count
+    changed: int  # answers that are not the vote's
+    gained: int  # of them, correct where the vote was wrong
+    lost: int
+    pairs: int
+    consistent: int
+    winnable: int  # graded split problems with a wrong vote and a correct answer among the rollouts
+    gain: Estimate  # in accuracy, over graded problems, with its interval
+    ceiling: float  # the gain of an oracle that is asked on the same problems
+    below: float  # the last threshold
+    actions: tuple[str, ...]
+    usage: Usage
+    unusable: int = 0  # problems on which the target could not be asked
+
+    def __str__(self) -> str:
+        """Return the summary in a few clauses."""
+        kind = " and ".join(self.actions) or "select"
+        words = f"{kind} on {self.split:,} of {self.problems:,} problems, whose votes split"
+        if self.trials:
+            words += f" (trial on {self.trials:,}, where the vote stands)"
+        words += f": {self.changed:,} answers changed"
+        if not math.isnan(self.gain.value):
+            points = [100 * value for value in (self.gain.value, self.gain.low, self.gain.high)]
+            words += (
+                f", {self.gained:,} to correct, {self.lost:,} to wrong; gain {points[0]:+.1f} points "
+                f"[{points[1]:+.1f}, {points[2]:+.1f}] of {100 * self.ceiling:.1f} possible"
+            )
+        if self.pairs:
+            words += (
+                f"; {self.consistent:,} of {self.pairs:,} verdicts were the same in both orders"
+            )
+        if self.unusable:
+            words += f"; the target could not be asked on {self.unusable:,}"
+        usage = self.usage
+        return (
+            f"{words}; cost {usage.target_tokens:,} tokens by the target in {usage.calls:,} calls"
+        )
+
+
+def summarise_combinations(problems: Iterable[FinishedProblem]) -> CombineSummary | None:
+    """Add up what was combined; None if the votes decided alone."""
+    lines = [line for line in problems if line.combination is not None]
+    if not lines:
+        return None
+    known = [(line, line.combination) for line in lines if line.combination is not None]
+    asked = [(line, one) for line, one in known if one.plan.action != "vote"]
+    gains: list[int] = []
+    ceilings: list[int] = []
+    for line, one in known:
+        verdicts = CombinedVerdicts.of(line)
+        if verdicts is not None:
+            is_asked = one.plan.action != "vote"
+            gains.append(0 if one.plan.is_trial or not is_asked else verdicts.gain)
+            ceilings.append(int(is_asked and verdicts.is_winnable))
+    return CombineSummary(
+        problems=len(known),
+        split=len(asked),
+        trials=sum(one.plan.is_trial for _, one in asked),
+        changed=sum(one.answer != one.voted for _, one in asked),
+        gained=gains.count(1),
+        lost=gains.count(-1),
+        pairs=sum(one.pairs for _, one in asked),
+        consistent=sum(one.consistent for _, one in asked),
+        winnable=sum(ceilings),
+        gain=compare_runs([0] * len(gains), gains, n_samples=len(gains)).difference,
+        ceiling=sum(ceilings) / len(ceilings) if ceilings else math.nan,
+        below=known[-1][1].plan.below,
+        actions=tuple(sorted({one.plan.action for _, one in asked})),
+        usage=sum((one.usage for _, one in asked), Usage()),
+        unusable=sum(bool(one.error) for _, one in asked),
+    )

@@ -31,7 +31,7 @@ from atts.journal import Json, Setting
 from atts.ledger import Caps, Price, read_prices
 from atts.methods import preset
 from atts.pipelines import COMBINE_KEYS, Policy
-from atts.run import Shard
+from atts.run import Shard, check_logs
 
 if TYPE_CHECKING:
     from atts.evaluators import Dataset
@@ -143,6 +143,7 @@ _NEUTRAL = (
     "out",
     "runs",
     "report",
+    "log",
     "concurrency",
     "conditions",
     "on_unscored",
@@ -206,6 +207,11 @@ class Job:
     prices: Annotated[
         str | None, "TOML file with the prices of models, in dollars per million tokens"
     ] = None
+    log: Annotated[
+        tuple[str, ...],
+        "trackers that get the run's numbers: wandb, mlflow, tensorboard, trackio or otel; "
+        "NAME:PROJECT names a project, experiment or folder",
+    ] = ()
     compare_to: Annotated[str | None, "earlier run to compare with, for stop_when"] = None
     stop_when: Annotated[
         str | None,
@@ -216,6 +222,7 @@ class Job:
         if self.limit is not None and self.limit < 1:
             raise OptionError("limit", f"{self.limit} leaves no problem; give at least 1")
         _ = self.caps  # refuses impossible caps
+        check_logs(self.log)
         for pair in self.column:
             if not all(pair.partition("=")):
                 raise OptionError("column", f"{pair!r} is not FIELD=COLUMN, such as text=Question")

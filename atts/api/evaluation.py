@@ -6,9 +6,17 @@ import json
 import math
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial, update_wrapper
 from hashlib import blake2b
@@ -18,6 +26,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import anyio
+import anyio.to_thread
 from anyio.from_thread import BlockingPortal
 from anyio.lowlevel import current_token
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -49,7 +58,16 @@ from atts.journal import (
 )
 from atts.ledger import PRICES
 from atts.pipelines import RecordedRollouts
-from atts.run import Notice, RunOptions, RunResult, RunSpec, Shard, StopWhen
+from atts.run import (
+    CLOSING_SECONDS,
+    Notice,
+    RunOptions,
+    RunResult,
+    RunSpec,
+    Shard,
+    StopWhen,
+    open_logs,
+)
 from atts.run import evaluate as run_evaluation
 from atts.sampling import Seed, generator
 
@@ -111,6 +129,7 @@ def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
     }
 
 
+_IN_A_HURRY = 5.0  # seconds that trackers have after an error or a second Ctrl-C
 _REMEMBERED = 10_000  # questions of a session whose askings are counted one by one
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -124,7 +143,8 @@ class evaluate:
     problem from the second on; `atts.merge` makes one run of all. With `compare_to`, an earlier run or
     a file of results, and `stop_when` "decided" or "decided=2", problems are taken in an order
     drawn by the seed, and none is begun once the difference in accuracy is decided, or known to be
-    within 2 points. Inside `async with`, leaving the block before the end cancels the run; it can
+    within 2 points. `log` names trackers that get the run's numbers, such as "mlflow:EXPERIMENT".
+    Inside `async with`, leaving the block before the end cancels the run; it can
     be resumed.
 
     >>> import anyio
@@ -148,6 +168,7 @@ class evaluate:
         shard: str | Shard | None = None,
         compare_to: str | Path | None = None,
         stop_when: str | None = None,
+        log: Sequence[str] = (),
         within: Session | None = None,
     ) -> None:
         if (compare_to is None) != (stop_when is None):
@@ -166,6 +187,7 @@ class evaluate:
             self._stop_when = read_stop_when(compare_to, stop_when)
         self._dataset = dataset
         self._setup = setup or Setup()
+        self._log = (log,) if isinstance(log, str) else tuple(log)
         self._within = within
         self._limit = limit
         self._shard = Shard.parse(shard) if isinstance(shard, str) else shard
@@ -247,7 +269,26 @@ class evaluate:
             plan = replace(
                 plan, stop_when=self._stop_when, configuration={**plan.configuration, **settings}
             )
-        return await run_evaluation(problems, plan, options)
+        async with logged(options, self._log) as options:
+            return await run_evaluation(problems, plan, options)
+
+
+@asynccontextmanager
+async def logged(options: RunOptions, names: Sequence[str]) -> AsyncGenerator[RunOptions]:
+    """Add the trackers of these names to a run's listeners, and let them finish after the run.
+
+    :raises OptionError: a name is unknown.
+    :raises MissingExtra: a tracker is not installed.
+    """
+    trackers = open_logs(names, options.directory)
+    seconds = _IN_A_HURRY
+    try:
+        yield replace(options, listeners=(*options.listeners, *trackers))
+        seconds = CLOSING_SECONDS
+    finally:
+        with anyio.CancelScope(shield=True):
+            for tracker in trackers:
+                await anyio.to_thread.run_sync(tracker.close, seconds)
 
 
 def check_resumes(

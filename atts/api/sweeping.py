@@ -26,7 +26,7 @@ from atts.analysis import (
 )
 from atts.api.config import Configuration, Job, config_keys, configure
 from atts.api.engines import build_engines
-from atts.api.evaluation import sync
+from atts.api.evaluation import logged, sync
 from atts.api.keys import Key, keys_of
 from atts.core import Role
 from atts.engine import Engine
@@ -351,7 +351,9 @@ async def run_point(
     options = RunOptions(
         point.directory, listeners, engines="are open", caps=job.caps, prices=job.price_list
     )
-    return await run_evaluation(problems, setup.plan(*shared, problems[0].kind), options)
+    plan = setup.plan(*shared, problems[0].kind)
+    async with logged(options, job.log) as options:
+        return await run_evaluation(problems, plan, options)
 
 
 def _roles_of(points: Iterable[SweepPoint]) -> tuple[Role, ...]:

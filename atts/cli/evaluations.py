@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @options.with_keys(
-    f"dataset {options.SETUP} limit file column references seed concurrency out report shard abstain "
+    f"dataset {options.SETUP} limit file column references seed concurrency out report log shard abstain "
     f"labelled max_cost max_total_tokens max_seconds compare_to "
     "stop_when on_unscored give_up_after config pairs dry_run as_json"
 )
@@ -142,6 +142,7 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
                 directory=directory,
                 options=listening,
                 shard=shard,
+                log=job.log,
                 **job.comparison,
             )
 
@@ -379,7 +380,7 @@ def combine(
 
 
 @options.with_keys(
-    f"dataset over {options.SETUP} limit seed concurrency out config pairs dry_run as_json"
+    f"dataset over {options.SETUP} limit seed concurrency out log config pairs dry_run as_json"
 )
 def sweep(
     context: typer.Context,

@@ -111,6 +111,12 @@ OPTIONS: Mapping[str, Parameter] = {
         metavar="DIRECTORY",
     ),
     "report": _key("Report written at the end: html, markdown, json or none.", "html"),
+    "log": _key(
+        "Tracker for the run's numbers: wandb, mlflow, tensorboard, trackio, otel; repeatable.",
+        "none",
+        kind=list[str],
+        metavar="NAME[:PROJECT]",
+    ),
     "abstain": _key(
         "Answer only where at most RISK of the answers are wrong; needs --labelled.",
         metavar="RISK@PROBABILITY",

@@ -27,6 +27,8 @@ from atts.run.evaluation import Keep, RunOptions, evaluate
 from atts.run.merging import Merged, Shard, merge
 from atts.run.progress import Progress, ProgressSnapshot
 from atts.run.recording import (
+    CLOSING_SECONDS,
+    Background,
     CallBegun,
     CallKind,
     ChunkWritten,
@@ -37,19 +39,24 @@ from atts.run.recording import (
     RecallTiming,
     Recorder,
     RunBegun,
+    RunEnded,
     RunLengthEstimate,
     replay_event,
 )
 from atts.run.result import INTERRUPTED, RunResult, RunStatus, Summary
 from atts.run.spec import Grade, Judgement, Pipeline, RunSpec
 from atts.run.stopping import Signals, Stop, StopWhen, watch_signals
+from atts.run.trackers import ClosableListener, check_logs, open_logs
 
 __all__ = [
     "Abstain",
     "Answered",
+    "Background",
+    "CLOSING_SECONDS",
     "CallBegun",
     "CallKind",
     "ChunkWritten",
+    "ClosableListener",
     "Conditions",
     "EngineAwaited",
     "EngineCalls",
@@ -68,6 +75,7 @@ __all__ = [
     "RecallTiming",
     "Recorder",
     "RunBegun",
+    "RunEnded",
     "RunLengthEstimate",
     "RunOptions",
     "RunResult",
@@ -82,10 +90,12 @@ __all__ = [
     "answered",
     "check_completion",
     "check_conditions",
+    "check_logs",
     "check_scores",
     "conditions_of",
     "evaluate",
     "merge",
+    "open_logs",
     "read_conditions",
     "replay_event",
     "request_key",

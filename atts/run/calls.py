@@ -76,6 +76,16 @@ class _Call(Generic[Request, Result]):
     source: Literal["live", "recalled"] = "live"
 
 
+def _begun(problem: str, call: _Call[Any, Any]) -> CallBegun:
+    """Return what listeners learn of a call that begins."""
+    request = call.request
+    if isinstance(request, SampleRequest):
+        tokens = len(request.ids)
+        return CallBegun(problem, request.rollout, call.kind, tokens, request.max_tokens)
+    tokens = len(request.prefix) + len(request.suffix)
+    return CallBegun(problem, request.rollout, call.kind, tokens)
+
+
 class Deadlines:
     """The deadlines of all calls in flight at one engine of a run.
 
@@ -261,7 +271,7 @@ class EngineCalls:
         since = log.now()
         stop.calls += 1
         try:
-            log.recorder.tell(CallBegun(log.recorded.problem.id, call.request.rollout, call.kind))
+            log.recorder.tell(_begun(log.recorded.problem.id, call))
             result = await self._ask_in_time(call)
             call.seconds = log.now() - since
             return result

@@ -55,6 +55,7 @@ from atts.run.recording import (
     RecordedRoundGate,
     Recorder,
     RunBegun,
+    RunEnded,
     RunLengthEstimate,
     replay_event,
 )
@@ -306,7 +307,9 @@ class _Run:
             await self._journal.close(
                 SessionClosed(_CLOSINGS.get(result.status, "finished"), result.why, more)
             )
-        return replace(result, speculated=together(self._state.speculated, more))
+        result = replace(result, speculated=together(self._state.speculated, more))
+        self._recorder.tell(RunEnded(result))
+        return result
 
     def _begun(self) -> RunBegun:
         plan = self._plan
@@ -320,6 +323,7 @@ class _Run:
             target=plan.target.spec.model if "target" in plan.roles else "",
             directory=self._options.directory,
             judged_unit=self._manifest.judged_unit,
+            manifest=self._manifest,
         )
 
     def _left_over(self, problems: Iterable[Problem]) -> Iterator[Problem]:

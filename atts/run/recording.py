@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +33,7 @@ from atts.journal import (
     Event,
     Journal,
     JudgedUnit,
+    Manifest,
     Observed,
     OpenProblem,
     RolloutFinished,
@@ -40,6 +44,7 @@ from atts.journal import (
     recorded_features,
 )
 from atts.pipelines import Features, Gate, Planner, RoundGate, RunLength
+from atts.run.result import RunResult
 from atts.run.stopping import Stop
 
 RecallTiming = Literal["instant", "recorded"]
@@ -75,6 +80,8 @@ class CallBegun:
     problem: str
     rollout: str  # the request's own hint
     stage: CallKind
+    input_tokens: int = 0  # of the prompt, or of the text with the part to be scored
+    max_tokens: int = 0  # that may be written; 0 where the target judges
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +108,17 @@ class RunBegun:
     target: str
     directory: Path | None
     judged_unit: JudgedUnit = "chunks"
+    manifest: Manifest = field(default_factory=Manifest)
 
 
-Notice = Event | ChunkWritten | CallBegun | EngineAwaited | RunBegun
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """A session has ended by itself, and this is the run as it stands; reported live only."""
+
+    result: RunResult
+
+
+Notice = Event | ChunkWritten | CallBegun | EngineAwaited | RunBegun | RunEnded
 """Everything that a listener receives while a run lasts."""
 
 
@@ -117,6 +132,82 @@ class Listener(Protocol):
     def notify(self, event: Notice) -> None:
         """Hear an event the moment it happens."""
         ...
+
+
+CLOSING_SECONDS = 60.0
+"""How long the end of a run waits for what its listeners have not sent yet."""
+
+_log = logging.getLogger("atts.run")
+
+
+class Background:
+    """A listener that does its work in a thread of its own, and never harms the run.
+
+    The first failure is logged as a warning and ends the listener's work; the run continues without it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._jobs = queue.SimpleQueue[Callable[[], None] | None]()
+        self._has_failed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def recalled(self, event: Event) -> None:
+        """Take in an event of an earlier session."""
+        self._guarded(lambda: self.remember(event))
+
+    def notify(self, event: Notice) -> None:
+        """Take in an event; whatever may take long is left to the thread."""
+        self._guarded(lambda: self.hear(event))
+
+    def remember(self, event: Event) -> None:
+        """Note an event of an earlier session."""
+
+    def hear(self, event: Notice) -> None:
+        """Note an event of this session."""
+
+    def finish(self) -> None:
+        """Complete what the end of the run left open; called last, in the thread."""
+
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Close the listener, and wait at most so long for everything to be sent; any thread may call it."""
+        if self._thread is None:
+            return
+        self._jobs.put(self.finish)
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._fail(f"was still busy {seconds:g} s after the end; what it had not sent is lost")
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Let the thread do a job, after those before it."""
+        if self._has_failed.is_set():
+            return
+        if self._thread is None:
+            # A daemon: a tracker whose server hangs must not keep the program from ending.
+            self._thread = threading.Thread(target=self._work, name=f"log-{self.name}", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._guarded(job)
+
+    def _guarded(self, job: Callable[[], None]) -> None:
+        if self._has_failed.is_set():
+            return
+        # A tracker may raise what is no Exception, such as SystemExit for a missing key.
+        try:
+            job()
+        except BaseException as error:  # whatever a tracker raises, the run continues
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            self._fail(f"failed and gets nothing more: {type(error).__name__}: {error}")
+
+    def _fail(self, what: str) -> None:
+        if not self._has_failed.is_set():
+            self._has_failed.set()
+            _log.warning("--log %s %s; the run itself is not affected", self.name, what)
 
 
 class EscalationCounter:

@@ -116,6 +116,8 @@ CASES = [
     Case("rate = 2", f"eval {RUN} --rate 2", USAGE, ("--rate", "2", "[0, 1]")),
     Case("rate = nan", f"eval {RUN} --rate nan", USAGE, ("--rate", "nan")),
     Case("m = 0", "eval --samples 0", USAGE, ("--samples", "0")),
+    Case("unknown tracker", f"eval {RUN} --log mlflo", USAGE, ("--log", "'mlflow'")),
+    Case("tracker that is not installed", f"eval {RUN} --log mlflow", USAGE, ("[mlflow]", "pip")),
     Case("no problems wanted", "eval --limit 0", USAGE, ("--limit", "at least 1")),
     Case(
         "negative temperature",

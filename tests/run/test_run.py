@@ -60,6 +60,7 @@ from atts.run import (
     EngineAwaited,
     Notice,
     RunBegun,
+    RunEnded,
     RunResult,
     Stop,
     check_completion,
@@ -100,7 +101,7 @@ class Diary:
     @property
     def events(self) -> list[Event]:
         """Return the live events that are also in the journal."""
-        told_live = (ChunkWritten, CallBegun, EngineAwaited, RunBegun)
+        told_live = (ChunkWritten, CallBegun, EngineAwaited, RunBegun, RunEnded)
         return [event for event in self.live if not isinstance(event, told_live)]
 
 
@@ -117,7 +118,7 @@ def test_listeners_hear_what_the_journal_holds(world: Any, backend: Backend) -> 
     assert len(chunks) == sum(isinstance(event, Sampled) for event in journal)
     world.run(world.plan(gate=FixedGate("escalate")), world.session(listeners=[later]), 3, backend)
     assert later.before == journal
-    assert [type(event) for event in later.live] == [RunBegun]  # nothing is left to do
+    assert [type(event) for event in later.live] == [RunBegun, RunEnded]  # nothing is left to do
 
 
 def test_every_call_is_a_node_and_a_step(world: Any) -> None:

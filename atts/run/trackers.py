@@ -1,0 +1,560 @@
+"""Experiment trackers as listeners: a run's settings and numbers, as they come, in other tools."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from secrets import token_hex
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import msgspec
+
+from atts.core import Usage
+from atts.errors import MissingExtra, OptionError
+from atts.evaluators import Estimate
+from atts.files import write_atomic
+from atts.journal import Event, Graded, Manifest, OutcomeReached, VerdictStatus, judged
+from atts.ledger import PRICES, Prices, money_of, recorded_prices
+from atts.run.recording import CLOSING_SECONDS, Background, Listener, Notice, RunBegun, RunEnded
+from atts.run.result import RunResult
+
+FILE = "trackers.json"
+"""Name of the file in a run directory that says which run of each tracker continues this one."""
+PROJECT = "atts"
+"""Project or experiment of a tracker for which no other is named."""
+_file_lock = threading.Lock()  # trackers of one run write the file from their own threads
+
+
+@dataclass(frozen=True, slots=True)
+class RunDescription:
+    """Description of a run for a tracker, made when a session begins."""
+
+    name: str  # the run directory's own, or a made one
+    settings: Mapping[str, object]
+    directory: Path | None
+    key: str  # of the tracker, in the file that says which of its runs continues this one
+
+    def continued(self) -> str | None:
+        """Return the id under which the tracker knows this run from an earlier session."""
+        return self._stored().get(self.key)
+
+    def keep(self, identity: str) -> None:
+        """Remember the tracker's id of this run for later sessions."""
+        if self.directory is None:
+            return
+        with _file_lock:
+            text = json.dumps({**self._stored(), self.key: identity}, indent=1)
+            write_atomic(self.directory / FILE, text.encode(), durable=False)
+
+    def _stored(self) -> dict[str, str]:
+        if self.directory is None or not (self.directory / FILE).exists():
+            return {}
+        return msgspec.json.decode((self.directory / FILE).read_bytes(), type=dict[str, str])
+
+
+Point = tuple[int, Mapping[str, float]]
+"""A step, which is the number of finished problems, and numbers by name."""
+
+
+class Tracker(Protocol):
+    """One tool that keeps numbers; all calls come from one thread, in this order."""
+
+    def begin(self, run: RunDescription) -> None:
+        """Open a new run, or the one of an earlier session."""
+        ...
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Keep numbers; points may come together when the tool is slow."""
+        ...
+
+    def end(self, final: Point, status: str) -> None:
+        """Keep the numbers of the whole run, and close the tool's run."""
+        ...
+
+
+class Wandb:
+    """Weights & Biases; settings and modes of its own are in its WANDB_* variables."""
+
+    def __init__(self, project: str) -> None:
+        self._wandb = _module("wandb", "wandb")
+        self._project = project or os.environ.get("WANDB_PROJECT", PROJECT)
+        self._run: Any = None
+        # Without a key it would ask for one on the terminal, in the middle of the run.
+        if not _has_wandb_key():
+            raise OptionError(
+                "log", "wandb knows no key: run `wandb login`, or set WANDB_MODE=offline"
+            )
+
+    def begin(self, run: RunDescription) -> None:
+        """Open the run; the id is ours, so that a later session finds it also offline."""
+        identity = run.continued() or token_hex(4)
+        run.keep(identity)
+        self._run = self._wandb.init(
+            project=self._project,
+            id=identity,
+            name=run.name,
+            resume="allow",
+            reinit="create_new",  # a run of the program's own stays as it is
+            settings=self._wandb.Settings(silent=True, console="off"),
+        )
+        # Not as `config=`: a resumed run may have other neutral settings, such as the concurrency.
+        self._run.config.update(dict(run.settings), allow_val_change=True)
+        self._run.define_metric("problems")
+        self._run.define_metric("*", step_metric="problems")
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Log each point."""
+        for step, values in points:
+            self._run.log({"problems": step, **values})
+
+    def end(self, final: Point, status: str) -> None:
+        """Write the summary, and finish with an exit code other than 0 where the run failed."""
+        self._run.summary.update({**final[1], "status": status})
+        self._run.finish(exit_code=0 if status in _GOOD else 1)
+
+
+class Mlflow:
+    """MLflow, at MLFLOW_TRACKING_URI or in local files."""
+
+    def __init__(self, experiment: str) -> None:
+        mlflow = _module("mlflow", "mlflow")
+        self._entities = import_module("mlflow.entities")
+        self._make = mlflow.MlflowClient
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        self._client: Any = None
+        self._run = ""
+
+    def begin(self, run: RunDescription) -> None:
+        """Open the run through a client, which leaves the program's active run alone."""
+        self._client = client = self._make()
+        continued = run.continued()
+        if continued is not None:
+            self._run = continued
+            client.update_run(continued, status="RUNNING")
+            return
+        known = client.get_experiment_by_name(self._experiment)
+        experiment = (
+            client.create_experiment(self._experiment) if known is None else known.experiment_id
+        )
+        self._run = client.create_run(experiment, run_name=run.name).info.run_id
+        run.keep(self._run)
+        texts = [(name, str(value)[:_MLFLOW_TEXT]) for name, value in run.settings.items()]
+        for begin in range(0, len(texts), _MLFLOW_PARAMS):
+            part = texts[begin : begin + _MLFLOW_PARAMS]
+            client.log_batch(self._run, params=[self._entities.Param(*pair) for pair in part])
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Log the points in as few requests as MLflow takes."""
+        now = int(1000 * time.time())
+        metrics = [
+            self._entities.Metric(name, value, now, step)
+            for step, values in points
+            for name, value in values.items()
+        ]
+        for begin in range(0, len(metrics), _MLFLOW_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[begin : begin + _MLFLOW_METRICS])
+
+    def end(self, final: Point, status: str) -> None:
+        """Log the last numbers and the status."""
+        self.log([final])
+        self._client.set_tag(self._run, "atts.status", status)
+        self._client.set_terminated(self._run, _MLFLOW_STATUS.get(status, "FAILED"))
+
+
+_MLFLOW_TEXT = 6000  # characters of a parameter, the most that MLflow keeps
+_MLFLOW_PARAMS = 100  # of one request
+_MLFLOW_METRICS = 1000
+_MLFLOW_STATUS: Mapping[str, str] = MappingProxyType(
+    {"finished": "FINISHED", "decided": "FINISHED", "interrupted": "KILLED", "stopped": "KILLED"}
+)
+_GOOD = ("finished", "decided")
+
+
+class TensorBoard:
+    """Event files for TensorBoard, in the run directory or in a folder of the user's choice.
+
+    A later session adds a file to the same folder, which TensorBoard shows as one run.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._make = _module("tensorboardX", "tensorboard").SummaryWriter
+        self._folder = folder
+        self._writer: Any = None
+
+    def begin(self, run: RunDescription) -> None:
+        """Open the next event file; settings are a text."""
+        if self._folder:
+            folder = Path(self._folder) / run.name
+        else:
+            assert run.directory is not None, "checked when the tracker was made"
+            folder = run.directory / "tensorboard"
+        self._writer = self._make(logdir=str(folder))
+        rows = [f"| {name} | {value} |" for name, value in run.settings.items()]
+        self._writer.add_text("settings", "\n".join(["| key | value |", "|---|---|", *rows]), 0)
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Write the points, and make them visible."""
+        for step, values in points:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def end(self, final: Point, status: str) -> None:
+        """Write the last numbers and the status."""
+        self.log([final])
+        self._writer.add_text("status", status, final[0])
+        self._writer.close()
+
+
+class Trackio:
+    """Trackio: a local database, or a server that its TRACKIO_* variables name."""
+
+    def __init__(self, project: str) -> None:
+        self._trackio = _module("trackio", "trackio")
+        self._project = project or PROJECT
+        self._run: Any = None
+
+    def begin(self, run: RunDescription) -> None:
+        """Open the run; Trackio knows runs by their names, so the name gets an id of its own."""
+        name = run.continued() or f"{run.name}-{token_hex(4)}"
+        run.keep(name)
+        # It greets on standard output, which belongs to the results.
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run = self._trackio.init(
+                project=self._project,
+                name=name,
+                config=dict(run.settings),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Log each point."""
+        for step, values in points:
+            self._run.log(dict(values), step=step)
+
+    def end(self, final: Point, status: str) -> None:
+        """Log the last numbers, and finish."""
+        step, values = final
+        self._run.log({**values, "status": status}, step=step)
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+TRACKERS: Mapping[str, Callable[[str], Tracker]] = MappingProxyType(
+    {"wandb": Wandb, "mlflow": Mlflow, "tensorboard": TensorBoard, "trackio": Trackio}
+)
+"""The trackers by name; each is made with what stands after the colon of `--log`."""
+OTEL = "otel"
+"""The name of OpenTelemetry, which gets spans instead of numbers."""
+
+
+class TrackedRun(Background):
+    """A listener that counts a run's numbers and hands them to a tracker, problem by problem."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        super().__init__(name)
+        self._tracker = tracker
+        self._totals = RunningTotals()
+        self._points: list[Point] = []  # waiting for the thread
+        self._lock = threading.Lock()
+        self._begun_at = 0.0
+        self._earlier_seconds = 0.0
+        self._end: tuple[Point, str] | None = None
+        self._is_open = False
+
+    def remember(self, event: Event) -> None:
+        """Count what an earlier session did; the tracker has it, or gets the sum when this begins."""
+        self._totals.add(event)
+
+    def hear(self, event: Notice) -> None:
+        """Count an event; the end of a problem is a point."""
+        match event:
+            case RunBegun():
+                self._begin(event)
+            case RunEnded(result):
+                final = self._totals.problems, final_numbers(result)
+                self._end = final, result.status
+            case _:
+                own = self._totals.add(event)
+                if own is not None:
+                    self._put(own)
+
+    def finish(self) -> None:
+        """Close the tracker's run; a run without a result was ended by an error."""
+        if self._is_open:
+            final, status = self._end or ((self._totals.problems, {}), "failed")
+            self._tracker.end(final, status)
+
+    def _begin(self, event: RunBegun) -> None:
+        self._begun_at = time.monotonic()
+        self._earlier_seconds = event.seconds
+        manifest = event.manifest
+        self._totals.prices = recorded_prices(_setting(manifest, PRICES))
+        made = time.strftime("%Y%m%d-%H%M%S", time.gmtime(manifest.created))
+        directory = event.directory
+        name = f"atts-{made}" if directory is None else directory.resolve().name
+        described = RunDescription(name, settings_of(manifest), directory, self.name)
+
+        def begin() -> None:
+            self._tracker.begin(described)
+            self._is_open = True
+
+        self.later(begin)
+        if self._totals.problems:
+            self._put({})
+
+    def _put(self, own: Mapping[str, float]) -> None:
+        seconds = self._earlier_seconds + time.monotonic() - self._begun_at
+        values = {**self._totals.numbers(), **own, "seconds": seconds}
+        with self._lock:
+            self._points.append((self._totals.problems, values))
+        self.later(self._send)
+
+    def _send(self) -> None:
+        """Send every point that waits: a slow tracker gets several at once."""
+        with self._lock:
+            points = self._points
+            self._points = []
+        if points:
+            self._tracker.log(points)
+
+
+@dataclass(slots=True)
+class _ProblemNumbers:
+    """Numbers of one finished problem, as the totals count them."""
+
+    usage: Usage
+    verdict: VerdictStatus | None
+    samples_right: float | None  # the share of its rollouts that are correct
+
+
+class RunningTotals:
+    """Sums over the finished problems of a run, from its events.
+
+    A problem that is finished again, because a part of it had failed, replaces its numbers.
+    """
+
+    def __init__(self) -> None:
+        self.prices: Prices = {}
+        self._problems: dict[str, _ProblemNumbers] = {}
+        self._verdicts: dict[str, dict[int | None, VerdictStatus]] = {}  # of open problems
+        self._judged: dict[str, list[int]] = {}  # by open problem: escalated, judged
+        self._escalated = 0
+        self._num_judged = 0
+        # Plain sums: a mean over all problems after each problem would take the square of the time.
+        self._correct = 0
+        self._graded = 0
+        self._samples_right = 0.0
+        self._with_samples = 0
+        self._tokens = {"draft_tokens": 0, "target_tokens": 0, "scored_tokens": 0}
+        self._dollars = 0.0
+        self._is_priced = True
+
+    @property
+    def problems(self) -> int:
+        """Return the number of finished problems."""
+        return len(self._problems)
+
+    def add(self, event: object) -> Mapping[str, float] | None:
+        """Count an event; return a problem's own numbers when it is finished."""
+        for decision, escalated in judged(event):
+            self._escalated += escalated
+            self._num_judged += 1
+            counts = self._judged.setdefault(decision.question, [0, 0])
+            counts[0] += escalated
+            counts[1] += 1
+        match event:
+            case Graded():
+                self._verdicts.setdefault(event.problem, {})[event.sample] = event.status
+            case OutcomeReached():
+                return self._finished(event)
+            case _:
+                pass
+        return None
+
+    def numbers(self) -> dict[str, float]:
+        """Return the sums so far; a number that is not known yet is left out."""
+        values: dict[str, float] = {"problems": self.problems, **self._tokens}
+        if self._graded:
+            values["accuracy"] = self._correct / self._graded
+        if self._with_samples:
+            values["pass_at_1"] = self._samples_right / self._with_samples
+        if self._num_judged:
+            values["realised_rate"] = self._escalated / self._num_judged
+        if self.prices and self._is_priced:
+            values["dollars"] = self._dollars
+        return values
+
+    def _finished(self, event: OutcomeReached) -> Mapping[str, float]:
+        verdicts = self._verdicts.pop(event.problem, {})
+        samples = [status for sample, status in verdicts.items() if sample is not None]
+        share = samples.count("correct") / len(samples) if samples else None
+        numbers = _ProblemNumbers(event.usage, verdicts.get(None), share)
+        before = self._problems.get(event.problem)
+        if before is not None:
+            self._count(before, -1)
+        self._problems[event.problem] = numbers
+        self._count(numbers, 1)
+        usage = event.usage
+        own: dict[str, float] = {"problem/tokens": usage.draft_tokens + usage.target_tokens}
+        if numbers.verdict is not None:
+            own["problem/correct"] = float(numbers.verdict == "correct")
+        if share is not None:
+            own["problem/pass_at_1"] = share
+        escalated, num_judged = self._judged.pop(event.problem, (0, 0))
+        if num_judged:
+            own["problem/realised_rate"] = escalated / num_judged
+        return own
+
+    def _count(self, numbers: _ProblemNumbers, sign: int) -> None:
+        if numbers.verdict is not None:
+            self._graded += sign
+            self._correct += sign * (numbers.verdict == "correct")
+        if numbers.samples_right is not None:
+            self._with_samples += sign
+            self._samples_right += sign * numbers.samples_right
+        for name in self._tokens:
+            self._tokens[name] += sign * getattr(numbers.usage, name)
+        dollars = money_of(numbers.usage, self.prices) if self.prices else None
+        self._is_priced = self._is_priced and dollars is not None
+        self._dollars += sign * (dollars or 0.0)
+
+
+def settings_of(manifest: Manifest) -> dict[str, object]:
+    """Return every setting of a run, its seed, its dataset's digest, engines and versions, flat."""
+    given = manifest.settings or manifest.configuration
+    plain: dict[str, object] = {name: _plain(setting.value) for name, setting in given.items()}
+    plain["seed"] = manifest.seed
+    plain["dataset digest"] = manifest.dataset
+    for role, engine in manifest.engines.items():
+        for name in ("engine", "model", "dtype", "weights"):
+            if engine.get(name):
+                plain[f"{role}.{name}"] = engine[name]
+    plain.update({f"version.{name}": text for name, text in manifest.versions.items()})
+    return plain
+
+
+def _plain(value: object) -> object:
+    """Return a value that every tracker keeps; a list or a table becomes its JSON text."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _setting(manifest: Manifest, name: str) -> object:
+    setting = manifest.settings.get(name)
+    return None if setting is None else setting.value
+
+
+def final_numbers(result: RunResult) -> dict[str, float]:
+    """Return the numbers of a run's summary, with the ends of their intervals."""
+    summary = result.summary
+    usage = summary.usage
+    values: dict[str, float] = {
+        "final/problems": summary.problems,
+        "final/rollouts": summary.samples,
+        "final/seconds": summary.seconds,
+        "final/unanswered": summary.unanswered,
+        "final/failed": summary.failed,
+        "final/cut": summary.truncation.cut,
+        "final/draft_tokens": usage.draft_tokens,
+        "final/target_tokens": usage.target_tokens,
+        "final/scored_tokens": usage.scored_tokens,
+        "final/wasted_tokens": usage.wasted_tokens,
+        "final/target_share": summary.target_share,
+    }
+    if result.cost is not None:
+        values["final/dollars"] = result.cost
+    estimates: Mapping[str, Estimate] = {
+        "accuracy": summary.answers,
+        "pass_at_1": summary.samples_right,
+        "realised_rate": summary.rate,
+    }
+    for name, estimate in estimates.items():
+        ends = {"": estimate.value, "_low": estimate.low, "_high": estimate.high}
+        for end, value in ends.items():
+            if not math.isnan(value):
+                values[f"final/{name}{end}"] = value
+    return values
+
+
+def _module(name: str, extra: str) -> Any:
+    """Import a tracker's package.
+
+    :raises MissingExtra: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise MissingExtra(f"--log {extra}", name, extra) from error
+
+
+def _has_wandb_key() -> bool:
+    """Return whether wandb can begin without a question on the terminal."""
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return True
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    named = os.environ.get("NETRC")
+    files = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    host = os.environ.get("WANDB_BASE_URL", "api.wandb.ai").rpartition("//")[2].partition("/")[0]
+    return any(file.is_file() and host in file.read_text(errors="replace") for file in files)
+
+
+class ClosableListener(Listener, Protocol):
+    """A listener with something to send before the program ends."""
+
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Close the listener, and wait at most so long."""
+        ...
+
+
+def check_logs(names: Sequence[str]) -> None:
+    """Refuse names that are no trackers, before anything is loaded.
+
+    :raises OptionError: an unknown name, or one that comes twice.
+    """
+    known = [*TRACKERS, OTEL]
+    for name in names:
+        tool = name.partition(":")[0]
+        if tool not in known:
+            raise OptionError("log", f"unknown tracker {tool!r}", known, tool)
+        if names.count(name) > 1:
+            raise OptionError("log", f"{name} comes twice")
+
+
+def open_logs(names: Sequence[str], directory: Path | None) -> list[ClosableListener]:
+    """Return a listener for each of `names`: a tracker or "otel", and after a colon its project,
+    experiment or folder.
+
+    :raises OptionError: an unknown name, one that comes twice, or no place for event files.
+    :raises MissingExtra: the tracker's package is not installed.
+    """
+    check_logs(names)
+    listeners: list[ClosableListener] = []
+    for name in names:
+        tool, _, rest = name.partition(":")
+        if tool == OTEL:
+            from atts.run.spans import TracedRun
+
+            listeners.append(TracedRun(name))
+        elif tool == "tensorboard" and not rest and directory is None:
+            raise OptionError("log", "a run without a directory needs a folder: tensorboard:FOLDER")
+        else:
+            listeners.append(TrackedRun(name, TRACKERS[tool](rest)))
+    return listeners

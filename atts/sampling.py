@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,8 +15,11 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-# numpy and scipy are imported where they are used: `atts.core` names seeds, and commands that draw
-# nothing should not wait for them. Of scipy only `special` is used: scipy.stats takes a second.
+# numpy is imported where it is used: `atts.core` names seeds, and commands that draw nothing should
+# not wait for it. The distributions are written out here: scipy, which has them, would be more than
+# a third of what a client of servers installs.
+
+_MOST_STEPS = 100_000  # a bound only: about the square root of the number of trials is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +74,64 @@ def uniforms(seed: Seed, count: int) -> NDArray[np.float64]:
 
 def normal_quantile(share: float) -> float:
     """Return the standard normal quantile at `share`."""
-    from scipy import special
-
-    return float(special.ndtri(share))
+    return NormalDist().inv_cdf(share)
 
 
 def student_quantile(share: float, freedom: float) -> float:
-    """Return the quantile at `share` of Student's t with `freedom` degrees of freedom."""
-    from scipy import special
+    """Return the quantile at `share` of Student's t with `freedom` degrees of freedom.
 
-    return float(special.stdtrit(freedom, share))
+    >>> round(student_quantile(0.975, 29), 4)
+    2.0452
+    """
+    # t^2 / (freedom + t^2) is a Beta(1/2, freedom / 2); its odds are t^2 / freedom.
+    tail = 2 * min(share, 1 - share)
+    odds = math.exp(-_beta_log_odds(tail, freedom / 2, 0.5)) if tail < 1 else 0.0
+    return math.copysign(math.sqrt(freedom * odds), share - 0.5)
+
+
+def student_tail(value: float, freedom: float) -> float:
+    """Return P(|T| > value) for Student's t with `freedom` degrees of freedom and a value over 0.
+
+    >>> round(student_tail(2.0452, 29), 4)
+    0.05
+    """
+    square = value * value
+    if square == 0:
+        return 1.0
+    # Both parts of 1 are written out, so that neither loses digits.
+    rest = freedom / (freedom + square)
+    part = square / (freedom + square)
+    return math.exp(_beta_log_tails(rest, part, freedom / 2, 0.5)[0]) if rest else 0.0
 
 
 def beta_quantile(share: ArrayLike, a: ArrayLike, b: ArrayLike) -> Floats:
-    """Return the quantile at `share` of Beta(a, b)."""
-    from scipy import special
+    """Return the quantile at `share` of Beta(a, b).
 
-    return _floats(special.betaincinv(_floats(a), _floats(b), _floats(share)))
+    >>> round(float(beta_quantile(0.025, 1, 9)), 4)
+    0.0028
+    """
+    import numpy as np
+
+    return _floats(np.vectorize(_beta_quantile, otypes=[float])(share, a, b))
 
 
 def beta_upper_quantile(share: float, a: float, b: float) -> float:
     """Return the value that Beta(a, b) exceeds with probability `share`."""
-    from scipy import special
+    return 1 - _beta_quantile(share, b, a)
 
-    return float(special.betainccinv(a, b, share))
+
+def beta_tails(value: float, a: float, b: float) -> tuple[float, float]:
+    """Return P(Beta(a, b) <= value) and P(Beta(a, b) > value), each with all its digits.
+
+    >>> beta_tails(0.5, 1, 3)
+    (0.875, 0.125)
+    """
+    if value <= 0:
+        return 0.0, 1.0
+    if value >= 1:
+        return 1.0, 0.0
+    below, above = _beta_log_tails(value, 1 - value, a, b)
+    return math.exp(below), math.exp(above)
 
 
 def binomial_cdf(count: ArrayLike, n: ArrayLike, chance: float) -> Floats:
@@ -101,33 +141,29 @@ def binomial_cdf(count: ArrayLike, n: ArrayLike, chance: float) -> Floats:
     0.75
     """
     import numpy as np
-    from scipy import special
 
-    counts, sizes = np.broadcast_arrays(_floats(count), _floats(n))
-    inside = np.clip(counts, 0, np.maximum(sizes - 1, 0))
-    below = special.betaincc(inside + 1, np.maximum(sizes - inside, 1), chance)
-    return _floats(np.where(counts < 0, 0.0, np.where(counts >= sizes, 1.0, below)))
+    def of_one(count: float, n: float) -> float:
+        return _binomial_tails(count, n, chance)[0]
+
+    return _floats(np.vectorize(of_one, otypes=[float])(count, n))
 
 
 def binomial_tail(count: int, n: int, chance: float) -> float:
     """Return P(Bin(n, chance) > count)."""
-    from scipy import special
-
-    if count < 0:
-        return 1.0
-    if count >= n:
-        return 0.0
-    return float(special.betainc(count + 1, n - count, chance))
+    return _binomial_tails(count, n, chance)[1]
 
 
 def binomial_pmf(count: int, n: ArrayLike, chance: float) -> Floats:
     """Return P(Bin(n, chance) = count), which is 0 for every `n` smaller than `count`."""
     import numpy as np
-    from scipy import special
 
-    sizes = np.maximum(_floats(n), count)
-    logs = special.xlogy(count, chance) + special.xlog1py(sizes - count, -chance)
-    return _floats(np.where(sizes > n, 0.0, np.exp(_log_choose(sizes, count) + logs)))
+    sizes = _floats(n)
+    enough = np.maximum(sizes, count)
+    if chance in (0, 1):
+        certain = 0 if chance == 0 else enough
+        return _floats(np.where((sizes >= count) & (certain == count), 1.0, 0.0))
+    powers = count * math.log(chance) + (enough - count) * math.log1p(-chance)
+    return _floats(np.where(sizes < count, 0.0, np.exp(_log_choose(enough, count) + powers)))
 
 
 def binomial_quantile(share: float, n: int, chance: float) -> int:
@@ -154,27 +190,133 @@ def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) 
     """
     import numpy as np
 
-    counts = np.arange(least, drawn + 1)
-    total, good = np.broadcast_arrays(_floats(n), _floats(right))
-    bad = (total - good)[..., None]
-    others = drawn - counts
-    is_possible = (counts <= good[..., None]) & (others <= bad)
-    logs = _log_choose(np.maximum(good[..., None], counts), counts) + _log_choose(
-        np.maximum(bad, others), others
+    def of_one(n: float, right: float) -> float:
+        return _hypergeometric_tail(least, int(n), int(right), drawn)
+
+    return _floats(np.vectorize(of_one, otypes=[float])(n, right))
+
+
+@lru_cache(maxsize=1 << 16)  # arrays of problems repeat the same few counts
+def _hypergeometric_tail(least: int, n: int, right: int, drawn: int) -> float:
+    if n < drawn:
+        return math.nan
+    wrong = n - right
+    ways = sum(
+        math.comb(right, count) * math.comb(wrong, drawn - count)
+        for count in range(least, drawn + 1)
     )
-    enough = np.maximum(total, drawn)
-    chances = np.where(is_possible, np.exp(logs - _log_choose(enough, drawn)[..., None]), 0.0).sum(
-        axis=-1
-    )
-    return _floats(np.where(total < drawn, np.nan, np.minimum(chances, 1.0)))
+    return ways / math.comb(n, drawn)
+
+
+def _binomial_tails(count: float, n: float, chance: float) -> tuple[float, float]:
+    """Return P(Bin(n, chance) <= count) and P(Bin(n, chance) > count)."""
+    if count < 0:
+        return 0.0, 1.0
+    if count >= n:
+        return 1.0, 0.0
+    above, below = beta_tails(chance, count + 1, n - count)
+    return below, above
+
+
+def _beta_quantile(share: float, a: float, b: float) -> float:
+    if share <= 0:
+        return 0.0
+    if share >= 1:
+        return 1.0
+    return 1 / (1 + math.exp(-_beta_log_odds(share, a, b)))
+
+
+def _beta_log_odds(share: float, a: float, b: float) -> float:
+    """Return log(x / (1 - x)) for the quantile x of Beta(a, b) at a `share` inside (0, 1).
+
+    In these log odds the logarithm of either tail is concave, so Newton's steps approach the root
+    from one side and never leave it.
+    """
+    is_lower = share <= 0.5
+    wanted = math.log(share) if is_lower else math.log1p(-share)
+    odds = math.log(a / b)
+    for _ in range(100):  # fewer than ten are taken
+        value = 1 / (1 + math.exp(-odds))
+        rest = 1 / (1 + math.exp(odds))
+        below, above = _beta_log_tails(value, rest, a, b)
+        density = a * math.log(value) + b * math.log(rest) - _log_beta(a, b)
+        if is_lower:
+            step = (wanted - below) * math.exp(below - density)
+        else:
+            step = (above - wanted) * math.exp(above - density)
+        odds += step
+        if abs(step) <= 1e-9 * (1 + abs(odds)):  # the next step would be its square
+            break
+    return odds
+
+
+def _beta_log_tails(value: float, rest: float, a: float, b: float) -> tuple[float, float]:
+    """Return the logarithms of both tails of Beta(a, b) at `value`, where `rest` is 1 - value."""
+    # The continued fraction converges fast below the mean; above it the other tail is computed.
+    if value * (a + b + 2) > a + 1:
+        above, below = _beta_log_tails_below_mean(rest, value, b, a)
+        return below, above
+    return _beta_log_tails_below_mean(value, rest, a, b)
+
+
+def _beta_log_tails_below_mean(
+    value: float, rest: float, a: float, b: float
+) -> tuple[float, float]:
+    powers = a * math.log(value) + b * math.log(rest) - _log_beta(a, b)
+    below = powers + math.log(_beta_fraction(value, a, b) / a)
+    # Rounding may take a tail that is almost certain past 1.
+    below = min(below, -1e-300)
+    return below, math.log(-math.expm1(below))
+
+
+def _beta_fraction(value: float, a: float, b: float) -> float:
+    """Return the continued fraction of the incomplete beta function by Lentz's method.
+
+    DLMF 8.17.22, https://dlmf.nist.gov/8.17
+    """
+    upper = 1.0
+    lower = 1 / (1 - (a + b) * value / (a + 1))
+    result = lower
+    for m in range(1, _MOST_STEPS):
+        for numerator in (
+            m * (b - m) * value / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * value / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            upper = 1 + numerator / upper
+            lower = 1 / (1 + numerator * lower)
+            result *= upper * lower
+        if abs(upper * lower - 1) < 1e-15:
+            break
+    return result
+
+
+def _log_beta(a: float, b: float) -> float:
+    """Return log B(a, b), by Stirling's formula: differences of lgamma lose digits of large ones."""
+    total = a + b
+    powers = (0.5 - a) * math.log1p(b / a) + (0.5 - b) * math.log1p(a / b)
+    rests = _stirling_rest(a) + _stirling_rest(b) - _stirling_rest(total)
+    return powers + 0.5 * math.log(2 * math.pi / total) + rests
+
+
+def _stirling_rest(x: float) -> float:
+    """Return log Gamma(x) less Stirling's (x - 1/2) log x - x + log(2 pi) / 2."""
+    if x < 16:
+        return math.lgamma(x) - (x - 0.5) * math.log(x) + x - 0.5 * math.log(2 * math.pi)
+    square = x * x
+    series = 1 / 1260 - (1 / 1680 - 1 / (1188 * square)) / square
+    return (1 / 12 - (1 / 360 - series / square) / square) / x
 
 
 def _log_choose(n: ArrayLike, k: ArrayLike) -> Floats:
     """Return the logarithm of the binomial coefficient, for k <= n."""
     import numpy as np
-    from scipy import special
 
-    return _floats(-special.betaln(np.add(k, 1.0), np.subtract(n, k) + 1.0) - np.log1p(n))
+    return _floats(np.vectorize(_log_choose_one, otypes=[float])(n, k))
+
+
+@lru_cache(maxsize=1 << 16)
+def _log_choose_one(n: float, k: float) -> float:
+    return -_log_beta(k + 1, n - k + 1) - math.log1p(n)
 
 
 def _floats(values: ArrayLike) -> Floats:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
-import scipy
 from numpy.typing import NDArray
 
 from atts.calibration.conformal import summarise
@@ -19,7 +18,7 @@ from atts.calibration.rates import check_fraction
 from atts.calibration.scores import Scale, StoredScores
 from atts.calibration.state import DefaultTable, Persisted
 from atts.errors import CalibrationInputError, OptionError
-from atts.sampling import binomial_tail
+from atts.sampling import binomial_tail, normal_quantile
 
 # A share of repeats up to which there is no warning.
 FEW = 0.02
@@ -210,7 +209,7 @@ def normal_scores(values: Floats, reference: Floats) -> Floats:
     size = len(reference) + 1
     share = (np.column_stack(ranks) + 1) / (2 * size)
     inside = np.clip(share, 0.5 / size, 1 - 0.5 / size)  # quantiles of 0 and 1 are infinite
-    return np.asarray(scipy.special.ndtri(inside), float)
+    return np.asarray(np.vectorize(normal_quantile, otypes=[float])(inside), float)
 
 
 _MOST = 256  # questions of either side that are compared

@@ -1,4 +1,4 @@
-"""Tails and quantiles equal those of scipy.stats, which the package itself never imports."""
+"""Tails and quantiles equal those of scipy, which the package itself never imports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from scipy import stats
+from scipy import special, stats
 
 from atts.sampling import (
     beta_quantile,
+    beta_tails,
     beta_upper_quantile,
     binomial_cdf,
     binomial_pmf,
@@ -19,6 +20,7 @@ from atts.sampling import (
     hypergeometric_tail,
     normal_quantile,
     student_quantile,
+    student_tail,
 )
 
 SHARES = [1e-9, 0.001, 0.025, 0.1, 0.5, 0.9, 0.975, 0.999]
@@ -56,6 +58,23 @@ def test_binomial(n: int, chance: float, share: float) -> None:
         < share
         < stats.binom.cdf(found, n, chance) + CLOSE
     )
+
+
+@given(
+    share=st.floats(1e-12, 1 - 1e-12),
+    a=st.floats(0.3, 200_000),
+    b=st.floats(0.3, 200_000),
+    value=st.floats(0, 60),
+)
+def test_any_parameters(share: float, a: float, b: float, value: float) -> None:
+    """Large counts, small ones, fractions and far tails keep their digits."""
+    quantile = float(beta_quantile(share, a, b))
+    assert_allclose(quantile, special.betaincinv(a, b, share), 1e-9, 1e-300)
+    below, above = beta_tails(share, a, b)
+    assert_allclose(below, special.betainc(a, b, share), 1e-9, 1e-200)
+    assert_allclose(above, special.betaincc(a, b, share), 1e-9, 1e-200)
+    assert_allclose(student_tail(value, a), 2 * special.stdtr(a, -value), 1e-9, 1e-200)
+    assert_allclose(student_quantile(share, a), special.stdtrit(a, share), 1e-8, 1e-9)
 
 
 def test_certain_binomials() -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import betainc
 
 from atts.pipelines import Tally, settled_probability
+from atts.sampling import beta_tails
 
 NO_ANSWER = -1
 SURE = 0.95
@@ -134,7 +134,7 @@ def _beta(first: int, second: int) -> float:
     >>> round(_beta(4, 0), 5)
     0.96875
     """
-    return 1.0 - float(betainc(first + 1, second + 1, 0.5))
+    return beta_tails(0.5, first + 1, second + 1)[1]
 
 
 def _doubling(arrivals: Arrivals) -> Taken:

@@ -106,7 +106,7 @@ class Manifest:
 
 
 def versions(
-    packages: Sequence[str] = ("anyio", "numpy", "scipy", "torch", "transformers"),
+    packages: Sequence[str] = ("anyio", "numpy", "torch", "transformers"),
 ) -> dict[str, str]:
     """Return the versions of Python, of atts, and of those packages that are installed."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import stdtr
 
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import (
@@ -17,7 +16,7 @@ from atts.evaluators.metrics.intervals import (
     reach,
     undefined_estimate,
 )
-from atts.sampling import binomial_cdf, binomial_pmf
+from atts.sampling import binomial_cdf, binomial_pmf, student_tail
 
 # A difference this many times below its standard deviation is none that problems could show.
 _MOST_SPREAD = 1e6
@@ -118,7 +117,7 @@ def difference_p(delta: Floats) -> float:
     mean = float(delta.mean())
     if mean == 0:
         return 1.0
-    return min(1.0, 2 * float(stdtr(delta.size - 1, -abs(mean) / _error(delta))))
+    return student_tail(abs(mean) / _error(delta), delta.size - 1)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -21,7 +21,7 @@ import pytest
 gpu = pytest.importorskip("scripts.studies.gpu", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 
-ALLOWED = {"torch", "transformers", "safetensors", "numpy", "scipy", "anyio", "triton"}
+ALLOWED = {"torch", "transformers", "safetensors", "numpy", "anyio", "triton"}
 
 
 def lab(folder: Path, seconds: float = 600.0) -> Any:

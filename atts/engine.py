@@ -376,7 +376,7 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
             raise UsageError(f"{what} is empty: there is nothing to condition on or to score")
         kinds = set[type](map(type, ids))
         if bool in kinds or not all(issubclass(kind, Integral) for kind in kinds):
-            raise UsageError(f"{what} holds ids that are no whole numbers")
+            raise UsageError(f"{what} holds ids that are not whole numbers")
         if min(ids) < 0 or max(ids) >= spec.vocabulary:
             raise UsageError(
                 f"{what} holds an id outside 0..{spec.vocabulary - 1}: ids of another tokenizer?"

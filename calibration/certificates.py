@@ -1,6 +1,6 @@
 """Learn-then-Test: certified policies, certified abstention, and the p-values behind them."""
 
-# The unit is always the problem: samples of one problem move together and are no problems of their
+# The unit is always the problem: samples of one problem move together and are not problems of their
 # own. All promises are over problems drawn like the calibration ones (Angelopoulos et al., "Learn
 # then Test", 2021): each policy's p-value is valid for its null "the true mean loss is above
 # epsilon", and fixed-sequence testing keeps the chance of any false certificate below delta.

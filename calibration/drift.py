@@ -30,7 +30,7 @@ _CERTAIN = 1e-6
 class DuplicateScores:
     """Shares of stored scores that repeat another one; 0 for scores on a coarse grid, which tie.
 
-    Siblings that wrote the same chunk have the same score, which is no fault: they are one draw for
+    Siblings that wrote the same chunk have the same score, which is not a fault: they are one draw for
     the purposes of certainty, and the effective number of scores counts them so. The same score in
     two questions has no such reason.
     """
@@ -95,7 +95,7 @@ class DuplicateScores:
             return ""
         return (
             f"{100 * self.within:.0f} % of the scores repeat another one of their question: siblings that "
-            "wrote the same chunk, which is no fault, or copied draws"
+            "wrote the same chunk, which is not a fault, or copied draws"
         )
 
 

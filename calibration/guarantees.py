@@ -33,8 +33,8 @@ def with_spaced_percent(text: str) -> str:
     return re.sub(r"(?<=\d)%", " %", text)
 
 
-# A run of known size may end when one in so many of its decisions was still expected: the estimate
-# of its length is off by some per cent at the end.
+# A run of known size may end while it still expects one in this many of its decisions, because the
+# estimate of its length is a few per cent off at the end.
 _LAST = 20
 
 
@@ -64,7 +64,7 @@ class Facts:
 
     @property
     def spread(self) -> float:
-        """Return how far the rate of as many independent coins may be from theirs (95 %).
+        """Return how far the rate of as many independent coins may be from the nominal rate (95 %).
 
         Mode "marginal": smoothed online conformal p-values of exchangeable scores are independent
         and uniform (Vovk, Gammerman and Shafer, 2005), so the decisions are such coins.
@@ -73,7 +73,7 @@ class Facts:
 
     @property
     def aci_bound(self) -> float:
-        """Return what the sum of errors of mode "aci" stays within, for any sequence.
+        """Return the bound on the sum of errors of mode "aci", for any sequence.
 
         The level starts at the rate and moves by step * (rate - escalated). It can pass 0 or 1 by
         one step at most, because beyond them decisions are forced the other way. Dividing its range
@@ -84,17 +84,17 @@ class Facts:
 
     @property
     def aci_now(self) -> str:
-        """Return that bound for the decisions so far, or for all of a run whose size is known.
+        """Return that bound in words, for the decisions so far or for a whole run of known size.
 
-        Empty where so few decisions were taken that no rate is outside of it.
+        The text is empty if so few decisions were taken that the bound excludes no rate.
         """
         bound = self.aci_bound
         side = max(self.rate, 1 - self.rate)
         if math.isfinite(self.left):
             return (
-                f"({SLACK:g} W + 1 + {side:g} E) / T of {self.rate:g} when the run ends, W being "
-                "the most decisions that were ever expected of it, and E the most by which half of "
-                "those expected to be left ever exceeded those that were left"
+                f"({SLACK:g} W + 1 + {side:g} E) / T of {self.rate:g} when the run ends. W is the "
+                "largest number of decisions that the run ever expected. E is the largest excess, "
+                "at any moment, of half the expected remaining decisions over the actual ones"
             )
         if self.decided * side <= bound:
             return ""
@@ -102,7 +102,7 @@ class Facts:
 
     @property
     def aci_likely(self) -> str:
-        """Return within what the rate of mode "aci" is with probability 0.95, in words; empty if vacuous.
+        """Return the 0.95 bound on the rate of mode "aci" in words; empty if vacuous.
 
         This assumes exchangeable scores. The deficit shrinks by a share g before every decision
         and moves by a martingale difference of range 1, so it is sub-Gaussian with v' = (1 - g)^2 v
@@ -114,8 +114,8 @@ class Facts:
             variance = max(whole / _LAST, 2.0) / 12 + 0.25
             reach = SLACK + _sub_gaussian_reach(variance) / whole
             return (
-                f"{reach:.4f} of {self.rate:g} over the whole run, of about {whole:,.0f} "
-                f"decisions, though it may end when one in {_LAST} of them was still expected"
+                f"{reach:.4f} of {self.rate:g} over the whole run (about {whole:,.0f} decisions), "
+                f"even if the run ends while it still expected one in {_LAST} of them"
             )
         step = self.tuning.aci_step
         fixed_point = 1 / (4 * step * (2 - step)) if step < 1 else math.inf
@@ -134,31 +134,33 @@ class Facts:
                 f"{self.aci_likely}"
             )
         if self.aci_now:
-            parts.append(f"for ANY sequence of scores that of T decisions is within {self.aci_now}")
+            parts.append(
+                f"for ANY sequence of scores the realised rate of T decisions is within {self.aci_now}"
+            )
         if not parts:
             return (
-                f"the realised rate approaches {self.rate:g} for ANY sequence of scores; so few "
-                "decisions bound it by nothing yet"
+                f"the realised rate approaches {self.rate:g} for ANY sequence of scores; after so few "
+                "decisions there is no bound yet"
             )
-        return "; ".join(parts)
+        return ". ".join(part[:1].upper() + part[1:] for part in parts)
 
     @property
     def least_bounded(self) -> int:
-        """Return from how many decisions on the bound of a question excludes any rate."""
+        """Return the least number of decisions at which a question's bound excludes some rate."""
         return math.floor(self.question_bound / max(self.rate, 1 - self.rate)) + 1
 
     @property
     def question_bound(self) -> float:
-        """Return what the sum of errors of each question stays within, for any sequence.
+        """Return the bound on the sum of errors of each question, for any sequence.
 
-        At the limit a question is given the decisions it lacks whatever its scores, so that one
-        decision is the most by which the sum passes it.
+        At the limit, decisions are forced the other way whatever the scores, so the sum passes the
+        limit by one decision at most.
         """
         return self.tuning.limit_at(self.rate) + 1
 
     @property
     def draw(self) -> str:
-        """Return how far the long-run rate of these very stored scores may be off, in words."""
+        """Return the interval of the long-run rate that these stored scores give, in words."""
         summary = self._clusters()
         effective = max(1, int(summary.effective if summary else self.count))
         low, high = long_run(effective, self.rate)
@@ -184,7 +186,7 @@ class Facts:
 
 
 def _sub_gaussian_reach(variance: float) -> float:
-    """Return what a sub-Gaussian number of that variance proxy stays within (95 %)."""
+    """Return the 95 % bound of a sub-Gaussian number with that variance proxy."""
     return math.sqrt(2 * variance * math.log(2 / 0.05))
 
 

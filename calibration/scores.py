@@ -168,7 +168,7 @@ class StoredScores:
 
         With `per_question`, that many consecutive ones belong to one question.
 
-        :raises CalibrationInputError: if the scores are not whole questions, or one is no score.
+        :raises CalibrationInputError: if the scores are not whole questions, or one is not a score.
         """
         values = tuple(
             plain_number(f"score {number}", score) for number, score in enumerate(scores, 1)

@@ -176,7 +176,7 @@ def strict(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal as strict JSON, where 1 is 1.0 but True is no number.
+    """Return whether two values are equal as strict JSON, where 1 is 1.0 but True is not a number.
 
     >>> same({"turn": 1}, {"turn": 1.0}), same([1], [True])
     (True, False)

@@ -101,7 +101,7 @@ def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
     for name in ("relative", "absolute"):
         tolerance = getattr(policy, name)
         if not 0 <= tolerance < math.inf:
-            raise OptionError(name, f"{tolerance} is no tolerance: it is a number from 0 on")
+            raise OptionError(name, f"{tolerance} is not a tolerance: it is a number from 0 on")
     return policy
 
 

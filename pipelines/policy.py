@@ -427,7 +427,7 @@ def _check_sampling(name: str, sampling: Sampling) -> None:
     """
     if not 0 <= sampling.temperature < math.inf:
         raise OptionError(
-            f"{name}.temperature", f"{sampling.temperature} is no temperature; give 0 or more"
+            f"{name}.temperature", f"{sampling.temperature} is not a temperature; give 0 or more"
         )
     if not 0 < sampling.top_p <= 1:
         raise OptionError(f"{name}.top_p", f"{sampling.top_p} is outside (0, 1]")

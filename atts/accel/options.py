@@ -48,7 +48,7 @@ class SpeculationOptions:
         :raises OptionError: one is not, or does not.
         """
         if self.speculate is not None and self.speculate not in SPECULATE:
-            problem = f"{self.speculate!r} is no way to speculate"
+            problem = f"{self.speculate!r} is not a way to speculate"
             raise OptionError("speculate", problem, SPECULATE, self.speculate)
         if self.beside not in get_args(Beside):
             raise OptionError(str(self.beside), "no such beside", get_args(Beside))
@@ -129,7 +129,10 @@ class StageOptions:
         counts = self.replicas
         is_known = all(1 <= count <= MOST_REPLICAS for count in counts)
         if len(counts) != self.stages - 1 or not is_known:
-            problem = f"{self.stage_replicas!r} is no number from 1 to {MOST_REPLICAS}, or one for each stage but the first"
+            problem = (
+                f"{self.stage_replicas!r} is neither one number from 1 to {MOST_REPLICAS} "
+                "nor one for each stage after the first"
+            )
             raise OptionError("stage_replicas", problem)
 
     def check_beside(self, options: LocalOptions, speculation: SpeculationOptions) -> None:
@@ -172,7 +175,9 @@ def options_of(**settings: Any) -> EngineOptions:
     given: dict[type[Any], dict[str, Any]] = {kind: {} for kind in kinds}
     for name, value in settings.items():
         if name not in homes:
-            raise OptionError("engine", f"{name!r} is no setting of a local engine", [*homes], name)
+            raise OptionError(
+                "engine", f"{name!r} is not a setting of a local engine", [*homes], name
+            )
         given[homes[name]][name] = value
     return EngineOptions(
         LocalOptions(**given[LocalOptions]),

@@ -230,7 +230,7 @@ def _right(row: Mapping[str, Any], path: Path) -> float | None:
         return float(value)
     raise DatasetError(
         str(path),
-        f"{value!r} is no verdict",
+        f"{value!r} is not a verdict",
         'Write "correct": true or false, or a share from 0 to 1',
     )
 

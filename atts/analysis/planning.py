@@ -550,7 +550,7 @@ class Cap:
         for name, value in self.given:
             if not value > 0 or math.isinf(value):
                 raise OptionError(
-                    name.replace("_", "-"), f"{value:g} is no cap; give a positive number"
+                    name.replace("_", "-"), f"{value:g} is not a cap; give a positive number"
                 )
 
     @property

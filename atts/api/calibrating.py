@@ -133,7 +133,7 @@ def stored_scores(
     if path.is_dir():
         scores = scores_of(path)
         return replace(scores, fingerprint={**scores.fingerprint, **(conditions or {})})
-    # `read_scores` knows files only, and what an operating system says of them is no sentence.
+    # `read_scores` knows files only, and what an operating system says of them is not a sentence.
     try:
         return read_scores(path, per_question, scale, conditions)
     except OSError as error:

@@ -41,7 +41,7 @@ FILE = "atts.toml"
 """Read from the working directory when it is there and no other file is named."""
 CONFIG_VARIABLE = "ATTS_CONFIG"
 ELSEWHERE = (CONFIG_VARIABLE, "ATTS_API_KEY", "ATTS_SERVE_KEY", "ATTS_CHROMIUM", "ATTS_SHARED_DATA")
-"""Variables of ours that are no part of the configuration: the file's name, a secret, what tests
+"""Variables of ours that are not part of the configuration: the file's name, a secret, what tests
 look for.
 """
 

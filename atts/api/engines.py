@@ -374,7 +374,7 @@ class _LocalWords(NamedTuple):
             known = [
                 key.name for each in (own, drafting, staged) for key in keys_of(type(each), each)
             ]
-            raise OptionError("engine", f"{name!r} is no setting of a local engine", known, name)
+            raise OptionError("engine", f"{name!r} is not a setting of a local engine", known, name)
         if drafting.drafter:
             drafting = replace(drafting, drafter=_drafter_model(drafting.drafter))
         own.check()
@@ -400,7 +400,7 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
     model = zoo.model(name)
     if not count.isdecimal() or not 1 <= int(count) <= _MOST_REPLICAS:
         raise OptionError(
-            "replicas", f"{count!r} is no number of processes from 1 to {_MOST_REPLICAS}"
+            "replicas", f"{count!r} is not a number of processes from 1 to {_MOST_REPLICAS}"
         )
     found = _ZooModel(str(zoo.folder(name)), urlencode(named), "", int(count))
     if bound is None:
@@ -413,7 +413,7 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
     try:
         kept = zoo.within(name, float(bound))
     except ValueError:
-        raise OptionError("lossy", f"{bound!r} is no number of nats a token, as .01") from None
+        raise OptionError("lossy", f"{bound!r} is not a number of nats a token, as .01") from None
     stands = (
         ", ".join(f"{other} as {place}" for place, other in kept.loss.stands.items())
         if kept.loss
@@ -571,7 +571,7 @@ def _model_budget(engine: str | Engine) -> Budget:
     scheme, _, model = words.partition(":")
     if scheme in ("embedded", "scripted"):
         return SMALL
-    # The scheme is no part of a model's name: "chat:" says how a server is asked, not what it
+    # The scheme is not part of a model's name: "chat:" says how a server is asked, not what it
     # serves.
     folder = _folder_of(scheme, model)
     template = template_of(folder) if folder is not None else None

@@ -228,7 +228,7 @@ class GpuPlacement:
 
         Without a version, the flags are those of the newest that is known.
 
-        :raises OptionError: a text that is no version, or one that cannot be used.
+        :raises OptionError: a text that is not a version, or one that cannot be used.
         """
         from atts.servers import read_version, start_flags
 

@@ -421,7 +421,7 @@ class Setup:
         if not 0 < self.accept_when_agreeing <= 1:
             raise OptionError(
                 "accept_when_agreeing",
-                f"{self.accept_when_agreeing} is no share of siblings that agree; give one above 0, up to 1",
+                f"{self.accept_when_agreeing} is not a share of siblings that agree; give one above 0, up to 1",
             )
         if not isinstance(gate, ConformalGate):
             raise OptionError(

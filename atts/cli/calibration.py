@@ -71,7 +71,7 @@ def scores_of(
 ) -> StoredScores:
     """Read scores of any kind of source with their conditions.
 
-    :raises CalibrationInputError: there are none, or one is no score.
+    :raises CalibrationInputError: there are none, or one is not a score.
     """
     from atts.api import stored_scores
     from atts.calibration import StoredScores, scale_named

@@ -91,7 +91,7 @@ def solve(
 def text_of(problem: str) -> str:
     """Return the text of a problem given as text, as a file or as - for stdin.
 
-    :raises UsageError: there are none, or they are no text.
+    :raises UsageError: there are none, or they are not text.
     """
     named = Path(problem)
     try:
@@ -127,7 +127,7 @@ class StoryPrinter:
 
         if follow != "all" and not (follow.isdecimal() and int(follow) < samples):
             raise OptionError(
-                "follow", f"{follow!r} is no rollout; give a number below {samples}, or all"
+                "follow", f"{follow!r} is not a rollout; give a number below {samples}, or all"
             )
         self._follow = None if follow == "all" else int(follow)
         self._console: Console = Console(highlight=False, soft_wrap=True)

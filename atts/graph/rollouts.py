@@ -213,7 +213,7 @@ class Caller:
                     span.started = now()
                 result = await function(*args)
                 if record is not None:
-                    # the node ends here: waiting for the disk is no work of the engine's
+                    # the node ends here: waiting for the disk is not work of the engine's
                     is_recorded = True
                     span.ended = now()
                     await record(span, result)

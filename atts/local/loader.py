@@ -102,7 +102,7 @@ def _problems(said: Mapping[str, Any]) -> Iterator[str]:
     if said.get("bias", "none") != "none":
         yield "has biases of its own"
     if not isinstance(said.get("lora_alpha", 8), int | float):
-        yield f"has lora_alpha {shown(said['lora_alpha'])}, which is no number"
+        yield f"has lora_alpha {shown(said['lora_alpha'])}, which is not a number"
 
 
 def _low_rank(

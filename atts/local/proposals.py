@@ -107,7 +107,7 @@ class Proposals:
         self._is_timed = True
         self._proposing = 0.0
         lengths = self._lengths.choose(plan)
-        # deciding takes long now and then, and is no part of what proposals take
+        # deciding takes long now and then, and is not part of what proposals take
         self._began = self._clock()
         if not any(lengths):
             return

@@ -234,7 +234,7 @@ def check_schema(zoo: Path) -> None:
     try:
         schema = msgspec.json.decode((zoo / MARK).read_bytes(), type=_Mark).schema
     except OSError as error:
-        raise ZooError(zoo, f"it is no zoo ({MARK}: {error.strerror})", advice) from error
+        raise ZooError(zoo, f"it is not a zoo ({MARK}: {error.strerror})", advice) from error
     except msgspec.DecodeError as error:
         raise ZooError(
             zoo, f"{MARK} is damaged ({error})", f'It should hold {{"schema": {SCHEMA}}}'

@@ -505,7 +505,7 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     most = draw.max_tokens - (begun.ended is None)  # one that has not ended has a rest
     if len(ids) > most or not 0 <= ids[-1] < spec.vocabulary:
         raise BadReply(
-            spec.name, "what it drew while it scored is no beginning of what was asked for"
+            spec.name, "what it drew while it scored is not a beginning of what was asked for"
         )
 
 

@@ -54,12 +54,12 @@ class Shard:
         >>> Shard.parse("2/3").take("abcdefgh")
         'beh'
 
-        :raises OptionError: it is no shard.
+        :raises OptionError: it is not a shard.
         """
         number, _, of = text.partition("/")
         if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
             raise OptionError(
-                "shard", f"{text!r} is no part of a whole; give NUMBER/COUNT, such as 2/3"
+                "shard", f"{text!r} is not part of a whole; give NUMBER/COUNT, such as 2/3"
             )
         return cls(int(number), int(of))
 

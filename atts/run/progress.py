@@ -378,7 +378,7 @@ class Progress:
         began = self._since.pop(name, None)
         if began is not None:
             self._durations.add(self._clock() - began)
-        # the last one of a problem may be no rollout: there the target compares their answers
+        # the last one of a problem may not be a rollout: there the target compares their answers
         is_rollout = event.sample < self._begun.samples
         if is_rollout and event.problem in self._open and event.status != "cancelled":
             self._ended[event.problem] += 1

@@ -196,7 +196,7 @@ class Background:
     def _guarded(self, job: Callable[[], None]) -> None:
         if self._has_failed.is_set():
             return
-        # A tracker may raise what is no Exception, such as SystemExit for a missing key.
+        # A tracker may raise what is not an Exception, such as SystemExit for a missing key.
         try:
             job()
         except BaseException as error:  # whatever a tracker raises, the run continues

@@ -525,7 +525,7 @@ class ClosableListener(Listener, Protocol):
 
 
 def check_logs(names: Sequence[str]) -> None:
-    """Refuse names that are no trackers, before anything is loaded.
+    """Refuse names that are not trackers, before anything is loaded.
 
     :raises OptionError: an unknown name, or one that comes twice.
     """

@@ -171,7 +171,7 @@ def _settings(query: str) -> dict[str, str]:
             problem = f"{key!r} is for models of this machine: whether a server speculates is set where it is started"
             raise OptionError("engine", f"{problem} (docs/servers.md)")
         if key not in _SETTINGS:
-            raise OptionError("engine", f"{key!r} is no setting of a server", _SETTINGS, key)
+            raise OptionError("engine", f"{key!r} is not a setting of a server", _SETTINGS, key)
     return settings
 
 

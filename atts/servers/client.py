@@ -165,7 +165,7 @@ class AdaptiveLimit(SlotQueue):
         self._grow_at = max(self._grow_at, now + max(self._pause, retry_after))
 
     def erred(self) -> None:
-        """Stop growth for a moment: the server failed, which is no reason to send less."""
+        """Stop growth for a moment: the server failed, which is not a reason to send less."""
         self._grow_at = max(self._grow_at, self._clock() + self._pause)
 
     def answered(self) -> None:

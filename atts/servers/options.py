@@ -154,7 +154,7 @@ class RemoteOptions:
         for name in ("wait_seconds", "give_up_after"):
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
-                raise OptionError(name, f"{seconds} is no number of seconds to wait")
+                raise OptionError(name, f"{seconds} is not a number of seconds to wait")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionError(name, f"{getattr(self, name)!r} is unknown", known)

@@ -32,7 +32,7 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> None:
     """Refuse shares of faults that are not probabilities, and unknown kinds.
 
-    :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.
+    :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
     """
     for kind in shares:
         if kind not in kinds:
@@ -64,7 +64,7 @@ class Faults:
     how often they were asked. Calls are numbered from 0 in order of arrival. `delay_seconds` is how
     late the slow, dropped and timed-out answer.
 
-    :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.
+    :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
     """
 
     shares: Mapping[FaultKind, float] = field(default_factory=dict[FaultKind, float])

@@ -42,7 +42,7 @@ byte now and then.
 class ServerFaults:
     """The share of the calls that do work which fail, and how; drawn for every call from a seed.
 
-    :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.
+    :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
     """
 
     shares: Mapping[ServerFault, float] = field(default_factory=dict[ServerFault, float])

@@ -215,7 +215,7 @@ def cached_snapshot(
         return None
     except HFValidationError as error:
         raise DatasetError(
-            repo, f"that is no name of a hub dataset ({error})", "Names are owner/name"
+            repo, f"that is not a name of a hub dataset ({error})", "Names are owner/name"
         ) from None
     return here if here.files(patterns) else None
 

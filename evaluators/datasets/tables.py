@@ -59,7 +59,7 @@ def read_table(paths: Sequence[Path], source: str) -> RowTable:
     """Return the rows of these files, one after the other.
 
     Raises DatasetError for a file that is missing, empty, of an unknown kind, not UTF-8, or that
-    has a line which is no row.
+    has a line which is not a row.
     """
     digest = sha256()
     rows = list[Row]()
@@ -87,7 +87,7 @@ def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[t
     """Yield the object on each line, with the line's number; blank lines are skipped.
 
     `place` comes before the number in messages, for a source of several files. Raises DatasetError
-    for a line that is no JSON object.
+    for a line that is not JSON object.
     """
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -95,7 +95,7 @@ def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[t
 
 
 def json_line(line: str, number: int, source: str, place: str = "") -> Row:
-    """Return the object on a line; raise DatasetError for a line that is no JSON object."""
+    """Return the object on a line; raise DatasetError for a line that is not JSON object."""
     try:
         value = from_json(line)
     except ValueError as error:
@@ -273,7 +273,7 @@ class Reader:
             try:  # a tuple's entries have one each: the largest holds for all
                 absolute = max(map(float, stated.strip("()").split(",")))
             except ValueError:
-                problem = f"has the tolerance {stated!r}, which is no number"
+                problem = f"has the tolerance {stated!r}, which is not a number"
                 raise self.error(index, problem) from None
         policy = changed(self.benchmark.grading, {**self.options.grading, "absolute": absolute})
         return policy if policy != STRICT else None
@@ -311,7 +311,8 @@ class Reader:
         if not answer:
             return 0
         raise self.error(
-            index, f"has the answer {answer!r}, which is no letter, position or text of its choices"
+            index,
+            f"has the answer {answer!r}, which is not a letter, position or text of its choices",
         )
 
     def error(self, index: int, problem: str) -> DatasetError:
@@ -465,7 +466,7 @@ def _notes(reader: Reader, problems: Sequence[Problem]) -> list[str]:
     stated = [reader.text(index, level) for index in range(len(problems))]
     unread = sum(bool(text) and _level(text) is None for text in stated)
     if unread:
-        notes.append(f"column {level!r} is no level number in {unread} rows")
+        notes.append(f"column {level!r} is not a level number in {unread} rows")
     if reader.columns.distractors:
         notes.append(f"choices shuffled per question with seed {reader.options.seed}")
     return notes

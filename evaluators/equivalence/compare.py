@@ -41,7 +41,7 @@ def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
 
 
 def _turned(node: Node) -> Node | None:
-    """Return a < b as b > a; None for what is no single inequality."""
+    """Return a < b as b > a; None for what is not a single inequality."""
     if node.kind != "relation" or len(node.args) != 2 or node.text not in FLIPPED:
         return None
     return Node("relation", node.args[::-1], FLIPPED[node.text])
@@ -217,10 +217,10 @@ class Comparer:
         )
         return self.ruled("interval", verdict)
 
-    # ---- values that are no relations
+    # ---- values that are not relations
 
     def values(self, gold: Node, answer: Node) -> bool:
-        """Compare two answers that are no relations, by their kinds."""
+        """Compare two answers that are not relations, by their kinds."""
         if has(gold, "plusminus") or has(answer, "plusminus"):
             return self.unordered(views.members(gold), views.members(answer), "set")
         try:

@@ -131,7 +131,7 @@ def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
                 continue
             whole = minus(_without(one, left), _without(two, right))
             names = sorted(variables(whole))
-            # a constant next to it needs a function: 2 + C is no antiderivative
+            # a constant next to it needs a function: 2 + C is not an antiderivative
             if not names or not variables(_without(one, left)) or not _is_of_functions(names):
                 continue
             point = {name: number(Fraction(1, 2 + at)) for at, name in enumerate(names)}

@@ -216,7 +216,7 @@ def _are_restated(gold: Node, answer: Node, limits: Limits, policy: Grading) -> 
 
 
 def _unread(one: Reading, two: Reading) -> Verdict:
-    """Return the verdict when a side is no expression.
+    """Return the verdict when a side is not an expression.
 
     That is the same phrase, or an answer that cannot be the reference.
     """

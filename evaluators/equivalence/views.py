@@ -136,7 +136,7 @@ def may_name_one(one: Node, two: Node) -> bool:
         call, other = (one, two) if one.kind == "call" else (two, one)
         if call.kind != "call" or other.kind != "symbol":
             return True
-        # a function's value at a point is no variable, and a function is not its argument
+        # a function's value at a point is not a variable, and a function is not its argument
         return call.args[0].kind != "number" and other not in call.args
     if one.kind == "word":
         few, many = sorted(({*name.text.split()} for name in (one, two)), key=len)
@@ -152,7 +152,7 @@ def may_name_one(one: Node, two: Node) -> bool:
 
 
 def concluded(node: Node, other: Node) -> Node:
-    """Return m=3, n=17, m+n=20 as its last equation, if the other answer is no list."""
+    """Return m=3, n=17, m+n=20 as its last equation, if the other answer is not a list."""
     if node.kind != "list" or node.text == "or" or other.kind in ("list", "set", "tuple"):
         return node
     *given, last = node.args
@@ -241,7 +241,7 @@ def _is_curve(node: Node, names: frozenset[str]) -> bool:
             continue
         is_power = each.kind == "pow" and (each.args[1].value or 0) >= 1
         if each.kind not in ("add", "mul", "symbol") and not is_power:
-            return False  # logarithms, quotients and the like are no usual curves
+            return False  # logarithms, quotients and the like are not usual curves
     if node.kind == "mul":
         return any(factor.kind != "symbol" for factor in node.args)
     terms = node.args if node.kind == "add" else (node,)

@@ -95,7 +95,7 @@ def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> 
     check_level(level)
     outside = array[(array < -_ROUNDING) | (array > 1 + _ROUNDING)]
     if outside.size:
-        raise OptionError("values", f"{float(outside[0])!r} is no share: it is outside [0, 1]")
+        raise OptionError("values", f"{float(outside[0])!r} is not a share: it is outside [0, 1]")
     array = np.clip(array, 0.0, 1.0)
     if array.size == 0:
         return undefined_estimate(0, n_samples, level, "no problems")
@@ -129,7 +129,7 @@ def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) ->
     pairs = list(counts)
     impossible = next((pair for pair in pairs if not 0 <= pair[0] <= pair[1]), None)
     if impossible is not None:
-        raise OptionError("counts", f"{impossible[0]} of {impossible[1]} is no share")
+        raise OptionError("counts", f"{impossible[0]} of {impossible[1]} is not a share")
     table = np.asarray([pair for pair in pairs if pair[1]], dtype=np.float64).reshape(-1, 2)
     if not len(table):
         return undefined_estimate(0, 0, level, "nothing to count")

@@ -152,8 +152,8 @@ class Parser(Stream):
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         super().__init__(tokens, limits)
-        self.integrals = 0  # open ones: inside them "dx" is no product
-        self.sums_over_i = 0  # open ones: inside them "i" is no imaginary unit
+        self.integrals = 0  # open ones: inside them "dx" is not a product
+        self.sums_over_i = 0  # open ones: inside them "i" is not an imaginary unit
         self.in_set = False
         self.currencies: set[str] = set()  # signs seen before the amount that is being read
 

@@ -143,7 +143,7 @@ def _rewritten(text: str, steps: Sequence[Step]) -> str:
 
 
 def _parts(match: re.Match[str]) -> str:
-    """Return (a) 3 (b) 5 as a=3, b=5; the text itself where the marks are no parts of an answer."""
+    """Return (a) 3 (b) 5 as a=3, b=5; the text itself where the marks are not parts of an answer."""
     _, *pieces = FORMS["part"].split(match[0])
     marks = " ".join(pieces[::2])
     values = [piece.strip(" ,;.\n") for piece in pieces[1::2]]

@@ -331,7 +331,7 @@ def test_png_needs_a_program(
 )  # fmt: skip
 def test_the_format_is_named_or_the_ending(format: str | None, out: str | None, found: str) -> None:
     """An explicit format wins over the file's ending."""
-    assert calibration_format(format, out and Path(out)) == found  # type: ignore[arg-type]  # "" is no name here
+    assert calibration_format(format, out and Path(out)) == found  # type: ignore[arg-type]  # "" is not a name here
 
 
 def test_what_cannot_be_reported_is_refused(other_run: Path, tmp_path: Path) -> None:

@@ -459,7 +459,7 @@ def test_a_part_of_a_discarded_chunk_was_written_once() -> None:
     rest = Chunk("target", " d", (4,), (4,), "length", (-0.5,))
     turn = Turn(0, (part, rest), (whole,))
     assert (tokens_written(turn, "draft"), tokens_written(turn, "target")) == (3, 1)
-    # what is no beginning of it was written too
+    # what is not a beginning of it was written too
     assert tokens_written(Turn(0, (other, rest), (whole,)), "draft") == 4
 
 

@@ -232,7 +232,7 @@ def test_what_is_no_adapter_of_a_base_is_refused(case: str, base: Path, tmp_path
 
 
 def test_an_adapter_alone_needs_its_base(base: Path, tmp_path: Path) -> None:
-    """An empty zoo says what to add first; an adapter's model is no base."""
+    """An empty zoo says what to add first; an adapter's model is not a base."""
     zoo = Zoo(tmp_path / "zoo")
     adapter = save_adapter(tmp_path / "lora", base, "q_proj")
     with pytest.raises(OptionError, match="add it first"):

@@ -178,7 +178,7 @@ def test_the_word_lossy_opens_what_loses_no_more(
 
 
 def test_no_loss_is_taken_unsaid(pair: Zoo, base: Path) -> None:
-    """A stand-in is no engine by its own name; what was measured of other weights, or loses more,
+    """A stand-in is not an engine by its own name; what was measured of other weights, or loses more,
     is not opened.
     """
     kept(pair)

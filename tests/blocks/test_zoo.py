@@ -318,7 +318,7 @@ def test_a_newer_zoo_and_what_is_none(zoo: Zoo, base: Path, tmp_path: Path) -> N
     assert contents(zoo.directory) == before
     with pytest.raises(ZooError, match="not empty"):
         Zoo(base).add("x", base)
-    with pytest.raises(ZooError, match="it is no zoo"):
+    with pytest.raises(ZooError, match="it is not a zoo"):
         Zoo(tmp_path / "none").show()
 
 
@@ -453,7 +453,7 @@ def test_processes_add_at_once(zoo: Zoo, tune: Tune, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "a b", "x" * 101, "ü"])
 def test_names_are_names_of_files(name: str, zoo: Zoo, base: Path) -> None:
     """No name leads out of the zoo."""
-    with pytest.raises(OptionError, match="can be no model's name"):
+    with pytest.raises(OptionError, match="cannot be a model's name"):
         zoo.add(name, base)
 
 

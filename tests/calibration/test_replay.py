@@ -94,7 +94,7 @@ def test_short_streams_have_no_rolling_number_and_empty_ones_none() -> None:
     ],
 )
 def test_bad_records_are_refused(record: dict[str, Any]) -> None:
-    """A missing field, an impossible turn, something that is no score."""
+    """A missing field, an impossible turn, something that is not a score."""
     with pytest.raises(CalibrationInputError):
         replay_scores([*FEW, record], rate=0.4)
 
@@ -132,12 +132,12 @@ def test_bounds_that_exclude_no_rate_are_not_printed() -> None:
     once it does.
     """
     calibrator = Calibrator(0.2, "aci")
-    assert "bound it by nothing yet" in calibrator.guarantee
+    assert "there is no bound yet" in calibrator.guarantee
     assert "within" not in calibrator.guarantee
     facts = Calibrator(0.2, "question").guarantee
     bound = DEFAULTS.limit_at(0.2) + 1
     least = math.floor(bound / 0.8) + 1
-    assert f"bounds questions of {least} decisions or more" in facts
+    assert f"informative for questions of {least} decisions or more" in facts
     assert bound / least < 0.8 <= bound / (least - 1)
 
 

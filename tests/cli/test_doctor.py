@@ -196,7 +196,7 @@ def test_commands_have_only_flags_that_the_version_knows(
 
 @pytest.mark.parametrize("version", ["0.9.1", "0.10.1", "new", ""])
 def test_a_version_that_cannot_be_used_is_refused(atts: Any, version: str) -> None:
-    """One that returns no token ids, and a text that is no version."""
+    """One that returns no token ids, and a text that is not a version."""
     said = atts("pairs", "r1-1.5b/r1-7b", "--card", "h100", f"--server-version={version or ' '}")
     assert said.code == 2
     assert "--server-version" in said.err

@@ -184,7 +184,7 @@ CASES = [
         ("127.0.0.1:9",),
     ),
     Case(
-        "probe of what is no server",
+        "probe of what is not a server",
         "probe vllm:nowhere",
         USAGE,
         ("not a URL", "vllm:http://HOST:PORT/MODEL"),
@@ -304,7 +304,7 @@ CASES = [
         ("target's drafter", "drafter"),
     ),
     Case(
-        "drafter that is no model",
+        "drafter that is not a model",
         f"eval {RUN} {DRAFTED}",
         ENGINE,
         ("target's drafter", "bert"),

@@ -45,7 +45,7 @@ def atts(
 
 
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
-    """`| head` is no error of anybody's: not a word, and the code of a broken pipe."""
+    """`| head` is not an error of anybody's: not a word, and the code of a broken pipe."""
     reading, writing = os.pipe()
     os.close(reading)
     try:

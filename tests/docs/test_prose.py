@@ -32,6 +32,9 @@ RULES = {
     r"\d%": "a space before the percent sign",
     r"(?<![\w.,/-])1 (?:problems|rollouts|samples|chunks|questions|runs|records)\b": "a singular",
     r"(?<!\w)-0 %": "0 %",
+    r"(?<!there )(?<!There )\b(?:is|are) no (?:part|number|name|fault|setting|score|model|zoo)s?\b": (
+        "is not a ..."
+    ),
 }
 """Words and forms that no page has, each with what to write instead."""
 

@@ -183,7 +183,7 @@ def test_kinds_of_failure_that_the_sets_showed(gold: str, answer: str, equal: bo
     ],
 )
 def test_places_that_the_sets_showed(text: str, answer: str | None) -> None:
-    """Answers are where models put them, and plans or unfinished thoughts are no answers."""
+    """Answers are where models put them, and plans or unfinished thoughts are not answers."""
     assert extract(text) == answer
 
 

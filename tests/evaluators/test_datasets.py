@@ -228,7 +228,7 @@ def test_problems_without_reference_are_kept_only_when_asked(tmp_path: Path) -> 
 
 
 def test_repeated_texts_are_noted(tmp_path: Path) -> None:
-    """They are no error: ids differ."""
+    """They are not an error: ids differ."""
     rows = [{"problem": "same  text", "answer": "1"}, {"problem": "Same text", "answer": "1"}]
     assert load_dataset(write_jsonl(tmp_path / "x.jsonl", rows)).notes == (
         "1 problems repeat another's text",

@@ -309,7 +309,7 @@ def test_each_hub_copy_reads_with_its_quirks(
 
 
 def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
-    """opencompass/AIME2025 has no ids and two files; a degree sign is no part of a whole number."""
+    """opencompass/AIME2025 has no ids and two files; a degree sign is not part of a whole number."""
     files = {
         "aime2025-II.jsonl": lines([{"question": "II", "answer": "336^\\circ"}]),
         "aime2025-I.jsonl": lines([{"question": "I", "answer": "70"}]),
@@ -337,7 +337,7 @@ def test_a_copy_that_lost_a_side_column_still_loads_and_says_so(tmp_path: Path) 
 
 
 def test_half_of_two_configurations_is_not_the_benchmark(tmp_path: Path) -> None:
-    """A partial cache is no cache."""
+    """A partial cache is not a cache."""
     hub_copy(
         tmp_path,
         "opencompass/AIME2025",
@@ -365,7 +365,7 @@ def test_amc_keeps_2023_of_a_mixed_source(tmp_path: Path) -> None:
 
 
 def test_a_missing_shard_is_not_overlooked(tmp_path: Path) -> None:
-    """Two of three shards are no dataset."""
+    """Two of three shards are not a dataset."""
     shards = {
         f"data/train-{at:05d}-of-00003.parquet": parquet(
             [{"problem": "p", "answer": "1", "id": at}]

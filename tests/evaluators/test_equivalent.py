@@ -190,7 +190,7 @@ def test_shared_core_cases(shared_data: Path) -> None:
         if equivalent(row["pred"], row["gold"]).is_equal != row["expected"]
     ]
     assert len(rows) > 700
-    # 17 "any text": words that are no unit leave it unscored
+    # 17 "any text": words that are not a unit leave it unscored
     assert (wrong, turned) == (
         ["eq0406"],
         ["eq0406"],

@@ -63,7 +63,7 @@ def test_one_problem_says_nothing_of_others() -> None:
 
 
 def test_undefined_is_said_never_invented() -> None:
-    """The cases are no problems, a problem without a value, and nothing to count."""
+    """The cases are not problems, a problem without a value, and nothing to count."""
     for found in (
         mean_estimate([], 0),
         mean_estimate([math.nan, 1.0], 2),
@@ -201,8 +201,8 @@ def test_wilson_with_unequal_samples_uses_what_is_there() -> None:
 @pytest.mark.parametrize("wrong", [10.94, -0.25, math.inf])
 def test_what_is_no_share_gets_no_interval_of_shares(wrong: float) -> None:
     """A mean of 10.94 with the interval [0, 1] was printed once; sums of floats may miss 1."""
-    with pytest.raises(OptionError, match="is no share"):
+    with pytest.raises(OptionError, match="is not a share"):
         mean_estimate([0.5, wrong], 2)
-    with pytest.raises(OptionError, match="is no share"):
+    with pytest.raises(OptionError, match="is not a share"):
         share_estimate([(1, 2), (math.copysign(3, wrong), 2)])  # type: ignore[list-item]
     assert mean_estimate([1 + 1e-12, 1.0], 2).value == 1.0

@@ -59,6 +59,6 @@ def test_many_mutants_are_hardly_ever_equal(shared_data: Path) -> None:
 
 
 def test_the_generator_knows_equal_values() -> None:
-    """A change that keeps the value is no mutant; what was made differs from what it was made of."""
+    """A change that keeps the value is not a mutant; what was made differs from what it was made of."""
     assert mutants(["0"], 50) != []
     assert all(mutant.answer != "-0" for mutant in mutants(["0"], 50))

@@ -48,7 +48,7 @@ def test_words() -> None:
 
 
 def test_units() -> None:
-    """A phrase by its dimension and scale, nothing for words that are no unit."""
+    """A phrase by its dimension and scale, nothing for words that are not a unit."""
     assert measure("km / h") == measure("kilometers per hour")
     assert measure("glorp and") is None
 

@@ -225,7 +225,7 @@ LIES = (
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_scores_that_are_none_are_refused(suffix: str, tmp_path: Path) -> None:
-    """True is no 1, a word is no number, NaN is none: whatever stands where."""
+    """True is no 1, a word is not a number, NaN is none: whatever stands where."""
     for lie in LIES:
         (tmp_path / f"in{suffix}").write_text(lie)
         with pytest.raises(CalibrationInputError):
@@ -411,7 +411,7 @@ CONFIGURATIONS = (
 
 @pytest.mark.parametrize("text", CONFIGURATIONS)
 def test_a_configuration_is_read_by_type(text: str, tmp_path: Path, capsys: Said) -> None:
-    """A text is no number, true neither; the file and the key are named."""
+    """A text is not a number, true neither; the file and the key are named."""
     (tmp_path / "c.toml").write_text(text)
     assert run(["config", "show", "--config", str(tmp_path / "c.toml")]) == 2
     assert "c.toml" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def mutated(value: Any, draws: random.Random) -> Any:
 
 
 def checked(words: list[str], case: object, capsys: Said, counts: Counter[int]) -> int:
-    """Run one command line: its exit code is a documented one, and it is no error of ours."""
+    """Run one command line: its exit code is a documented one, and it is not an error of ours."""
     capsys.readouterr()
     code = run(words)
     said = capsys.readouterr()

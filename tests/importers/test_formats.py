@@ -76,7 +76,7 @@ def test_an_inspect_log_in_json(tmp_path: Path, run_import: Import) -> None:
 
 
 def test_another_score_of_inspect(tmp_path: Path, run_import: Import) -> None:
-    """A score that is no grade leaves the verdict to atts; an unknown one is named with the known."""
+    """A score that is not a grade leaves the verdict to atts; an unknown one is named with the known."""
     path = write_eval(tmp_path / "log.eval", SAMPLES[:2])
     finished, _, _ = read(run_import("inspect", path, metric="length").directory)
     assert [sample.rule for sample in finished["1"].samples] == ["same text", "value"]

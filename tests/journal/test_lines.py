@@ -153,7 +153,7 @@ def test_kinds_may_change_while_reading(tmp_path: Path, story: list[Event]) -> N
 
 
 def test_damage_is_found_on_unwanted_lines(tmp_path: Path, story: list[Event]) -> None:
-    """Passing over a line is no excuse for not checking it."""
+    """Passing over a line is not an excuse for not checking it."""
     lines = write(tmp_path / "j", story)
     for harm in (lines[4].replace(b"e", b"f", 1), b"", lines[4] * 2):
         (tmp_path / "j").write_bytes(b"".join([*lines[:4], harm, *lines[5:]]))

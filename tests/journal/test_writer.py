@@ -75,7 +75,7 @@ async def test_a_run_and_its_resume(tmp_path: Path, story: list[Event]) -> None:
 
 
 async def test_saved_means_written(tmp_path: Path) -> None:
-    """After `saved` another reader sees the event; the open session is no obstacle."""
+    """After `saved` another reader sees the event; the open session is not an obstacle."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         for number in range(5):
             journal.record(Warned("w", str(number)))

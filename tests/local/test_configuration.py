@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "layers below none": ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
     "endless layers": ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000"),
     "no vocabulary": ({"vocab_size": 0}, "vocab_size is 0"),
-    "an epsilon that is no number": ({"rms_norm_eps": NAN}, "rms_norm_eps is nan"),
+    "an epsilon that is not a number": ({"rms_norm_eps": NAN}, "rms_norm_eps is nan"),
     "an endless epsilon": ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
     "a size in words": ({"hidden_size": "64"}, "hidden_size is '64'"),
     "a size as a flag": ({"hidden_size": True}, "hidden_size is True"),

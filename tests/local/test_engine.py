@@ -43,7 +43,9 @@ from atts.testing import CheckOptions, check_engine
 Make = Callable[..., Path]
 HERE = LocalOptions(worker="thread")
 """Opens at once, which tests that are not about processes do often."""
-PATIENT = CheckOptions(timeout_seconds=600, settle_seconds=60)  # a busy machine is no broken engine
+PATIENT = CheckOptions(
+    timeout_seconds=600, settle_seconds=60
+)  # a busy machine is not a broken engine
 
 
 @pytest.mark.anyio
@@ -141,7 +143,7 @@ def loop_process() -> int:
 async def test_a_process_that_cannot_be_started_is_told(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A system that is out of processes is no traceback; the advice is the other worker."""
+    """A system that is out of processes is not a traceback; the advice is the other worker."""
 
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")

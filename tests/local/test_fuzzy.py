@@ -112,7 +112,7 @@ def test_groups_of_one_are_exact_and_larger_ones_are_near(make_model: Make) -> N
     assert 0 < errors[1] < errors[2] < float(exact.abs().mean())
     assert torch.equal(hidden(folder, 6), hidden(folder, 60)), "there are six layers between"
     shallow = make_model("llama", num_hidden_layers=3)
-    assert torch.equal(hidden(shallow, 1), hidden(shallow, 4)), "one layer between is no group"
+    assert torch.equal(hidden(shallow, 1), hidden(shallow, 4)), "one layer between is not a group"
 
 
 def drafted(

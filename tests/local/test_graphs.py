@@ -292,7 +292,7 @@ def test_a_kernel_that_takes_side_by_side_caches_for_one_is_not_used() -> None:
 @pytest.mark.slow
 def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter runs blocks of 1 to 16 rows, split contexts, windows, and head sizes
-    that are no power of two.
+    that are not a power of two.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -130,7 +130,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another library": (_content(lambda data: Path(sys.executable).read_bytes()), "is damaged"),
     "writable by the group": (lambda path: path.chmod(0o620), "can be written by others"),
     "writable by all": (lambda path: path.chmod(0o602), "can be written by others"),
-    "a link": (_link, "is no plain file"),
+    "a link": (_link, "is not a plain file"),
     "a folder": (_folder, "cannot be read"),
 }
 

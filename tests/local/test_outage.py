@@ -89,7 +89,7 @@ def test_a_child_killed_at_any_point_costs_no_outcome(tmp_path: Path) -> None:
     """A kill at any of twenty points gives exit code 3 and nothing forced, then the outcomes of a
     run without an outage.
 
-    A child that had done all that was asked of it may not be missed; that is no outage, and
+    A child that had done all that was asked of it may not be missed; that is not an outage, and
     ends with 0.
     """
     problems = tuple(load_dataset("arithmetic[:3]"))

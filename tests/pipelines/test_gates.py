@@ -331,7 +331,7 @@ def test_impossible_budgets_are_refused() -> None:
 
 
 def test_siblings_agree_by_their_answers_alone() -> None:
-    """A rollout's own earlier answer is no sibling's, and its new one is compared with theirs."""
+    """A rollout's own earlier answer is not a sibling's, and its new one is compared with theirs."""
     siblings = Siblings(toy_groups)
     for sample, answer in enumerate(["7", "7", "8", None]):
         siblings.rollouts[sample] = Rollout(

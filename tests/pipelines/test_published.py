@@ -109,7 +109,7 @@ def test_questions_are_ranked_among_their_own_scores(
 
 
 def test_only_first_turns_are_stored_and_a_strange_question_is_accepted() -> None:
-    """Later turns of a calibration run are no part of the published pool."""
+    """Later turns of a calibration run are not part of the published pool."""
     stored = StoredScores((1.0, 2.0, 9.0, 9.0), ("a", "a", "a", "b"), (0, 0, 1, 0))
     marginal = gate_of("paper-marginal", stored, 0.5)
     assert isinstance(marginal, StaticRankGate)

@@ -116,7 +116,7 @@ def test_growth_waits_for_what_retry_after_says() -> None:
 
 
 def test_a_server_error_stops_growth_for_a_moment_and_shrinks_nothing() -> None:
-    """Failing is no sign of too much."""
+    """Failing is not a sign of too much."""
     clock = Hands()
     limit = filled(100, clock)
     limit.refused(clock.now)
@@ -246,7 +246,7 @@ async def test_an_attempt_whose_reply_was_lost_is_aborted_before_the_next(
 
 
 def test_what_python_servers_send_for_infinity_is_read() -> None:
-    """-Infinity and NaN are no JSON, and some servers send them; words in texts stay as they are."""
+    """-Infinity and NaN are not JSON, and some servers send them; words in texts stay as they are."""
     found = decode(b'{"a": [-Infinity, -0.5], "b": null}', dict[str, list[float] | None])
     assert [logprob_of(value) for value in found["a"]] == [-math.inf, -0.5]
     text, number = decode(b'["NaN \\" -Infinity", NaN]', tuple[str, float])

@@ -122,7 +122,7 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
         calls = len(server.calls)
 
         async def insist(request: SampleRequest) -> Completion:
-            patience = 0.5  # more after each time-out: a busy machine is no server that hangs
+            patience = 0.5  # more after each time-out: a busy machine is not a server that hangs
             for _ in range(20):
                 try:
                     done = await remote.sample(request)
@@ -442,7 +442,7 @@ async def test_steady_work_is_no_silence(serve: Serve, client: Connect) -> None:
 async def test_a_loading_server_is_waited_for_and_it_is_said(
     serve: Serve, client: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """503 while loading is no failure; one that never ends is."""
+    """503 while loading is not a failure; one that never ends is."""
     server = serve("llamacpp", loading_seconds=0.5)
     with caplog.at_level(logging.WARNING, logger="atts.servers"):
         async with client(server.url) as remote:

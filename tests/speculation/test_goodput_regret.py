@@ -333,7 +333,7 @@ class Prompts(Machine):
 def test_a_run_loses_little_whatever_misleads_the_forecasts(
     draft: str, sequences: int, reading: float, least: float
 ) -> None:
-    """Reading prompts is no part of a proposal's time, so forecasts promise a gain where whole runs
+    """Reading prompts is not part of a proposal's time, so forecasts promise a gain where whole runs
     lose; what they lost stops them.
     """
     for seed in range(3):

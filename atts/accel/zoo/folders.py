@@ -187,7 +187,7 @@ def check_name(name: str, taken: Collection[str] = ()) -> None:
     """
     if not _NAME.fullmatch(name):
         raise OptionError(
-            "NAME", f"{name!r} can be no model's name; use letters, digits, '.', '_' and '-'"
+            "NAME", f"{name!r} cannot be a model's name; use letters, digits, '.', '_' and '-'"
         )
     if name in taken:
         raise OptionError(

@@ -170,7 +170,7 @@ class RayStage:
     def __init__(self, name: str, label: str, build: BuildStage) -> None:
         """Have it started, on another node where there is one; `label` says what it holds.
 
-        :raises UnsupportedByEngine: this is no actor.
+        :raises UnsupportedByEngine: this is not an actor.
         """
         self._name = name
         self._label = label

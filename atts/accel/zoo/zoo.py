@@ -179,7 +179,7 @@ class Zoo:
     def names(self) -> list[str]:
         """List the models by name.
 
-        :raises ZooError: it is no zoo, or one of a newer version.
+        :raises ZooError: it is not a zoo, or one of a newer version.
         """
         check_schema(self.directory)
         with storage(self.directory):
@@ -212,14 +212,14 @@ class Zoo:
     def show(self) -> ZooContents:
         """Describe who shares what, and its bytes, of those models whose manifests can be read.
 
-        :raises ZooError: it is no zoo, or one of a newer version.
+        :raises ZooError: it is not a zoo, or one of a newer version.
         """
         return contents(str(self.directory), self._known(), self._size())
 
     def damage(self) -> list[str]:
         """List what is damaged, a line for each model, every block compared with its digest.
 
-        :raises ZooError: it is no zoo, or one of a newer version.
+        :raises ZooError: it is not a zoo, or one of a newer version.
         """
         found = list[str]()
         for name in self.names():
@@ -241,14 +241,14 @@ class Zoo:
 
         :raises OptionError: the name cannot be one, or is taken.
         :raises ModelLoadError: the folder holds no model that a local engine computes.
-        :raises ZooError: this is no zoo, or a newer one.
+        :raises ZooError: this is not a zoo, or a newer one.
         :raises StorageError: the disk refuses; nothing has changed.
         """
         check_name(name)
         if not folder.is_dir():
             raise OptionError(
                 "FOLDER",
-                f"{folder} is no folder; name one with a model's configuration and weights",
+                f"{folder} is not a folder; name one with a model's configuration and weights",
             )
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             return self._add_adapter(name, folder, base)
@@ -471,7 +471,9 @@ class Zoo:
                 name not in (MODELS, BLOCKS, _LOCK, MARK) and not name.startswith(f".{MARK}.")
                 for name in others
             ):
-                raise ZooError(self.directory, "it is no zoo, and not empty", "Name a new folder")
+                raise ZooError(
+                    self.directory, "it is not a zoo, and not empty", "Name a new folder"
+                )
             for part in (MODELS, BLOCKS):
                 (self.directory / part).mkdir(parents=True, exist_ok=True)
             write_atomic(self.directory / MARK, msgspec.json.encode({"schema": SCHEMA}))

@@ -113,7 +113,7 @@ def _distrust(path: Path) -> str:
     """Describe why something is not this user's alone to write; nothing when it is."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        return "is no plain file"
+        return "is not a plain file"
     if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
         return f"belongs to another user ({found.st_uid})"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -223,8 +223,8 @@ class SlotQueue:
         self.free_slots: float = math.inf if slots is None else slots
         self.free_tokens: float = math.inf if tokens is None else tokens
         self._event: Callable[[], anyio.Event] = anyio.Event
-        self._lanes: dict[int, deque[_Waiter]] = {}  # by priority; an empty lane is removed
-        self._priorities: list[int] = []  # of the lanes, sorted
+        self._lanes: dict[int, deque[_Waiter]] = {}  # keyed by priority; an empty lane is removed
+        self._priorities: list[int] = []  # priorities of the lanes, sorted
 
     def enter_loop(self) -> None:
         """Remember the running loop's event class: `anyio.Event()` spends most of its time finding it."""

@@ -148,7 +148,7 @@ class ScoreRequest:
     suffix: TokenIds
     rollout: str = ""
     priority: int = 0
-    turn: int = 0  # of the rollout; recorded for timing only
+    turn: int = 0  # turn of the rollout; recorded for timing only
     draw: SampleRequest | None = None  # never changes the scores
 
 
@@ -199,7 +199,7 @@ class Decision:
     p: float | None = None
     why: str = ""  # for people; nothing reads it
     origin: Origin = "gate"
-    length: float | None = None  # of the chunk, if the gate ranks by length
+    length: float | None = None  # length of the chunk, if the gate ranks by length
 
     @property
     def escalate(self) -> bool:
@@ -416,13 +416,13 @@ class Combination:
 
     plan: CombinePlan
     voted: str  # the leading answer of the vote
-    share: float  # of the votes that it has
-    # of the vote by each half of the rollouts: the leader's share, and whether it is `voted`
+    share: float  # share of the votes that the answer has
+    # the vote of each half of the rollouts: its leader's share, and whether that is `voted`
     halves: tuple[tuple[float, bool], ...] = ()
     finalists: tuple[str, ...] = ()  # answers whose texts the target read
     chosen: str | None = None  # the answer that the target prefers or wrote; None: undecided
     pairs: int = 0  # questions that were asked in two orders
-    consistent: int = 0  # of them, those with one answer in both orders
+    consistent: int = 0  # number of them with one answer in both orders
     usage: Usage = Usage()
     error: str = ""  # why the target could not be asked
 

@@ -523,14 +523,14 @@ class Speculated:
     rounds: int = 0  # a round is one sequence in one step whose proposal was verified
     proposed: int = 0  # tokens
     accepted: int = 0  # tokens
-    # by position in a proposal: the rounds in which all tokens before it were accepted
+    # for each position in a proposal: rounds in which all tokens before it were accepted
     tested_at: tuple[int, ...] = ()
-    # by position in a proposal: the rounds in which its token was accepted as well
+    # for each position in a proposal: rounds in which its token was accepted as well
     accepted_at: tuple[int, ...] = ()
     seconds: float = 0.0  # spent on drafting proposals
     choices: int = 0  # decisions on a proposal's length: one per sequence and step
     chosen: int = 0  # the sum of those lengths; chosen / choices is the mean length
-    # of the steps with a forecast: the tokens and seconds that were forecast, and the real ones
+    # tokens and seconds forecast for the steps with a forecast, and the real ones
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0

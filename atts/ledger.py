@@ -44,7 +44,7 @@ class Amount:
 
     calls: int = 0
     target_tokens: int = 0  # written by the target
-    total_tokens: int = 0  # of prompts, scored texts and completions, over all calls
+    total_tokens: int = 0  # tokens of prompts, scored texts and completions, over all calls
     picodollars: int = 0
 
     def __add__(self, other: Amount) -> Amount:
@@ -140,9 +140,9 @@ class Price:
     :raises OptionError: a price below 0, or cached tokens that cost more than others.
     """
 
-    input: float  # of prompts and scored texts
+    input: float  # price of prompts and scored texts
     output: float
-    cached: float | None = None  # of prompt tokens that a cache had; None: as `input`
+    cached: float | None = None  # price of prompt tokens that a cache had; None: as `input`
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "cached"):
@@ -492,7 +492,7 @@ class LedgerFile:
         self._most_lines = most_lines
         recorded = _read(path)
         self.total = Amount()  # what earlier sessions spent
-        self._others = Spending()  # of all accounts that are not kept
+        self._others = Spending()  # sum of all accounts that are not kept
         self._kept = {name: Spending() for name in keep}
         for name, spending in recorded.items():
             self.total += spending.total

@@ -167,7 +167,7 @@ class Feedback(Controller):
         self._questions = DefaultTable(str, float)
         self._turns = DefaultTable(int, float)
         self._overall = 0.0
-        # by (question, turn): scores of the kept and of the escalated siblings
+        # scores of the kept and of the escalated siblings, keyed by (question, turn)
         self._siblings = GroupTable(lambda: (Ranks(), Ranks()))
 
     def current_rate(

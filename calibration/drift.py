@@ -176,7 +176,7 @@ class QuestionSample:
             ours = int((counts >= depth).sum())
             theirs = int((stored >= depth).sum())
             variance = (1 / ours + 1 / theirs) * (self.icc + (1 - self.icc) / depth)
-            if variance <= least:  # of equal ones the deepest, which allows a spread
+            if variance <= least:  # the largest of equally good depths, which allows a spread
                 best_depth = depth
                 least = variance
         return best_depth
@@ -219,7 +219,7 @@ _GLANCE = 499
 _DOUBT = 0.1
 # Weight of squared normal scores next to the scores: wider or narrower distributions show sooner.
 _BEND = 0.5
-_DIGITS = 9  # of a statistic that count: equal ones may differ by rounding
+_DIGITS = 9  # digits of a statistic that count: equal ones may differ by rounding
 
 # The mixture of the likelihood ratio: normal distributions with other means, widths and
 # correlations than the stored one.

@@ -50,7 +50,7 @@ class Facts:
     events: Sequence[DriftEvent]
     # decisions expected before the run ends; infinite where that is not known
     left: float = math.inf
-    cap: Fraction | None = None  # of any first n decisions at most ceil(cap * n) escalate
+    cap: Fraction | None = None  # hard cap: of any first n decisions at most ceil(cap * n) escalate
 
     @property
     def count(self) -> int:

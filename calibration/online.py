@@ -53,7 +53,7 @@ class PendingScore(NamedTuple):
     nonconformity: float
     question: str
     turn: int
-    length: float | None  # of its chunk, where that counts
+    length: float | None  # length of the chunk, if the mode ranks by length
 
 
 class ReorderBuffer:

@@ -110,8 +110,8 @@ class WeightedRank(NamedTuple):
     """The rank of a score among stored ones, by weight; the score itself weighs 1."""
 
     below: float  # weight of the stored scores below it
-    equal: float  # of those equal to it
-    size: float  # of all stored ones
+    equal: float  # weight of the stored scores equal to it
+    size: float  # weight of all stored scores
 
     def p(self, theta: float) -> float:
         """Return the smoothed conformal p-value, near 1 for a worse score.

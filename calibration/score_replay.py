@@ -224,7 +224,7 @@ def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float
     q = np.asarray(questions)
     t = np.asarray(turns)
     x = np.asarray(nonconformity, float)
-    # by question, then turn, then worst first, ties in arrival order
+    # sorted by question, then turn, then worst first; ties stay in arrival order
     order = np.lexsort((np.arange(len(q)), -x, t, q))
     starts = np.flatnonzero(np.diff(q[order]) | np.diff(t[order])) + 1
     decisions = np.zeros(len(q))

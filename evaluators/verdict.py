@@ -74,14 +74,15 @@ class Limits:
     """Caps on what is attempted; what would exceed one is left undecided."""
 
     raw_characters: int = 250_000  # looked at, to drop spacing and wrappers
-    characters: int = 20_000  # of what is left, to be parsed
+    characters: int = 20_000  # characters that are left to be parsed
     tokens: int = 12_000
-    depth: int = 40  # of values in values
-    items: int = 4_000  # of a list, set, tuple or matrix
-    bits: int = 100_000  # of any exact integer
-    terms: int = 400  # of a written-out sum or product
-    steps: int = 20_000  # of one numeric evaluation
-    work: int = 200_000  # of all evaluations of one pair: a step counts more the more digits it has
+    depth: int = 40  # depth of values within values
+    items: int = 4_000  # items of a list, set, tuple or matrix
+    bits: int = 100_000  # bits of any exact integer
+    terms: int = 400  # terms of a written-out sum or product
+    steps: int = 20_000  # steps of one numeric evaluation
+    # work of all evaluations of one pair: a step counts more the more digits it has
+    work: int = 200_000
     seconds: int = 60  # the last defence, should a cap be missing: no verdict rests on it
 
 

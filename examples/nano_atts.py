@@ -46,7 +46,7 @@ class Settings:
     samples: int = 4  # rollouts of a problem
     turns: int = 15  # chunks of a rollout, at most
     chunk_tokens: int = 64
-    max_tokens: int = 512  # of a rollout
+    max_tokens: int = 512  # most tokens of a rollout
     stop: tuple[str, ...] = ("\n\n",)  # where a chunk ends
     sampling: Sampling = Sampling(temperature=0.7)
     system: str = "Solve the problem step by step. Put the final answer in \\boxed{}."

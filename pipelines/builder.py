@@ -73,8 +73,9 @@ class Siblings:
         self._group = group
         self.rollouts: dict[int, Rollout] = {}
         self._positions: dict[tuple[int, TokenIds], int] = {}
-        self.scores: dict[int, KnownScore] = {}  # by position, of the chunk that leads there
-        self.pending_scores: dict[int, Arrival] = {}  # by position
+        # keyed by position: the score of the chunk that leads there
+        self.scores: dict[int, KnownScore] = {}
+        self.pending_scores: dict[int, Arrival] = {}  # keyed by position
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
         """Return how many siblings have answered, the share of the leading answer among them, and

@@ -22,7 +22,7 @@ from atts.pipelines.policy import Policy
 from atts.pipelines.scores import ScoreSource, kind_of, source_of
 
 _BLIND = (FixedGate, CoinGate, CueGate)  # they never look at a score
-# of the draft's own evidence they look at nothing
+# they look at the score only, not at the draft's own evidence
 _BY_SCORE = (
     ConformalGate,
     StaticRankGate,

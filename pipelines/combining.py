@@ -208,7 +208,7 @@ def _halves(
 class RecordedRollouts:
     """A pipeline whose rollouts were recorded by an earlier run: it votes and combines again."""
 
-    outcomes: Mapping[str, Outcome]  # by problem
+    outcomes: Mapping[str, Outcome]  # keyed by problem
 
     async def __call__(
         self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /
@@ -245,7 +245,7 @@ class _Question:
         self._problem = outcome.problem
         self._policy = policy
         self._context = context
-        texts: dict[str, str] = {}  # of the first rollout with that answer
+        texts: dict[str, str] = {}  # text of the first rollout with each answer
         for rollout in sorted(outcome.rollouts, key=lambda one: one.sample):
             if rollout.answer is not None:
                 texts.setdefault(rollout.answer, rollout.text)
@@ -412,7 +412,7 @@ class CombinedVerdicts:
 
     is_vote_correct: bool
     is_choice_correct: bool
-    is_any_correct: bool  # of the rollouts' answers
+    is_any_correct: bool  # whether any of the rollouts' answers is correct
 
     @classmethod
     def of(cls, line: FinishedProblem) -> CombinedVerdicts | None:
@@ -446,9 +446,9 @@ class CombineSummary:
 
     problems: int
     split: int  # problems on which the target was asked
-    trials: int  # of them, those where the choice of the target did not count
+    trials: int  # number of them in which the choice of the target did not count
     changed: int  # answers that are not the vote's
-    gained: int  # of them, correct where the vote was wrong
+    gained: int  # number of them that became correct where the vote was wrong
     lost: int
     pairs: int
     consistent: int

@@ -134,8 +134,8 @@ class Context:
     # whose own are used: see `needed_logprobs`
     logprobs: frozenset[Role] = frozenset({"draft", "target"})
     left: RunLength = field(default_factory=RunLength)
-    # of the run's drafts under method exact
+    # chooses the length of the run's drafts under method exact
     draft_length: DraftLength = field(default_factory=DraftLength)
     planner: Planner = field(default_factory=SplitPlanner)
-    # of the run's pieces under method exact
+    # chooses who writes the run's pieces under method exact
     writers: WriterChoice = field(default_factory=WriterChoice)

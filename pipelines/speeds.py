@@ -16,10 +16,10 @@ _SURE = 0.4
 _UNSURE = 1.5
 _AFTER_LOSS = 16  # stretches without a look after a chunk or a stretch that lost
 _LONGEST = 64  # stretches between two looks
-# of the run's time, what drafting may have lost when it stops, and when it may be tried again
+# share of the run's time that drafting may have lost when it stops, and when it may try again
 _MOST_LOST = 0.02, 0.012
-_GRACE = 0.25  # of the time of one of the target's chunks: what the first try may lose
-_FORGETTING = 0.8  # of the mean of the target's chunks, what a new one leaves
+_GRACE = 0.25  # share of the time of one of the target's chunks that the first try may lose
+_FORGETTING = 0.8  # weight that a new chunk leaves to the mean of the target's earlier chunks
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class WriterChoice:
     the chunks that the draft has begun.
     """
 
-    writer: Role = "target"  # of the present stretch
+    writer: Role = "target"  # writer of the present stretch
     best: Role = "target"
     # tokens a second, of all rollouts
     rates: dict[Role, float] = field(default_factory=dict[Role, float])
@@ -97,16 +97,16 @@ class WriterChoice:
     chunk_seconds: float = 0.0  # mean of the target's chunks
     before: int = 0  # chunks still to end that began before this stretch
     ended: int = 0  # chunks since then
-    tokens: int = 0  # of these
+    tokens: int = 0  # tokens of these chunks
     busy: float = 0.0  # seconds of these, while something was in flight
     now: float = 0.0
     elapsed: float = 0.0  # seconds of the run while something was in flight
-    lost: float = 0.0  # of these, by tries that are over
+    lost: float = 0.0  # seconds of these that were lost by tries that are over
     tried_since: float | None = None  # when the draft's present try began
     tried_busy: float = 0.0
     tried_tokens: float = 0.0
     stay: int = 1  # stretches of the better one between two looks at the other
-    left: int = 1  # of these
+    left: int = 1  # stretches until the next look
     is_look_due: bool = False
     is_looking: bool = False
 
@@ -153,7 +153,7 @@ class WriterChoice:
             until = max(begun.drafted_until, begun.since)
             self.seconds["draft"] = (until - begun.since) / max(1, begun.tokens)
         if self.tried_since is not None:
-            # of a chunk that began before the try, the share that was written since
+            # share of a chunk begun before the try that was written since
             share = min(1.0, (now - self.tried_since) / seconds) if seconds else 1.0
             self.tried_tokens += share * (tokens - begun.tokens)
         if begun.is_look:

@@ -87,7 +87,7 @@ def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
     whose sibling.
     """
     labels = classes([ballot.answer for ballot in ballots], group)
-    answers: dict[int, str] = {}  # by class, the first one seen
+    answers: dict[int, str] = {}  # keyed by class of equal answers: the first one seen
     weights: dict[int, float] = {}
     counts: dict[int, int] = {}
     for ballot, label in zip(ballots, labels, strict=True):

@@ -31,7 +31,7 @@ from atts.sampling import uniforms
 
 ASSISTANT = 2
 END = 4  # ids of the embedded models' tokenizer
-SKILL: Mapping[Role, float] = {"draft": 0.985, "target": 0.9995}  # of getting the next token right
+SKILL: Mapping[Role, float] = {"draft": 0.985, "target": 0.9995}  # chance of the correct next token
 TEXT = "Let us look at what is given.\n\nFrom this the value follows step by step.\n\nSo we have \\boxed{{{}}}."
 
 

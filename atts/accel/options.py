@@ -195,7 +195,8 @@ class LoopPlan:
     drafter: WorkerConfig | None = None  # the model that drafts for this one
     # it was lent: what hinders it is reported, and the model works without
     may_lack_drafter: bool = False
-    proposer: type[Proposer] | None = None  # of one's own: found by name in a process
+    # class of the user's own proposer, which a process finds by name
+    proposer: type[Proposer] | None = None
     is_shared: bool = False  # whether other models of its zoo may be run in the same loop
     depth: int = 0  # layers of the deepest of these
 

@@ -95,7 +95,7 @@ class GradedProblem:
     vote: float
     share: float
     samples: int
-    costs: Mapping[str, float]  # by the names in COSTS, where known
+    costs: Mapping[str, float]  # keyed by the names in COSTS, where known
     unscored: float = 0.0  # how much more of the vote were right, were what could not be scored
 
 
@@ -266,8 +266,8 @@ class Compared:
     mcnemar: McNemar | None
     costs: tuple[CostRatio, ...]
     unscored: tuple[int, int] = (0, 0)  # votes counted wrong that could not be scored
-    if_right: Comparison | None = None  # of votes, were these right
-    # of votes, looked at after every problem in an order drawn by seed
+    if_right: Comparison | None = None  # comparison of the votes, if these were correct
+    # comparison of votes after every problem, in an order drawn by seed
     sequential: Sequential | None = None
 
 

@@ -35,7 +35,7 @@ class PilotArm:
 
     name: str
     flags: Mapping[str, object]
-    correct: Mapping[str, Sequence[bool]]  # by problem, of its rollouts
+    correct: Mapping[str, Sequence[bool]]  # keyed by problem: verdicts on its rollouts
     usage: Usage
     rate: float  # realised; NaN where nothing escalates
     coin: str = ""  # the name of the coin it is compared with
@@ -60,7 +60,7 @@ class PilotRow:
     """One arm in numbers; `p_value` is corrected for the number of gains."""
 
     arm: PilotArm
-    accuracy: Estimate  # of single rollouts
+    accuracy: Estimate  # accuracy of single rollouts
     gain: Estimate | None  # over the coin of the same policy and rate
     p_value: float
     cost: float

@@ -49,7 +49,7 @@ CONFIDENCE = "confidence"
 """Name of the score that atts' own log-probabilities give: e to their mean."""
 ORACLE = "pass@n"
 ALL = "all"
-_MOST_ROLLOUTS = 64  # of a problem in one order, unless more are asked for
+_MOST_ROLLOUTS = 64  # most rollouts of a problem in one order, unless more are asked for
 _POINT = 0.01
 _ORDERS = 200
 _FEWEST_ORDERS = 20
@@ -62,7 +62,7 @@ class PlayedRollout:
 
     label: int  # class of equal answers
     is_right: float  # 1 correct, 0 wrong or unscored
-    costs: tuple[float, float, float, float]  # by unit; NaN where it is not known
+    costs: tuple[float, float, float, float]  # one cost per unit; NaN where it is not known
     scores: tuple[tuple[str, float], ...] = ()
 
 
@@ -346,17 +346,17 @@ class _Mean:
     """A rule on one problem: means over the orders."""
 
     right: float
-    costs: Floats  # by unit
+    costs: Floats  # one cost per unit
     changed: float
-    difference: float  # of correctness, from all rollouts' vote
-    square: float  # of the same in single orders
+    difference: float  # difference in correctness to the vote of all rollouts
+    square: float  # mean square of the same difference in single orders
 
 
 @dataclass(frozen=True, slots=True)
 class _ProblemTable:
     rows: list[_Mean]
-    fixed_right: Floats  # of the vote of 1, 2, ... rollouts
-    fixed_costs: Floats  # of the same, by unit
+    fixed_right: Floats  # correctness of the vote of 1, 2, ... rollouts
+    fixed_costs: Floats  # costs of the same votes, by unit
 
 
 def _played_by(

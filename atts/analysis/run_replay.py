@@ -183,9 +183,9 @@ class _RecordedProblem:
     problem: Problem
     answer: str | None
     is_censored: bool
-    usage: Usage  # of all its rollouts
+    usage: Usage  # usage of all its rollouts
     rollouts: tuple[ReplayedRollout, ...]  # those of the policy, as they were recorded
-    weights: tuple[float, ...]  # of their votes
+    weights: tuple[float, ...]  # weights of these rollouts' votes
     rows: range  # its judged chunks
 
 
@@ -520,7 +520,7 @@ class Replay:
     undecided: int
     censored: int
     decisions: Sequence[ReplayedDecision]
-    answers: Mapping[str, tuple[str | None, str | None]]  # by problem: recorded, replayed
+    answers: Mapping[str, tuple[str | None, str | None]]  # keyed by problem: recorded, replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -603,7 +603,7 @@ class _RecordedGate:
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     record: _Record
-    verdicts: Mapping[tuple[str, str], str]  # of answers that were graded then
+    verdicts: Mapping[tuple[str, str], str]  # verdicts on answers that were graded then
 
     @property
     def known(self) -> dict[str, str | None]:

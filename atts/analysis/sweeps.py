@@ -169,12 +169,12 @@ class ScalingPoint:
     target_tokens: float
     draft_tokens: float
     scored_tokens: float
-    seconds: float  # of engine calls, added up
+    seconds: float  # seconds of engine calls, added up
     calls: int
-    shared: int  # of them, taken from another run of the set
+    shared: int  # number of them that were taken from another run of the set
     dollars: float | None  # None: a model has no price
-    right: Mapping[str, float] = field(repr=False)  # by problem, of those that were graded
-    # by problem: the share of correct ones among the rollouts that ended
+    right: Mapping[str, float] = field(repr=False)  # keyed by problem that was graded
+    # keyed by problem: the share of correct ones among the rollouts that ended
     shares: Mapping[str, float] = field(repr=False)
     difference: Contrast | None = None  # in accuracy, to the target alone
     gain: Contrast | None = None  # in accuracy of single rollouts, over a coin of the same policy

@@ -103,8 +103,8 @@ class _Case:
     """A finished problem with what its records need."""
 
     outcome: Outcome
-    verdicts: Mapping[int, str | None]  # by sample
-    # by sample and turn, the target's log-probabilities of the drafted chunk
+    verdicts: Mapping[int, str | None]  # keyed by sample
+    # keyed by sample and turn, the target's log-probabilities of the drafted chunk
     teacher: Mapping[tuple[int, int], tuple[float, ...]]
     scores: Mapping[int, Mapping[str, float]]
 
@@ -455,7 +455,7 @@ def _write_parquet(
 
     :raises MissingExtra: pyarrow is not installed.
     """
-    try:  # by name: pyarrow is optional and ships no types
+    try:  # imported by name: pyarrow is optional and ships no types
         pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         raise MissingExtra("a Parquet file", "pyarrow", "parquet") from None

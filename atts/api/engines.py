@@ -51,7 +51,7 @@ _SERVER_CLASSES = ("RemoteEngine", "ReplicaPool", "RayEngine")
 # within `timeout_seconds`, and few rollouts are longer.
 _REQUEST_TOKENS = 4096
 _ROLLOUTS = 64  # in flight at once, where nothing says how many
-_TOO_SMALL = 0.25  # of the tokens that such models need
+_TOO_SMALL = 0.25  # share of the tokens that such models need
 
 
 def build_engine(
@@ -387,7 +387,7 @@ class _ZooModel(NamedTuple):
     """The model that the words of a zoo engine name."""
 
     folder: str  # the model's, or that of what stands in for it
-    settings: str  # of local engines
+    settings: str  # settings of local engines
     loss: str  # what is lost, for people
     replicas: int
 

@@ -85,7 +85,7 @@ class Pair:
     target: str
     note: str
     settings: Mapping[str, Json]
-    # by benchmark
+    # keyed by benchmark
     prompts: Mapping[str, Mapping[str, Json]] = field(default_factory=dict[str, Mapping[str, Json]])
     published: Mapping[str, PublishedRow] = field(default_factory=dict[str, PublishedRow])
 
@@ -176,9 +176,9 @@ CARDS: Mapping[str, float] = MappingProxyType(
 USUAL_CARDS = ("rtx4090", "h100", "h200")
 """What is shown where no card is named."""
 COUNTS = (1, 2, 4, 8)
-_USABLE = 0.92  # of a card: the rest is the driver's, and what other programs hold
+_USABLE = 0.92  # usable share of a card: the driver and other programs hold the rest
 _OVERHEAD = 2.0  # gigabytes of a server besides weights and cache: context, graphs, activations
-_FP8 = 0.52  # of the bytes of 16-bit weights
+_FP8 = 0.52  # bytes in FP8, as a share of the bytes of 16-bit weights
 _ROLLOUTS = 4  # how many should fit whole into the cache of a draft that shares its card
 
 

@@ -73,7 +73,7 @@ class DryRun:
     budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with what set it
     proposes: str = ""  # what proposes tokens to the target
     warnings: tuple[str, ...] = ()  # lengths that look too small; the score
-    departures: tuple[str, ...] = ()  # of the method, from its published implementation
+    departures: tuple[str, ...] = ()  # departures of the method from its published implementation
     # what the run can show, in words; none where no earlier run of these models was graded
     power: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ class _Past:
     mean: Tokens
     rate: float
     dataset: str
-    correct: tuple[tuple[bool, ...], ...]  # of each graded problem, its rollouts
+    correct: tuple[tuple[bool, ...], ...]  # verdicts on the rollouts of each graded problem
 
 
 def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:

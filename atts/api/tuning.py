@@ -76,9 +76,10 @@ class TuneAdvice:
     """Advice on a server's speculation, with the numbers behind it."""
 
     method: str
-    acceptance: tuple[float, ...]  # of each place, with all before it; (): nothing was proposed
+    # acceptance of each place if all before it were accepted; (): nothing was proposed
+    acceptance: tuple[float, ...]
     loads: tuple[LoadAdvice, ...]
-    fewest_rows: int = 1  # of a step that was timed
+    fewest_rows: int = 1  # fewest rows of a step that was timed
 
     @property
     def config(self) -> str:

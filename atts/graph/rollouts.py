@@ -386,7 +386,7 @@ class Group(Generic[T]):
 
     run: Run
     problem: str
-    frontier: tuple[int, ...]  # of the problem, when it asked for them
+    frontier: tuple[int, ...]  # frontier of the problem, when it asked for them
     function: Callable[[RolloutScope[T]], Awaitable[T]]
     samples: range
     admit: Admit
@@ -578,7 +578,8 @@ class ProblemScope(Caller):
     def __init__(self, run: Run, problem: str, index: int, order: int) -> None:
         super().__init__(run.state, problem, -1, ())
         self.index = index
-        self.order = order  # of opening, over all runs of the graph: older problems come first
+        # order of opening, over all runs of the graph: older problems come first
+        self.order = order
         self.why = ""
         self.cancel_scope = anyio.CancelScope()
         self.is_opening = True  # until it submits rollouts: counted as one itself

@@ -179,9 +179,9 @@ class _Items:
         """Yield every item; of the rest of the file only brackets and the list's name are read."""
         self._file.seek(0)
         buffer = b""
-        base = 0  # of the buffer, in the file
-        scanned = 0  # of the buffer
-        start = -1  # of the open item, in the file
+        base = 0  # offset of the buffer in the file
+        scanned = 0  # length of the buffer that was scanned
+        start = -1  # start of the open item, in the file
         depth = 0
         level = -1  # the depth at which items begin; -1: outside the list of items
         key = b""  # the latest string at depth 1

@@ -74,7 +74,7 @@ class Format:
     about: str
     patterns: tuple[str, ...]
     read: SampleReader
-    # of a JSON file: the field with the list of records; "": the file is a list, or one record
+    # field of a JSON file with the list of records; "": the file is a list, or one record
     list_field: str = ""
 
 

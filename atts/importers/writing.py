@@ -103,7 +103,7 @@ class Imported:
     bytes: int = 0
     problems: int = 0
     rollouts: int = 0
-    most_rollouts: int = 0  # of one problem
+    most_rollouts: int = 0  # most rollouts of one problem
     graded: int = 0  # rollouts with a verdict of the other tool
     referenced: int = 0  # problems with a reference
     with_answer: int = 0  # rollouts with an answer that the other tool extracted
@@ -197,12 +197,13 @@ class _Reading:
         self.files = files
         self.options = options
         self.is_timed = False  # the seconds of every rollout are known
-        # by problem: file, start and size of each of its records, one after the other
+        # keyed by problem: file, start and size of each of its records, one after the other
         self.problems: dict[str, array[int]] = {}
         self.digests = list[str]()
         self._known = {_plain(problem.text): problem for problem in options.known}
         self._known_ids = {problem.id for problem in options.known}
-        self._names: dict[bytes, str] = {}  # by question, of problems that the tool did not name
+        # keyed by question, of problems that the tool did not name
+        self._names: dict[bytes, str] = {}
         self._made = Imported(Path(), format.name, files=len(files))
         self._models = Counter[str]()
         self._filters = Counter[str]()
@@ -444,8 +445,10 @@ class _ProblemWriter:
     def __init__(self, journal: Journal, grades: Grades) -> None:
         self._record: Callable[[Event], None] = journal.record
         self._grades = grades
-        self._verdicts: dict[str, tuple[VerdictStatus, str]] = {}  # by answer, of atts
-        self._recorded: dict[str, Counter[VerdictStatus]] = {}  # by answer, of the other tool
+        # keyed by answer as atts reads it
+        self._verdicts: dict[str, tuple[VerdictStatus, str]] = {}
+        # keyed by answer as the other tool reads it
+        self._recorded: dict[str, Counter[VerdictStatus]] = {}
 
     def write(
         self, samples: Iterable[tuple[Problem, ForeignSample]], number: int, *, is_timed: bool

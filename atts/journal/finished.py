@@ -83,7 +83,7 @@ class FinishedProblem:
     problem: str
     status: OutcomeStatus
     answer: str | None
-    # of the answer; None: it was not graded, or the run ended before there was one
+    # verdict on the answer; None: it was not graded, or the run ended before there was one
     verdict: VerdictStatus | None
     rule: str
     samples: tuple[FinishedSample, ...]
@@ -91,8 +91,8 @@ class FinishedProblem:
     usage: Usage
     why: str = ""
     judged: int = 0  # chunks a gate decided on, also those of rollouts that were cut
-    escalated: int = 0  # of them, continued by the target
-    doubt: str = ""  # of the answer, by the stored scores
+    escalated: int = 0  # number of them that the target continued
+    doubt: str = ""  # doubt about the answer, by the stored scores
     combination: Combination | None = None  # None: the vote decided alone
     # in the task graph; None: while it is being run
     seconds: float | None = field(default=None, compare=False)

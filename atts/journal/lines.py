@@ -107,8 +107,8 @@ class OpenRecords:
     """
 
     def __init__(self) -> None:
-        self.prompts: dict[str, Prompt] = {}  # of each problem's latest rollout
-        self.turns: dict[str, dict[int, _OpenTurn]] = {}  # by problem and sample
+        self.prompts: dict[str, Prompt] = {}  # prompts of each problem's latest rollout
+        self.turns: dict[str, dict[int, _OpenTurn]] = {}  # keyed by problem and sample
 
     def note(self, event: Event) -> None:
         """Remember what later lines may refer to, and forget what they no longer can."""
@@ -475,7 +475,7 @@ class Journal:
             self._size = path.stat().st_size
             undo.pop_all()
         self._recorded = 0  # events in the file
-        self._synced = 0  # of those, on the disk itself
+        self._synced = 0  # events that are on the disk itself
         self._failure: StorageError | None = None
         self._process = os.getpid()
         self._state: Literal["open", "closed"] = "open"
@@ -629,10 +629,10 @@ class LineReader:
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
         self.path = path
-        self.number = 0  # of the next line
+        self.number = 0  # number of the next line
         self.session = 0
-        self.length = 0  # of the whole lines so far, in bytes
-        self.crc = 0  # of the last whole line
+        self.length = 0  # length of the whole lines so far, in bytes
+        self.crc = 0  # crc of the last whole line
         self.records = OpenRecords()
         self._kinds = kinds
 

@@ -143,12 +143,12 @@ class JournalCheck:
 
     directory: str
     lines: int  # whole lines
-    length: int  # of the whole lines, in bytes
+    length: int  # length of the whole lines, in bytes
     lost: int  # bytes after the whole lines
     sessions: int
     complete: int  # problems
     open: int  # problems that were begun and are not complete
-    damage: str = ""  # of the first damaged line; a torn last line is not damage
+    damage: str = ""  # description of the first damaged line; a torn last line is not damage
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""

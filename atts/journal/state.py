@@ -70,8 +70,8 @@ class OpenProblem:
     graded: list[Graded] = field(default_factory=list[Graded])
     combine_plan: CombinePlan | None = None  # what was decided to do after the vote
     judged: int = 0  # chunks a gate decided on
-    escalated: int = 0  # of them, continued by the target
-    # by rollout hint
+    escalated: int = 0  # number of them that the target continued
+    # keyed by rollout hint
     _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
@@ -159,8 +159,8 @@ class RunClock:
     """Seconds of a run's work, its sessions end to end; a session without work takes none."""
 
     seconds: float = 0.0
-    before: float = 0.0  # of earlier sessions
-    _graph_zero: float | None = None  # of this session's nodes, on the session's own clock
+    before: float = 0.0  # seconds of earlier sessions
+    _graph_zero: float | None = None  # zero of this session's nodes, on the session's own clock
 
     def advance(self, entry: Entry) -> None:
         """Move the clock to an entry; entries come in order."""
@@ -204,7 +204,8 @@ class RunState:
     killed: int = 0  # sessions before the last that ended without a word
     # how the last session ended; None: it was killed, or still runs
     ended: SessionClosed | None = None
-    speculated: Speculated | None = None  # of all sessions that said so; None: nothing proposes
+    # speculation of all sessions that reported it; None: nothing proposes
+    speculated: Speculated | None = None
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)
 

@@ -109,7 +109,7 @@ class PrefixTree:
         self._root = PrefixNode((), _NO_SLOTS, None, 0, locks=1)
         self._clock = 0
         self.num_cached = 0  # slots the tree owns
-        self._num_locked = 0  # of them, those a running sequence reads
+        self._num_locked = 0  # number of them that a running sequence reads
         # leaves without locks, and some that were; by last use then
         self._idle: list[tuple[int, int, PrefixNode]] = []
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)

@@ -232,7 +232,7 @@ class DeviceStep(NamedTuple):
     tokens: Tensor  # [rows] int32, as all but the slots
     positions: Tensor
     slots: Tensor  # int64
-    places: Tensor  # of every row, among the places of all blocks
+    places: Tensor  # place of every row among the places of all blocks
     logit_rows: Tensor | None  # None: all rows
     classes: tuple[Blocks, ...]
 

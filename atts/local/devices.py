@@ -15,7 +15,8 @@ from atts.local.placement import WORKSPACE, EngineSize, cards_for, share_cards
 from atts.models.folders import checkpoint_dtype
 
 _CPU_CACHE_BYTES = 2 << 30
-_GPU_CACHE_SHARE = 0.8  # of what the weights leave free, where nothing is known of the run
+# share of the memory that the weights leave free, if nothing is known of the run
+_GPU_CACHE_SHARE = 0.8
 # the first, which stays zero, and the last, which rows that only fill a step up are written to
 SPARE_SLOTS = 2
 

@@ -82,7 +82,7 @@ class RunDemand:
     """Demand of a run on an engine: rollouts in flight, and the other engine of the pair."""
 
     rollouts: int
-    tokens: int  # of one rollout with its problem
+    tokens: int  # tokens of one rollout with its problem
     card: int = 0  # where there are several, and the options leave the device open
     other_card: int = 0
     other: str = ""  # the model of the engine that is loaded after this one; "": none

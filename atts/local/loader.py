@@ -269,7 +269,7 @@ class Weights:
     layers: Sequence[LayerWeights]
     norm: Tensor
     head: Tensor  # [vocabulary, hidden_size]; the embedding itself when tied
-    ropes: Mapping[str, Rope]  # by the names that the configuration gives its layers' ropes
+    ropes: Mapping[str, Rope]  # keyed by the names that the configuration gives its layers' ropes
     # whether the features of a head that turn together are neighbours, as torch wants them
     is_paired: bool = False
     groups: Sequence[LayerWeights] = ()  # joined attentions, of layers that may be grouped
@@ -583,7 +583,7 @@ class _TensorReader:
                 self._name, f"{self._folder} lacks the weight {key!r}: foreign or incomplete files"
             )
         handle, full = self._where[key]
-        # of the header alone: a weight is read when it is known to be one of ours
+        # contents of the header alone: a weight is read when it is known to be needed
         said = handle.get_slice(full)
         if said.get_dtype() not in _FLOATS:
             problem = f"weight {key!r} is of type {said.get_dtype()}"

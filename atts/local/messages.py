@@ -176,7 +176,7 @@ class LoopStats(EngineCounters):
     largest_batch: int = 0
     longest_queue_seconds: float = 0.0
     kv_used: int = 0  # slots taken now, cached sequences included
-    kv_locked: int = 0  # of them, those a running sequence reads or writes
+    kv_locked: int = 0  # number of them that a running sequence reads or writes
     kv_peak: int = 0
     preempted: int = 0
     evicted_tokens: int = 0

@@ -43,7 +43,7 @@ class Family:
     head_norms: Literal["none", "each head", "all heads"] = "none"
     is_fused: bool = False  # query, key and value, gate and up are stored as one matrix
     is_gemma: bool = False  # norms add one to their weights, embeddings are scaled, gates are gelu
-    may_turn_parts: bool = False  # of each head
+    may_turn_parts: bool = False  # whether parts of each head may be turned
     has_windows: bool = True  # where its configuration names one
     may_skip_ropes: bool = False  # in some layers
 
@@ -81,14 +81,14 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int  # of the feed-forward block
+    intermediate_size: int  # size of the feed-forward block
     vocabulary: int
     context_length: int
     norm_eps: float
     rotary_dim: int  # features of each head that rotary embeddings turn
-    # of each layer, the kind of layer whose rotary embedding it has, or NO_ROPE
+    # kind of layer whose rotary embedding each layer has, or NO_ROPE
     ropes: tuple[str, ...]
-    windows: tuple[int, ...]  # of each layer, how many tokens back it sees; 0: all
+    windows: tuple[int, ...]  # number of tokens back that each layer sees; 0: all
     query_scale: float  # multiplies attention scores
     attention_cap: float  # soft limit of attention scores; 0: none
     logit_cap: float
@@ -143,7 +143,7 @@ class _Value:
     low: float = -math.inf
     high: float = math.inf
     optional: bool = False
-    parts: _Value | None = None  # of a list
+    parts: _Value | None = None  # parts of a list
     choices: tuple[str, ...] = ()
 
     def __str__(self) -> str:

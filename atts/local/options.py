@@ -34,7 +34,7 @@ class LocalOptions:
     kv_tokens: int | None = None
     max_batch: int = 256  # sequences in one step
     chunk_tokens: int = 512  # tokens in one step, decoding apart
-    threads: int | None = None  # of one step; None: those that are left by other engines
+    threads: int | None = None  # threads of one step; None: those that other engines leave
 
     def check(self) -> None:
         """See that every option is known and possible.

@@ -18,7 +18,7 @@ class EngineSize:
     """The memory that an engine needs, in bytes, and the tokens that its cache must hold."""
 
     weights: int
-    token: int  # of cache, per token
+    token: int  # bytes of cache per token
     least: int  # tokens: one whole rollout with its problem
 
     @classmethod
@@ -48,7 +48,7 @@ class Room:
     """
 
     rollouts: int  # in flight at once
-    tokens: int  # of one rollout with its problem
+    tokens: int  # tokens of one rollout with its problem
     card: int = 0  # where there are several, and the options leave the device open
     other_card: int = 0
     other: EngineSize | None = None  # loaded later, where it shares the device

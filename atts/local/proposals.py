@@ -23,7 +23,7 @@ from atts.local.seams import (
 )
 from atts.local.sequence import Sequence, TokenTable, going_on
 
-_NONE = NOTHING, 0  # of a sequence for which nothing was asked
+_NONE = NOTHING, 0  # the proposal of a sequence that asked for none
 _BETWEEN = 8  # steps over which the time between two steps is averaged
 
 
@@ -69,7 +69,7 @@ class Proposals:
         self._table = table or TokenTable((), frozenset())
         self._clock = clock
         self._most = 1 << 30  # tokens a proposal may have, less once memory ran out
-        # by sequence; with how many tokens there were at first
+        # keyed by sequence; with the number of tokens that it began with
         self._asked = dict[int, tuple[TokenProposal, int]]()
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
@@ -79,7 +79,7 @@ class Proposals:
         self._is_timed = False  # this step
         self._known = set[int]()  # request ids that proposers were asked about
         self._num_wanted = 0  # proposals of some length, summed over steps
-        self._num_asked = 0  # of these, those that there were slots for
+        self._num_asked = 0  # number of these that there were slots for
         self._num_refused = 0  # proposals of which no token could be verified
         self._stats = SpeculationStats()
 

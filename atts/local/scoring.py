@@ -21,7 +21,7 @@ class DrawnTokens(NamedTuple):
     """
 
     sequence: Sequence  # that scores
-    first: int  # of the places; 0 is the text's first token
+    first: int  # index of the first place; 0 is the text's first token
     tokens: list[int]
     logprobs: list[float]
 

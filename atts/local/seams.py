@@ -62,7 +62,7 @@ class OverlapStats:
     misses: int = 0
     late: int = 0  # sequences that stepped without a proposal because the drafter was not done
     wasted: int = 0  # continued guesses that did not come true
-    passes: int = 0  # of the draft model over a continued guess, one or more tokens each
+    passes: int = 0  # passes of the draft model over a continued guess, one or more tokens each
     drafted: int = 0  # tokens of these
 
     @property
@@ -179,20 +179,20 @@ class SpeculationStats:
     accepted: int = 0
     # rounds in which all tokens before this place were accepted
     tested_at: list[int] = field(default_factory=list[int])
-    # of them, those in which the one at this place was as well
+    # number of them in which the token at this place was accepted as well
     accepted_at: list[int] = field(default_factory=list[int])
     seconds: float = 0.0  # spent on proposing
     trouble: str = ""  # why nothing is proposed any more
     silence: str = ""  # why nothing was ever proposed; empty once something was
-    choices: int = 0  # of a length: sequences summed over steps
+    choices: int = 0  # times that each length was chosen: sequences summed over steps
     chosen: int = 0  # summed lengths: divided by choices, the mean k
-    # of steps of which something was expected, and what came of them
+    # expected tokens of steps with a forecast, and the real ones
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
     saved_seconds: float = 0.0  # in these and the like ones between, to steps without proposals
-    # of guesses continued while the target computed, where there are any
+    # counts of guesses continued while the target computed, if there are any
     overlap: OverlapStats | None = None
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:

@@ -42,7 +42,7 @@ class Sequence:
     model: int = 0  # which of the loop's models it is of, where there are several
     logprobs: list[float] = field(default_factory=list[float])
     # set by the scheduler
-    rope_row: int = 0  # of the tables of angles, where position 0 is
+    rope_row: int = 0  # row of the tables of angles that has position 0
     row: int = -1  # in the slot table; -1 while waiting
     node: PrefixNode | None = None  # deepest node it holds a lock on
     num_computed: int = 0  # tokens whose keys and values are cached
@@ -56,7 +56,7 @@ class Sequence:
     is_decoding: bool = False
     is_finished: bool = False  # or cancelled
     num_admissions: int = 0  # more than one where it was preempted
-    # of one that scores: the completion that is drawn as well, which no scheduler knows
+    # completion drawn after the text that this one scores; no scheduler knows it
     drawn: Sequence | None = None
     ended: Ending | None = None  # why that one ended, if it did
 

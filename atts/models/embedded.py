@@ -37,7 +37,7 @@ class ModelInfo:
     vocabulary: int
     weights_per_token: int  # multiply-adds of one token in all matrices, the output matrix included
     attention_width: int  # heads times head dimension, summed over layers
-    bytes: int  # of the weights file
+    bytes: int  # size of the weights file
 
     def flops_per_token(self, context: int = 0) -> float:
         """Return the floating-point operations of one decoded token that attends to `context` others."""

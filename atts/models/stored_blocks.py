@@ -36,9 +36,9 @@ class StoredBlock:
     """
 
     place: str  # embedding, layers.3.attention, layers.3.mlp, head, adapter, rest
-    digest: Digest  # of its file, which is called so
+    digest: Digest  # digest of its file, and the file's name
     bytes: int
-    tensors: dict[str, str]  # by names in the model's files, names in the block's file
+    tensors: dict[str, str]  # names in the model's files, each with its name in the block's file
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Loss:
 
     model: str
     weights: str  # its digest, as its engine's spec names it
-    stands: dict[str, str]  # by place, whose block stands there: MODEL/PLACE
+    stands: dict[str, str]  # for each place, the origin of its block: MODEL/PLACE
     problems: str  # what was measured on
     count: int  # problems
     tokens: int  # that the model wrote to them, greedily
@@ -87,14 +87,14 @@ class StoredModel:
 
     name: str
     source: str  # the folder that was added
-    base: str  # of an adapter, the model that it was added to
+    base: str  # model that an adapter was added to
     # its weight files lie next to it as they were added: no other model shares a block of it
     is_whole: bool
-    bytes: int  # of its folder as it was added
+    bytes: int  # size of its folder as it was added
     marks: tuple[str, str]  # the digests of its weights that an engine's spec names
     files: tuple[StoredFile, ...]
     blocks: tuple[StoredBlock, ...]
-    loss: Loss | None = None  # of a chain that stands in for another model's
+    loss: Loss | None = None  # loss of a chain that replaces another model's
 
     @property
     def digests(self) -> frozenset[str]:

@@ -95,7 +95,7 @@ class Deadlines:
 
     def __init__(self, engine: Engine, seconds: float) -> None:
         self.seconds = seconds
-        self.scopes = set[anyio.CancelScope]()  # of the calls in flight
+        self.scopes = set[anyio.CancelScope]()  # cancel scopes of the calls in flight
         self._engine = engine if isinstance(engine, Stepping) else None
         self.awaited = "answer" if self._engine is None else "step"  # what a late call lacks
 
@@ -296,7 +296,7 @@ class EngineCalls:
                     deadlines.scopes.discard(scope)
                 call.check(reply, call.request, self.spec)
                 return reply
-        except TimeoutError as error:  # of the engine's own
+        except TimeoutError as error:  # raised by the engine itself
             late = error
         problem = f"no {deadlines.awaited} within {deadlines.seconds:g} s"
         raise EngineTimeout(self.spec.name, problem) from late

@@ -153,7 +153,7 @@ class Answered:
     """The problems that were answered by a run that abstains, and what was promised of them."""
 
     share: Estimate
-    wrong: Estimate  # of those answered, as far as they were graded
+    wrong: Estimate  # share of the answered and graded problems that are wrong
     guarantee: str
     voided_by: str
 

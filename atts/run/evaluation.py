@@ -102,8 +102,8 @@ class RunOptions:
     # whether other runs ask the plan's gate as well, where the graph is shared
     gate: Literal["shared", "own"] = "shared"
     caps: Caps = Caps()  # on what the run may spend, all sessions together
-    prices: Mapping[str, Price] = field(default_factory=dict[str, Price])  # by model or role
-    account: Account | None = None  # of a server's request, instead of one made of `caps`
+    prices: Mapping[str, Price] = field(default_factory=dict[str, Price])  # keyed by model or role
+    account: Account | None = None  # account of a server's request, instead of one made of `caps`
     on_limit: OnLimit = "keep open"  # what happens to open problems when a cap refuses a call
 
     def __post_init__(self) -> None:
@@ -261,7 +261,7 @@ class _Run:
         }
         self._draft_length = DraftLength()
         self._writers = WriterChoice()
-        self._positions: dict[str, int] = {}  # of the problems in the dataset
+        self._positions: dict[str, int] = {}  # positions of the problems in the dataset
         self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
         self._unfinished = 0
@@ -269,7 +269,7 @@ class _Run:
         self._comparing = SequentialComparison(plan.stop_when, state, self._recorder.record)
         self._limit = ""  # the cap that ended the run
         self._taken = 0  # problems this session had to work on
-        self._seen: Literal["some", "all"] = "some"  # of the dataset
+        self._seen: Literal["some", "all"] = "some"  # how much of the dataset was seen
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
         """Do everything that is left to do; a doubt about the whole run is recorded once."""

@@ -60,21 +60,21 @@ class ProgressSnapshot:
     judged_unit: JudgedUnit
     problems: int | None  # None: they stream in
     done: int
-    failed: int  # of those done: problems that are not complete
+    failed: int  # problems among those done that are not complete
     lost: int  # their rollouts that failed
     open: int
     stages: Mapping[Stage, int]
     rollouts_done: int
     accepted: int
     escalated: int
-    forced: int  # of the escalated: without a score to go by
+    forced: int  # escalated chunks that had no score
     rejected: int  # chunks that were thrown away
     rate: Estimate
     nominal: float | None
     accuracy: Estimate
     graded: int
-    tokens: Mapping[Flow, int]  # of calls that ended, by engine and kind
-    usage: Usage  # of the problems that are over, counted as the summary counts it
+    tokens: Mapping[Flow, int]  # tokens of calls that ended, by engine and kind
+    usage: Usage  # usage of the problems that are over, counted as the summary counts it
     speeds: Mapping[Flow, float]  # tokens per second, lately
     models: Mapping[Literal["draft", "target"], str]
     seconds: float  # all sessions together
@@ -198,12 +198,12 @@ class Progress:
         self._state: RunState = "loading" if loading else "running"
         self._note = f"loading {' and '.join(dict.fromkeys(loading))}" if loading else ""
         self._over: dict[str, int] = {}  # problems with an outcome, and how many rollouts it holds
-        self._usage: dict[str, Usage] = {}  # by finished problem
-        self._incomplete: set[str] = set()  # of these
+        self._usage: dict[str, Usage] = {}  # keyed by finished problem
+        self._incomplete: set[str] = set()  # finished problems with failed rollouts
         self._lost: dict[str, set[int]] = {}  # rollouts that failed
         self._open: set[str] = set()
         self._ended: Counter[str] = Counter()  # rollouts of open problems
-        self._stages: dict[str, Stage] = {}  # by rollout
+        self._stages: dict[str, Stage] = {}  # keyed by rollout
         self._escalations = EscalationCounter()
         self._graded: dict[str, bool | None] = {}
         self._counts: Counter[str] = Counter()

@@ -80,7 +80,7 @@ class CallBegun:
     problem: str
     rollout: str  # the request's own hint
     stage: CallKind
-    input_tokens: int = 0  # of the prompt, or of the text with the part to be scored
+    input_tokens: int = 0  # input tokens of the prompt, or of the text with the part to be scored
     max_tokens: int = 0  # that may be written; 0 where the target judges
 
 
@@ -102,8 +102,8 @@ class RunBegun:
 
     problems: int | None  # None: they stream in
     done: int
-    samples: int  # of each problem, at most
-    seconds: float  # of earlier sessions
+    samples: int  # samples of each problem, at most
+    seconds: float  # seconds of earlier sessions
     draft: str  # the model
     target: str
     directory: Path | None
@@ -218,7 +218,7 @@ class EscalationCounter:
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, int]] = {}
-        self.unscored = 0  # of all problems, judged without a score to go by
+        self.unscored = 0  # chunks of all problems that were judged without a score
 
     def count(self, decision: Decision, escalated: bool) -> None:
         """Count a chunk that was judged, and what was really done with it."""

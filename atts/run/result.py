@@ -79,7 +79,7 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
     """Return the mean over problems of the share of correct rollouts among those that ran to their
     end.
     """
-    verdicts: list[list[str]] = []  # of each problem
+    verdicts: list[list[str]] = []  # verdicts on each problem
     for problem in graded:
         verdicts.append([one.verdict for one in problem.complete_samples if one.verdict])
     num_rollouts = sum(map(len, verdicts))
@@ -107,7 +107,7 @@ class IncompleteTally:
     """A count of the problems and rollouts that failed, which the next session tries again."""
 
     problems: int = 0
-    whole: int = 0  # of these, without any rollout that did not fail
+    whole: int = 0  # problems whose rollouts all failed
     rollouts: int = 0
     first: str = ""
 
@@ -132,7 +132,7 @@ class RunResult:
     status: RunStatus
     problems: tuple[FinishedProblem, ...]
     manifest: Manifest
-    seconds: float  # by the run's clock, all sessions together
+    seconds: float  # seconds on the run's clock, all sessions together
     sessions: int = 1
     directory: Path | None = None
     why: str = ""

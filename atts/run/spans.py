@@ -68,12 +68,13 @@ class TracedRun(Background):
         self._outside = context.get_current()  # a span of the program that makes this run
         self._offset = 0.0  # from the loop's clock to the date
         self._run: dict[str, Any] = {}  # attributes of every problem
-        self._providers: dict[str, str] = {}  # by role
+        self._providers: dict[str, str] = {}  # keyed by role
         self._models: dict[str, str] = {}
         self._problems: dict[str, _OpenProblem] = {}
-        self._begun: dict[tuple[str, str, str], CallBegun] = {}  # by problem, rollout and stage
+        # keyed by problem, rollout and stage
+        self._begun: dict[tuple[str, str, str], CallBegun] = {}
         self._reply: Sampled | Scored | None = None
-        self._failures: dict[str, CallFailed] = {}  # by problem, until its span comes
+        self._failures: dict[str, CallFailed] = {}  # keyed by problem, until its span comes
 
     def hear(self, event: Notice) -> None:
         """Leave to the thread what makes a span."""

@@ -107,7 +107,7 @@ class RunSpec:
     roles: tuple[Role, ...] = ("draft", "target")
     seed: int = 0
     concurrency: int = 64  # in flight over all problems
-    # by engine name: "draft", "target"
+    # keyed by engine name: "draft", "target"
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     retries: graph.RetryPolicy = graph.RetryPolicy()
     pipeline: Pipeline = solve
@@ -129,8 +129,9 @@ class RunSpec:
     stop_when: StopWhen | None = None
     # the policy for a context of so many tokens; None: `policy` as it is
     policy_for_context: Callable[[int], Policy] | None = None
-    domain: DomainCheck | None = None  # of stored scores: problems unlike theirs are reported
-    # of this session; open problems then conclude from what they have
+    # check against the questions of the stored scores: problems unlike them are reported
+    domain: DomainCheck | None = None
+    # time limit of this session; after it, open problems conclude from what they have
     timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:

@@ -108,7 +108,7 @@ class StopWhen:
     """
 
     against: str
-    votes: Mapping[str, float] = field(repr=False)  # by problem, in [0, 1]
+    votes: Mapping[str, float] = field(repr=False)  # keyed by problem; each in [0, 1]
     points: float = 0.0  # differences within so many points count as alike
 
 

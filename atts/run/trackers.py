@@ -42,7 +42,7 @@ class RunDescription:
     name: str  # the run directory's own, or a made one
     settings: Mapping[str, object]
     directory: Path | None
-    key: str  # of the tracker, in the file that says which of its runs continues this one
+    key: str  # key of the tracker in the file that says which of its runs continues this one
 
     def continued(self) -> str | None:
         """Return the id under which the tracker knows this run from an earlier session."""
@@ -172,7 +172,7 @@ class Mlflow:
 
 
 _MLFLOW_TEXT = 6000  # characters of a parameter, the most that MLflow keeps
-_MLFLOW_PARAMS = 100  # of one request
+_MLFLOW_PARAMS = 100  # parameters of one request
 _MLFLOW_METRICS = 1000
 _MLFLOW_STATUS: Mapping[str, str] = MappingProxyType(
     {"finished": "FINISHED", "decided": "FINISHED", "interrupted": "KILLED", "stopped": "KILLED"}
@@ -350,8 +350,9 @@ class RunningTotals:
     def __init__(self) -> None:
         self.prices: Prices = {}
         self._problems: dict[str, _ProblemNumbers] = {}
-        self._verdicts: dict[str, dict[int | None, VerdictStatus]] = {}  # of open problems
-        self._judged: dict[str, list[int]] = {}  # by open problem: escalated, judged
+        self._verdicts: dict[str, dict[int | None, VerdictStatus]] = {}  # verdicts of open problems
+        # keyed by open problem: chunks escalated, chunks judged
+        self._judged: dict[str, list[int]] = {}
         self._escalated = 0
         self._num_judged = 0
         # Plain sums: a mean over all problems after each problem would take the square of the time.

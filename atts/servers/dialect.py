@@ -307,7 +307,7 @@ async def in_queue(client: Client, running: str, waiting: str = "") -> int | Non
 class DraftCounts:
     """Tokens that a server proposed and accepted since it started."""
 
-    rounds: int  # of one sequence each
+    rounds: int  # rounds, each of one sequence
     proposed: int
     accepted: tuple[int, ...]  # tokens, by their place in the proposal
 

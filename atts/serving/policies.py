@@ -67,7 +67,7 @@ class Offer:
 
     name: str
     policies: Mapping[str, NamedPolicy] = field(default_factory=lambda: POLICIES)
-    # by name: the draft or the target alone
+    # keyed by name: the draft or the target alone
     plain: Mapping[str, NamedPolicy] = field(default_factory=dict[str, NamedPolicy])
     methods: Sequence[str] = METHODS
 

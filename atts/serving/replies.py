@@ -172,11 +172,11 @@ class LiveRun:
     written: Callable[[int, str], None] | None = None  # is passed each turn of a rollout
     leader: int | None = None  # the rollout that finished a turn first
     text: str = ""  # the leader's
-    turns: Counter[int] = field(default_factory=Counter[int])  # by rollout
+    turns: Counter[int] = field(default_factory=Counter[int])  # keyed by rollout
     ended: dict[int, str | None] = field(default_factory=dict[int, str | None])  # answers
     judged: int = 0
     escalated: int = 0
-    busy: BusyShare | None = None  # of the server
+    busy: BusyShare | None = None  # busy share of the server
 
     def recalled(self, event: Event) -> None:
         """Take in an event of an earlier session, whose calls keep no engine busy now."""
@@ -236,7 +236,8 @@ class ServedRun:
     ended: float | None = None
     status: RunWord = "waiting"
     live: LiveRun = field(default_factory=LiveRun, repr=False)
-    facts: dict[str, Any] | None = None  # of the reply; texts of the conversation are not kept
+    # facts of the reply; texts of the conversation are not kept
+    facts: dict[str, Any] | None = None
     scope: CancelScope = field(default_factory=CancelScope, repr=False)
 
     @property

@@ -221,9 +221,9 @@ class ResponseEvents(Events):
         self._created = created
         self._number = run.removeprefix("r_")
         self._sequence = 0
-        self._index = -1  # of the open output item; -1: none was opened
+        self._index = -1  # index of the open output item; -1: none was opened
         self._open = ""  # the kind of the open item: "reasoning" or "message"
-        self._text = ""  # of the open item
+        self._text = ""  # text of the open item
 
     def begin(self) -> Iterator[bytes]:
         """Yield the response without output."""

@@ -54,8 +54,8 @@ from atts.serving.replies import LiveRun, Reply, ServedRun
 from atts.serving.requests import RequestError, SolveRequest
 
 _log = logging.getLogger("atts.serving")
-_MOST_GATES = 64  # of rates that requests choose
-_MOST_PLANS = 256  # of settings that requests choose
+_MOST_GATES = 64  # gates kept for rates that requests choose
+_MOST_PLANS = 256  # plans kept for settings that requests choose
 _RETRY_SECONDS = 5
 _MOST_RUNS = 1000  # that are remembered after their end
 _ONE_CALL = Amount(calls=1, total_tokens=1)
@@ -68,12 +68,13 @@ class ServeOptions:
     :raises OptionError: a limit below 1, or a share that is not above 0.
     """
 
-    name: str = "atts/pair"  # of the model that clients ask
-    # of the ledger, the calibrators and background responses; None: forgotten at the end
+    name: str = "atts/pair"  # name of the model that clients ask for
+    # folder of the ledger, the calibrators and background responses; None: all is forgotten at the end
     state: Path | None = None
     # the user of each key; "" where a key names none
     keys: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    shares: Mapping[str, float] = field(default_factory=dict[str, float])  # of users; else 1
+    # shares of users; a user without one has 1
+    shares: Mapping[str, float] = field(default_factory=dict[str, float])
     request_caps: Caps = Caps()  # the most that one request may ask
     server_caps: Caps = Caps()  # on all requests together, earlier sessions included
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
@@ -105,7 +106,7 @@ class Counts:
     cancelled: int = 0
     failed: int = 0
     limited: int = 0
-    housekeeping: int = 0  # of the requests, those that chat programs send on their own
+    housekeeping: int = 0  # number of the requests that chat programs send on their own
 
 
 class _Recount:
@@ -146,7 +147,7 @@ class Service:
         self.is_draining = False
         self.account = Account()
         self.busy = BusyShare()
-        # of the latest requests that ended: chunks escalated and judged, by method and nominal rate
+        # chunks escalated and judged in the latest requests that ended, by method and nominal rate
         self.judged = Recent[tuple[str, float], deque[tuple[int, int]]](_MOST_GATES)
         self.runs = Recent[str, ServedRun](_MOST_RUNS + self.options.requests + self.options.queue)
         self._slots = FairSlots(self.options.requests, self.options.queue, self.options.shares)

@@ -240,7 +240,7 @@ class RunReading:
         self.busy = BusyShare()
         self.alarms: list[str] = []
         self.problems = OrderedDict[str, dict[str, Any]]()
-        self._texts = dict[tuple[str, int], str]()  # of rollouts of open problems
+        self._texts = dict[tuple[str, int], str]()  # texts of rollouts of open problems
         self._turns = Counter[tuple[str, int]]()
 
     def take(self, entry: Entry) -> None:

@@ -836,7 +836,7 @@ class _Cancelled:
     """The fates of the calls that were cancelled, summed over rounds."""
 
     calls: int = 0  # begun
-    returned: int = 0  # of these, answered
+    returned: int = 0  # number of these that were answered
     running: int = 0  # in flight, by the engine's own count, when they were cancelled
     late: int = 0  # answered after they were cancelled
 

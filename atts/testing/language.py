@@ -30,8 +30,8 @@ class Language(msgspec.Struct, frozen=True):
     full_stops: dict[str, float]
     rare_slips: tuple[int, ...]
     words: dict[str, str]  # and what each means to the grammar
-    phases: dict[str, dict[str, str]]  # by phase and kind of word, the next phase
-    phrases: dict[str, dict[str, float]]  # by phase, what may be said without thought
+    phases: dict[str, dict[str, str]]  # next phase, by phase and kind of word
+    phrases: dict[str, dict[str, float]]  # phrases that may be said without thought, by phase
 
 
 LANGUAGE = msgspec.toml.decode(

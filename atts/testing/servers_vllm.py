@@ -20,7 +20,7 @@ from atts.testing.servers import (
     shown,
 )
 
-_DEFAULT = Sampling(0.6, 20, 0.95)  # of a model's generation_config.json
+_DEFAULT = Sampling(0.6, 20, 0.95)  # defaults of a model's generation_config.json
 _CLAMP = -9999.0
 _THINK = "<think>"
 _THINK_END = "</think>"

@@ -32,7 +32,7 @@ from atts.files import from_json, open_ordinary
 
 Row = Mapping[str, object]
 _MOST_BYTES = 1 << 30  # inflated: the largest benchmark has a hundredth of that
-_ROW_BYTES = 256  # of a row in addition to its values
+_ROW_BYTES = 256  # bytes of a row in addition to its values
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
@@ -194,7 +194,7 @@ def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[i
 
 
 def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
-    try:  # by name: pyarrow is optional and ships no types
+    try:  # imported by name: pyarrow is optional and ships no types
         pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         advice = "Install it: pip install 'atts-llm[parquet]'"

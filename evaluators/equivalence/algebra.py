@@ -17,11 +17,11 @@ from typing import Any
 from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import OutOfTime, Undecided
 
-SECONDS = 5.0  # of one question
+SECONDS = 5.0  # time limit of one question
 _TIMEOUTS = 2  # questions about one tree that may time out before no more are asked
 _START = 60.0  # seconds for the worker to import sympy, on a busy machine
 _KEPT = 4096  # answers that are remembered
-_NODES = 400  # of both trees: larger ones are not asked about
+_NODES = 400  # nodes of both trees together: larger ones are not asked about
 _FAILURES = 5  # starts that fail before no more are tried
 
 

@@ -19,7 +19,7 @@ Labels = dict[Node, Node]
 COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 
-_HUGE = ("factorial", "double_factorial", "binom")  # of which sympy computes every digit
+_HUGE = ("factorial", "double_factorial", "binom")  # sympy computes every digit of these
 _OF_LINES = ("parallel", "perp")  # relations that either line may begin
 _SYMBOLIC = ("sum", "opaque", "matrix")  # what is worked out by rules, not by evaluation
 
@@ -30,7 +30,7 @@ def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
         return False
     inside = gold.walk() + answer.walk()
     if isinstance(undecided, TooLarge) and sum(node.kind == "sum" for node in inside) > 1:
-        return False  # of products of products nothing but numbers too large to compute
+        return False  # products of products give nothing but numbers too large to compute
     if has(gold, *_SYMBOLIC) or has(answer, *_SYMBOLIC):
         return True
     if isinstance(undecided, TooLarge):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-sympy: Any = importlib.import_module("sympy")  # by name: its types are no help here
+sympy: Any = importlib.import_module("sympy")  # imported by name: its types do not help here
 
 _MEMORY = 3 << 30  # bytes of address space
 _DIGITS = 40

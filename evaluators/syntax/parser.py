@@ -442,7 +442,7 @@ class Parser(Stream):
 
     def label(self, words: list[str], names: list[str], end: int) -> Node | None:
         """Return the name that words and symbols give a value; None when they only announce it."""
-        names += [word for word in words if len(word) > 1 and word.isupper()]  # of figures
+        names += [word for word in words if len(word) > 1 and word.isupper()]  # names of figures
         words = [word.lower() for word in words if word not in names]
         known = vocabulary.NEUTRAL | vocabulary.LABELS
         if any(word not in known and measure(word) is None for word in words):
@@ -474,7 +474,7 @@ class Parser(Stream):
         while True:
             if self.took("*"):
                 factors.append(self.signed(self.factor))
-            elif product := self.took("cross", "inner"):  # of vectors: not that of numbers
+            elif product := self.took("cross", "inner"):  # product of vectors, not of numbers
                 pair = (joined("mul", factors), self.signed(self.factor))
                 factors = [_vector_product(product, *pair)]
             elif self.is_op("/"):
@@ -697,7 +697,7 @@ class Parser(Stream):
         """Return the variable of this name, or the function applied to the bracket after it."""
         if name in _SPECIAL and self.here.text == "(":
             inside = self.bracketed()
-            # of a root of unity, zeta(1 + zeta) is a product
+            # if i is a root of unity, zeta(1 + zeta) is a product
             if inside.kind == "tuple" or not variables(inside) <= _SPECIAL[name]:
                 return Node("mul", (symbol(name), inside))
             return function(name.lower(), inside)

@@ -295,7 +295,7 @@ def _value_of_choice(bare: str) -> str:
     """Return the text of a choice with its letter, such as (C) 46; empty for other answers."""
     match = FORMS["lettered"].fullmatch(bare)
     text = (match[2] or match[4]).strip() if match else ""
-    excess = text.count("}") - text.count("{")  # of braces that held the letter too
+    excess = text.count("}") - text.count("{")  # number of braces that held the letter too
     while excess > 0 and text.endswith("}"):
         text = text[:-1]
         excess -= 1

@@ -13,7 +13,7 @@ Kind = Literal[
     "add", "mul", "pow", "root",  # base and exponent; radicand and index
     "func", "call",  # a function known to us, or not, applied: its name and its arguments
     "plusminus",  # both signs of one argument; text "+" or "-" says which comes first
-    "percent", "degree", "quantity",  # of one argument; a quantity's text: its unit
+    "percent", "degree", "quantity",  # kinds with one argument; a quantity's text is its unit
     "based",  # a numeral's digits, and as value its base
     "sum",  # text: sum or prod; args: body, variable, lower, upper
     "opaque",  # integrals, limits: kept, and not decided on; text: which

@@ -165,13 +165,13 @@ class Solved:
     problem: str
     level: int
     right: float
-    share: float  # of the rollouts that ran to their end, how many were right
+    share: float  # share of the finished rollouts that are correct
     draft: int
     scored: int
     target: int
     # place in the order of asking, turn, whether the target took over
     decisions: Sequence[tuple[int, int, bool]]
-    drawn: int = 0  # of the target's tokens, those drawn while it scored
+    drawn: int = 0  # target tokens drawn while it scored
     # tokens of chunks that were decided on by a score, whether the target was asked for it or not
     judged: int = 0
 

@@ -46,9 +46,10 @@ from scripts.studies.modelled import DRAFT_8B as COST
 VIRTUAL_TENANTS = 20
 BASES = 3
 MODEL_BYTES = 16.1e9
-ROOM = 72e9  # of weights, and of a GPU for them and for keys and values
+ROOM = 72e9  # bytes of weights, and of a GPU for weights, keys and values
 KV_BYTES = 131_072
-STATE_BYTES = 8_192  # of a token: all layers' keys and values; what goes from block to block
+# bytes of a token: keys and values of all layers; the state that blocks pass on
+STATE_BYTES = 8_192
 NODE = 4  # GPUs that are joined by a fast link
 FAST = (5e-6, 200e9)
 SLOW = (20e-6, 12.5e9)  # seconds to begin, bytes a second: within a node, between nodes
@@ -64,7 +65,7 @@ class Part(NamedTuple):
     """Layers that are placed together."""
 
     name: str
-    share: float  # of a model
+    share: float  # share of a model
 
 
 @dataclass(slots=True)

@@ -941,7 +941,7 @@ def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:
 
 
 def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
-    # by all but the seed, then by seed
+    # keyed by everything but the seed, then by seed
     found: defaultdict[tuple[str, ...], dict[str, Ended]] = defaultdict(dict)
     for name, value in parts.items():
         *place, seed = name.split("|")

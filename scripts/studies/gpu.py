@@ -103,10 +103,10 @@ class Sizes:
     prompt: int = 64
     prefix: int = 128  # known before a chunk that is scored
     chunk: int = 32
-    requests: int = 32  # of the comparisons with a CPU
+    requests: int = 32  # requests of the comparisons with a CPU
     samples: tuple[int, ...] = (16, 64, 8)
     questions: int = 24
-    rollouts: tuple[int, ...] = (1, 16, 4, 64)  # of the speculation tables
+    rollouts: tuple[int, ...] = (1, 16, 4, 64)  # rollouts of the speculation tables
     cache: int = 20_000  # tokens, of a pair's engines
 
 
@@ -124,7 +124,7 @@ class Lab:
         self.device = torch.device(device)
         self.sizes = sizes
         self.parts = parts
-        self._own_until = until  # by `time.time`, which the next process has as well
+        self._own_until = until  # measured by `time.time`, which the next process has as well
         self._until = until
 
     @property
@@ -214,7 +214,7 @@ class Lab:
         }
 
 
-_STEP_TOKENS = 2048  # of prompts and chunks in one step
+_STEP_TOKENS = 2048  # tokens of prompts and chunks in one step
 
 
 class Script:

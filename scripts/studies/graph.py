@@ -59,7 +59,8 @@ class Recording:
         self._rows = bytearray()
         self._codes: dict[str, int] = {}
         self._names: list[str] = []
-        self._edges: dict[int, tuple[int, ...]] = {}  # of calls that waited for other than one call
+        # edges of calls that waited for other than one call
+        self._edges: dict[int, tuple[int, ...]] = {}
 
     def __call__(self, event: object) -> None:
         """Keep an event."""

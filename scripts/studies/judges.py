@@ -427,7 +427,7 @@ class Arm:
     """
 
     name: str
-    rollouts: str  # of a problem
+    rollouts: str  # rollouts of a problem
     rate: float  # share of problems that are escalated
     right: Floats
     target_tokens: Floats

@@ -97,7 +97,8 @@ class Subject:
     is_halves: bool  # its weights are bfloat16 numbers, which the native kernels keep as such
     batches: tuple[int, ...]
     tokens: int  # sampled per sequence
-    most_rounds: int = 99  # of a measurement; those of large models take long, and vary less
+    # most rounds of a measurement; those of large models take long, and vary less
+    most_rounds: int = 99
 
     def prompts(self, count: int, length: int, seed: int = 0) -> list[TokenIds]:
         """Return random ids; all prompts differ."""

@@ -346,7 +346,7 @@ class Law(Protocol):
     def grain(self) -> int: ...  # real tokens per id: long texts are simulated with fewer ids
 
     @property
-    def tokenizer(self) -> Tokenizer: ...  # of both models
+    def tokenizer(self) -> Tokenizer: ...  # the tokenizer of both models
 
     def spec(self, role: Role) -> EngineSpec:
         """Return the spec that the engine reports."""
@@ -438,7 +438,7 @@ class BatchedEngine:
         self._feeding: deque[_Work] = deque()
         self._decoding: list[tuple[float, int, _Work]] = []
         self._held = 0.0  # KV tokens of requests at work
-        self._cached = 0.0  # of them, those that decoding reads
+        self._cached = 0.0  # number of them that decoding reads
         self._warm: OrderedDict[str, float] = OrderedDict()
         self._prompts: dict[str, int] = {}  # ids of each problem's prompt: siblings share it
         self._warm_tokens = 0.0

@@ -100,7 +100,7 @@ def overlapped_tokens(accepted: float, ranked: float, proposed: int) -> float:
     """
     alone = accepted + ranked
     hit = hit_rate(accepted, ranked, proposed)
-    share = alone / (1 + alone - hit)  # of steps that have a proposal
+    share = alone / (1 + alone - hit)  # share of steps that have a proposal
     return 1 - share + share * expected_tokens(accepted, proposed)
 
 

@@ -81,7 +81,8 @@ class Flip:
     problem: str
     sample: int
     place: int
-    margin: float  # of the uniform number; inf where the two tokens are not neighbours at all
+    # margin of the uniform number; inf where the two tokens are not neighbours at all
+    margin: float
 
 
 async def same_transcripts(options: Options) -> list[Table]:

@@ -449,7 +449,7 @@ def main() -> None:
         for words in missing:
             print(f"benchmarks: {page.name}: left as it was: {words}", file=sys.stderr)
     for picture in FOLDER.glob("*.svg"):
-        if picture.name not in texts:  # of a table that is shown no more
+        if picture.name not in texts:  # picture of a table that is no longer shown
             picture.unlink()
 
 

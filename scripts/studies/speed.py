@@ -398,7 +398,7 @@ class Bench:
 
     clock: Clock
     drafts: Mapping[str, Draft]
-    targets: Mapping[str, Engine]  # by number of threads, and by the draft that speculates
+    targets: Mapping[str, Engine]  # keyed by number of threads, and by the draft that speculates
 
     def run(self, method: str, draft: str) -> tuple[str, Engine, Engine]:
         """Run the method under its usual name with its engines."""

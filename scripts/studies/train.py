@@ -67,7 +67,7 @@ from scripts.studies.train_proposers import (
 MODELS = Path(__file__).resolve().parents[2] / "atts" / "models"
 RANK = 8
 ALPHA = 16
-ADAPTED = (3, 4, 5)  # of adapters, and the layers that they change
+ADAPTED = (3, 4, 5)  # layers that the adapters change
 # layers of the target that the draft is made of; the last one's feed-forward block is its own
 TRUNK = 4
 _BLOCK = 1024
@@ -351,7 +351,7 @@ class Recipe:
     workers: int = 2  # processes a step's micro-batches are dealt to; decides the order of sums
     muon_rate: float = 0.02
     adam_rate: float = 0.004
-    decay: float = 0.0  # of the weights Muon moves
+    decay: float = 0.0  # decay of the weights Muon moves
 
     def stage(self, step: int) -> Stage:
         """Return the stage that a step belongs to."""

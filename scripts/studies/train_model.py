@@ -368,7 +368,8 @@ def _backward(model: Llama, batches: Sequence[Batch], learned: int) -> float:
     return total
 
 
-_models: list[Llama] = []  # of a helper: the one whose weights the caller changes
+# models of a helper process: the one whose weights the caller changes
+_models: list[Llama] = []
 
 
 def _begin(model: Llama) -> None:

@@ -33,7 +33,7 @@ from atts.models.folders import checkpoint_dtype
 from scripts.studies.local import written
 from scripts.studies.train_model import Descent, Llama, ModelConfig, descend, load, save
 
-_RANK = 64  # of the exit adapter
+_RANK = 64  # rank of the exit adapter
 _HEADS = 2
 _WIDTH = 256
 _FADE = 0.8  # streaming heads, their width, and how much less the next one's loss counts
@@ -85,7 +85,7 @@ class States(NamedTuple):
     exits: Tensor
     finals: Tensor
     tokens: Tensor
-    lengths: list[int]  # of the texts
+    lengths: list[int]  # lengths of the texts
 
 
 class Reader:
@@ -327,7 +327,7 @@ _SHAPE = ModelConfig(
 )
 _BATCH_TOKENS = 2048
 _WARM = 40
-_EVEN = 1.6  # of a step; steps until the rates are reached; they fall when 1 / 1.6 is left
+_EVEN = 1.6  # factor for the share of steps that are left: rates fall once that is below 1 / 1.6
 _MUON = 0.01
 _ADAM = 0.004
 _DECAY = 0.1

@@ -190,7 +190,7 @@ def test_a_step_is_laid_out_once_while_the_same_texts_go_on(
     )
     assert {n: found[n] for n in alone} == alone
     assert laid[:2] == [20, 4]
-    assert len(laid) <= 5  # of some forty steps
+    assert len(laid) <= 5  # out of about forty steps
 
 
 @pytest.mark.parametrize("most", [1, 7])

@@ -181,6 +181,36 @@ def remarks(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], re.sub(r"^\s+", "", text, flags=re.M)
 
 
+def dangling_comments(path: Path) -> Iterator[str]:
+    """Yield the comments that begin with "of": they lack the noun that they are about."""
+    last = 0  # the line of the latest comment that has its line to itself
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        row = token.start[0]
+        is_alone = token.line.lstrip().startswith("#")
+        if token.string.startswith("# of ") and not (is_alone and last == row - 1):
+            yield f"{path.name}:{row}: {token.string}: begin with the noun"
+        if is_alone:
+            last = row
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_comments_begin_with_a_noun(folder: str) -> None:
+    """No comment begins with "of", as "seconds: float  # of a step" would."""
+    found = [fault for path in python_files(folder) for fault in dangling_comments(path)]
+    assert found == [], "\n".join(found)
+
+
+def test_a_dangling_comment_is_reported(tmp_path: Path) -> None:
+    """Only a comment that begins with "of" is one; a line that continues a comment is not."""
+    file = tmp_path / "module.py"
+    file.write_text(
+        "a = 1  # of a step\n# seconds\n# of a step\nb = 2  # share of a step\n# of c\n"
+    )
+    assert [fault.split(":")[1] for fault in dangling_comments(file)] == ["1", "5"]
+
+
 @pytest.mark.parametrize("folder", CODE)
 def test_docstrings_begin_as_they_should(folder: str) -> None:
     """Functions begin with a verb, classes and modules with a noun, tests with a statement."""

@@ -150,5 +150,5 @@ def test_a_family_is_what_transformers_makes_of_it(
     at_once = anyio.run(scored, 1024)
     in_parts = anyio.run(scored, 100)
     assert max(abs(ours - theirs) for ours, theirs in zip(at_once, wanted, strict=True)) < 1e-4
-    if "long" not in case:  # of which a shorter request is another computation
+    if "long" not in case:  # a shorter "long" request is another computation
         assert max(abs(ours - theirs) for ours, theirs in zip(in_parts, wanted, strict=True)) < 1e-4

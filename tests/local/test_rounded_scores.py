@@ -65,7 +65,7 @@ async def test_scores_are_those_of_rounded_rows(monkeypatch: pytest.MonkeyPatch)
         torch.tensor(one).sub(torch.tensor(other)).abs().mean().item()
         for one, other in ((rounded, oracle), (rounded, exact))
     ]
-    assert apart[0] < 0.9 * apart[1]  # of noise that is not the same it would be 1.4 times
+    assert apart[0] < 0.9 * apart[1]  # with independent noise it would be 1.4 times
     assert 0 < apart[1] < 0.02
 
 

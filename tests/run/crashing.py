@@ -74,7 +74,7 @@ class Order:
     # at the first byte beyond: SIGKILL in mid-write, or no space left
     then: Literal["die", "refuse"] = "die"
     signals: Literal["handle", "ignore"] = "ignore"
-    slowness: float = 1.0  # of the engines: time to meet this child at work
+    slowness: float = 1.0  # slows the engines, so that the kill meets this child at work
 
 
 class CountingEngine(ScriptedEngine):

@@ -160,5 +160,5 @@ def test_bounds_of_another_rate_hold_what_it_comes_to(tmp_path: Path) -> None:
             accuracy = replay(recorded, rate=rate).replayed.accuracy
             inside += accuracy.low <= live.value <= accuracy.high
             cases += 1
-    # of 20 cases, 16 or fewer inside have a chance of 0.3 % where 95 % are
+    # if 95 % are inside, 16 or fewer of 20 cases have a chance of 0.3 %
     assert inside > 16

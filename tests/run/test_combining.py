@@ -220,7 +220,7 @@ def _loss_of_a_coin(seed: int, is_graded: bool, share_split: float) -> float:
             continue
         share = draws.choice((0.375, 0.5, 0.625))
         plan = combiner.plan("auto", share, 2)
-        # of two finalists the leader is correct more often
+        # the leader of two finalists is correct more often
         right = draws.choices(("first", "second", "none"), (0.5, 0.25, 0.25))[0]
         verdicts = [draws.random() < 0.5 for _ in range(2)]  # for the second
         chosen = "second" if all(verdicts) else "first"

@@ -119,7 +119,7 @@ def test_a_concluded_problem_ends_what_it_never_began_and_what_was_cut_off() -> 
     left = RunLengthEstimate(4, 2)
     decide(left, "0", 0, 0)
     left.conclude("0")
-    # of two rollouts one took a decision: three of six to come will
+    # one of two rollouts took a decision, so three of the six to come will
     assert left.share == pytest.approx(3 / 4)
     for problem in "123":
         left.conclude(problem)

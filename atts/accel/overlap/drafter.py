@@ -52,10 +52,11 @@ class DraftBranch:
     accepted: int
     tokens: list[int]
     slots: SlotIds
-    row: int  # of the drafter's table
+    row: int  # row of the drafter's table
     most: int = 1  # tokens it may have
     fed: int = 0  # tokens that the drafter has computed
-    laws: list[PlaceLaw] = field(default_factory=list[PlaceLaw])  # of the tokens after the first
+    # distributions of the tokens after the first
+    laws: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
 
     @property
     def start(self) -> int:
@@ -71,10 +72,10 @@ class DraftLine:
     base: int  # tokens that are written
     row: int
     proposal: TokenIds
-    laws: list[PlaceLaw]  # of the proposal's places
-    uniforms: NDArray[np.float64]  # of the places from `base` on
+    laws: list[PlaceLaw]  # distributions at the proposal's places
+    uniforms: NDArray[np.float64]  # uniform numbers of the places from `base` on
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
-    # of the same places and the one after, as reported
+    # exit distributions at the same places and the one after, as reported
     exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
     # what the drafter has not computed of it
     fed: list[FedRow] = field(default_factory=list[FedRow])
@@ -117,7 +118,7 @@ class BranchWriter:
         self._heads = heads
         self._stats = stats
         self.streams = False  # whether the heads are used
-        self.fan = 0  # of a place's first tokens, those that are named besides its own
+        self.fan = 0  # number of a place's first tokens that are named in addition to its own
         self.acceptance = 0.7  # estimated chance that a proposed token is accepted
 
     def following(self, batch: StepBatch, lines: list[DraftLine]) -> Drawn:
@@ -232,7 +233,7 @@ PATIENCE = 5.0
 """Seconds in which a drafter must end what it began, where another way to draft is tried."""
 
 
-BRANCH_SLOTS = 4096  # of all branches together
+BRANCH_SLOTS = 4096  # slots of all branches together
 _MOST_BRANCHES = 64
 # tokens that a guess is continued by even where no draft step fits into one of the target's
 _LEAST = 2

@@ -31,7 +31,7 @@ ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
 class ExitListener(NamedTuple):
     """A listener, and the rows of decoding sequences that it receives in a step."""
 
-    # by row of the slot table: the sequence, and how it draws
+    # keyed by row of the slot table: the sequence, and how its tokens are drawn
     rows: Mapping[int, tuple[int, Sampling]]
     receive: Callable[[ExitGuesses | Exception], None]
 

@@ -39,7 +39,8 @@ class PlaceLaw:
     # that the proposed token is accepted if all before it are; of the place after the last one: 1
     acceptance: float
     tokens: Sequence[int]
-    probabilities: Sequence[float]  # of `tokens`, as far as they are known; need not sum to 1
+    # probabilities of `tokens`, as far as they are known; they need not sum to 1
+    probabilities: Sequence[float]
 
 
 def ranked_outcomes(proposal: Sequence[int], places: Sequence[PlaceLaw]) -> list[OutcomeGuess]:

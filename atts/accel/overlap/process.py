@@ -49,7 +49,8 @@ class DraftStep(NamedTuple):
     ended: list[int]
     # sequence, its new ids, and how many tokens it may be proposed
     asks: list[tuple[int, TokenIds, int]]
-    settled: list[tuple[int, int]]  # of proposals: tokens, and how many of them were accepted
+    # each settled proposal: its number of tokens, and how many of them were accepted
+    settled: list[tuple[int, int]]
     seconds: float  # that the last step took
 
 

@@ -26,7 +26,7 @@ _STRETCH = 64  # steps of the one that is used, after which it is looked at agai
 _SETTLE = 4  # first steps of a turn, which do not count: a drafter catches up in them
 _KNOWN = 128  # steps that what is known of a scheme counts for at most
 _GLANCE = 8  # steps after which a try ends that writes half as fast as another
-_SHARE = 0.005  # of the tokens, what may be lost by tries of one scheme
+_SHARE = 0.005  # share of the tokens that tries of one scheme may lose
 _WORTH = 1.05  # gain that an oracle must promise
 _LONGEST = 1024  # steps between two tries, where they lose next to nothing
 
@@ -213,7 +213,7 @@ class AdaptiveDrafting(Proposer, Lengths):
         self._fixed = FixedLength(most)
         self._guessing = [way for way in GUESSING.values() if has_exit or not way.is_told]
         self._control = SchemeControl(1 + len(self._guessing), has_oracle=has_exit)
-        # of this step, and of the last one in which something was proposed
+        # scheme of this step, and of the last step in which something was proposed
         self._scheme = self._asked = 0
         self._began = 0.0
 

@@ -26,7 +26,7 @@ from atts.local.sequence import Sequence
 # shared or evicted there is so here; all it keeps of its own is how far it has come in each
 # sequence.
 
-_CONFIDENCE = 0.8  # of a drafted token, compared with those that are looked up
+_CONFIDENCE = 0.8  # confidence in a drafted token, relative to tokens that are looked up
 _CHUNK = 512  # tokens of given text computed at once
 _FEW = 3  # newest tokens fed side by side with other sequences'
 
@@ -64,7 +64,7 @@ class DraftedRows:
         self.table = table
         self.slots = slots
         self.sequence = sequence  # an unfinished request
-        # by request: the admission that this is known of, and tokens
+        # keyed by request: its admission, and the tokens computed for it
         self._progress = dict[int, tuple[int, int]]()
 
     def drafted(self, sequence: Sequence) -> int:

@@ -25,9 +25,9 @@ _ENOUGH = 0.12  # variance below which a cell is measured
 _AGEING = 0.00002  # variance that a step adds to a cell that was not seen in it
 _STEP = 0.04
 _LEARNING = 1 / 32  # variance of one step's time at first, and how fast it is learnt
-_WANDERING = 0.05  # of it, variance that a step adds to the machine's slowness
+_WANDERING = 0.05  # variance that a step adds to the machine's slowness, as a share of it
 _OUTLYING = 2.5  # standard deviations beyond which a time tells no more
-# of one step's variance, that of a cell of few times: no step takes less than it must
+# least variance of a cell with few times, as a share of one step's variance
 _YOUNG = 0.25
 _STALE = 8  # times added before a curve is drawn again
 _EXACT = 16  # rows up to which each number has a cell of its own; beyond, four cells an octave
@@ -81,8 +81,8 @@ class Curve:
 @dataclass(slots=True)
 class _Cell:
     rows: float
-    log: float  # of seconds
-    variance: float  # of the log
+    log: float  # logarithm of the seconds
+    variance: float  # variance of that logarithm
     seen: int  # the number of the time that was added last
 
 
@@ -226,7 +226,7 @@ _PRIOR = 0.7  # a place of which nothing is known yet
 _POOL_DECAY = 0.99
 _OWN_DECAY = 0.97  # a round; the accepted share changes within a text
 _POOL_WEIGHT = 2.0
-_OWN_WEIGHT = 8.0  # of what a place is shrunk to, in tests
+_OWN_WEIGHT = 8.0  # weight, in tests, of the value that a place's share is shrunk to
 _MOST_WAITING = 1024  # rounds
 
 

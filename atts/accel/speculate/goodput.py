@@ -27,7 +27,7 @@ _DOUBT_OF_ONE = (
     0.001  # gain that proposals must promise compared with none, at least and a sequence
 )
 _SURPRISE_WEIGHT = 1 / 32
-_MOST_SURPRISE = 0.5  # of one step
+_MOST_SURPRISE = 0.5  # largest surprise that one step may count for
 _CAUTION = 0.3  # standard deviations of a time by which it must pay to stop what seemed to pay
 _FORGETTING = 0.8  # what a rest leaves of surprises
 _FADED = 1.0  # weight, in tests of each place, of the counts from before a rest
@@ -36,12 +36,11 @@ _LOOKS = 8  # steps that are timed before anything is tried
 _EVERY = 8  # steps of which one is looked at while a decision holds
 # steps in a row that feed other tokens too after which lengths are chosen for such steps
 _MIXED = 32
-# of the time that proposals are thought to take where it was never measured, what it may turn out
-# to be
+# Where the time of proposals was never measured, it may turn out to be this share of the estimate.
 _HOPE = 0.5
 _PLAIN = 4  # steps without proposals that are timed now and then
 _SETTLING = 8  # such steps before these, in which the target's weights come back into the caches
-_SHARE = 0.01  # of the time, what trials may lose
+_SHARE = 0.01  # share of the time that trials may lose
 _ADVANCE = 16  # steps without proposals whose time first trials of a length may lose ahead
 _SAVED = 12  # the most of such steps whose time is saved up for trials
 _HICCUP = 2  # the most of such steps that one of a trial counts for
@@ -49,7 +48,7 @@ _TRIED = 2  # steps of a trial
 _RESTS = 64, 4096  # steps for which nothing is looked at: at first, at most
 _LENGTHS = 8, 4, 2, 1, 16  # tried for all sequences in advance; others near lengths that pay
 _FEW = 4  # tokens tried for few sequences
-# of all time, what proposals may have lost in total when they are stopped, and when they may
+# share of all time that proposals may have lost when they are stopped, and when they may be tried
 # continue
 _MOST_LOST = 0.02, 0.012
 _GRACE = 64  # steps without proposals that may be lost at the beginning, whatever the run's length
@@ -121,7 +120,7 @@ class _Load:
     surprise: float = 0.0  # log of seconds over those expected, with proposals
     resting: int = 0  # steps that are left of a rest
     rested: int = 0
-    rounds: int = 0  # of all loads, when it began to rest
+    rounds: int = 0  # rounds of all loads at the moment when it began to rest
     rest: int = _RESTS[0]  # the next one
 
 
@@ -149,13 +148,13 @@ class GoodputControl:
             int
         ]()  # sequences that tokens are wanted for in this step, and were before
         self._total = 0  # tokens wanted in this step
-        self._coverage = 1.0  # of those wanted, what proposers have
+        self._coverage = 1.0  # share of the wanted proposals that the proposers have
         self._asks = 0
         self._rounds = 0  # verified so far
         self._is_stale = True  # the counts of accepted tokens
         self._balance = 0.0  # seconds that trials may lose
         self._elapsed = 0.0  # seconds of all steps
-        # of the steps since the last look: seconds, accepted tokens, whether any was proposed
+        # sums over the steps since the last look
         self._seconds = 0.0
         self._accepted = 0
         self._has_proposed = False
@@ -485,7 +484,7 @@ class GoodputLengths(Lengths):
 
     def __init__(self, most: int) -> None:
         self._control = GoodputControl(most)
-        self._shape = StepShape((), 0, 0.0)  # of the step that lengths were chosen for last
+        self._shape = StepShape((), 0, 0.0)  # shape of the step for which lengths were last chosen
 
     def rests(self, plan: StepPlan) -> bool:
         """Return whether nothing pays."""

@@ -18,7 +18,7 @@ class HintProposer(Proposer):
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, int] = {}  # by key: how much of the hint is written
+        self._places: dict[int, int] = {}  # keyed by sequence: how much of the hint is written
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
         """Return the rest of each hint."""
@@ -58,7 +58,7 @@ class HintProposer(Proposer):
 _GRAM = 3
 """Tokens looked up at once: the shortest match."""
 _LONGEST = 24  # matches are not measured further
-_PLACES = 12  # of one gram that are looked at, the newest ones
+_PLACES = 12  # places of one n-gram that are looked at, the newest ones
 _GROUPS = 64  # problems remembered
 
 
@@ -72,9 +72,9 @@ class _Group:
     grams: defaultdict[tuple[int, ...], deque[tuple[_Text, int]]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=_PLACES))
     )
-    # of running sequences, by key
+    # texts of running sequences, keyed by sequence
     texts: dict[int, _Text] = field(default_factory=dict[int, _Text])
-    latest: dict[str, _Text] = field(default_factory=dict[str, _Text])  # by rollout
+    latest: dict[str, _Text] = field(default_factory=dict[str, _Text])  # keyed by rollout
 
     def learn(self, ask: Ask) -> None:
         """Index what a sequence wrote since it was last looked at."""
@@ -122,7 +122,8 @@ class SuffixProposer(Proposer):
         self._accepted = [1.0 * length for length in range(_LONGEST + 1)]
         # ... length / (length + 2)
         self._tried = [1.0 * length + 2.0 for length in range(_LONGEST + 1)]
-        self._matched: dict[int, int] = {}  # by key: how long the match of its last proposal was
+        # keyed by sequence: the length of the match of its last proposal
+        self._matched: dict[int, int] = {}
         self._running: dict[int, _Group] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:

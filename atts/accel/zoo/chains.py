@@ -63,7 +63,7 @@ class _Layout(NamedTuple):
     keepings: list[_Keeping]
     runs: list[tuple[_Keeping | None, Ints]]
     adapted: Adapted
-    owners: Ints  # of logit rows
+    owners: Ints  # owners of logit rows
     unit_calls: int
     unit_rows: int
 
@@ -74,12 +74,12 @@ class _Ready(NamedTuple):
     """
 
     given: tuple[StepBatch, SlotIds]
-    units: Ints  # of its sequences, from which on each is computed
-    order: tuple[Ints, Ints]  # of the sequences, and where logit rows stand then
+    units: Ints  # unit of each sequence from which on it is computed
+    order: tuple[Ints, Ints]  # order of the sequences, and where their logit rows are then
     batch: StepBatch
     layout: _Layout
     rows: tuple[Floats, Floats]
-    step: Any  # of the native model
+    step: Any  # step object of the native model
 
     def fill(self) -> None:
         """Take over what is new where sequences write one token each."""

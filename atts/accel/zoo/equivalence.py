@@ -37,7 +37,7 @@ class BlockSimilarity:
     """A block of a model, and another of its shape that is not equal to it."""
 
     place: str
-    digest: str  # of the other
+    digest: str  # digest of the other block
     other: str  # whose that is: MODEL/PLACE
     distance: float  # between their parameters, in lengths of the model's own
     cosine: float

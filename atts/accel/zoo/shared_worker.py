@@ -193,7 +193,7 @@ class _Host:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.members: list[SharedWorker] = []
-        self.asked: dict[int, _Asked] = {}  # by the loop's numbers of requests
+        self.asked: dict[int, _Asked] = {}  # keyed by the loop's request number
         self._worker: LoopWorker = new_worker(config.options.worker)
         self._config = config
         self._ready: WorkerReady | None = None
@@ -244,7 +244,7 @@ class _Host:
         }
         with self._lock:
             for reply in report.replies:
-                if not reply.request_id:  # of the loop's end, for all
+                if not reply.request_id:  # the reply reports the loop's end to all requests
                     for heard in replies.values():
                         heard.append((reply, 0))
                 elif (asked := self.asked.pop(reply.request_id, None)) and asked.member in replies:

@@ -31,7 +31,7 @@ class Lineage(NamedTuple):
     """
 
     units: tuple[str, ...]
-    keys: tuple[str, ...]  # of each layer's keys and values, its own part alone
+    keys: tuple[str, ...]  # keys of each layer's keys and values, its own part alone
     whole: int  # the last unit before which the states of all of a step's rows are there
 
 
@@ -80,9 +80,9 @@ class SlotLedger(SlotAllocator):
         self.holders: NDArray[np.int32] = np.zeros((1, num_slots + 1), dtype=np.int32)
         self.starts: tuple[int, ...] = (0,)  # the first layer of each column
         self.kin: dict[int, list[Relative]] = {}
-        self.kept: dict[int, Kept] = {}  # by the unit that it goes into
-        # of each row of the slot table: up to where a relative's keys and values of the first
-        # layers are read, and the unit from which on those positions are computed
+        self.kept: dict[int, Kept] = {}  # keyed by the unit that the state goes into
+        # For each row of the slot table: up to where a relative's keys and values of the first
+        # layers are read, and the unit from which on those positions are computed.
         self.borrowed: Ints = np.zeros(0, dtype=np.int64)
         self._units: Ints = np.zeros(0, dtype=np.int64)
 
@@ -111,7 +111,8 @@ class SlotLedger(SlotAllocator):
         found = {
             (a, b): divergence_point(chains[a], chains[b]) for a in chains for b in chains if a != b
         }
-        units = dict[int, int]()  # by layers: one place where all that part there can continue
+        # keyed by number of layers: a unit whose whole part can continue there
+        units = dict[int, int]()
         for layers, unit in found.values():
             if layers:
                 units[layers] = min(unit, units.get(layers, unit))

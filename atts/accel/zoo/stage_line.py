@@ -47,7 +47,7 @@ class StageShare(NamedTuple):
     """One worker's share of a step."""
 
     worker: int
-    entries: Ints  # of the batch
+    entries: Ints  # entries of the batch
     brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that others have, by slots
     again: Sequence[tuple[StepBatch, Floats]] = ()  # what it computes again first
     slots: Ints = _NONE  # whose keys and values it has then
@@ -59,7 +59,7 @@ class StageCosts:
     def __init__(self, setup: StageSetup) -> None:
         model = setup.config.model
         number = 2 if setup.config.options.dtype == "bfloat16" else 4
-        # of a token
+        # bytes of one token
         self._bytes = 2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number
         self._row = [1e-4, 1e-4]
         self._byte = 1e-9  # rows alone and among many
@@ -93,7 +93,7 @@ class _Sequences(NamedTuple):
 
     # [sequences, 3] row of the slot table, where position 0 is in the tables of angles, model
     whose: Ints
-    entries: Ints  # of the batch: whose each is
+    entries: Ints  # owner of each entry of the batch
     fed: Ints
     slots: Ints  # [sequences, positions]
     # [workers, sequences, positions] of keys and values before what is fed
@@ -107,7 +107,7 @@ class KvResidency:
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
         self.rows = np.zeros((slots, width), dtype=np.float32)
-        # of how many rows of its sequence each was, MANY at most
+        # number of rows of its sequence that were together with each row, MANY at most
         self._together = np.ones(slots, dtype=np.int64)
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
@@ -380,7 +380,7 @@ class StageExecutor:
         self.nodes = list[WorkerHandle]()
         self._spare = Counter[int]()
         self.ranges = dict[str, LayerRange]()
-        self.paths = dict[int, list[LayerRange]]()  # by model
+        self.paths = dict[int, list[LayerRange]]()  # keyed by model
         self.handed = Counter[tuple[str, str]]()  # rows, from one range to another
         self._flights = list[InFlightStep]()
         self._steps = 0

@@ -250,11 +250,11 @@ class WorkerHandle:
         # when it will have done what it is asked, and when it was last asked
         self.due = self.sent = 0.0
         self._queue = deque[tuple[object, Receive]]()
-        self._heard: Receive | None = None  # by the answer that is waited for
+        self._heard: Receive | None = None  # receiver of the answer that is waited for
         self.error: EngineUnavailable | None = None
         self._table: SlotIds = np.zeros(
             (0, 0), dtype=np.int32
-        )  # of slots, as far as they were sent
+        )  # rows of slots, as far as they were sent
 
     @property
     def is_asked(self) -> bool:

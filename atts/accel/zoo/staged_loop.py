@@ -143,7 +143,7 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
         except EngineError:
             continue  # it is not opened, or has ranges of its own
         names += [halves] * (model.num_layers == layers)
-    # of each half of a layer
+    # for each half of a layer: which models share it
     alike = [[[*own].index(name) for name in own] for own in zip(*names, strict=True)]
     partings = {
         at for at in range(1, layers) if alike[2 * at : 2 * at + 2] != alike[2 * at - 2 : 2 * at]

@@ -60,7 +60,7 @@ class RangeStep(NamedTuple):
     """One worker's share of a step in one of its ranges."""
 
     name: str
-    entries: Ints  # of the visit's batch
+    entries: Ints  # entries of the visit's batch
     brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that another worker has, by slots
     # earlier rows whose keys and values are computed again
     again: Sequence[tuple[StepBatch, Floats]] = ()
@@ -73,7 +73,7 @@ class StageCall(NamedTuple):
 
     batch: StepBatch
     rows: Floats
-    shape: tuple[int, ...]  # of the slot table
+    shape: tuple[int, ...]  # shape of the slot table
     news: News  # in it, since the visit before
     steps: Sequence[RangeStep]
 

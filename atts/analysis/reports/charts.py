@@ -111,7 +111,7 @@ def _by_question(control: RateControl) -> Chart:
     question would fill.
     """
     everything = sorted(control.by_question, key=lambda group: (group.share, group.name))
-    # of many, every so many by rank: the picture is the same
+    # dots of many questions are thinned out by rank, which leaves the picture the same
     step = -(-len(everything) // _MOST_DOTS) or 1
     ordered = everything[::step]
     plot = Plot(

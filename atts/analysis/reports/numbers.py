@@ -277,7 +277,7 @@ class EngineLanes:
 
     engine: str
     peak: int
-    busy_share: float  # of the run, with at least one call in flight
+    busy_share: float  # share of the run with at least one call in flight
     mean_in_flight: float
     longest_bubble: float
     in_flight: tuple[float, ...]

@@ -55,7 +55,7 @@ class RolloutFacts:
     decisions: int
     escalated: int
     tokens: int  # written by both models
-    target_tokens: int  # of them, by the target
+    target_tokens: int  # tokens of them that the target wrote
     flags: tuple[str, ...]
     # the tokens that each turn added, by the draft and by the target; numbers without objects, for
     # a report holds all turns of a run

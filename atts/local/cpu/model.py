@@ -183,7 +183,7 @@ class NativeModel:
             None,
         )
         self._buffers: dict[str, _Floats] = {}
-        # of a block of scored rows
+        # logits of a block of scored rows
         self._logits = np.empty((0, config.vocabulary), dtype=np.float32)
         self._step = _Step(
             threads=threads,

@@ -17,7 +17,7 @@ from atts.local.model_config import ModelConfig
 # layers, whose caches lie side by side.
 
 MOST_ROWS = 16
-_WIDTHS = (1, 4, MOST_ROWS)  # of blocks, as kernels are compiled for
+_WIDTHS = (1, 4, MOST_ROWS)  # widths of blocks for which kernels are compiled
 _PROGRAMS = 264  # that fill a large GPU: contexts are split until there are as many
 _MOST_PARTS = 16
 
@@ -53,7 +53,7 @@ def _attend(  # type: ignore[no-untyped-def]
     place = lane // GROUP
     is_row = (place < count) & (place < WIDTH)
     row = (start + place).to(tl.int64)
-    at = row * HEADS + head * GROUP + lane % GROUP  # of the query and of the output
+    at = row * HEADS + head * GROUP + lane % GROUP  # place in the query and in the output
     dims = tl.arange(0, DIM_UP)
     is_dim = dims < DIM
     query = tl.load(

@@ -322,6 +322,31 @@ class Turn:
         return self.score is not None and not self.scored_tokens
 
     @property
+    def was_cut_short(self) -> bool:
+        """Return whether the turn was judged and not carried out, because its rollout was stopped."""
+        return bool(self.discarded) and not self.chunks
+
+    def tokens_written(self, author: Role) -> int:
+        """Count the tokens that this model wrote in the turn, discarded tokens included."""
+        chunks = [chunk for chunk in (*self.discarded, *self.chunks) if chunk.author == author]
+        return sum(chunk.tokens for chunk in chunks if self.is_written(chunk))
+
+    def is_written(self, chunk: Chunk) -> bool:
+        """Return whether a model wrote the chunk in this turn.
+
+        Forced words were put in, and a part of a discarded chunk was written with the whole.
+        """
+        if chunk.logprobs:
+            return True
+        if self.is_forced:
+            return False
+        return not any(
+            whole.target_ids[: len(chunk.target_ids)] == chunk.target_ids
+            for whole in self.discarded
+            if whole is not chunk and whole.author == chunk.author
+        )
+
+    @property
     def remark(self) -> str:
         """Describe what was unusual in the turn: its note, whether words were inserted, and why no
         score was requested.

@@ -324,10 +324,10 @@ OTHERS = [
         "units < span.start",
     ),
     *_table(
-        "atts/analysis/turns.py",
+        "atts/core.py",
         "tests/analysis/test_numbers.py",
-        "whole for whole in turn.discarded if whole is not chunk and whole.author == chunk.author",
-        "whole for whole in turn.discarded if whole is not chunk and whole.author != chunk.author",
+        "if whole is not chunk and whole.author == chunk.author",
+        "if whole is not chunk and whole.author != chunk.author",
     ),
     *_table(
         "atts/analysis/reports/rate_control.py",

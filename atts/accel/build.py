@@ -39,6 +39,8 @@ from atts.local.builder import (
     share_cores,
     threads_of,
     token_table,
+    whole_model,
+    whole_weights,
 )
 from atts.local.cpu.model import NativeModel
 from atts.local.devices import (
@@ -188,22 +190,10 @@ def _alone(
     plan: LoopPlan, config: WorkerConfig, device: torch.device, make_model: MakeModel | None
 ) -> _Target:
     """Load a model whole, with its exit where that is listened to."""
-    dtype = dtype_of(config)
-    weights = load_weights(
-        config.folder,
-        config.model,
-        dtype,
-        device,
-        config.name,
-        on_demand=make_model is None and packs_weights(config),
-    )
+    weights = whole_weights(config, make_model)
     drafter = _drafter_here(plan, config)
-    cache = allocate_cache(config, dtype, device)
-    if make_model is not None:
-        model: HookedModel = make_model(config, weights, cache)
-        trouble = ""
-    else:
-        model, trouble = choose_model(config, weights, cache)
+    cache = allocate_cache(config, dtype_of(config), device)
+    model, trouble = whole_model(config, weights, cache, make_model)
     may_hear = _may_learn(plan, device) and (config.folder / EXIT_FILE).is_file()
     if plan.speculation.speculate == "mirror" or may_hear:
         exits = _with_exit(config, model, weights)

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from atts.analysis.run_replay import ReplayedProblem, fresh_calibrator, replay_policy
-from atts.analysis.turns import is_written, tokens_written
 from atts.calibration import Mode
 from atts.core import Chunk, Outcome, Rollout, TurnKey, Usage
 from atts.errors import OptionError, UsageError
@@ -189,8 +188,8 @@ def _costs(rollout: Rollout, seconds: Mapping[TurnKey, float]) -> tuple[TurnCost
     """Return the cost of each turn of a rollout."""
     costs = tuple(
         TurnCost(
-            tokens_written(turn, "draft"),
-            tokens_written(turn, "target"),
+            turn.tokens_written("draft"),
+            turn.tokens_written("target"),
             scored_tokens=turn.scored_tokens,
             seconds=seconds.get((rollout.problem, rollout.sample, turn.index), 0.0),
         )
@@ -300,7 +299,7 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 def _drafted(rollout: Rollout) -> list[Chunk]:
     turns = ((turn, chunk) for turn in rollout.turns for chunk in turn.chunks)
-    return [chunk for turn, chunk in turns if chunk.author == "draft" and is_written(turn, chunk)]
+    return [chunk for turn, chunk in turns if chunk.author == "draft" and turn.is_written(chunk)]
 
 
 def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:

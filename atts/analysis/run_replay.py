@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Literal, overload
 
 from atts.analysis.steps import GateStep, StepLog, Steps
-from atts.analysis.turns import usage_of, was_cut_short
 from atts.calibration import DEFAULTS, HOLD, Calibrator, Mode, StoredScores, Tuning
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
 from atts.errors import CalibrationInputError, JournalError, OptionError
@@ -400,7 +399,9 @@ def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
     """Return the rollout as the policy has it while every decision is the recorded one."""
     turns = rollout.turns[: policy.turns]
     is_whole = len(turns) == len(rollout.turns)
-    spent = rollout.usage if is_whole else usage_of(turns)  # which has what entered no turn as well
+    spent = (
+        rollout.usage if is_whole else _usage_of(turns)
+    )  # which has what entered no turn as well
     return ReplayedRollout(
         rollout.problem,
         rollout.sample,
@@ -413,9 +414,21 @@ def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
     )
 
 
+def _usage_of(turns: Iterable[Turn]) -> Usage:
+    """Return the tokens of some turns of a rollout."""
+    total = Usage()
+    for turn in turns:
+        total += Usage(
+            draft_tokens=turn.tokens_written("draft"),
+            target_tokens=turn.tokens_written("target"),
+            scored_tokens=turn.scored_tokens,
+        )
+    return total
+
+
 def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
     """Return True if the record ends before an answer or the policy's last turn."""
-    whole = sum(not was_cut_short(turn) for turn in rollout.turns)
+    whole = sum(not turn.was_cut_short for turn in rollout.turns)
     return is_censored(rollout.answer, rollout.finish) and (
         policy.turns is None or whole < policy.turns
     )

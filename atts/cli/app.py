@@ -239,7 +239,7 @@ COMMANDS: dict[str, Command] = {
         "atts.cli.preparation", "pairs", "List pairs of models, and the GPUs that hold them."
     ),
     "pilot": Command(
-        "atts.cli.pilots",
+        "atts.cli.evaluations",
         "pilot",
         "Measure whether a gate helps a pair of models, on some problems.",
     ),
@@ -268,7 +268,7 @@ COMMANDS: dict[str, Command] = {
         "atts.cli.preparation", "tune", "Time a server, and advise how much it should speculate."
     ),
     "view": Command(
-        "atts.cli.viewing", "view", "Show a run or a server as a page that follows it."
+        "atts.cli.serving", "view", "Show a run or a server as a page that follows it."
     ),
     "zoo": Command("atts.cli.zoo", "app", "Store many models by the blocks that they share."),
 }

@@ -5,10 +5,18 @@ from atts.journal.directory import (
     JOURNAL,
     LOCK,
     MANIFEST,
+    MERGED,
+    JournalCheck,
+    RecordedRun,
     check_directory,
+    check_exists,
+    check_journal,
     is_held,
     locked,
     open_journal,
+    open_run,
+    run_if_begun,
+    salvage,
 )
 from atts.journal.events import (
     COMPARED,
@@ -54,16 +62,6 @@ from atts.journal.manifest import (
     dataset_digest,
     load_manifest,
     save_manifest,
-)
-from atts.journal.reader import (
-    MERGED,
-    JournalCheck,
-    RecordedRun,
-    check_exists,
-    check_journal,
-    open_run,
-    run_if_begun,
-    salvage,
 )
 from atts.journal.shared_replies import REPLIES, SharedReplies, SharedReply, reply_key, run_number
 from atts.journal.state import (

@@ -53,21 +53,9 @@ def build_loop(
     config = on_device(config)
     device = device_of(config)
     check_room(config, device)
-    dtype = dtype_of(config)
-    weights = load_weights(
-        config.folder,
-        config.model,
-        dtype,
-        device,
-        config.name,
-        on_demand=make_model is None and packs_weights(config),
-    )
-    cache = allocate_cache(config, dtype, device)
-    if make_model is not None:
-        model: HookedModel = make_model(config, weights, cache)
-        trouble = ""
-    else:
-        model, trouble = choose_model(config, weights, cache)
+    weights = whole_weights(config, make_model)
+    cache = allocate_cache(config, dtype_of(config), device)
+    model, trouble = whole_model(config, weights, cache, make_model)
     slots = cache.shape[2] - SPARE_SLOTS
     scheduler = Scheduler(scheduler_config(config, slots), prefix_tree(config))
     table = token_table(config)
@@ -76,6 +64,29 @@ def build_loop(
     loop.share_cores = partial(share_cores, config, model)
     ready = WorkerReady(slots, model.device_name, trouble, dtype=config.options.dtype)
     return loop, ready
+
+
+def whole_weights(config: WorkerConfig, make_model: MakeModel | None) -> Weights:
+    """Load all weights of a model; layers that native kernels may pack are read one by one."""
+    return load_weights(
+        config.folder,
+        config.model,
+        dtype_of(config),
+        device_of(config),
+        config.name,
+        on_demand=make_model is None and packs_weights(config),
+    )
+
+
+def whole_model(
+    config: WorkerConfig, weights: Weights, cache: Tensor, make_model: MakeModel | None
+) -> tuple[HookedModel, str]:
+    """Make the model that `make_model` makes, or choose its kernel; say also what its user should
+    know of the choice.
+    """
+    if make_model is not None:
+        return make_model(config, weights, cache), ""
+    return choose_model(config, weights, cache)
 
 
 def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:

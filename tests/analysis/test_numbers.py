@@ -27,7 +27,6 @@ from atts.analysis.reports.rate_control import rate_control
 from atts.analysis.reports.run_data import read_run_data
 from atts.analysis.reports.tables import shown_problems
 from atts.analysis.steps import GateStep, StepLog
-from atts.analysis.turns import tokens_written
 from atts.api import Setup
 from atts.calibration import Calibrator, coin_band
 from atts.cli.app import run as run_command
@@ -458,9 +457,9 @@ def test_a_part_of_a_discarded_chunk_was_written_once() -> None:
     other = Chunk("draft", "x", (9,), (9,), "length")
     rest = Chunk("target", " d", (4,), (4,), "length", (-0.5,))
     turn = Turn(0, (part, rest), (whole,))
-    assert (tokens_written(turn, "draft"), tokens_written(turn, "target")) == (3, 1)
+    assert (turn.tokens_written("draft"), turn.tokens_written("target")) == (3, 1)
     # what is not a beginning of it was written too
-    assert tokens_written(Turn(0, (other, rest), (whole,)), "draft") == 4
+    assert Turn(0, (other, rest), (whole,)).tokens_written("draft") == 4
 
 
 def test_a_small_run_has_one_file(run: Path, tmp_path: Path) -> None:

@@ -116,6 +116,21 @@ def test_slots_of_running_requests_are_counted_as_locked() -> None:
     assert tree.num_evictable >= 39
 
 
+def test_a_prefill_that_has_its_slots_takes_no_more() -> None:
+    """Slots are taken in runs of 32: the second half of a prompt of 32 tokens has all it needs."""
+    scheduler = Scheduler(SchedulerConfig(512, 4, 16, 256), PrefixTree(0))
+    scheduler.add(new_sequence(1, SampleRequest(ids_of(6, 32), 40, Sampling(0)), 0.0))
+    (first,) = scheduler.schedule().prefills
+    assert first.stop == 16
+    sequence = scheduler.sequence(1)
+    taken = sequence.capacity
+    assert taken == 32
+    sequence.num_computed = first.stop
+    (second,) = scheduler.schedule().prefills
+    assert second.stop == taken
+    assert sequence.capacity == taken
+
+
 def _flip(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:
     """Return the difference of the first ids that differ; None if all are equal."""
     return next((one - other for one, other in zip(ids, others, strict=True) if one != other), None)

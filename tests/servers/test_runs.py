@@ -18,7 +18,6 @@ from typing import Any
 import anyio
 import pytest
 
-from atts.analysis.turns import tokens_written
 from atts.api import Setup, build_engine
 from atts.cli.app import run as command
 from atts.concurrency import background, task_group
@@ -451,7 +450,7 @@ async def test_raw_log_probs_are_fetched_only_where_they_are_used(
     if extra == "none":
         assert (
             sum(
-                tokens_written(t, "draft")
+                t.tokens_written("draft")
                 for o in result.outcomes()
                 for r in o.rollouts
                 for t in r.turns

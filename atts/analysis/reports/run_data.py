@@ -12,7 +12,6 @@ from pathlib import Path
 
 from atts.analysis.reports.pages import Pages
 from atts.analysis.steps import GateStep, StepLog, Steps
-from atts.analysis.turns import tokens_written
 from atts.core import Decision, Outcome, Problem, Rollout
 from atts.journal import (
     FACTS,
@@ -180,8 +179,8 @@ def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> Rollo
         tokens=rollout.usage.draft_tokens + rollout.usage.target_tokens,
         target_tokens=rollout.usage.target_tokens,
         flags=tuple(_flags(rollout, problem, decisions)),
-        drafted_by_turn=array("I", (tokens_written(turn, "draft") for turn in rollout.turns)),
-        target_by_turn=array("I", (tokens_written(turn, "target") for turn in rollout.turns)),
+        drafted_by_turn=array("I", (turn.tokens_written("draft") for turn in rollout.turns)),
+        target_by_turn=array("I", (turn.tokens_written("target") for turn in rollout.turns)),
     )
 
 

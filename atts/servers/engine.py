@@ -210,8 +210,6 @@ class RemoteEngine(BaseEngine):
         Its name may be the same, no connection need break, and no silence fall.
         """
         async with self._checking:
-            if self._unchecked < self.options.recheck_requests:
-                return
             self._unchecked = 0
             assert self._known is not None, "an open engine was probed"
             assert self._identity is not None, "an open engine was identified"
@@ -240,7 +238,10 @@ class RemoteEngine(BaseEngine):
             result = await work(request)
             self._unchecked += 1
             if self._unchecked >= self.options.recheck_requests:
-                await self._glance()
+                # One look at a time: if every answer waited for it, no more than
+                # `recheck_requests` would come in the time of a look.
+                if not self._checking.locked():
+                    await self._glance()
         except EngineUnavailable as error:
             if watch.has_given_up:
                 raise watch.given_up(error) from error

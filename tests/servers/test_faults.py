@@ -31,6 +31,7 @@ from atts.pipelines import Policy
 from atts.run import RunOptions, RunResult
 from atts.sampling import Seed
 from atts.servers import ApiKey, RemoteEngine, RemoteOptions, ReplicaPool
+from atts.servers.probing import Known, Seen, ServerProbe
 from atts.testing import (
     ScriptedEngine,
     ServerFaults,
@@ -305,6 +306,45 @@ async def test_other_weights_under_the_same_name_are_noticed_after_some_answers(
             await many(remote, 5)
         with pytest.raises(UnsupportedByEngine, match="changed while in use"):
             await remote.sample(REQUEST)
+
+
+@pytest.mark.anyio
+async def test_answers_do_not_wait_for_the_look_at_the_model(
+    serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one request looks at the model, others are answered: one look is enough at a time."""
+    look = ServerProbe.glance
+    goes_on = anyio.Event()
+    looks = list[int]()
+    almost_all = anyio.Event()
+    answered = list[int]()
+
+    async def slow_look(probe: ServerProbe, known: Known) -> Seen:
+        looks.append(len(answered))
+        await goes_on.wait()
+        return await look(probe, known)
+
+    monkeypatch.setattr(ServerProbe, "glance", slow_look)
+    server = serve("vllm", lambda: ScriptedEngine("draft"))
+    options = RemoteOptions(idle_seconds=1e9, recheck_seconds=1e9, recheck_requests=5)
+    async with client(server.url, options=options) as remote:
+
+        async def ask(number: int) -> None:
+            await remote.sample(replace(REQUEST, seed=Seed(sample=number)))
+            answered.append(number)
+            if len(answered) == 39:
+                almost_all.set()
+
+        async with task_group() as group:
+            for number in range(40):
+                group.start_soon(ask, number)
+            with anyio.fail_after(20):
+                await almost_all.wait()
+            assert len(looks) == 1
+            goes_on.set()
+        # Answers that came meanwhile count: after them the next one looks again.
+        await ask(40)
+    assert len(looks) == 2
 
 
 class SwapLater:

@@ -69,7 +69,7 @@ class Amount:
         return self.picodollars / _PICO
 
     def by_cap(self) -> dict[str, float]:
-        """Return what counts for each cap, by the cap's name."""
+        """Return the quantity that each cap limits, by the cap's name."""
         return {
             "max_calls": self.calls,
             "max_target_tokens": self.target_tokens,
@@ -264,7 +264,7 @@ def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -
 def taken_by(
     role: Role, request: SampleRequest | ScoreRequest, reply: Completion | Scores, prices: Prices
 ) -> Amount:
-    """Return what a call took, once its reply is there."""
+    """Return the cost of a call, once its reply is there."""
     if isinstance(request, SampleRequest):
         assert isinstance(reply, Completion), "a sample request is answered by a completion"
         read = len(request.ids)
@@ -415,7 +415,7 @@ class Account:
             self._refused.set()
 
     def as_json(self) -> dict[str, Any]:
-        """Return what was spent, as strict JSON."""
+        """Return the spending, as strict JSON."""
         spent = self.spent
         plain: dict[str, Any] = {
             "calls": spent.calls,
@@ -491,7 +491,7 @@ class LedgerFile:
         self._path = path
         self._most_lines = most_lines
         recorded = _read(path)
-        self.total = Amount()  # what earlier sessions spent
+        self.total = Amount()  # spending of earlier sessions
         self._others = Spending()  # sum of all accounts that are not kept
         self._kept = {name: Spending() for name in keep}
         for name, spending in recorded.items():
@@ -527,7 +527,7 @@ class LedgerFile:
         self._others.add(self._kept.pop(name, Spending()))
 
     def spent_by(self, name: str) -> Spending:
-        """Return what a kept account has spent, earlier sessions included."""
+        """Return the spending of a kept account, earlier sessions included."""
         return self._kept[name]
 
     def _spending(self, name: str) -> Spending:
@@ -575,7 +575,7 @@ _decode = msgspec.json.Decoder(tuple[str, str, int, int, int, int, int]).decode
 
 
 def read_ledger(path: Path) -> dict[str, Amount]:
-    """Return what each account of a ledger's file has spent; a torn last line is ignored.
+    """Return the spending of each account of a ledger's file; a torn last line is ignored.
 
     :raises JournalCorrupt: a line before the last one is damaged.
     """

@@ -66,7 +66,7 @@ class Preset:
     changes: dict[str, Any]
     gate: Callable[[GateInputs], Gate | RoundGate]
     is_judged: bool = True  # False: every chunk stays as its writer left it
-    departures: tuple[str, ...] = ()  # from the published implementation of the method
+    departures: tuple[str, ...] = ()  # departures from the published implementation of the method
 
     def policy(self, base: Policy) -> Policy:
         """Return the base policy as this method changes it: samples, limits and sampling stay."""
@@ -89,7 +89,7 @@ def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
     """
     if policy.exact:
         return ("draft", "target")
-    if policy.drafter == "target":  # it writes every chunk, and judges none of its own
+    if policy.drafter == "target":  # the target writes every chunk, and judges none of its own
         return ("target",)
     is_target_asked = is_judged or policy.combine != "vote"
     return ("draft", "target") if is_target_asked else ("draft",)

@@ -288,7 +288,7 @@ class Certificate:
 
     @property
     def guarantee(self) -> str:
-        """Return what is promised, in words."""
+        """Return the promise, in words."""
         if self.chosen:
             outcome = "certified"
         elif self.needed is not None:
@@ -302,7 +302,7 @@ class Certificate:
 
     @property
     def voided_by(self) -> str:
-        """Return what makes the promise empty, in words."""
+        """Return the conditions that void the promise, in words."""
         return TEXTS[self.kind]["voided_by"]
 
 
@@ -414,7 +414,8 @@ def _test_chain(chain: list[Candidate], share: float, p_value: PValue) -> list[T
     p_values = list[float]()
     for candidate in chain:
         p_values.append(p_value(candidate.losses))
-        if p_values[-1] > share:  # those below need not be computed: they cannot be rejected
+        # hypotheses below this one need not be computed: they cannot be rejected
+        if p_values[-1] > share:
             break
     num_rejected = len(rejected(p_values, share))
     rows = list[Tested]()
@@ -451,7 +452,7 @@ class Abstention:
 
     @property
     def guarantee(self) -> str:
-        """Return what is promised, in words."""
+        """Return the promise, in words."""
         if not self.answered:
             outcome = "unsure"
         elif self.threshold is not None:
@@ -464,7 +465,7 @@ class Abstention:
 
     @property
     def voided_by(self) -> str:
-        """Return what makes that empty, in words."""
+        """Return the conditions that void the promise, in words."""
         return TEXTS["abstention"]["voided_by"]
 
 

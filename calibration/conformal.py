@@ -58,7 +58,7 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
 
 
 def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, float]:
-    """Return where the true kept fraction of the k-th smallest of n scores lies.
+    """Return the interval of the true kept fraction of the k-th smallest of n scores.
 
     For independent continuous scores that fraction has the distribution Beta(k, n + 1 - k) over
     draws of the stored scores (Vovk, "Conditional validity of inductive conformal predictors",
@@ -73,7 +73,7 @@ def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, f
 
 
 def long_run(n: int, rate: Rate) -> tuple[float, float]:
-    """Return where the long-run rate of the split threshold of n independent scores lies (90 %)."""
+    """Return the 90 % interval of the long-run rate of the split threshold of n independent scores."""
     rank = min(n, max(1, split_rank(n, rate)))
     low, high = coverage_interval(n, rank)
     return 1 - high, 1 - low

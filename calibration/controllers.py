@@ -225,11 +225,11 @@ class Tuning:
     question_gain: float = 0.23
     turn_gain: float = 0.035
     overall_gain: float = 0.02
-    order: float = 0.144  # the same for one sibling decided the other way round
+    order: float = 0.144  # pull per sibling decided the other way round
     limit: float = 4.0  # deficit of a question, at most, before it is simply given the decisions
     shrinkage: float = 1.0  # scores the mean of all questions is worth in a question's own
     residuals: float = 20.0  # scores the turn's pool is worth next to the question's residuals
-    siblings: float = 24.0  # and next to the scores of the same question and turn
+    siblings: float = 24.0  # weight, in scores, of the scores of the same question and turn
 
     @classmethod
     def for_rollouts(cls, samples: int) -> Tuning:

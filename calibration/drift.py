@@ -153,7 +153,7 @@ class QuestionSample:
 
     @property
     def half(self) -> int:
-        """Return after how many scores a live question is compared with `early`."""
+        """Return the number of scores after which a live question is compared with `early`."""
         return max(1, math.ceil(self.size / 2))
 
     @property
@@ -163,7 +163,7 @@ class QuestionSample:
         return [math.fsum(scores[:half]) / half for scores in self.questions if len(scores) >= half]
 
     def depth(self, live: Sequence[Sequence[float]]) -> int:
-        """Return how many scores of each question to compare, leaving the rest out.
+        """Return the number of scores of each question to compare, leaving the rest out.
 
         Few scores of many questions, or many scores of few: the choice is the one with the smallest
         variance of the difference of the means.
@@ -312,7 +312,7 @@ def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator
     distances = _distances(both)
     # Which questions are called live, one labelling a row: [1 + draws, n + k].
     chosen = np.zeros((_DRAWS + 1, n + k))
-    chosen[0, :n] = 1  # as it is
+    chosen[0, :n] = 1  # the actual run
     positions = np.argpartition(draw.random((_DRAWS, n + k)), n - 1, axis=1)[:, :n]
     np.put_along_axis(chosen[1:], positions, 1.0, axis=1)
     # Sums of distances: among the chosen, from the chosen to all, among all.
@@ -598,7 +598,7 @@ class DriftMonitor(Persisted):
         self._reference = QuestionSample.of(stored, self._turn)
         self._live = DefaultTable(str, list[float])
         self._scores = 0  # all live scores
-        self._seen = 0  # those of the stored turn
+        self._seen = 0  # live scores of the stored turn
         self._looks = 0  # looks that were due
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
@@ -694,7 +694,7 @@ class DriftMonitor(Persisted):
         self.events.append(DriftEvent(kind, self._scores, len(self._live), p, self.policy, message))
 
     def state(self) -> Any:
-        """Return what was seen so far, as JSON, without the stored scores."""
+        """Return the state of the monitor, as JSON, without the stored scores."""
         return {**super().state(), "events": [asdict(event) for event in self.events]}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ class Health:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return what should stop or worry the reader."""
+        """Return warnings that should stop or worry the reader."""
         warnings = list[str]()
         if self.repeats.fault:
             warnings.append(self.repeats.fault)

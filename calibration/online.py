@@ -131,7 +131,7 @@ class ReorderBuffer:
             self._next += 1
 
     def state(self) -> dict[str, Any]:
-        """Return what waits and what is awaited, as JSON."""
+        """Return the waiting and the awaited scores, as JSON."""
         return {
             "next": self._next,
             "held": [[issue, *score] for issue, score in self._waiting.items()],
@@ -227,7 +227,7 @@ class Calibrator(Persisted):
         self._end = RunEnd()
         # questions to forget, once none of their scores waits for its issue
         self._over = set[str]()
-        # what an alarm has started, and for how many decisions "widen" still lasts
+        # running action after an alarm, and for how many decisions "widen" still lasts
         self._alert: DriftPolicy | None = None
         self._widened = 0
         self._take_stored(drift)
@@ -307,7 +307,9 @@ class Calibrator(Persisted):
         )
 
     def _run_end(self, left: float | None) -> RunEnd:
-        """Return how many decisions are expected to be left, given the share that is."""
+        """Return the number of decisions that are expected to be left, given the share that is
+        left.
+        """
         expected = math.inf
         if left is not None and left < 1:
             expected = self.decided * left / (1 - left)
@@ -368,7 +370,7 @@ class Calibrator(Persisted):
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """Return what two calibrators must have in common for one to continue the other."""
+        """Return the settings that two calibrators must share for one to continue the other."""
         limits = (self._options.get("cap"), self._options.get("by_length"))
         return self.rate, self.mode, self.seed, self.stored, self.fingerprint, limits
 
@@ -413,12 +415,14 @@ class Calibrator(Persisted):
 
     @property
     def guarantee(self) -> str:
-        """Return what this mode promises, for what sequence, with the numbers of now."""
+        """Return the promise of this mode, with the sequences that it holds for and the current
+        numbers.
+        """
         return self._promise()[0]
 
     @property
     def voided_by(self) -> str:
-        """Return what makes that promise empty."""
+        """Return the conditions that void that promise."""
         return self._promise()[1]
 
     def resume(self) -> None:

@@ -79,7 +79,7 @@ class Ranks:
             del self._blocks[at]
 
     def counts(self, score: float) -> tuple[int, int]:
-        """Return how many stored scores are below `score`, and how many equal it."""
+        """Return the number of stored scores below `score`, and the number equal to it."""
         blocks = self._blocks
         at = bisect_left(blocks, score, key=_TOP)
         if at == len(blocks):
@@ -572,7 +572,7 @@ class Residuals(ScorePool):
         self._own.pop(question, None)
 
     def _expected(self, question: str | None) -> float:
-        """Return what is expected of the question's next score."""
+        """Return the expected value of the question's next score."""
         live = self._means
         stored = self._stored_means
         count = live.count + stored.count

@@ -128,7 +128,8 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
 
 
 def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[float, float]:
-    """Return where the share of `n` coins of this rate lies with at least this probability.
+    """Return the interval that holds the share of `n` coins of this rate with at least this
+    probability.
 
     The ends are quantiles of the binomial distribution, so that no normal approximation is needed
     for few decisions or rates near 0. Without a rate the band is [0, 1].
@@ -145,7 +146,7 @@ def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[flo
 
 
 def _clustered_reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
-    """Return how far from the nominal rate questions that differ so much may bring the share.
+    """Return the distance from the nominal rate that questions which differ so much may cause.
 
     Decisions of one question move together, so the question is the unit: the share is a ratio of
     two sums over questions, its standard error the linearised one of a ratio estimator (Cochran,

@@ -164,7 +164,7 @@ def rate_metrics(
     x: Floats = np.asarray(nonconformity, float)
     e: Floats = np.asarray(escalated, float)
     question_rates: Floats = np.bincount(q, e) / np.bincount(q)
-    question_turn = q * (int(t.max()) + 1) + t  # one number for each pair of both
+    question_turn = q * (int(t.max()) + 1) + t  # one number for each pair of question and turn
     return {
         "overall_error": float(abs(e.mean() - rate)),
         "turn_rms": turn_rms(t, e, rate),

@@ -439,7 +439,8 @@ def _read_mapping(
     if kind == "atts scores":
         return StoredScores.restore(read_state(path))
     if kind == "atts calibrator":
-        return StoredScores.restore(read_state(path)["stored"])  # what it started from
+        # the scores that the calibrator started from
+        return StoredScores.restore(read_state(path)["stored"])
     is_mapping = isinstance(table, dict)
     if not is_mapping or not all(isinstance(scores, list) for scores in table.values()):
         raise CalibrationInputError(str(path), type(table).__name__, "JSON {question: [scores]}")

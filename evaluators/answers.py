@@ -172,7 +172,8 @@ def extraction(
         if choice is not None:
             return choice
     if group:
-        after = text[complete[-1].end :]  # which may name another value as the final answer
+        # the text after the last box may name another value as the final answer
+        after = text[complete[-1].end :]
         final = marked(after, kind) if PATTERNS["final"].search(after) else None
         if final is not None:
             return Extraction(final, "marker")
@@ -217,7 +218,7 @@ def _with_plain_blanks(text: str) -> str:
 
 
 def _final_part(text: str) -> str:
-    """Return what follows a model's reasoning, if it is closed and something follows it.
+    """Return the text after a model's reasoning, if the reasoning is closed and text follows it.
 
     A box in the reasoning may be a guess that the model took back.
     """
@@ -260,7 +261,8 @@ def is_cut(text: str) -> bool:
 
 
 def unmarked(text: str) -> int:
-    """Return how much of a growing text needs no second look, however it continues.
+    """Return the length of a growing text's beginning that needs no second look, however it
+    continues.
 
     These are whole lines, ending 400 characters before any turn, mark or box.
     """
@@ -326,7 +328,7 @@ def _value(following: str, kind: AnswerKind) -> str | None:
 
 
 def _closed(following: str) -> str:
-    """Return what follows a mark, out of the macro or the maths that the mark stands in.
+    """Return the text after a mark, out of the macro or the maths that contains the mark.
 
     After "\\textbf{Answer: }" and in "\\mathbf{Answer: 13}" a brace closes that is not the value's.
     """

@@ -36,7 +36,7 @@ class GradedRecord:
     verdict: Verdict
     answer: str | None
     found_by: str  # "given", or the rule of the extraction
-    expected: bool | None = None  # what the record itself says, if it says so
+    expected: bool | None = None  # the record's own verdict, if it has one
     golds: tuple[str, ...] = ()  # the references, as they were compared
     kind: AnswerKind = "math"
 

@@ -44,14 +44,15 @@ class Proposal:
     """A chunk the drafter wrote and what is known of it before anyone decides."""
 
     chunk: Chunk
-    position: int  # where the chunk leads in the tree of what siblings wrote
+    position: int  # position after the chunk in the tree of the siblings' texts
     answer: str | None
     score: float | None = None
     flaw: str = ""  # why there is no score although one was asked for
     # the first token that the target rejects; 0 also where that is not asked or not known
     first_rejected: int = 0
     score_reused: bool = False  # the score is that of an equal sibling's chunk
-    beginning: Beginning | None = None  # what the target would write in its place; no gate sees it
+    # beginning of the target's own version of the chunk; no gate sees it
+    beginning: Beginning | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,9 @@ class Siblings:
         return len(others), share, answer is not None and labels[-1] == lead
 
     def position(self, chunks: Iterable[Chunk], start: int = 0) -> int:
-        """Return where these chunks lead from a position of the tree; 0 is the prompt."""
+        """Return the position that these chunks lead to from a position of the tree; 0 is the
+        prompt.
+        """
         for chunk in chunks:
             start = self._positions.setdefault((start, chunk.target_ids), len(self._positions) + 1)
         return start
@@ -159,7 +162,7 @@ class RolloutBuilder:
         # whether the thinking budget still counts: no think block was closed yet
         self._is_thinking = policy.thinking_tokens is not None
 
-        # what the turn being worked on has cost is in `usage` before it is in the rollout
+        # the cost of the turn under way is added to `usage` before it is added to the rollout
         self.usage = Usage()
         # tokens written that have neither entered a turn nor been discarded by one
         self._unassigned = 0

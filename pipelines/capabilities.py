@@ -40,7 +40,7 @@ def check_engines(
     """
     source = source_of(policy.score)
     if isinstance(_innermost(gate), _BLIND):
-        source = "votes"  # it looks at no score
+        source = "votes"  # this gate uses no score
     if source in ("log-probabilities", "question"):
         _check_judge(source, target)
     if source == "draft":

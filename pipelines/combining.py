@@ -38,7 +38,7 @@ PROVEN = 10.0
 """Odds against chance at which `auto` lets a selector overrule votes."""
 REFUTED = 0.2
 """Odds at which `auto` stops asking the selector."""
-_TRIALS = 3  # to shorten solutions until they fit into the context
+_TRIALS = 3  # tries to shorten solutions until they fit into the context
 _END_OF_THOUGHT = "</think>"
 
 
@@ -70,7 +70,7 @@ class Combiner:
         # shares in votes of half the rollouts that the whole vote overruled
         self._overruled: list[float] = []
         self.better = 0  # graded problems where the target's choice was correct and the vote wrong
-        self.worse = 0  # and the reverse
+        self.worse = 0  # problems on which it was worse
         self.consistent = 0  # pairs with one verdict in both orders
         self.inconsistent = 0
         self._is_graded = False
@@ -360,7 +360,7 @@ class _Question:
     ) -> tuple[int, ...]:
         """Return the question's ids; solutions that are too long lose their beginnings."""
         texts = [self._texts[index] for index in order]
-        # what a model thought before its solution repeats it at length
+        # a model's thoughts before its solution repeat it at length
         texts = [text.rpartition(_END_OF_THOUGHT)[2].strip() or text.strip() for text in texts]
         ids: tuple[int, ...] = ()
         for _ in range(_TRIALS):
@@ -378,7 +378,7 @@ def question_text(prompt: str, problem: Problem, solutions: Sequence[str]) -> st
     numbered = "\n\n".join(
         f"Solution {number}:\n{text}" for number, text in enumerate(solutions, start=1)
     )
-    # one pass, so that braces in the texts stay what they are
+    # one pass over the template leaves braces in the texts unchanged
     parts = {"{problem}": problem.text, "{solutions}": numbered}
     return re.sub(r"\{problem\}|\{solutions\}", lambda match: parts[match.group()], prompt)
 

@@ -104,12 +104,12 @@ class RolloutEngine(Engine, Protocol):
     has_recorded_calls: bool  # an earlier session recorded calls of this problem
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return what an earlier session recorded of this call, without using it up."""
+        """Return the record of this call by an earlier session, without using it up."""
         ...
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return how many tokens, at most the request's, an earlier session asked for here; 0 if it
-        did not ask.
+        """Return the number of tokens, at most the request's, that an earlier session asked for
+        here; 0 if it did not ask.
         """
         ...
 
@@ -131,7 +131,7 @@ class Context:
     bind: EngineBinder  # `atts.run.EngineCalls` is one
     seed: int = 0
     listener: RolloutListener = NullListener()
-    # whose own are used: see `needed_logprobs`
+    # roles whose own log-probabilities are used: see `needed_logprobs`
     logprobs: frozenset[Role] = frozenset({"draft", "target"})
     left: RunLength = field(default_factory=RunLength)
     # chooses the length of the run's drafts under method exact

@@ -119,7 +119,7 @@ async def _drafted(
 async def _scored(
     builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, drafted: TokenIds
 ) -> Scores:
-    """Return what the target draws in place of the guess."""
+    """Return the tokens that the target draws in place of the guess."""
     since = anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
     scores = await builder.target.score(request)
@@ -136,5 +136,7 @@ async def _scored(
 
 
 def _accepted_length(drafted: TokenIds, drawn: TokenIds) -> int:
-    """Return how many drafted tokens were drawn as well; only the last one drawn may differ."""
+    """Return the number of drafted tokens that were drawn as well; only the last one drawn may
+    differ.
+    """
     return len(drawn) - (drawn != drafted[: len(drawn)])

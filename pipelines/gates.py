@@ -28,7 +28,7 @@ class Gate(Protocol):
         ...
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return what to do with a chunk of this score.
+        """Return the action for a chunk of this score.
 
         :raises CalibrationInputError: if `score` is not a score; the pipeline turns that into an
             escalation.
@@ -456,7 +456,7 @@ class WarmingGate:
 
     @property
     def spent(self) -> int:
-        """Return how many tokens the target scored for the warm-up so far."""
+        """Return the number of tokens that the target has scored for the warm-up."""
         return sum(one.tokens for one in self._seen)
 
     def preview(self, features: Features) -> Decision:

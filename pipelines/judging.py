@@ -131,7 +131,7 @@ def make_judge(gate: Gate | RoundGate) -> Judge:
 
 
 def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
-    """Return what a gate may know of a proposal."""
+    """Return the features of a proposal that a gate may use."""
     chunk = proposal.chunk
     rollout = builder.rollout
     answered, share, agrees = builder.siblings.agreement(rollout.sample, proposal.answer)
@@ -214,7 +214,7 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
 def _recorded_for_sibling(
     builder: RolloutBuilder, chunk: Chunk, request: ScoreRequest
 ) -> KnownScore | None:
-    """Return what an earlier session recorded for the sibling that asked."""
+    """Return the record of an earlier session for the sibling that asked."""
     for sample in range(builder.policy.samples):
         name = rollout_name(builder.rollout.problem, sample)
         draw = request.draw

@@ -370,7 +370,7 @@ class Policy:
         return self
 
     def sampling_of(self, role: Role) -> Sampling:
-        """Return how that model's tokens are drawn."""
+        """Return the sampling settings of that model."""
         if role == "target" and self.target_sampling is not None:
             return self.target_sampling
         return self.sampling

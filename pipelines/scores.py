@@ -66,7 +66,7 @@ class ScoreRule:
 
     @property
     def source(self) -> ScoreSource:
-        """Return what the score is made of."""
+        """Return the source of the score."""
         return _SOURCES.get(self.kind, "log-probabilities")
 
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
@@ -121,7 +121,9 @@ def kind_of(rule: Rule) -> ScoreKind | None:
 
 
 def source_of(rule: Rule) -> ScoreSource:
-    """Return what a rule makes scores of; a function of a program's own reads log-probabilities."""
+    """Return the source that a rule makes scores of; a program's own function reads log-
+    probabilities.
+    """
     return rule.source if isinstance(rule, ScoreRule) else "log-probabilities"
 
 
@@ -169,7 +171,7 @@ def first_rejected_token(
 
 
 def disagreement(count: Tally, rollouts: int) -> float:
-    """Return how little the rollouts of a problem agree: their number over the leading answer's.
+    """Return the disagreement of a problem's rollouts: their number over the leading answer's.
 
     It is 1 where all agree. Rollouts without an answer agree with none; where no rollout has one,
     the score is twice that of one answer alone, worse than any other.
@@ -189,7 +191,7 @@ def mean_logprob(chunk: Chunk) -> float:
 
 
 def evidence(rule: Rule, chunk: Chunk) -> float:
-    """Return how sure the author was of its chunk: 0 is certain, lower is less sure.
+    """Return the author's certainty of its chunk: 0 is certain, lower is less sure.
 
     It is -log of the score that the rule gives to the author's log-probabilities. The rules that
     compare, that ask, or that look at one token have no such score; under those the evidence is the

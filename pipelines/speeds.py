@@ -39,7 +39,7 @@ class DraftLength:
     score_seconds: float = 0.0
 
     def length(self, most: int) -> int:
-        """Return how many tokens to draft: those that bring most target tokens a second.
+        """Return the number of tokens to draft that brings the most target tokens per second.
 
         Only a few while little is known: a draft that the target rejects at once has cost its time.
 
@@ -220,7 +220,7 @@ class WriterChoice:
         if begun.writer == "draft" and "target" in self.seconds:
             excess = seconds - tokens * self.seconds["target"]
             self.lost += max(0.0, excess) / (len(self.in_flight) + 1)
-        if begun.writer == self.best:  # it has become so meanwhile
+        if begun.writer == self.best:  # this writer has become the best one meanwhile
             return
         if self._is_promising():
             self._go_on(self._other)

@@ -39,7 +39,7 @@ class Tally:
 
     @property
     def lead(self) -> float:
-        """Return how far the heaviest class is ahead of the next."""
+        """Return the lead of the heaviest class over the next."""
         if not self.weights:
             return 0.0
         return self.weights[0] - (self.weights[1] if len(self.weights) > 1 else 0.0)

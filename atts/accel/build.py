@@ -97,7 +97,7 @@ class _Target(NamedTuple):
     cache: Tensor
     drafter: Weights | None = None
     exits: ExitModel | None = None
-    trouble: str = ""  # what a user should know of the choice of kernels
+    trouble: str = ""  # note for the user on the choice of kernels
 
     @property
     def slots(self) -> int:
@@ -111,7 +111,7 @@ def _build(
     device = device_of(config)
     check_room(config, device)
     if plan.drafter is not None:
-        _drafter_device(plan, config)  # one that is missing is an error before anything is loaded
+        _drafter_device(plan, config)  # a missing one is an error before anything is loaded
     kernels: Any = None
     trouble = ""
     if plan.is_shared:
@@ -324,7 +324,7 @@ def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
 
 
 def _drafter_device(plan: LoopPlan, config: WorkerConfig) -> torch.device:
-    """Return where the draft model is computed.
+    """Return the device on which the draft model is computed.
 
     :raises ModelLoadError: it is not there.
     """
@@ -444,8 +444,8 @@ def overlapped_drafter(
 
 
 def _proposer(way: str, drafter: Proposer | None) -> Proposer:
-    """Return what proposes: lookups where they are cheap and likely, and the draft model if there
-    is one.
+    """Return the proposer: lookups if they are cheap and likely, and the draft model if there is
+    one.
     """
     if way in ("draft", *OVERLAPPED) and drafter is not None:
         return drafter

@@ -72,7 +72,9 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
         return f"atts/{self.model_name}"
 
     def max_connections(self) -> int:
-        """Return how many problems are solved at once by default; their rollouts share engines."""
+        """Return the default number of problems that are solved at once; their rollouts share
+        engines.
+        """
         return 16
 
 

@@ -99,7 +99,7 @@ def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
 def policy_changes(
     base: Policy, system: str, temperature: float | None, max_tokens: int | None
 ) -> dict[str, Any]:
-    """Return what a harness's settings change in a policy; None and "" change nothing.
+    """Return the changes that a harness's settings make to a policy; None and "" change nothing.
 
     A temperature of 0 is what harnesses send by default, and would make all rollouts alike: it
     changes nothing either.

@@ -76,7 +76,7 @@ def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
         not np.all(left > 1e-12 * whole.sum())
         for left, whole in zip(without, (second, first), strict=True)
     ):
-        return 0.0, math.inf  # one problem is all there was of it
+        return 0.0, math.inf  # one problem accounts for the whole sum
     logs = np.log(without[0] / without[1])
     half = reach * math.sqrt((n - 1) * float(logs.var()))
     ratio = float(second.sum() / first.sum())

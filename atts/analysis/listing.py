@@ -85,7 +85,7 @@ def _directories(folder: Path) -> Iterator[Path]:
                 "there is no such folder",
                 "Give a folder of runs, or the directory of a run",
             )
-        os.listdir(folder)  # one that cannot be read is reported; those below it are left out
+        os.listdir(folder)  # an unreadable folder is reported; folders below it are left out
     yield from _below(folder, _DEEP)
 
 

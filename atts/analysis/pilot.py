@@ -151,13 +151,13 @@ def _difference(first: PilotArm, second: PilotArm) -> Estimate:
 
 
 def _cost_per_point(draft: PilotArm, arm: PilotArm) -> float:
-    """Return what a point of accuracy above the draft alone costs."""
+    """Return the cost of one point of accuracy above the draft alone."""
     points = 100 * _difference(draft, arm).value
     return (arm.cost - draft.cost) / points if points > 0 else math.inf
 
 
 def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, PilotRow, str]:
-    """Return what to take, its row, and the reason in a sentence."""
+    """Return the recommended arm, its row, and the reason in a sentence."""
     by_name = {row.arm.name: row for row in rows}
     draft = by_name["draft-only"]
     target = by_name["target-only"]

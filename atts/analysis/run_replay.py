@@ -80,7 +80,7 @@ class ReplayedRollout:
 
     problem: str
     sample: int
-    answer: str | None  # as recorded; it votes only if it is known
+    answer: str | None  # the recorded answer; it votes only if it is known
     is_censored: bool  # the record ends before an answer could come
     # the first turn after which the record is another story; None: never
     off_policy_from: int | None
@@ -104,7 +104,7 @@ class ReplayedProblem:
 
     @property
     def unknown(self) -> int:
-        """Return how many rollouts end in a way that the record does not say."""
+        """Return the number of rollouts whose end the record does not have."""
         return sum(not rollout.is_known for rollout in self.rollouts)
 
     @property
@@ -135,7 +135,7 @@ class Decisions(Sequence[Decision]):
         return self._steps[index].decision
 
     def by_question(self) -> dict[str, tuple[int, int]]:
-        """Return how many decisions escalated, and how many there are, by question."""
+        """Return the number of escalated decisions and of all decisions, by question."""
         return self._steps.by_question()
 
 
@@ -183,7 +183,7 @@ class _RecordedProblem:
     answer: str | None
     is_censored: bool
     usage: Usage  # usage of all its rollouts
-    rollouts: tuple[ReplayedRollout, ...]  # those of the policy, as they were recorded
+    rollouts: tuple[ReplayedRollout, ...]  # the policy's rollouts as they were recorded
     weights: tuple[float, ...]  # weights of these rollouts' votes
     rows: range  # its judged chunks
 
@@ -399,9 +399,8 @@ def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
     """Return the rollout as the policy has it while every decision is the recorded one."""
     turns = rollout.turns[: policy.turns]
     is_whole = len(turns) == len(rollout.turns)
-    spent = (
-        rollout.usage if is_whole else _usage_of(turns)
-    )  # which has what entered no turn as well
+    # the rollout's usage includes what entered no turn
+    spent = rollout.usage if is_whole else _usage_of(turns)
     return ReplayedRollout(
         rollout.problem,
         rollout.sample,

@@ -42,7 +42,7 @@ class Steps(Sequence[GateStep]):
         return self._log.read(self._places[index])
 
     def by_question(self) -> dict[str, tuple[int, int]]:
-        """Return how many steps escalated, and how many there are, by question."""
+        """Return the number of escalated steps and of all steps, by question."""
         return self._log.count_by_question(self._places)
 
 
@@ -113,7 +113,7 @@ class StepLog:
         return Steps(self, range(begin, end))
 
     def count_by_question(self, places: Iterable[int]) -> dict[str, tuple[int, int]]:
-        """Return how many of some steps escalated, and how many there are, by question."""
+        """Return the number of escalated steps among these and of all of them, by question."""
         escalated: dict[int, int] = {}
         asked: dict[int, int] = {}
         for place in places:

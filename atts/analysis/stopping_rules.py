@@ -118,7 +118,7 @@ def _is_likely(votes: Sequence[int], left: int) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _settled(votes: tuple[int, ...], left: int) -> float:
-    """Return how probable it is that the leader also wins in the end."""
+    """Return the probability that the leader also wins in the end."""
     names = tuple(map(str, range(len(votes))))
     return settled_probability(Tally(names, tuple(map(float, votes)), votes), left)
 

@@ -26,7 +26,7 @@ def sweep_lines(report: SweepReport) -> Iterator[str]:
 
 
 def sweep_notes(report: SweepReport) -> Iterator[str]:
-    """Return what a reader must know of the numbers."""
+    """Return the notes that a reader of the numbers needs."""
     yield (
         "Brackets are 95 % intervals over problems. Differences are to the target alone, in accuracy of "
         "the vote; gains over a coin are in accuracy of single rollouts, to a coin of the same policy "

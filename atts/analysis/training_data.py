@@ -174,7 +174,7 @@ def _records(run: RecordedRun, options: ExportOptions, made: Exported) -> Iterat
 
 
 def _origin(run: RecordedRun, kind: DataKind) -> dict[str, Any]:
-    """Return what all records of an export begin with: the schema, the run and the models."""
+    """Return the fields that begin every record of an export: the schema, the run and the models."""
     models = {
         role: str(engine.get("model", "")) for role, engine in sorted(run.manifest.engines.items())
     }
@@ -239,7 +239,7 @@ def _kept(case: _Case, options: ExportOptions, made: Exported) -> Iterator[Rollo
 
 
 def _facts(case: _Case, rollout: Rollout) -> dict[str, Any]:
-    """Return what a record says of the rollout that it is made of."""
+    """Return the fields of a record that describe its rollout."""
     verdict = case.verdicts[rollout.sample]
     return {
         "problem": rollout.problem,
@@ -394,7 +394,7 @@ class _Tokens:
     def add(self, chunk: Chunk, scored: tuple[float, ...] | None) -> None:
         """Add a chunk; `scored` are the target's log-probabilities of a chunk of the draft's."""
         count = len(chunk.draft_ids)
-        # those of an end token are not of the chunk's ids
+        # log-probabilities of an end token do not belong to the chunk's ids
         own = _as_many(chunk.logprobs[:count], count)
         nothing = _as_many((), count)
         is_draft = chunk.author == "draft"

@@ -88,7 +88,7 @@ class _Reference:
 
     zoo: Zoo
     model: StoredModel
-    words: str  # what the problems are called
+    words: str  # name of the problems
     problems: tuple[Problem, ...]
     # its answers behind their prompts, and how long these are
     texts: tuple[tuple[TokenIds, int], ...]

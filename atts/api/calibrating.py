@@ -191,7 +191,7 @@ def calibration_report(
             default_rate = float(calibrator.rate)
             default_mode = calibrator.mode
     if rate not in (None, default_rate) or rate_scope not in (None, default_mode):
-        calibrator = None  # it was fitted for another rate or rate scope
+        calibrator = None  # the calibrator was fitted for another rate or rate scope
     return calibration_of_scores(
         name,
         scores,

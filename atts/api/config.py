@@ -445,7 +445,7 @@ def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return what the chosen pair sets, for keys that nothing else has set."""
+    """Return the settings of the chosen pair, for keys that nothing else has set."""
     with _origins(settings):
         choice = msgspec.convert(_tables(settings), PairChoice)
         if choice.pair is None:
@@ -495,7 +495,7 @@ def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
 
 
 def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return what the method settles; a flag or file that contradicts it is refused."""
+    """Return the settings that the method fixes; a flag or file that contradicts them is refused."""
     with _origins(settings):
         method = cast(str, settings["method"].value)
         base = msgspec.convert(_tables(settings), Policy)

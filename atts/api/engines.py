@@ -42,7 +42,7 @@ REASONING = Budget("reasoning models", 16_000, 500)
 _ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
 _REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
 _IS_BASE = re.compile(r"-base\b", re.IGNORECASE)
-# what chat templates of models that reason before they answer contain
+# parts of chat templates of models that reason before they answer
 _REASONING_TEMPLATE = re.compile(
     r"think>|enable_thinking|reasoning_content|<\|channel\|>|\[THINK\]"
 )
@@ -106,7 +106,7 @@ def build_engine(
     if scheme not in _LOCAL:
         from atts.servers import RemoteOptions, server_engine
 
-        # what else is needed, a run checks
+        # a run checks the other requirements
         defaults = RemoteOptions(give_up_after=give_up_after)
         return server_engine(scheme, rest, role, frozenset({"sample"}), defaults)
     from atts.accel import accelerated
@@ -187,7 +187,8 @@ def build_engines(
 
 
 def _demand(in_flight: tuple[int, int], other: str | Engine = "") -> RunDemand:
-    """Return what a run asks of one engine; `other` is loaded after it, a draft's target.
+    """Return the memory and load that a run asks of one engine; `other` is loaded after it, a
+    draft's target.
 
     A target of this machine gets the first GPU where there are several, its draft the second.
     """
@@ -388,7 +389,7 @@ class _ZooModel(NamedTuple):
 
     folder: str  # the model's, or that of what stands in for it
     settings: str  # settings of local engines
-    loss: str  # what is lost, for people
+    loss: str  # consequence, for people
     replicas: int
 
 
@@ -592,7 +593,7 @@ def _engine_words(engine: str | Engine) -> str:
     kind = type(engine).__name__
     model = Path(str(getattr(engine, "model", "")))
     if kind == "LocalEngine" and (model.parent / "__init__.py").exists():
-        return "embedded"  # only the models of this package stand in a package
+        return "embedded"  # this package contains no other models
     if kind == "LocalEngine":
         return f"hf:{model}"
     return "server:" if kind in _SERVER_CLASSES else "scripted"

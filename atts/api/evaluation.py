@@ -314,7 +314,7 @@ def check_resumes(
     then["seed"] = stored.seed
     # An empty value and one that was never written are the same setting.
     changed = [name for name in now if (now[name] or None) != (then.get(name) or None)]
-    if "method" in changed:  # what a method settles follows from it, and is not named as well
+    if "method" in changed:  # keys that follow from a changed method are not named as well
         settled = {name for name, setting in setup.settings.items() if setting.origin[:2] != "--"}
         changed = [name for name in changed if name in _DECISIVE or name not in settled]
     if "shard" not in changed and dataset_digest(problems) != stored.dataset:
@@ -406,7 +406,7 @@ class Session:
         self._shared: Graph | None = None
         self._is_closed = False
         self._asked = OrderedDict[str, int]()  # how often each of the latest questions was asked
-        self._forgotten = 0  # and at most, each of those before them
+        self._forgotten = 0  # the most times that a forgotten question was asked
 
     async def solve(
         self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None

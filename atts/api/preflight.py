@@ -69,9 +69,9 @@ class DryRun:
     expected: Tokens | None
     basis: str
     at_most: Tokens
-    roles: tuple[Role, ...]  # whose models are asked
+    roles: tuple[Role, ...]  # roles whose models are asked
     budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with what set it
-    proposes: str = ""  # what proposes tokens to the target
+    proposes: str = ""  # proposer of tokens to the target
     warnings: tuple[str, ...] = ()  # lengths that look too small; the score
     departures: tuple[str, ...] = ()  # departures of the method from its published implementation
     # what the run can show, in words; none where no earlier run of these models was graded

@@ -431,7 +431,7 @@ class Setup:
         return AgreementGate(gate, self.accept_when_agreeing)
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
-        """Return what decides the gate's behaviour, which a resume must find unchanged."""
+        """Return the settings that decide the gate's behaviour; a resume must find them unchanged."""
         decisive: dict[str, Json] = {
             "method": self.method,
             "rate": self.rate,

@@ -181,7 +181,9 @@ def plan_sweep(
 
 
 def _policy_of(base: Configuration) -> dict[str, object]:
-    """Return what the sweep's method changes in the policy, so that its coin has the same policy."""
+    """Return the changes that the sweep's method makes to the policy, so that its coin has the same
+    policy.
+    """
     changes = preset(str(base["method"])).changes
     return {name: value for name, value in changes.items() if isinstance(value, str | int | float)}
 
@@ -241,7 +243,7 @@ def _references(
 
 
 def _directory(base: Configuration, axes: Mapping[str, object]) -> Path:
-    """Return where the set is kept: as given, or a folder named after these settings."""
+    """Return the directory of the set: the given one, or one named after these settings."""
     job = base.job
     if job.out is not None:
         return base.directory

@@ -65,10 +65,10 @@ class LoadAdvice:
     load: int
     step_ms: float
     measured: float  # tokens per second
-    forecast: float  # the same, by the models of costs and acceptance
+    forecast: float  # tokens per second by the models of costs and acceptance
     length: int  # that forecasts the most; 0: propose nothing
     best: float  # tokens per second with it, as forecast
-    plain: float  # and without proposals
+    plain: float  # tokens per second without proposals
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class TuneAdvice:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return what the reader should know before the server is started so."""
+        """Return warnings about a server that is started with these settings."""
         if not self.acceptance:
             return (
                 "the server proposed nothing, so how much is accepted is not known: start it with "

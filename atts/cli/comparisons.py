@@ -139,7 +139,9 @@ def _is_same(first: Comparison, second: Comparison) -> bool:
 
 
 def _coin_lines(methods: tuple[str, str]) -> list[str]:
-    """Return what the difference says about the choice of chunks, which only a coin can show."""
+    """Return lines that interpret the difference as evidence about the choice of chunks, which only
+    a coin gives.
+    """
     first, second = methods
     fair = "It is fair where both spent as many target tokens."
     if first == "coin" and second not in ("coin", ""):
@@ -472,7 +474,7 @@ def _replay_objects(replayed: Replay) -> Iterator[str]:
 
 
 def _replay_lines(replayed: Replay) -> list[str]:
-    """Return how reliable the numbers are, then both sides in a table."""
+    """Return lines on how reliable the numbers are, then both sides in a table."""
     old = replayed.recorded
     new = replayed.replayed
     rows = [

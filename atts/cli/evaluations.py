@@ -97,7 +97,8 @@ def _run_and_print(
         page = None if kind == "none" else report(result, format=kind)
         lines = result_objects if as_json else result_table
         say("\n".join(lines(result, configuration, page)))
-    except KeyboardInterrupt:  # it came before the run listened, or after the run had ended
+    # the interrupt came before the run listened, or after the run had ended
+    except KeyboardInterrupt:
         return _unfinished("interrupted: everything done is kept", 130)
     except EngineError as error:
         # Without a journal nothing was begun, and the error alone says enough.
@@ -309,7 +310,7 @@ def _leaning(result: RunResult) -> str:
 
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:
-    """Return what a run that may abstain answered, and its guarantee."""
+    """Return the numbers of a run that may abstain, and its guarantee."""
     answered = result.answered
     if answered is None:
         return []
@@ -324,7 +325,9 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _doubts(result: RunResult) -> str:
-    """Return how many problems are unlike those of the stored scores, if any is."""
+    """Return the number of problems unlike those of the stored scores, in words; empty if there are
+    none.
+    """
     doubted = [one for one in result.problems if one.doubt]
     if not doubted:
         return ""

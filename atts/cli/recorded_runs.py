@@ -333,7 +333,7 @@ def salvage(
 
 
 def _journal_lines(checked: JournalCheck) -> list[str]:
-    """Return what was read of a journal, in lines for people."""
+    """Return lines for people on the journal that was read."""
     after = "damaged" if checked.damage else "a torn last line"
     sessions = "1 session" if checked.sessions == 1 else f"{checked.sessions:,} sessions"
     return [

@@ -96,7 +96,7 @@ def text_of(problem: str) -> str:
     named = Path(problem)
     try:
         is_file = len(problem) < 1024 and named.is_file()
-    except OSError:  # such as a name no file system takes
+    except OSError:  # the file system does not accept the name
         is_file = False
     text = problem
     try:

@@ -118,7 +118,9 @@ class AdmissionGroup(Protocol):
 
     @property
     def unit(self) -> int:
-        """Return how many places one start takes: 1, or all when they are admitted together."""
+        """Return the number of places that one start takes: 1, or all if they are admitted
+        together.
+        """
         ...
 
     @property

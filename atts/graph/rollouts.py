@@ -147,7 +147,7 @@ class Caller:
         self._declared: anyio.Event | None = None
         # when it began to wait for siblings, if that is what came last
         self._ready: float | None = None
-        self.promised: Arrival | None = None  # what siblings wait for this caller to know
+        self.promised: Arrival | None = None  # what siblings wait for this caller to learn
 
     def emit(self, event: object) -> None:
         """Put an event of the caller's into the graph's stream."""
@@ -229,7 +229,8 @@ class Caller:
             finally:
                 self._close(span, pool, has_slot, is_recorded)
             if self.promised is not None:
-                self.promised.event.set()  # who waits for this call had better ask itself
+                # callers that wait for this call now ask the engine themselves
+                self.promised.event.set()
             await anyio.sleep(state.policy.delay(attempt, node))
             attempt += 1
 
@@ -548,7 +549,7 @@ class Group(Generic[T]):
         current = self.round
         current.values.pop(scope.sample, None)
         if scope.frontier is not current.opened_with:
-            # it did something in this round: the round waited for it
+            # the rollout worked in this round, so the round waited for it
             current.nodes.extend(scope.frontier)
         self.close_round()
 

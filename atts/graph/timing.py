@@ -47,7 +47,7 @@ class Path:
 class Timing:
     """A run's time, taken apart."""
 
-    seconds: float  # from the first node asked for to the last one ended
+    seconds: float  # seconds from the begin of the first node to the end of the last one
     stages: Mapping[str, StageTime]
     busy_seconds: Mapping[str, float]  # per engine, summed over slots
     critical_path: Path  # no schedule and no number of slots ends sooner

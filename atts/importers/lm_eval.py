@@ -62,7 +62,7 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
 
 
 def _only(row: Row, name: str) -> Any:
-    """Return what the harness recorded for the document's one request.
+    """Return the harness's record of the document's one request.
 
     :raises RecordError: it made several, as tasks that compare likelihoods do.
     """

@@ -45,7 +45,7 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
 
 
 def _prices(row: Row) -> tuple[float, float] | None:
-    """Return what a million tokens cost; the columns are named as if it were one."""
+    """Return the prices per million tokens; the columns are named as if they were per token."""
     read_price = number_of(row, "input_cost_per_tokens")
     written = number_of(row, "output_cost_per_tokens")
     if read_price is None or written is None or min(read_price, written) < 0:

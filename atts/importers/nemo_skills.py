@@ -63,7 +63,7 @@ def _grade(row: Row, metric: str) -> bool | None:
 
 
 def _judgement(value: object) -> bool | None:
-    """Return what a judge's text says last."""
+    """Return the judgement at the end of a judge's text."""
     said = _VERDICT.findall(value) if isinstance(value, str) else []
     return said[-1].lower() == "yes" if said else None
 

@@ -34,7 +34,7 @@ class Place:
 class RecordFile(Protocol):
     """A file of records."""
 
-    word: str  # what a record is called in messages: "line", "item", "entry"
+    word: str  # name of a record in messages: "line", "item", "entry"
 
     def places(self) -> Iterator[tuple[Place, bytes]]:
         """Yield each record in order, with its place."""

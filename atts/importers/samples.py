@@ -142,7 +142,7 @@ def list_of(row: Row, *names: str) -> Sequence[Any]:
 
 
 def truth_of(value: object) -> bool | None:
-    """Return what a grade says: true, false, 0 and 1 are clear, everything else is not.
+    """Return the verdict of a grade: true, false, 0 and 1 are clear, everything else is not.
 
     >>> [truth_of(value) for value in (True, 0.0, 1, 0.5, "yes", None)]
     [True, False, True, None, None, None]

@@ -74,7 +74,7 @@ class SessionClosed(_Event, frozen=True, tag="session-closed"):
 
     status: Literal["finished", "interrupted", "failed"]
     why: str = ""
-    speculated: Speculated | None = None  # what was proposed to the target while the session lasted
+    speculated: Speculated | None = None  # tokens proposed to the target while the session lasted
 
 
 class ProblemStarted(_Event, frozen=True, tag="problem-started"):

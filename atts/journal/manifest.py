@@ -63,7 +63,7 @@ class Manifest:
 
     @property
     def judged_unit(self) -> JudgedUnit:
-        """Return what the run's gate decides about."""
+        """Return the unit that the run's gate decides about."""
         policy = self.configuration.get("policy")
         values = policy.value if policy is not None else None
         escalates = values.get("escalates") if isinstance(values, Mapping) else None

@@ -77,7 +77,7 @@ class SharedReplies:
             file = self._opened()
             file.seek(self._end)
             written = file.write(data)
-        if written == len(data):  # else the next one is written over it
+        if written == len(data):  # after a partial write the next line overwrites the part
             self._index[key] = SharedReply(self._end + _HEAD.size, len(reply), run, seconds)
             self._end += written
 

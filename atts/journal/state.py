@@ -68,7 +68,7 @@ class OpenProblem:
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
     graded: list[Graded] = field(default_factory=list[Graded])
-    combine_plan: CombinePlan | None = None  # what was decided to do after the vote
+    combine_plan: CombinePlan | None = None  # the plan for after the vote
     judged: int = 0  # chunks a gate decided on
     escalated: int = 0  # number of them that the target continued
     # keyed by rollout hint

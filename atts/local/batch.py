@@ -45,7 +45,7 @@ class StepPlan:
     prefills: list[PrefillChunk]  # those of a single token first
     # all given ids are cached, logits included: sampled from without a forward
     ready: list[Sequence]
-    # what may follow each decoding sequence's newest token; empty when nothing is proposed
+    # proposed tokens after each decoding sequence's newest token; empty when nothing is proposed
     proposals: list[TokenIds]
 
     @property
@@ -133,12 +133,12 @@ class Bursts(Protocol):
     """Several plain steps in one, where that comes to the same tokens."""
 
     def turns(self, plan: StepPlan) -> int:
-        """Return how many steps may be one; 1 where they may not."""
+        """Return the number of steps that may be merged into one; 1 if they may not be."""
         ...
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
-        """Return what each sequence draws, as many tokens for one as for the other, and the logits
-        after the first turn.
+        """Return the draws of each sequence, equally many for all, and the logits after the first
+        turn.
         """
         ...
 

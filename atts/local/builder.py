@@ -90,7 +90,7 @@ def whole_model(
 
 
 def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:
-    """Return how much may be in one step, and in a cache of so many slots."""
+    """Return the limits on one step, and on a cache of so many slots."""
     model = config.model
     return SchedulerConfig(
         slots,
@@ -109,7 +109,7 @@ def prefix_tree(config: WorkerConfig) -> PrefixTree:
 
 
 def token_table(config: WorkerConfig) -> TokenTable:
-    """Return what a loop knows of token ids."""
+    """Return a loop's table of token ids."""
     return TokenTable(config.pieces, frozenset(config.model.end_ids))
 
 

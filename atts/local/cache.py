@@ -105,7 +105,7 @@ class PrefixTree:
     """
 
     def __init__(self, max_logits: int) -> None:
-        self.no_slots = _NO_SLOTS  # what no slots look like: [0], or [0, columns]
+        self.no_slots = _NO_SLOTS  # an empty array of slots: [0], or [0, columns]
         self._root = PrefixNode((), _NO_SLOTS, None, 0, locks=1)
         self._clock = 0
         self.num_cached = 0  # slots the tree owns
@@ -115,7 +115,7 @@ class PrefixTree:
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 
     def root(self, kind: int) -> PrefixNode:
-        """Return where sequences of a kind begin, which share nothing with those of another."""
+        """Return the root of the sequences of a kind, which share nothing with those of another."""
         if not kind:
             return self._root
         return self._root.children.setdefault(
@@ -238,7 +238,7 @@ class PrefixTree:
             step = step.parent
 
     def scores(self, node: PrefixNode, first: int) -> list[float]:
-        """Return what is remembered from token `first` on, up to one that is unknown."""
+        """Return the remembered scores from token `first` on, up to the first unknown one."""
         parts = list[NDArray[np.float32]]()
         step = node
         while step.depth > first and step.parent is not None:

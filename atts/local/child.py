@@ -36,7 +36,7 @@ def main() -> int:
         write(replies, FailureReply.of(error))
         return 0
     write(replies, ready)
-    # what is loaded stays: looking through it for garbage takes a tenth of a second at a time
+    # the loaded models stay: looking through them for garbage takes a tenth of a second at a time
     gc.freeze()
     mailbox = Mailbox()
     threading.Thread(target=_read_commands, args=(commands, mailbox), daemon=True).start()

@@ -140,7 +140,7 @@ class SlotTableCopy:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # what the device holds, to compare with
+        # the table on the device, to compare with
         self._sent: SlotIds = np.zeros((0, 0), dtype=np.int32)
         self.on_device = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self.num_sent = 0  # entries, since the start
@@ -273,8 +273,8 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    array: Tensor  # what `packed` makes goes in here
-    hidden: Tensor  # and this comes out
+    array: Tensor  # input array, filled with the result of `packed`
+    hidden: Tensor  # output array
     replay: Callable[[], None]
 
 
@@ -295,7 +295,7 @@ class StepGraphs:
         self._spare_slot = cache.shape[2] - 1
         self.captured: Recent[GraphKey, _Graph] = Recent(_MOST_GRAPHS)
         self._seen: Recent[GraphKey, bool] = Recent(_MOST_SEEN)
-        self._table: Tensor | None = None  # which all graphs read
+        self._table: Tensor | None = None  # table that all graphs read
         self.num_replayed = 0
         self.trouble = ""  # why nothing is captured any more
 

@@ -22,7 +22,7 @@ SPARE_SLOTS = 2
 
 
 def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> torch.device:
-    """Return where a model is computed: as its engine's options say, or where `option` names.
+    """Return the device of a model: as its engine's options say, or as `option` names.
 
     :raises ModelLoadError: it is not there.
     """
@@ -161,7 +161,7 @@ def allocate_cache(
 
 
 def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many tokens a cache holds where no number is given; the weights are loaded.
+    """Return the number of tokens that a cache holds by default; the weights are loaded.
 
     On a GPU it is what the rollouts in flight can fill, within what the other engine of the pair
     leaves.

@@ -70,7 +70,7 @@ class Accelerator(Protocol):
         ...
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Return what is to run the loop of a model, a folder or a hub id.
+        """Return the worker that runs the loop of a model, a folder or a hub id.
 
         :raises OSError: the system starts no process.
         """
@@ -83,13 +83,13 @@ class RunDemand:
 
     rollouts: int
     tokens: int  # tokens of one rollout with its problem
-    card: int = 0  # where there are several, and the options leave the device open
+    card: int = 0  # device index, if there are several and the options leave it open
     other_card: int = 0
     other: str = ""  # the model of the engine that is loaded after this one; "": none
     other_options: LocalOptions = field(default_factory=LocalOptions)
 
     def room(self, model: ModelConfig) -> Room:
-        """Return what is left to the model on a GPU.
+        """Return the memory of a GPU that is left to the model.
 
         :raises EngineError: the other model's configuration cannot be read.
         """
@@ -197,7 +197,7 @@ class LocalEngine:
         return self._require().loop_stats.steps
 
     def speculated(self) -> Speculated | None:
-        """Return what was proposed so far and what of it was accepted; None without a proposer."""
+        """Return the counts of proposed and accepted tokens so far; None without a proposer."""
         found = self._require().loop_stats.speculation
         return None if found is None else counters_of(found)
 

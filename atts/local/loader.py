@@ -490,7 +490,7 @@ def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str,
 
 
 def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
-    """Return what an adapter adds to each layer's fused matrices, four a layer."""
+    """Return the changes that an adapter makes to each layer's fused matrices, four a layer."""
     found = list[LowRank | None]()
     for index in range(config.num_layers):
         at = f"layers.{index}."

@@ -239,7 +239,7 @@ class StepLoop:
         try:
             commit(sequence, *results)
         except Exception as error:
-            # it broke while it was let go: nothing can be said of the cache any more
+            # the release of the cache failed, so the cache may be in any state
             if sequence.is_finished:
                 raise
             self._break(sequence, error)

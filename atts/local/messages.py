@@ -58,7 +58,7 @@ class WorkerConfig:
     more_kv_floats: int = 0  # numbers that caches besides the model's own keep per token
     sharers: int = 1  # loops of the same process that divide the cores, this one included
     parts: int = 1  # processes of this loop that compute at the same time
-    room: Room | None = None  # what a run needs of a GPU; None: nothing is known of it
+    room: Room | None = None  # memory that a run needs on a GPU; None: not known
     source: str = ""  # the folder or hub id that was named
 
     @property
@@ -88,7 +88,7 @@ class Submit(Command):
 
     request_id: int
     request: SampleRequest | ScoreRequest
-    model: int = 0  # which of the loop's models is asked, where there are several
+    model: int = 0  # index of the model in a loop with several models
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ GONE = (EOFError, OSError, pickle.UnpicklingError)
 
 
 def first_answer(process: subprocess.Popen[bytes], config: object, name: str) -> Any:
-    """Return what a process answers once it has loaded what its configuration names.
+    """Return the first answer of a process, once it has loaded what its configuration names.
 
     :raises EngineError: it could not be loaded.
     :raises EOFError: the process is gone, as it is where another of `GONE` is raised.

@@ -243,7 +243,7 @@ class TorchModel:
             for index, attended in zip(
                 group.layers, mixed.chunk(len(group.layers), 1), strict=True
             ):
-                # only these continue from here
+                # only these rows continue after the last layer
                 if index == config.num_layers - 1 and step.logit_rows is not None:
                     x = x[step.logit_rows]
                     attended = attended[step.logit_rows]

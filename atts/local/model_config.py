@@ -19,7 +19,7 @@ from atts.models.tokenizers import ModelTokenizer
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Errors that libraries raise when they meet an unforeseen configuration."""
-# those whose frequencies are known when a request comes
+# embeddings whose frequencies are known when a request comes
 _ROPES = (
     "default",
     "linear",
@@ -44,7 +44,7 @@ class Family:
     is_fused: bool = False  # query, key and value, gate and up are stored as one matrix
     is_gemma: bool = False  # norms add one to their weights, embeddings are scaled, gates are gelu
     may_turn_parts: bool = False  # whether parts of each head may be turned
-    has_windows: bool = True  # where its configuration names one
+    has_windows: bool = True  # whether it has windows if its configuration names one
     may_skip_ropes: bool = False  # in some layers
 
 
@@ -336,8 +336,7 @@ def read_hf_config(folder: Path, name: str) -> Any:
 
 
 def _whole_config(family: str, known: Mapping[str, Any]) -> Any:
-    """Return what transformers makes of a complete Llama configuration; None where values are
-    missing.
+    """Return the Llama configuration as transformers completes it; None if values are missing.
 
     Importing its configurations loads torch and its compiler: seconds in every process, for a file
     that is complete.

@@ -25,7 +25,7 @@ class LocalOptions:
     dtype: Dtype = "auto"
     # a process overlaps with other engines and a busy caller; a thread opens at once
     worker: WorkerKind = "process"
-    # what rows that are scored are rounded to for products, which this processor must have
+    # format that scored rows are rounded to for products; the processor must support it
     scores: Scores = "float32"
     kernel: Kernel = "auto"  # native where it can be built and fits the model, else torch
     # decoding steps are captured and replayed on a GPU, not launched one by one

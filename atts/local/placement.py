@@ -49,7 +49,7 @@ class Room:
 
     rollouts: int  # in flight at once
     tokens: int  # tokens of one rollout with its problem
-    card: int = 0  # where there are several, and the options leave the device open
+    card: int = 0  # device index, if there are several and the options leave it open
     other_card: int = 0
     other: EngineSize | None = None  # loaded later, where it shares the device
 

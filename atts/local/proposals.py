@@ -205,7 +205,7 @@ class Proposals:
                 asked[ask.key] = self._checked(ask, proposal), min(len(proposal.tokens), ask.room)
             self._asked = asked
             for key, (sound, guessed) in asked.items():
-                if guessed and not sound.tokens:  # it cost time as well
+                if guessed and not sound.tokens:  # an unused proposal cost time as well
                     self._num_refused += 1
                     self._rounds.append(SpeculationRound(key, 0, 0, guessed))
         except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
@@ -234,7 +234,7 @@ class Proposals:
 
 
 def ask_of(sequence: Sequence, room: int) -> Ask:
-    """Return what a proposer receives of a decoding sequence."""
+    """Return the proposer's view of a decoding sequence."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences decode"
     assert sequence.uniforms is not None, "only sampled sequences decode"

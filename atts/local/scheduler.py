@@ -30,7 +30,7 @@ class SchedulerConfig:
     context_length: int
     # tokens beyond which a request is computed with frequencies of its own
     long_after: int | None = None
-    rope_rows: int = 0  # where those begin in the tables of angles
+    rope_rows: int = 0  # row of the tables of angles at which its rows begin
 
 
 class Scheduler:
@@ -112,7 +112,8 @@ class Scheduler:
         then all again.
         """
         if self._chunk_tokens <= 1:
-            self._chunk_tokens = self._config.chunk_tokens  # it was not for the size of the steps
+            # the size of the steps was not the reason
+            self._chunk_tokens = self._config.chunk_tokens
             return False
         self._chunk_tokens //= 2
         for sequence in self._running[max(1, len(self._running) // 2) :][::-1]:
@@ -142,7 +143,7 @@ class Scheduler:
                     budget -= stop - computed
                     logits_from = _logits_from(sequence, stop)
                     plan.prefills.append(PrefillChunk(sequence, computed, stop, logits_from))
-        # those of a single token come first: kernels compute them as they do decoding ones
+        # single tokens come first: kernels compute them as they do decoding ones
         plan.prefills.sort(
             key=lambda chunk: (chunk.stop - chunk.start > 1, chunk.sequence.is_scoring)
         )
@@ -234,8 +235,8 @@ class Scheduler:
         return match.length
 
     def _start(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Return how much a request need not compute: not its last position, where logits are not
-        kept.
+        """Return the number of tokens that a request need not compute: never its last position if
+        logits are not kept.
         """
         is_whole = match.length == min(len(sequence.ids), sequence.first_scored)
         return match.length - (is_whole and self.tree.logits(match.node) is None)

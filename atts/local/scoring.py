@@ -79,7 +79,7 @@ def extend_drawn(
 
 
 def beginning(sequence: Sequence) -> Beginning | None:
-    """Return what a scoring request's reply says of the completion it asked for."""
+    """Return the part of a scoring request's reply about the completion that it asked for."""
     drawn = sequence.drawn
     if drawn is None or not drawn.logprobs:
         return None

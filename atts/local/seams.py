@@ -94,7 +94,7 @@ class Proposer(Protocol):
         return
 
     def overlap(self) -> OverlapStats | None:
-        """Return what came of guesses, of a proposer that drafts while the target computes."""
+        """Return the statistics of guesses of a proposer that drafts while the target computes."""
         return None
 
     def silence(self) -> str:

@@ -39,7 +39,7 @@ class Sequence:
     first_scored: int
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
-    model: int = 0  # which of the loop's models it is of, where there are several
+    model: int = 0  # index of the model in a loop with several models
     logprobs: list[float] = field(default_factory=list[float])
     # set by the scheduler
     rope_row: int = 0  # row of the tables of angles that has position 0
@@ -52,7 +52,7 @@ class Sequence:
     cached_tokens: int = 0
     # after the last cached token, where the prefix tree has them
     cached_logits: Tensor | None = None
-    # only its newest token is left to feed; set by the loop, cleared when it gives way
+    # whether only its newest token is left to feed; set by the loop, cleared by preemption
     is_decoding: bool = False
     is_finished: bool = False  # or cancelled
     num_admissions: int = 0  # more than one where it was preempted
@@ -156,7 +156,7 @@ def _uniforms(request: SampleRequest) -> NDArray[np.float64]:
 
 
 def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatcher:
-    """Return what watches for stop strings; it has seen what was written before."""
+    """Return the matcher for stop strings; it has seen the text written before."""
     matcher = StopMatcher(request.stop)
     for token in request.ids[len(request.ids) - request.num_begun :]:
         matcher.feed(pieces[token] if token < len(pieces) else b"")

@@ -126,7 +126,7 @@ class TemplateProcess:
     def render(
         self, template: str, messages: Rows, special_tokens: Mapping[str, str], *, is_open: bool
     ) -> str:
-        """Return what `render` returns, computed by the child.
+        """Return the result of `render`, computed by the child.
 
         :raises TemplateError: the template raises, or exceeds the limits on time, memory or text.
         """

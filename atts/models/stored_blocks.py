@@ -59,7 +59,7 @@ class Loss:
     model: str
     weights: str  # its digest, as its engine's spec names it
     stands: dict[str, str]  # for each place, the origin of its block: MODEL/PLACE
-    problems: str  # what was measured on
+    problems: str  # problems that the measurement used
     count: int  # problems
     tokens: int  # that the model wrote to them, greedily
     nats: float  # mean divergence at these, from the model's distribution to that of the changed chain

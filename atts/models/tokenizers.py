@@ -133,7 +133,9 @@ class StopMatcher:
         return False
 
     def going_on(self, pieces: Sequence[bytes]) -> int:
-        """Return how many of these pieces fit before a stop string is complete, without adding them."""
+        """Return the number of these pieces that fit before a stop string is complete, without
+        adding them.
+        """
         text = self._tail
         if any(stop in text + b"".join(pieces) for stop in self._stops):
             for count, piece in enumerate(pieces):

@@ -77,7 +77,7 @@ class _Call(Generic[Request, Result]):
 
 
 def _begun(problem: str, call: _Call[Any, Any]) -> CallBegun:
-    """Return what listeners learn of a call that begins."""
+    """Return the event with which listeners learn that a call begins."""
     request = call.request
     if isinstance(request, SampleRequest):
         tokens = len(request.ids)
@@ -97,7 +97,8 @@ class Deadlines:
         self.seconds = seconds
         self.scopes = set[anyio.CancelScope]()  # cancel scopes of the calls in flight
         self._engine = engine if isinstance(engine, Stepping) else None
-        self.awaited = "answer" if self._engine is None else "step"  # what a late call lacks
+        # name of the reply that a late call lacks
+        self.awaited = "answer" if self._engine is None else "step"
 
     async def keep(self) -> None:
         """Move the deadlines whenever the engine has taken steps; return at once if it counts none.
@@ -185,7 +186,8 @@ class EngineCalls:
         try:
             scores = await self._admit(call, request.turn, tokens)
         except BadReply as error:
-            if call.source == "live":  # what failed in an earlier session says nothing of this one
+            # a failure of an earlier session does not predict one of this session
+            if call.source == "live":
                 await self._unscored.unusable(self._engine, error)
             raise
         if call.source == "live":
@@ -333,7 +335,7 @@ class EngineCalls:
             )
             recorder.record(scored, span)
         if recorder.awaits_disk:
-            # what is recorded is always returned, and so counted
+            # a recorded reply is always returned, and so counted
             with anyio.CancelScope(shield=True):
                 await recorder.saved()
 
@@ -356,14 +358,15 @@ class EngineCalls:
             log.recorder.record(event)
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return what an earlier session recorded of this call, without using it up."""
+        """Return the record of this call by an earlier session, without using it up."""
         calls = self._recorded(request)
         if calls and isinstance(calls[0], Scored):
             return calls[0].scores
         return None
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return how many tokens, at most the request's, an earlier session asked for here.
+        """Return the number of tokens, at most the request's, that an earlier session asked for
+        here.
 
         0 if it did not ask, or if recalled calls do not return at once. The recorded request may
         differ in its length only, and is not used up by this.
@@ -496,13 +499,13 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     if begun is None:
         return
     ids = begun.ids
-    # what is drawn while scoring follows the scored text, but for its last token
+    # the tokens drawn while scoring follow the scored text, except for its last token
     follows = ids[:-1] == request.suffix[: len(ids) - 1]
     if draw is None or not follows or not 0 < len(ids) == len(begun.logprobs):
         raise BadReply(
             spec.name, "what it drew while it scored does not begin as the scored text does"
         )
-    most = draw.max_tokens - (begun.ended is None)  # one that has not ended has a rest
+    most = draw.max_tokens - (begun.ended is None)  # a completion that has not ended continues
     if len(ids) > most or not 0 <= ids[-1] < spec.vocabulary:
         raise BadReply(
             spec.name, "what it drew while it scored is not a beginning of what was asked for"
@@ -565,7 +568,7 @@ def _decoder(kind: type) -> Callable[[bytes], Any]:
 
 
 def engine_identity(spec: EngineSpec) -> dict[str, Json]:
-    """Return what makes an engine's results its own, as manifests have it, without where it runs."""
+    """Return the identity of an engine's results as manifests have it, without where it runs."""
     identity: dict[str, Json] = {
         name: getattr(spec, name)
         for name in (

@@ -31,7 +31,9 @@ _ADVICE = (
 
 
 def conditions_of(manifest: Manifest) -> dict[str, object]:
-    """Return what a run's scores depend on besides the problems: models, sampling, how text is cut."""
+    """Return the conditions of a run's scores besides the problems: models, sampling, how text is
+    cut.
+    """
     conditions: dict[str, object] = {}
     for role, spec in manifest.engines.items():
         for name, value in spec.items():
@@ -75,7 +77,7 @@ def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
 def check_conditions(
     manifest: Manifest, recorded: Mapping[str, object], conditions: Conditions
 ) -> str:
-    """Return what a reader should know of the stored scores a run starts from; "" if they fit it.
+    """Return a warning about the stored scores that a run starts from; "" if they fit it.
 
     What the scores do not record cannot be checked, which is said as well.
 
@@ -114,7 +116,7 @@ class Abstain:
     labelled: Manifest
 
     def setting(self) -> dict[str, Setting]:
-        """Return what a resume must find unchanged, and results and reports read."""
+        """Return the settings that a resume must find unchanged, and that results and reports read."""
         promise = {"guarantee": self.found.guarantee, "voided_by": self.found.voided_by}
         return {"abstain": Setting({**asdict(self.found), **promise}, "setup")}
 
@@ -159,7 +161,7 @@ class Answered:
 
 
 def answered(problems: tuple[FinishedProblem, ...], manifest: Manifest) -> Answered | None:
-    """Return what a run that abstains answered; None for any other."""
+    """Return the summary of a run that abstains; None for any other run."""
     setting = manifest.configuration.get("abstain")
     if setting is None or not isinstance(setting.value, dict):
         return None

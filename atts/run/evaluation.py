@@ -104,7 +104,7 @@ class RunOptions:
     caps: Caps = Caps()  # on what the run may spend, all sessions together
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])  # keyed by model or role
     account: Account | None = None  # account of a server's request, instead of one made of `caps`
-    on_limit: OnLimit = "keep open"  # what happens to open problems when a cap refuses a call
+    on_limit: OnLimit = "keep open"  # action on open problems when a cap refuses a call
 
     def __post_init__(self) -> None:
         for name, kinds in _CHOICES.items():
@@ -149,7 +149,7 @@ async def evaluate(
             else check_conditions(manifest, plan.stored_under, plan.conditions)
         )
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
-        # else others ask its gate as well
+        # otherwise other runs ask its gate as well
         is_alone = (
             options.shared_graph is None or options.directory is not None or options.gate == "own"
         )
@@ -379,7 +379,7 @@ class _Run:
         # Not after grading: how long a grader takes must not change what other problems' gates see.
         self._left.conclude(problem.id)
         if self._state.is_over(problem.id):
-            # it was over before, and is only lived through again
+            # the problem was over before, and is only replayed
             known = self._lines.get(problem.id) or self._state.finished[problem.id]
             self._combiner.learn(known)
             return known
@@ -510,7 +510,7 @@ class _Run:
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.is_complete:
             self._comparing.end(line)
-        # what failed before continues now; what fails now, in another session
+        # earlier failures are retried now; failures of this session, in another one
         if line.is_complete or self._taken:
             self._escalations.forget(name)
             self._plan.on_problem_done(name)

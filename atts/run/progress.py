@@ -192,7 +192,7 @@ class Progress:
     ) -> None:
         """Count from nothing; `loading` names the engines that have to be opened first."""
         self._clock = clock
-        self.warnings: list[str] = []  # what was found once the engines were open
+        self.warnings: list[str] = []  # warnings of the checks made once the engines were open
         self._began = clock()
         self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
         self._state: RunState = "loading" if loading else "running"
@@ -349,7 +349,7 @@ class Progress:
         self._flows = {flow: _Throughput(tokens.total) for flow, tokens in self._flows.items()}
         self._stages.clear()
         self._ended.clear()  # open problems are lived through again
-        self._open |= self._incomplete  # and so are these
+        self._open |= self._incomplete  # problems with failed rollouts are open too
         while self._incomplete:
             problem = self._incomplete.pop()
             del self._over[problem]

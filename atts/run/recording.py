@@ -330,7 +330,7 @@ class RunLengthEstimate(RunLength):
         """Note that all rollouts of this problem have ended."""
         self._end_all(list(self._rollouts(problem).values()))
         del self._open[problem]
-        self._weight *= self._growth**self._samples  # to e^8 in a whole run
+        self._weight *= self._growth**self._samples  # the weight grows to e^8 in a whole run
 
     def _end_all(self, lengths: Sequence[int]) -> None:
         for made in lengths:
@@ -600,7 +600,7 @@ class RecordedGate:
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return self._recall(calls)
-        if calls:  # what was recorded came after a score had been asked for
+        if calls:  # a recorded result came after a score had been asked for
             return replace(
                 calls[0].decision,
                 action="verify",

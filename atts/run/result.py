@@ -120,7 +120,7 @@ class IncompleteTally:
         self.first = self.first or next(iter(failures), line.why)
 
     def words(self, problems: int) -> str:
-        """Return what is missing of so many problems, and why."""
+        """Return a sentence on the missing parts of so many problems, and the reason."""
         rollouts = f": {self.rollouts} of their rollouts failed" if self.rollouts else ""
         return f"{self.problems} of {problems} problems are not complete{rollouts}, first by {self.first}"
 
@@ -139,7 +139,7 @@ class RunResult:
     comparison: Sequential | None = None  # with the run that this one was to be distinguished from
     # whole, for a run without a directory
     kept: tuple[Outcome, ...] = field(default=(), repr=False)
-    # to the target, while the run had it open; None: nothing proposes
+    # speculation counts of the target, while the run had it open; None: nothing proposes
     speculated: Speculated | None = None
     unscored: int = 0  # decisions that had no usable score to rest on
 
@@ -166,7 +166,7 @@ class RunResult:
 
     @property
     def unscored_words(self) -> str:
-        """Return how many decisions had no score to rest on; "" where every one had."""
+        """Return the number of decisions without a score, in words; "" if every one had a score."""
         if not self.unscored:
             return ""
         judged = sum(problem.judged for problem in self.problems)
@@ -187,7 +187,7 @@ class RunResult:
 
     @property
     def usage(self) -> Usage:
-        """Return what all finished problems cost."""
+        """Return the usage of all finished problems."""
         return self.summary.usage
 
     @property
@@ -198,14 +198,14 @@ class RunResult:
 
     @cached_property
     def combined(self) -> CombineSummary | None:
-        """Return what selection or synthesis did where votes split; None if votes decided alone."""
+        """Return the effect of selection or synthesis where votes split; None if votes decided
+        alone.
+        """
         return summarise_combinations(self.problems)
 
     @property
     def answered(self) -> Answered | None:
-        """Return what a run that abstains answered, how much of it was wrong, and what was
-        promised.
-        """
+        """Return how much a run that abstains answered, how much of it was wrong, and the promise."""
         return answered(self.problems, self.manifest)
 
     def to_dict(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class RunResult:
 
     @property
     def truncation(self) -> Truncation:
-        """Return how many rollouts a limit cut before they could answer.
+        """Return the number of rollouts that a limit cut before they could answer, in words.
 
         Its `warning` is "" unless they are many.
         """

@@ -66,7 +66,7 @@ class TracedRun(Background):
             raise MissingExtra("--log otel", error.name or "opentelemetry-sdk", "otel") from error
         self._tracer = provider.get_tracer("atts")
         self._outside = context.get_current()  # a span of the program that makes this run
-        self._offset = 0.0  # from the loop's clock to the date
+        self._offset = 0.0  # seconds from the loop's clock to the date
         self._run: dict[str, Any] = {}  # attributes of every problem
         self._providers: dict[str, str] = {}  # keyed by role
         self._models: dict[str, str] = {}

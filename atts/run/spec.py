@@ -112,18 +112,18 @@ class RunSpec:
     retries: graph.RetryPolicy = graph.RetryPolicy()
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    # as given, for people
+    # settings as given, for people
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     recall: RecallTiming = "instant"
-    # so far; such as a calibrator's events
+    # alarms so far, such as a calibrator's events
     alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]
     # called with each problem that is over; such as a calibrator's `forget`
     on_problem_done: Callable[[str], object] = _nothing_kept
-    # what the gate's stored scores record; None: it has none
+    # conditions that the gate's stored scores record; None: it has none
     stored_under: Mapping[str, object] | None = None
-    conditions: Conditions = "match"  # what other conditions than those do
+    conditions: Conditions = "match"  # what to do if conditions differ
     on_unscored: OnUnscored = "stop"  # when the target stops giving usable scores
-    warnings: Sequence[str] = ()  # what a reader of the run should know beforehand
+    warnings: Sequence[str] = ()  # warnings for a reader of the run
     abstain: Abstain | None = None  # where answers are withheld
     # what it is compared with as it goes, and ends once that is settled
     stop_when: StopWhen | None = None
@@ -170,7 +170,7 @@ class RunSpec:
 
     @property
     def specs(self) -> dict[Role, EngineSpec]:
-        """Return what the engine of each role is; the engines must be open."""
+        """Return the spec of each role's engine; the engines must be open."""
         return {"draft": self.draft.spec, "target": self.target.spec}
 
     @property
@@ -189,7 +189,7 @@ class RunSpec:
         )
 
     def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:
-        """Return what a resume must find unchanged; the engines must be open.
+        """Return the settings that a resume must find unchanged; the engines must be open.
 
         `dataset` is the digest of problems that stream in; a sequence's is computed.
 
@@ -233,12 +233,12 @@ class RunSpec:
 
 
 def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
-    """Return what a probe saw of an engine, in words."""
+    """Return the observations of a probe of an engine, in words."""
     return {f"{role}.{name}": Setting(seen, "probe") for name, seen in spec.findings}
 
 
 _ENDLESS = 1 << 40  # tokens of a context that cuts nothing
-_FLOPS_PER_CORE = 2e10  # what a core is taken to compute in a second, to tell hours from minutes
+_FLOPS_PER_CORE = 2e10  # assumed operations per second of a core, to tell hours from minutes
 
 
 def engine_warnings(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:

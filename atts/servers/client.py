@@ -99,7 +99,7 @@ class Traffic:
 
     @property
     def doubts(self) -> int:
-        """Return how often there was reason to ask who answers."""
+        """Return the number of times that there was reason to ask who answers."""
         return self.lost + self.renamed
 
 

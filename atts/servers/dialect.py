@@ -43,7 +43,7 @@ class Identity:
     version: str
     model: str
     context_length: int
-    tokenizer: str = ""  # where the server took it from, when it says
+    tokenizer: str = ""  # source of the server's tokenizer, if the server reports it
     routes: frozenset[str] = frozenset()  # optional ones that are open
 
 
@@ -312,7 +312,7 @@ class DraftCounts:
     accepted: tuple[int, ...]  # tokens, by their place in the proposal
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
-        """Return what came after an earlier look."""
+        """Return the difference to an earlier look."""
         before = (*earlier.accepted, *[0] * len(self.accepted))
         return DraftCounts(
             self.rounds - earlier.rounds,
@@ -598,7 +598,7 @@ def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec
 def find_end(
     sampled: RawCompletion, request: SampleRequest, spec: EngineSpec, tokenizer: Tokenizer
 ) -> tuple[int, Ending]:
-    """Return how many of the ids belong to the completion, and why it ended there.
+    """Return the number of ids that belong to the completion, and the reason for its end.
 
     Servers may run past a stop (several tokens a step) or not know a stop id: what counts is where
     the text completes one. One that stopped early must have had a reason.

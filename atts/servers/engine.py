@@ -125,7 +125,7 @@ class RemoteEngine(BaseEngine):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return what the probe saw when the engine opened."""
+        """Return the observations of the probe made when the engine opened."""
         return self._known.findings if self._known else ()
 
     @property
@@ -311,7 +311,7 @@ class RemoteEngine(BaseEngine):
         return known
 
     async def drafted(self) -> DraftCounts | None:
-        """Return what the server's own speculation proposed and accepted so far.
+        """Return the tokens that the server's own speculation proposed and accepted so far.
 
         None where it does not speculate, or does not count.
 
@@ -492,7 +492,7 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
 
 
 def claimed_by(dialect: Dialect) -> frozenset[Capability]:
-    """Return what servers of this dialect can do at best."""
+    """Return the most that servers of this dialect can do."""
     capabilities: set[Capability] = {"sample"}
     if isinstance(dialect, Scorer):
         capabilities.add("score")
@@ -562,7 +562,7 @@ class ProbeReport:
 
     @property
     def can(self) -> tuple[str, ...]:
-        """Return what pipelines may use it for: "sample", "score", "rate"."""
+        """Return the abilities that pipelines may use: "sample", "score", "rate"."""
         capabilities: set[str] = set(self.spec.capabilities)
         if "score" in capabilities:
             # What scores a text can rate by one token.

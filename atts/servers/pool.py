@@ -237,7 +237,8 @@ class ReplicaPool:
         try:
             answer = await call(member.engine)
         except EngineUnavailable as error:
-            if member.checks == checks:  # else it was lost before it was seen to be up again
+            # otherwise it was lost again before its recovery was noticed
+            if member.checks == checks:
                 self._fail(member, error)
             raise
         except (EngineTimeout, BadReply) as error:

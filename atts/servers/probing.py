@@ -492,7 +492,7 @@ class Lossless(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Return what is wrong with the texts; "" if nothing is."""
+        """Return a description of what is wrong with the texts; "" if nothing is."""
         problems: list[str] = []
         if abs(self.deviation) > _MOST_DEVIATIONS:
             direction = "less" if self.deficit > 0 else "more"
@@ -563,7 +563,9 @@ async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -
 
 
 async def _greedy_gap(requests: DialectClient, ids: TokenIds, token: int) -> float:
-    """Return how much less likely a greedy text's token is than the one written greedily alone."""
+    """Return how much less likely a greedy text's token is than the greedy token of the same place
+    alone.
+    """
     request = SampleRequest(ids, 1, _GREEDY, Seed(purpose="probe"))
     alone = (await requests.sample_raw(request)).ids[0]
     if alone == token:

@@ -162,7 +162,7 @@ class TokenCounts(Struct):
 
 
 def error_text(reply: bytes) -> str:
-    """Return what an error reply says, in one line."""
+    """Return the message of an error reply, in one line."""
     try:
         # Servers wrap the text in up to three objects: {"error": {"message": ...}}
         while True:

@@ -302,7 +302,7 @@ class VllmFeature:
     since: VllmVersion
     flag: str  # "": no flag asks for it
     does: str
-    without: str  # what a run on an older version is without it
+    without: str  # what a run on an older version lacks
 
 
 _THINKING_BUDGET: VllmVersion = (0, 19)
@@ -397,7 +397,9 @@ def start_flags(version: VllmVersion = NEWEST) -> list[str]:
 
 
 def lacking(version: VllmVersion) -> list[str]:
-    """Return what a server of this version lacks, and what follows for a run, a line each."""
+    """Return the features that a server of this version lacks, and the consequence for a run, a
+    line each.
+    """
     lines = list[str]()
     for feature in FEATURES:
         if not _has(version, feature):

@@ -10,7 +10,7 @@ from typing import Literal
 
 import anyio
 
-_MOST_USERS = 4096  # whose service is remembered; names come from clients
+_MOST_USERS = 4096  # users whose service is remembered; clients choose the names
 _FIRST_COST = 1.0
 
 
@@ -51,7 +51,7 @@ class FairSlots:
         self._queue = queue
         self._shares = dict(shares or {})
         self._users = dict[str, _User]()
-        self._reached = 0.0  # what the user granted last had been served
+        self._reached = 0.0  # service that the latest admitted user had received
         self._mean = _FIRST_COST
         self._ended = 0  # requests in the mean
 
@@ -66,7 +66,7 @@ class FairSlots:
         return len(self._users)
 
     def waiting_of(self, name: str) -> int:
-        """Return how many requests of a user wait."""
+        """Return the number of waiting requests of a user."""
         user = self._users.get(name)
         return 0 if user is None else len(user.waiting)
 

@@ -23,7 +23,7 @@ class NamedPolicy:
     rate: float
     early_stop: EarlyStop
     efforts: tuple[str, ...] = ()  # values of `reasoning_effort` that choose this row
-    is_plain: bool = False  # one rollout of one model, whose whole text is the reply
+    is_plain: bool = False  # whether the reply is the whole text of one rollout by one model
 
     def applied(self, setup: Setup) -> Setup:
         """Return the setup with this row's settings."""
@@ -97,7 +97,7 @@ class Offer:
 
 
 def offer_of(name: str, models: Mapping[Role, str]) -> Offer:
-    """Return what a server of these models offers: a pair, or one model that votes.
+    """Return the offer of a server with these models: a pair, or one model that votes.
 
     >>> offer_of("atts/p", {"draft": "small", "target": "large"}).names[-4:]
     ['draft', 'target', 'small', 'large']

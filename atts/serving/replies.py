@@ -131,7 +131,7 @@ class Reply:
         return facts
 
     def _trace(self, rollout: Rollout) -> dict[str, Any]:
-        """Return how one rollout went: in numbers, and with its texts where that was asked for."""
+        """Return the trace of one rollout: in numbers, and with its texts if they were asked for."""
         decisions = [turn.decision for turn in rollout.turns if turn.decision is not None]
         plain: dict[str, Any] = {
             "sample": rollout.sample,

@@ -76,7 +76,7 @@ class SolveRequest:
 
     @property
     def settings(self) -> Hashable:
-        """Return what decides the plan of a request without a seed."""
+        """Return the settings that decide the plan of a request without a seed."""
         atts = self.atts
         sampling = (self.temperature, self.top_p, self.max_tokens, atts.thinking_token_budget)
         return self.policy, sampling, atts.samples, atts.early_stop, atts.rate, atts.combine

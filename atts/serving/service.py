@@ -80,7 +80,8 @@ class ServeOptions:
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
     requests: int = 64  # worked on at once
     queue: int = 256  # more that wait
-    housekeeping: Literal["draft", "policy"] = "draft"  # who answers a chat program's own requests
+    # who answers the requests that chat programs make on their own
+    housekeeping: Literal["draft", "policy"] = "draft"
     body_bytes: int = 1 << 20
     keepalive_seconds: float = 15.0
     save_seconds: float = 5.0  # between two looks at calibrators that learnt
@@ -223,7 +224,7 @@ class Service:
                 async with background(self._save_often), task_group() as tasks:
                     self._tasks = tasks
                     yield self
-                    tasks.cancel_scope.cancel()  # what survives a restart continues then
+                    tasks.cancel_scope.cancel()  # responses that survive a restart continue then
             finally:
                 self._save()
                 self._tasks = None

@@ -30,7 +30,7 @@ from atts.sampling import Seed
 _Result = TypeVar("_Result")
 PLAIN = Sampling()
 GREEDY = Sampling(temperature=0.0)
-LOOSE = Sampling(temperature=1.5)  # so that even a sure model has something to draw
+LOOSE = Sampling(temperature=1.5)  # temperature at which even a sure model has alternatives to draw
 
 
 class Broken(Exception):
@@ -604,7 +604,7 @@ def _require_share(what: str, seen: int, draws: int, share: float) -> None:
 async def check_hints(probe: Probe) -> None:
     """`rollout` and `priority` are hints: a wrong or missing one changes no answer."""
     honest = [await probe.engine.sample(request) for request in probe.requests(1)]
-    for number, request in enumerate(probe.requests(1)):  # one rollout name for unrelated texts
+    for number, request in enumerate(probe.requests(1)):  # unrelated texts under one rollout name
         hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
         what = "a rollout hint that names another text's cache changed the answer"
         await probe.require_same(what, request, hinted.ids, honest[number].ids)

@@ -26,10 +26,10 @@ class Language(msgspec.Struct, frozen=True):
 
     specials: tuple[str, ...]
     fillers: tuple[str, ...]
-    openers: dict[str, float]  # and how often each begins a step
+    openers: dict[str, float]  # phrases, and how often each begins a step
     full_stops: dict[str, float]
     rare_slips: tuple[int, ...]
-    words: dict[str, str]  # and what each means to the grammar
+    words: dict[str, str]  # words, and the meaning of each in the grammar
     phases: dict[str, dict[str, str]]  # next phase, by phase and kind of word
     phrases: dict[str, dict[str, float]]  # phrases that may be said without thought, by phase
 
@@ -169,7 +169,9 @@ class Question:
 
     @cached_property
     def mood(self) -> int:
-        """Return how loosely solutions are phrased, which goes with hardness, loosely."""
+        """Return the mood of a solution: how loosely it is phrased, which depends loosely on its
+        hardness.
+        """
         return (self.hardness + self._noise[1] % MOODS * 3) // 4
 
     def misconception(self, step: int) -> int:
@@ -282,7 +284,8 @@ class ReadingState:
         self.phase = "open"
         self.word = -1
         self.step = self.steps = 0  # sums done; blank lines passed
-        self.value = self.left = question.start  # as last claimed; as quoted in the step under way
+        # value as last claimed, and as quoted in the step under way
+        self.value = self.left = question.start
         self.sign = 1
         self.operand = 0
         self.answered = False

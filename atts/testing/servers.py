@@ -111,7 +111,7 @@ class BlockCache:
         self._known: set[int] = set()
 
     def hit(self, ids: TokenIds) -> int:
-        """Return how many leading ids are cached."""
+        """Return the number of leading ids that are cached."""
         count = 0
         while count + _BLOCK < len(ids) and hash(ids[: count + _BLOCK]) in self._known:
             count += _BLOCK
@@ -353,7 +353,7 @@ class DialectServer:
         self.calls: list[str] = []  # the path of every call that does work
         self._make = make
         self._model = model
-        self.key = key  # what it wants; may be changed while it runs
+        self.key = key  # key that the server requires; may be changed while it runs
         self._loading_seconds = loading_seconds
         self._port = port
         self._random = random.Random(faults.seed)
@@ -368,12 +368,12 @@ class DialectServer:
 
     @property
     def running(self) -> int:
-        """Return how many requests it is at work on."""
+        """Return the number of requests in progress."""
         return len(self._state.jobs) if self._state else 0
 
     @property
     def served(self) -> int:
-        """Return how many completions and scores it has given since its start."""
+        """Return the number of completions and scores given since its start."""
         return self._state.served if self._state else 0
 
     def __enter__(self) -> Self:

@@ -16,7 +16,7 @@ from atts.testing.servers import (
     without_marks,
 )
 
-# what hosted ones refuse
+# fields that hosted servers refuse
 _STRICT = (
     "top_k",
     "min_p",

@@ -234,7 +234,7 @@ class ToyModel:
     def _turn(self, state: ReadingState, index: int) -> None:
         if index == _ASSISTANT:
             state.restart(_question(self.tokenizer, tuple(state.prompt or ())))
-        else:  # what the system and the user say is read as one text
+        else:  # the system's and the user's text are read as one text
             state.prompt = state.prompt or []
 
     def distribution(self, state: ReadingState) -> Distribution:
@@ -243,7 +243,7 @@ class ToyModel:
         return self._known.get(key) or self._store(key, self._words(state))
 
     def _words(self, state: ReadingState) -> list[tuple[str, float]]:
-        """Return what may come next, with weights."""
+        """Return the possible next words, with weights."""
         match state.phase:
             case "open":
                 return self._openings(state)
@@ -450,7 +450,7 @@ class Writer:
     def write(self, request: SampleRequest) -> Completion:
         """Continue a text, with one uniform of the request's stream for each position."""
         model = self.model
-        # only where nothing is written yet: a prompt that asks about solutions
+        # a prompt that asks about solutions; nothing is written yet
         if request.ids and request.ids[-1] == _ASSISTANT:
             reply = self._selector.reply(model.tokenizer.decode(request.ids), request.seed)
             if reply is not None:
@@ -535,7 +535,7 @@ class PrefixMemory:
         self._seen: Recent[str, TokenIds] = Recent(rollouts)
 
     def cached(self, rollout: str, ids: TokenIds) -> int:
-        """Return how many leading ids need no computing.
+        """Return the number of leading ids that need no computing.
 
         It is never all of them, for the last one gives the next distribution.
         """

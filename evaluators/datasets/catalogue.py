@@ -59,7 +59,8 @@ class HubSource:
     repo: str
     files: tuple[str, ...]
     columns: Columns
-    keep: tuple[str, str] | None = None  # only rows whose column contains this text
+    # column and text: only rows whose column contains the text are kept
+    keep: tuple[str, str] | None = None
     quirk: str = ""
 
 
@@ -76,7 +77,7 @@ class Benchmark:
     aliases: tuple[str, ...] = ()
     sample: tuple[int, int] | None = None  # count and seed of the subset this name stands for
     hubs: tuple[HubSource, ...] = ()
-    prefix: str = ""  # what ids start with, when it is not the name
+    prefix: str = ""  # prefix of ids, if it is not the name
     note: str = ""
 
     @classmethod

@@ -183,7 +183,7 @@ def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[i
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         for row in reader:
-            if None in row:  # where DictReader puts what no header names
+            if None in row:  # DictReader keeps cells without a header under None
                 problem = f"{path.name} line {reader.line_num} has more fields than the header's {len(row) - 1}"
                 raise DatasetError(source, problem, "Quote fields that contain the delimiter")
             yield reader.line_num, dict(row)
@@ -293,7 +293,7 @@ class Reader:
         if not 2 <= len(choices) <= len(LETTERS):
             raise self.error(index, f"has {len(choices)} choices")
         order: Sequence[int] = range(len(choices))
-        if self.columns.distractors:  # where the correct one would always come first
+        if self.columns.distractors:  # the correct choice would always come first
             order = letter_order(self.options.seed, name, len(choices))
         letter = LETTERS[order.index(correct)] if answer else ""
         return tuple(choices[at] for at in order), letter

@@ -40,7 +40,7 @@ def without_asking() -> Generator[list[str]]:
 
 
 def are_equal(one: Node, two: Node, positive: frozenset[str] = frozenset()) -> bool:
-    """Return what sympy proves of two expressions; work from any thread and event loop.
+    """Return sympy's verdict on two expressions; work from any thread and event loop.
 
     The variables named as `positive` are so; the others are real.
 
@@ -88,7 +88,7 @@ class Worker:
         with self.lock:
             if (one, two, positive) in self.answers:
                 return self.answers[one, two, positive]
-            larger = max(one, two, key=len)  # which is what takes the time
+            larger = max(one, two, key=len)  # the larger expression takes the time
             if self.timeouts[larger] >= _TIMEOUTS:
                 return "time"
             if len(self.answers) >= _KEPT:
@@ -111,7 +111,7 @@ class Worker:
             self.process.stdin.write(question.encode() + b"\n")
             self.process.stdin.flush()
             line = self.line(SECONDS + 3)
-        except OSError:  # it has ended: out of memory, or killed
+        except OSError:  # the worker has ended: out of memory, or killed
             line = None
         if line is None:
             has_ended = self.process.poll() is not None
@@ -180,7 +180,7 @@ class Worker:
         if is_ours:
             process.wait()
         else:
-            process.returncode = 0  # it belongs to the parent, which waits for it
+            process.returncode = 0  # the process belongs to the parent, which waits for it
 
 
 WORKER = Worker()

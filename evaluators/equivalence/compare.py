@@ -21,7 +21,7 @@ COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 _HUGE = ("factorial", "double_factorial", "binom")  # sympy computes every digit of these
 _OF_LINES = ("parallel", "perp")  # relations that either line may begin
-_SYMBOLIC = ("sum", "opaque", "matrix")  # what is worked out by rules, not by evaluation
+_SYMBOLIC = ("sum", "opaque", "matrix")  # kinds that rules work out, not evaluation
 
 
 def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
@@ -324,7 +324,7 @@ class Comparer:
         ]
         if len(fractional_parts) == 1 and len(one) == len(two):
             return self.ruled("set", False)
-        # one value in two forms
+        # the answer gives one value in two forms
         if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):
             return all(self.same(a, b) for a in one for b in two)
         if len(one) == len(two) and views.counts_apart(one) != views.counts_apart(two):

@@ -611,7 +611,7 @@ class Evaluator(Arithmetic):
         return self.power(base, 1 / index)
 
     def scaled(self, node: Node) -> Value:
-        """Return what a percent or degree sign makes of a value."""
+        """Return a value after its percent or degree sign is applied."""
         return self.value(Node("mul", (*node.args, *_SCALES[node.kind])))
 
     def sum(self, node: Node) -> Value:

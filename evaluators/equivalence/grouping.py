@@ -87,7 +87,7 @@ class _Classes:
         self.limits = limits
         self.keys = Keys(limits)
         self.verdicts: dict[tuple[int, int], str] = {}
-        self.texts: list[str] = []  # one representative of each strong key, its least text
+        self.texts: list[str] = []  # the shortest text of each strong key
 
     def of(self, texts: Sequence[str]) -> dict[str, int]:
         """Return a class number for each of the sorted, distinct texts."""

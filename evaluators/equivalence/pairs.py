@@ -132,7 +132,7 @@ def _unscored(error: Undecided | Undefined) -> Verdict:
 
 
 def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
-    """Return what the texts alone decide: the same spelling, and choices."""
+    """Return the verdict that the texts alone decide: the same spelling, and choices."""
     if not one.text:
         return Verdict("unscored", "no reference")
     if not two.text:

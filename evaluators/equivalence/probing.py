@@ -48,7 +48,7 @@ _SWEEP = 120  # residues of a modulus that are all tried
 
 
 def domains(*nodes: Node) -> dict[str, Domain]:
-    """Return what each variable ranges over, by the functions it is given to.
+    """Return the domain of each variable, by the functions that it is an argument of.
 
     That is real, integer, positive integer or small integer.
     """
@@ -130,7 +130,7 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
                 values = _whole_around(marks, domain, least)
             for value in values:
                 yield base | {name: value}
-    # where all are about as large as a constant
+    # points at which all variables are about as large as a constant
     if len(ranges) > 1 and set(ranges.values()) == {"real"}:
         for mark in constants:
             for factor in (Fraction(3), Fraction(-3), Fraction(1, 7)):
@@ -173,7 +173,7 @@ def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
         if value > 3:
             yield Fraction(math.isqrt(int(value)))
     yield from {one / two for one in kept[:6] for two in kept[:6] if one != two}
-    if has_logarithm:  # where a logarithm passes a constant
+    if has_logarithm:  # points at which a logarithm passes a constant
         for base in (math.e, 10):
             for value in kept:
                 if 1 < value < 300:
@@ -218,7 +218,7 @@ def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list
     known = sorted({abs(math.floor(mark)) for mark in marks})
     values = {mark + step for mark in known for step in (-1, 0, 1, mark)}
     values |= set(range(1, max((mark for mark in known if mark <= _SWEEP), default=0) + 1))
-    # where 2n+1 and the like are multiples of an odd modulus
+    # arguments at which 2n+1 and the like are multiples of an odd modulus
     for slope in range(2, 8):
         for modulus in known[:8]:
             if modulus > _SWEEP and math.gcd(slope, modulus) == 1:
@@ -236,7 +236,7 @@ _MOST_BITS = 6_000
 _ENOUGH = 3  # points with a real value on both sides that must agree
 # what a trace of rounding may leave, and what must remain to call two numbers different
 _SLACK = 12
-_COMPLEX = frozenset({"i", "re", "im", "arg"})  # where one of these is, complex numbers are meant
+_COMPLEX = frozenset({"i", "re", "im", "arg"})  # names that mean that complex numbers are expected
 
 
 class _AtPoint(NamedTuple):
@@ -363,7 +363,7 @@ class Prober:
             first, one, is_first_out = self.measured(left, env, bits)
             second, two, is_second_out = self.measured(right, env, bits)
             needed = max(one, two) + _BITS
-            if needed > bits:  # so that a small term next to a large one is seen
+            if needed > bits:  # more bits make a small term next to a large one visible
                 bits = needed
                 continue
             are_exact = isinstance(first, Fraction) and isinstance(second, Fraction)

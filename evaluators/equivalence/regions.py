@@ -82,7 +82,7 @@ class Line:
         return self.related(node) if node.kind == "relation" else None
 
     def combined(self, node: Node) -> Region | None:
-        """Return what a union, list, difference or intersection of sets holds."""
+        """Return the members of a union, list, difference or intersection of sets."""
         parts = list[Region]()
         for arg in node.args:
             part = self._region(arg)
@@ -128,7 +128,7 @@ class Line:
         return Node("set", tuple(number(x, str(x)) for x in members))
 
     def related(self, node: Node) -> Region | None:
-        """Return where a relation or a chain of them holds."""
+        """Return the set on which a relation or a chain of relations holds."""
         signs = node.text.split()
         sides = node.args
         if signs in (["in"], ["notin"]):
@@ -149,7 +149,7 @@ class Line:
         return parts[0] if len(parts) == 1 else self.shared(parts, len(parts))
 
     def solved(self, left: Node, sign: str, right: Node) -> Region | None:
-        """Return where left < right, or another relation, holds for its one variable."""
+        """Return the set on which left < right, or another relation, holds for its one variable."""
         if sign in ("!=", "="):
             suffix = "" if sign == "!=" else "="
             below = self.solved(left, "<" + suffix, right)
@@ -170,7 +170,7 @@ class Line:
         return self.polynomial(minus(left, right), sign)
 
     def absolute(self, inside: Node, sign: str, bound: Node) -> Region | None:
-        """Return where an absolute value is below or above a bound."""
+        """Return the set on which an absolute value is below or above a bound."""
         one = self.solved(inside, sign, bound)
         two = self.solved(inside, FLIPPED[sign], Node("mul", (MINUS_ONE, bound)))
         if one is None or two is None:
@@ -178,7 +178,9 @@ class Line:
         return self.shared([one, two], 1 if sign in (">", ">=") else 2)
 
     def polynomial(self, node: Node, sign: str) -> Region | None:
-        """Return where a polynomial of degree one or two is below zero, or another relation holds."""
+        """Return the set on which a polynomial of degree one or two is below zero, or another
+        relation holds.
+        """
         (name,) = variables(node)
         try:
             values = [
@@ -209,7 +211,7 @@ class Line:
         return between if is_between else _rest(between)
 
     def linear(self, node: Node, name: str, sign: str) -> Region | None:
-        """Return where a linear expression with irrational coefficients is below zero."""
+        """Return the set on which a linear expression with irrational coefficients is below zero."""
         at = [substituted(node, {name: number(x)}) for x in range(3)]
         first, second = (minus(two, one) for one, two in pairwise(at))
         if not self.prober.equal(first, second):
@@ -241,7 +243,9 @@ class Line:
         return self.order(one.value, two.value) or one.after - two.after
 
     def shared(self, regions: Sequence[Region], least: int) -> Region:
-        """Return what at least so many of these sets hold: 1 is their union, all their intersection."""
+        """Return the points that at least so many of these sets hold: 1 is their union, all their
+        intersection.
+        """
         stretches = [
             pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)
         ]

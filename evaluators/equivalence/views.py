@@ -96,7 +96,7 @@ def named(node: Node) -> Named:
     sides = list(node.args)
     if len(sides) == 2 and has(sides[0], "call") and not has(sides[1], "call", "symbol"):
         return Named(sides[0], sides[1])
-    # what a value is approximately is not the value, unless there is nothing else
+    # an approximate value counts only if there is no exact one
     while signs[-1] == "~" and (len(sides) > 2 or not is_name(sides[0])):
         signs.pop()
         sides.pop()
@@ -115,7 +115,7 @@ def _of_chain(sides: list[Node]) -> Named:
     if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]):
         if not _mentions(sides[0], sides[1]):
             return Named(sides[1], sides[0])
-    # else an equation of its variables
+    # otherwise it is an equation of its variables
     is_result = (
         (len(sides) > 2 and last <= variables(sides[0]))
         or not any(map(variables, sides))

@@ -263,7 +263,7 @@ def _expressions(left: Any, right: Any) -> bool | None:
     gap = left - right
     if _has_clear_gap(left, right):  # before any proof is tried: it takes less time
         return False
-    with suppress(Exception):  # one method failing leaves the others
+    with suppress(Exception):  # the failure of one method leaves the others
         if sympy.simplify(gap) == 0:
             return True
     with suppress(Exception):

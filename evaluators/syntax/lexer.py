@@ -83,7 +83,7 @@ class _Lexer:
         # whether letters in a formula that are the symbol of a unit are taken for one
         self.loose = loose
         self.saw_loose = False
-        self.has_ended = False  # what follows is a reason
+        self.has_ended = False  # the rest of the line is a reason
         self.tokens: list[Token] = []
         self.gap = True
 

@@ -933,7 +933,7 @@ def unknown(words: Sequence[str]) -> Prose:
 
 
 def stated_property(word: str) -> Node:
-    """Return what a number that is even, odd or prime is equal to."""
+    """Return the node for a number that is stated to be even, odd or prime."""
     if word in ("even", "odd"):
         return Node("congruence", (number(int(word == "odd")), TWO))
     return Node("word", text=word)
@@ -997,7 +997,7 @@ def _is_proper(node: Node) -> bool:
 
 
 def _arranged(name: str, rows: list[list[Node]]) -> Node:
-    """Return what the cells of an environment are together."""
+    """Return the node that the cells of an environment form together."""
     if not rows:
         raise Malformed(f"{name} of nothing")
     kind = name.rstrip("*")

@@ -68,7 +68,7 @@ def unwrapped(text: str) -> str:
         depth < len(text) // 2 and text[depth] in _PAIRS and text[-1 - depth] == _PAIRS[text[depth]]
     ):
         depth += 1
-    if depth < 2:  # one pair can mean something: (C), {1,2}
+    if depth < 2:  # a single pair can have a meaning: (C), {1,2}
         return text
     inside = text[depth : len(text) - depth]
     levels = list(accumulate(((char in "({") - (char in ")}") for char in inside), initial=0))

@@ -23,7 +23,8 @@ Kind = Literal[
     "matrix",  # rows, each a tuple
     "relation",  # text: operators joined by a space; args: its sides
     "ratio", "congruence",  # a congruence has a value and its modulus
-    "aliases", "cases",  # one value in several forms; a value and its condition, then the next, ...
+    # kinds that hold one value in several forms, or pairs of a value and its condition
+    "aliases", "cases",
 ]  # fmt: skip
 
 

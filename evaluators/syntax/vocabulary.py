@@ -84,7 +84,8 @@ MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[st
 def number_in_words(text: str) -> Fraction | None:
     """Return the number a phrase spells: "twenty-seven", "minus four", "two thirds"."""
     whole, _, rest = text.rpartition(" and ")
-    if whole and (rest.startswith(("a ", "an ")) or " " in rest.strip()):  # one and a half
+    # mixed numbers such as "one and a half"
+    if whole and (rest.startswith(("a ", "an ")) or " " in rest.strip()):
         one = number_in_words(whole)
         two = number_in_words(rest)
         return one + two if one and two and two < 1 else None
@@ -191,7 +192,7 @@ def _combined(parts: list[tuple[Measure, int]]) -> Measure:
 
 
 def _defined(text: str, known: dict[str, Measure]) -> Measure:
-    """Return what a definition such as "1/1000 kg m^-1" measures."""
+    """Return the measure of a definition such as "1/1000 kg m^-1"."""
     words = text.split()
     scale = Fraction(words.pop(0)) if text[0].isdigit() else Fraction(1)
     parts = [each.partition("^") for each in words]
@@ -233,7 +234,7 @@ _IRREGULAR = _DATA.table("irregular", dict[str, str])
 
 @lru_cache(maxsize=2048)
 def entry(word: str) -> Measure | None:
-    """Return what one word measures; a plural noun counts itself, a counter measures nothing."""
+    """Return the measure of one word; a plural noun counts itself, a counter has no measure."""
     if word in SYMBOLS:
         return SYMBOLS[word]
     lower = word.lower()

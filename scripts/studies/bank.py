@@ -125,7 +125,7 @@ class Recorder:
         return await engine.sample(SampleRequest(ids, tokens, SAMPLING, seed, stop))
 
     def chunks(self, ids: TokenIds) -> list[int]:
-        """Return where each chunk ends: after a blank line, or at its longest."""
+        """Return the end of each chunk: after a blank line, or at its greatest length."""
         ends: list[int] = []
         begin = 0
         for index in range(len(ids)):
@@ -271,7 +271,7 @@ class Recorder:
         stream: int,
         attempt: int,
     ) -> dict[str, Any]:
-        """Return what comes of a begun rollout when this model finishes it."""
+        """Return the outcome of a begun rollout if this model finishes it."""
         ends = self.draft.spec.end_ids
         text_ids = begun
         tokens = 0

@@ -100,7 +100,7 @@ class Outcome(NamedTuple):
     busy: float  # share of the GPUs' time
     tokens_per_busy_second: float
     weights: float  # bytes, replicas included
-    once: float  # the same without replicas
+    once: float  # seconds without replicas
 
 
 def virtual_requests(
@@ -341,7 +341,7 @@ def _row(lead: Row, one: Outcome, base: Outcome) -> Row:
 
 
 def _beside(one: Outcome, base: Outcome) -> tuple[float, float]:
-    """Return how much more of p95, and of tokens per busy second, one way has than another."""
+    """Return the relative excess of p95, and of tokens per busy second, of one way over another."""
     return one.p95 / base.p95 - 1, one.tokens_per_busy_second / base.tokens_per_busy_second - 1
 
 
@@ -696,7 +696,7 @@ def family(folder: Path) -> Zoo:
 
 
 async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
-    """Return what the processes take at the end of some work.
+    """Return the memory of the processes at the end of some work.
 
     Models of one number share a process.
     """

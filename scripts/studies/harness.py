@@ -37,7 +37,7 @@ class Machine:
     matrix_gflops: float  # float32 torch.mm of 512 x 512, one core
     # one tiny torch operation: what a step pays per operation whatever its size
     operation_microseconds: float
-    loop_microseconds: float  # one pass of an event loop: what a call pays before any work
+    loop_microseconds: float  # microseconds of one pass of an event loop: the least cost of a call
     software: str
     # marks of the embedded models' weights: numbers made with others are another pair's
     pair: str = ""
@@ -204,7 +204,7 @@ class Parts(dict[str, Any]):
             newline = "\n" if written and not written.endswith(b"\n") else ""
             with self._path.open(
                 "ab", buffering=0
-            ) as file:  # one write, so that no other process's comes between
+            ) as file:  # a single write keeps lines of other processes out
                 file.write(f"{newline}{json.dumps({'part': name, 'value': value})}\n".encode())
 
     def forget(self) -> None:
@@ -275,7 +275,7 @@ class Table:
     notes: tuple[str, ...] = field(default=())
     chart: Chart | None = None  # drawn from the table's own cells
     shown: Literal["rows", "chart only"] = "rows"  # in Markdown; JSON has everything
-    headline: str = ""  # what BENCHMARKS.md says of it
+    headline: str = ""  # the study's sentence in BENCHMARKS.md
 
     @classmethod
     def of(cls, title: str, header: str, rows: Iterable[Row], *notes: str, **more: Any) -> Table:

@@ -166,7 +166,7 @@ def shown(estimate: tuple[float, float, float], digits: int = 3) -> str:
 
 
 def base_rates(problems: Sequence[BankProblem]) -> Table:
-    """Return what draft and target come to alone."""
+    """Return the accuracy and cost of draft and target alone."""
     rows: list[Row] = []
     for source in ("all", "gsm8k", "math500"):
         some = [problem for problem in problems if source in ("all", problem.source)]
@@ -258,7 +258,7 @@ def rollout_scores(problem: BankProblem) -> dict[str, list[float]]:
 
 
 def rollouts_table(problems: Sequence[BankProblem]) -> Table:
-    """Return how well each score distinguishes incorrect rollouts from correct ones."""
+    """Return the table of how well each score distinguishes incorrect rollouts from correct ones."""
     scored = [rollout_scores(problem) for problem in problems]
     rows: list[Row] = []
     for name in scored[0]:
@@ -336,7 +336,7 @@ def finishing_advantage(takeover: Mapping[str, Any]) -> float:
 
 
 def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
-    """Return what takeovers gain on average, at chunks that no score has chosen."""
+    """Return the mean gain of takeovers at chunks that no score has chosen."""
     takeovers = [takeover for problem in problems for takeover in problem.takeovers]
     written = _mean([float(one["rewritten_tokens"]) for one in takeovers])
     finished = _mean(
@@ -363,7 +363,7 @@ def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
 
 
 def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Table:
-    """Return what each score knows of the measured advantage of a takeover."""
+    """Return the table of how well each score predicts the measured advantage of a takeover."""
     measured = [(problem, takeover) for problem in problems for takeover in problem.takeovers]
     gains = np.array([advantage(takeover) for _, takeover in measured])
     finished = np.array([finishing_advantage(takeover) for _, takeover in measured])
@@ -518,7 +518,7 @@ def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
 
 
 def _at_equal_tokens(arm: Arm, coin: Arm, kept: Arm, rows: Rows) -> float:
-    """Return what a cascade gains over a coin that spends as many of the target's tokens."""
+    """Return the gain of a cascade over a coin that spends as many of the target's tokens."""
     more = arm.target_tokens[rows].mean() / coin.target_tokens[rows].mean()
     gained = arm.right[rows] - kept.right[rows]
     by_coin = coin.right[rows] - kept.right[rows]

@@ -192,7 +192,7 @@ async def send_all(
 
 
 async def texts(engine: LocalEngine, requests: Sequence[SampleRequest]) -> list[TokenIds]:
-    """Return what is written on each request, all sent at once."""
+    """Return the text written on each request, all sent at once."""
     return [
         done.ids
         for done in await collect([partial(engine.sample, request) for request in requests])
@@ -219,7 +219,7 @@ async def written(
     seed: int,
     options: LocalOptions = _ONE_THREAD,
 ) -> list[tuple[SampleRequest, TokenIds]]:
-    """Return what one model alone answers."""
+    """Return the answers of one model alone."""
     async with LocalEngine(folder, options=options) as engine:
         requests = asked(engine, questions, tokens, seed)
         return list(zip(requests, await texts(engine, requests), strict=True))
@@ -382,8 +382,8 @@ def _race(lab: Lab, subject: Subject, batch: int) -> dict[str, list[float]]:
 
 
 def _memory_bytes(subject: Subject, batch: int) -> float:
-    """Return what a decoding step must read: every weight once, and each sequence's cached keys and
-    values.
+    """Return the bytes that a decoding step must read: every weight once, and each sequence's
+    cached keys and values.
     """
     config = subject.config
     context = PROMPT + subject.tokens / 2
@@ -739,7 +739,7 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
 def _works(
     lab: Lab, subjects: tuple[Subject, Subject], engines: Sequence[LocalEngine]
 ) -> dict[str, Work]:
-    """Return what each engine does in one round, about equally long."""
+    """Return each engine's work in one round; all take about equally long."""
     seed = lab.options.seed
     tokens = lab.options.pick(48, 96, 96)
     targets = Fresh(subjects[0], 16, seed + 2)

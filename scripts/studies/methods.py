@@ -128,7 +128,8 @@ async def scripted(
 
 async def _embedded(options: Options) -> dict[str, Sum]:
     grid = Grid(options.pick(12, 40, 500), (options.seed,), 500, options.pick(4, 20, 50))
-    async with Pair(worker="thread") as pair:  # whose processor time is this process's
+    # the processor time of a thread counts as this process's
+    async with Pair(worker="thread") as pair:
         first = pair.plan(_turn_zero(4), 9_999)
         outcomes, _ = await run_block(arithmetic("calibration", options.pick(8, 30, 60)), first)
         arms = cases(scores_of(outcomes))
@@ -252,7 +253,7 @@ async def _run(arms: Sequence[Arm], grid: Grid, ledger: Ledger) -> None:
 
 
 def choices(seed: int = 0) -> dict[str, list[Arm]]:
-    """Return what the policy, the gate and the vote could be instead."""
+    """Return the alternatives for the policy, the gate and the vote."""
     atts = arm("atts")
     scores = {
         "per byte": ScoreRule("byte"),
@@ -309,7 +310,7 @@ def _time(one: Sum, default: Sum) -> float:
 
 
 def _verdict(one: Sum, default: Sum) -> str:
-    """Return in what the option wins, if it does, by a mechanical rule."""
+    """Return the measures in which the option wins, if it does, by a mechanical rule."""
     votes = one.minus(default, right)
     cost = one.gflops / default.gflops
     seconds = _time(one, default)

@@ -457,14 +457,14 @@ class BatchedEngine:
         return EngineStats(self._requests, steps=self.load.steps, busy_seconds=self.load.busy)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Return what the distribution writes, after as long as it takes."""
+        """Return a sample of the distribution, after as long as it takes."""
         check_sample(request, self.spec)
         completion = self.law.write(self.role, request)
         cached = await self._serve(request.rollout, len(request.ids), 0, len(completion.ids))
         return replace(completion, cached_tokens=cached)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return what the distribution scores, after one prefill."""
+        """Return scores under the distribution, after one prefill."""
         check_score(request, self.spec)
         cached = await self._serve(request.rollout, len(request.prefix), len(request.suffix), 0)
         return Scores(self.law.score(request), cached)

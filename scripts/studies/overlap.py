@@ -183,7 +183,7 @@ class AcceptanceTrace:
         return cls(*ranks)
 
     def drafted(self, place: int, count: int) -> list[int]:
-        """Return what the draft writes from a correct prefix.
+        """Return the draft's continuation of a correct prefix.
 
         The target's token at each position is the position's number.
         """
@@ -602,7 +602,7 @@ class Recorded:
             laws = model.laws(ids, first, self.sampling)
             drawn = torch.tensor(ids[first:])
             own = inverse_cdf(laws, torch.from_numpy(uniforms(seed, len(drawn)).copy()))
-            laws.scatter_(1, own[:, None], 2.0)  # what it draws stands first
+            laws.scatter_(1, own[:, None], 2.0)  # the drawn token comes first
             ranks.append(_places(laws, drawn))
         return ranks
 

@@ -168,7 +168,7 @@ class Series:
         self._kept = Parts(place / FILE)
 
     def missing(self) -> list[tuple[int, Arm]]:
-        """Return what is not complete: parts by number, and the methods of each in order."""
+        """Return the incomplete parts by number, and the methods of each in order."""
         everything = [(number, one) for number in range(len(self.parts)) for one in self.arms]
         return [
             (number, one) for number, one in everything if self._key(number, one) not in self._kept
@@ -322,7 +322,9 @@ def _decisions(one: Sum) -> str:
 
 
 def score_table(runs: Mapping[str, Sequence[PartRun]], count: int) -> Table:
-    """Return how well the worst score of a rollout ranks incorrect rollouts within a problem."""
+    """Return the table of how well the worst score of a rollout ranks incorrect rollouts within a
+    problem.
+    """
     rows: list[Row] = []
     for name, parts in runs.items():
         by_problem: dict[str, tuple[list[float], list[float]]] = {}

@@ -241,7 +241,7 @@ def _scaled(value: Cell, scaling: Scaling) -> float | None:
 def _across(chart: Chart, values: Sequence[float]) -> Axis:
     low = min(values, default=0.0)
     high = max(values, default=1.0)
-    if chart.x_scaling == "log":  # as samples and replicas are counted
+    if chart.x_scaling == "log":  # samples and replicas are counted in powers of two
         return ScaledAxis(low, high, chart.x, steps="doublings")
     return ScaledAxis(min(0.0, low) if 0 <= low <= 0.2 * high else low, high, chart.x)
 
@@ -252,7 +252,7 @@ def _up(chart: Chart, values: Sequence[float]) -> Axis:
     if chart.y_scaling == "linear":
         low = min(0.0, low)
         return ScaledAxis(low, high + 0.05 * (high - low), chart.y)
-    around = _round_numbers(2**low / 10, 2**high * 10)  # from one round number to another
+    around = _round_numbers(2**low / 10, 2**high * 10)  # ticks between two round numbers
     first = max((value for value in around if value <= 2**low * 1.001), default=2**low)
     last = min((value for value in around if value >= 2**high * 0.999), default=2**high)
     return ScaledAxis(math.log2(first), math.log2(max(last, first * 2)), chart.y, steps="decimal")

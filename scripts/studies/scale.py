@@ -124,14 +124,14 @@ class Tape:
         return self._specs[role]
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """Return what was written there.
+        """Return the text written there.
 
         :raises KeyError: nothing was: the run is another one.
         """
         return self.written[_place(role, request.seed)]
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Return what was scored there; raises as `write` does."""
+        """Return the scores made there; raise as `write` does."""
         return self.scored[request.rollout, len(request.prefix)]
 
 
@@ -174,12 +174,12 @@ class InstantEngine:
         return EngineStats()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Return what the tape holds, at once."""
+        """Return the tape's record, at once."""
         await checkpoint()
         return self._tape.write(self._role, request)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return what the tape holds, at once."""
+        """Return the tape's record, at once."""
         await checkpoint()
         return Scores(self._tape.score(request))
 
@@ -243,7 +243,7 @@ FOREGROUND = Micro(16, 48, 48)
 
 
 def pieces_of(role: Role) -> tuple[Micro, ...]:
-    """Return what an engine does in a run: a draft never scores."""
+    """Return the pieces of work of an engine in a run: a draft never scores."""
     return PIECES if role == "target" else tuple(piece for piece in PIECES if not piece.is_scored)
 
 
@@ -341,7 +341,7 @@ def _threads() -> dict[str, tuple[float, float]]:
         try:
             ran, waited, _ = (folder / "schedstat").read_text().split()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the call ended meanwhile
         found[names.get(int(folder.name), folder.name)] = (int(ran) / 1e9, int(waited) / 1e9)
     return found
 
@@ -357,7 +357,7 @@ async def measure_rounds(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
         assert isinstance(draft, LocalEngine)
         assert isinstance(target, LocalEngine)
         engines: dict[Role, LocalEngine] = {"draft": draft, "target": target}
-        # what is computed first compiles kernels and fills caches
+        # the first computation compiles kernels and fills caches
         await _contend(Seen(), engines, seed - 10_000)
         for number in range(rounds):
             say(f"scale: validation, round {number + 1} of {rounds}")
@@ -395,7 +395,7 @@ async def _live(live: Live, first: int, draft: LocalEngine, target: LocalEngine,
 async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> Piece:
     """Give the engine one piece of work it has not seen, and read its counters."""
     prompts = _prompts(engine, piece, seed)
-    if piece.is_scored:  # what is scored comes on top of a warm prefix, as in a rollout
+    if piece.is_scored:  # scored text follows a warm prefix, as in a rollout
         await collect(
             [partial(engine.score, ScoreRequest(ids[:1], ids[1:])) for ids in set(prompts)]
         )
@@ -592,7 +592,7 @@ def _handing(seen: Seen) -> float:
 
 
 def _stretch(seen: Seen, role: Role, clock: Clock) -> float:
-    """Return what the other engine's work adds to a step of this one."""
+    """Return the time that the other engine's work adds to a step of this one."""
 
     def took(taken: Taken) -> float:
         return taken.wall if clock == "wall" else taken.engines[role]

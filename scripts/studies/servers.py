@@ -62,7 +62,7 @@ def study_remote(options: Options) -> list[Table]:
     repeats = options.pick(1, 3, 5)
     requests = options.pick(400, 4000, 20000)
     rows: list[Row] = []
-    gc.set_threshold(20_000, 10, 10)  # as the command line does, here for all three
+    gc.set_threshold(20_000, 10, 10)  # the command line sets the same; here it applies to all three
     with _server() as url:
         for in_flight in options.pick((100,), (1000, 4000), (256, 1000, 4000)):
             count = max(requests, 2 * in_flight)
@@ -455,9 +455,9 @@ async def over_http(
                 )
                 for url, role in zip(urls, _ROLES, strict=True)
             ]
-            # what clients ask of servers at first
+            # first requests of a client to a server
             await _solved(arm, arithmetic("calibration", 1), 1, (draft, target))
-            # from here on the servers take the time of a GPU
+            # from here on the servers are as slow as a GPU
             served["draft"].cost = pair.draft
             served["target"].cost = pair.target
             return await _solved(arm, problems, samples, (draft, target))

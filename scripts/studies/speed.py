@@ -321,7 +321,7 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
         else:
             where = f"up to {last}"
         gains = sorted({f"{gain:.1f}" for _, _, gain in choices}, reverse=True)
-        # one number where the largest and the smallest gain are written alike
+        # only one number if the largest and the smallest gain print alike
         words = f"{' to '.join(dict.fromkeys((gains[0], gains[-1])))} times"
         unit = "rollout" if first == last == 1 else "rollouts"
         parts.append(

@@ -371,7 +371,7 @@ RECIPES: dict[str, Recipe] = {
         ModelConfig(
             hidden_size=64, num_layers=3, num_heads=1, num_kv_heads=1, intermediate_size=96
         ),
-        steps=4600,  # it is meant to be wrong often: half-way down its schedule
+        steps=4600,  # a weak draft on purpose: half-way down its schedule
         seed=1,
         stages=(Stage(0, Mixture(errors=0.05)),),
         schedule=((0, 0.02), (49, 1.0), (3000, 1.0), (6000, 0.0)),

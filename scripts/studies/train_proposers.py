@@ -50,7 +50,7 @@ class HeadsRecipe:
 
     target: Path
     drafter: Path
-    prompts: Path | None = None  # one a line; None: arithmetic
+    prompts: Path | None = None  # file with one prompt per line; None: arithmetic
     texts: int = 1500
     steps: int = 1500
     seed: int = 6
@@ -76,7 +76,7 @@ class Text(NamedTuple):
     """A prompt with what the target wrote after it."""
 
     ids: TokenIds
-    first: int  # where that begins
+    first: int  # index at which the part begins
 
 
 class States(NamedTuple):
@@ -350,7 +350,7 @@ class Lesson(NamedTuple):
     """A text of the target's, and the states that its output matrix read at every token written."""
 
     ids: TokenIds
-    first: int  # where writing begins
+    first: int  # index at which writing begins
     states: Tensor
 
 
@@ -374,7 +374,7 @@ def begun(draft: Llama) -> Llama:
 
 
 def lessons(reader: Reader, texts: Sequence[Text]) -> list[Lesson]:
-    """Return what is to be learned of each text."""
+    """Return the training examples of each text."""
     return [Lesson(*text, reader.states([text], 1).finals.bfloat16()) for text in texts]
 
 

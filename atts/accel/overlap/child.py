@@ -118,7 +118,7 @@ def main() -> int:
         return 0
     set_threads(setup.config)
     write(answers, "ready")
-    gc.freeze()  # what is loaded stays, and need not be looked through for garbage
+    gc.freeze()  # the loaded models stay, so the garbage collector need not look through them
     with suppress(*GONE):  # cut off: the parent is gone
         _serve(orders, answers, Drafting(drafter, rows, target))
     return 0

@@ -77,7 +77,7 @@ class DraftLine:
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
     # exit distributions at the same places and the one after, as reported
     exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
-    # what the drafter has not computed of it
+    # rows that the drafter has not computed yet
     fed: list[FedRow] = field(default_factory=list[FedRow])
 
     @property
@@ -219,7 +219,9 @@ def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
 def place_laws(
     logits: Tensor, sampling: SamplingBatch, fan: int, acceptance: float
 ) -> list[PlaceLaw]:
-    """Return what is likely in each row: so many tokens besides one that may be proposed there."""
+    """Return the likely tokens of each row: this many, in addition to one that may be proposed
+    there.
+    """
     if not fan:
         return [PlaceLaw(acceptance, (), ())] * len(logits)
     best = probabilities(logits, sampling).topk(min(fan + 1, logits.shape[-1]), -1)
@@ -363,7 +365,7 @@ class OverlappedDrafter(ModelDrafter):
         self._before = self.stats.drafted, self.stats.passes
 
     def drafted(self) -> list[DraftLine]:
-        """Return what is continued, or was, of the step under way.
+        """Return the continuations of the step under way, whether finished or not.
 
         :raises RuntimeError: what went wrong with it.
         """
@@ -421,8 +423,8 @@ class OverlappedDrafter(ModelDrafter):
         chosen, others = line.cache.select(accepted, rest[0] if rest else -1)
         if chosen is not None and chosen.tokens[1 : len(rest)] != rest[1:]:
             others = [*others, chosen]
-            chosen = None  # it came late, and the text has gone another way since
-        if rest:  # else nothing was verified
+            chosen = None  # the branch came too late: the text has continued differently
+        if rest:  # without further tokens nothing was verified
             self.stats.hits = self.stats.hits + bool(chosen)
             self.stats.misses = self.stats.misses + (not chosen)
         self.stats.wasted += len(others)
@@ -626,8 +628,8 @@ class OverlappedDrafter(ModelDrafter):
         return count, max(length, min(_LEAST, self._most))
 
     def _length(self, count: int, lines: int) -> int:
-        """Return how many tokens so many branches get: as fit into a step of the target, where
-        known.
+        """Return the number of tokens for each of so many branches: as many as fit into a step of
+        the target.
         """
         curve = self._costs.curve(self._condition) if self._transport.is_beside else None
         if curve is None:

@@ -107,8 +107,8 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
         self[accepted, token] = branch
 
     def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:
-        """Return what follows the outcome that came, None if not guessed, and the branches not
-        needed.
+        """Return the branch that follows the actual outcome (None if not guessed), and the branches
+        not needed.
         """
         chosen = self.pop((accepted, token), None)
         others = list(self.values())

@@ -73,7 +73,9 @@ class _Scheme:
         self.since = 0.0
 
     def wait(self, most: float) -> float:
-        """Return how many tokens to write before it is tried again, at so many a second without it."""
+        """Return the number of tokens to write before it is tried again, at this many tokens a
+        second without it.
+        """
         return (most - self.rate) * self.seconds / _SHARE - self.since
 
 
@@ -130,7 +132,7 @@ class SchemeControl:
         has_moved = self._place < 0 or self._away >= _SETTLE
         self._place = place if has_moved else self._place
         load = self._loads.setdefault(self._place, _Load([_Scheme() for _ in range(self._schemes)]))
-        if has_moved:  # what this step ran with was chosen for another load
+        if has_moved:  # the lengths of this step were chosen for another load
             self._away = 0
             load.turn = _Turn()
         else:
@@ -236,7 +238,8 @@ class AdaptiveDrafting(Proposer, Lengths):
         tokens = len(plan.decoding) + sum([each.accepted for each in rounds])
         forecast = None if self._scheme else self._lengths.observed(plan, rounds, seconds)
         pays = bool(plan.proposals) and not (forecast and forecast.is_trial)
-        if self._scheme or pays or self._control.is_contested:  # where none pays, no other is tried
+        # if neither scheme pays, the other is not tried
+        if self._scheme or pays or self._control.is_contested:
             served = sum([each.proposed > 0 for each in rounds])
             self._control.observed(
                 (len(plan.decoding), served), tokens, perf_counter() - self._began
@@ -264,7 +267,7 @@ class AdaptiveDrafting(Proposer, Lengths):
         self._ahead.ended(key)
 
     def overlap(self) -> OverlapStats:
-        """Return what came of guesses, where that was tried."""
+        """Return the statistics of guesses, if guessing was tried."""
         return self._ahead.overlap()
 
     def silence(self) -> str:

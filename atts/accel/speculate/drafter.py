@@ -70,7 +70,7 @@ class DraftedRows:
     def drafted(self, sequence: Sequence) -> int:
         """Return how many tokens' keys and values the drafter has cached, in the same slots."""
         admission, count = self._progress.get(sequence.request_id, (-1, 0))
-        # one that was preempted has other slots now
+        # a preempted sequence has other slots now
         return count if admission == sequence.num_admissions else 0
 
     def advance(self, sequence: Sequence, count: int) -> None:
@@ -97,7 +97,7 @@ class ModelDrafter(Proposer):
         self._table = rows.table
         self._vocabulary = min(vocabulary, config.vocabulary)
         self._num_beyond = 0  # texts, summed over steps, that do not fit into the draft's context
-        self._num_unknown = 0  # the same, of texts with tokens that the draft does not know
+        self._num_unknown = 0  # texts, summed over steps, with tokens that the draft does not know
         self._target_vocabulary = vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)
         self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))

@@ -73,7 +73,7 @@ class Curve:
         return np.where(rows < first, below, above).astype(np.float64)
 
     def least(self, rows: Floats) -> Floats:
-        """Return what so many rows take at least; 0 where fewer were never measured."""
+        """Return the least time that so many rows take; 0 if fewer were never measured."""
         places = np.searchsorted(self.rows, rows, side="right") - 1
         return np.where(places < 0, 0.0, self.seconds[places]).astype(np.float64)
 

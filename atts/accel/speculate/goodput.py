@@ -29,7 +29,7 @@ _DOUBT_OF_ONE = (
 _SURPRISE_WEIGHT = 1 / 32
 _MOST_SURPRISE = 0.5  # largest surprise that one step may count for
 _CAUTION = 0.3  # standard deviations of a time by which it must pay to stop what seemed to pay
-_FORGETTING = 0.8  # what a rest leaves of surprises
+_FORGETTING = 0.8  # share of the surprises that a rest leaves
 _FADED = 1.0  # weight, in tests of each place, of the counts from before a rest
 _PERIODS = 16, 256  # steps between two decisions: after one that changed something, at most
 _LOOKS = 8  # steps that are timed before anything is tried
@@ -39,7 +39,7 @@ _MIXED = 32
 # Where the time of proposals was never measured, it may turn out to be this share of the estimate.
 _HOPE = 0.5
 _PLAIN = 4  # steps without proposals that are timed now and then
-_SETTLING = 8  # such steps before these, in which the target's weights come back into the caches
+_SETTLING = 8  # untimed steps before these, in which the target's weights return into the caches
 _SHARE = 0.01  # share of the time that trials may lose
 _ADVANCE = 16  # steps without proposals whose time first trials of a length may lose ahead
 _SAVED = 12  # the most of such steps whose time is saved up for trials
@@ -218,7 +218,7 @@ class GoodputControl:
         forecast = self._forecast(step, rounds, rows)
         if forecast is not None:
             forecast = forecast._replace(is_trial=load.trial is not None, steps=self._unseen)
-        # where most were not asked for in the last step, a drafter had to catch up with them
+        # if most were not asked for in the last step, a drafter had to catch up with them
         is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
         self._costs.rest(self._unseen - 1)
         self._costs.add(step.condition, rows, seconds[1])
@@ -358,7 +358,7 @@ class GoodputControl:
             self._is_stale = False
         elif (
             verdict.mean and load.steps >= load.next_plain
-        ):  # else nothing would say that they no longer pay
+        ):  # otherwise nothing would show that proposals no longer pay
             forgone = 1 - step.rows / (verdict.rate * self._plain(step))
             load.trial = _Trial(0, _PLAIN, _SETTLING)
             load.next_plain = load.steps + load.gap
@@ -388,7 +388,7 @@ class GoodputControl:
         fed = step.rows + self._coverage * totals
         seconds = curve.at(fed)
         lower = np.maximum(curve.least(fed), seconds[0] + _HOPE * (seconds - seconds[0]))
-        if proposing is None:  # it was never timed: it is tried, not chosen
+        if proposing is None:  # a length that was never timed is tried, not chosen
             seconds[1:] = np.inf
         else:
             spent = proposing.at(totals[1:])

@@ -101,7 +101,9 @@ class _Group:
         return text
 
     def places(self, ids: Sequence[int]) -> list[tuple[int, _Text, int]]:
-        """Return where the text's end was seen before, and how much of it; the longest match first."""
+        """Return the earlier places of the text's end, and the length of each match; the longest
+        match first.
+        """
         found = self.grams.get(tuple(ids[-_GRAM:]), ())
         matches = [
             (_match(text, end, ids), text, end) for text, end in reversed(found) if end < len(text)
@@ -178,7 +180,9 @@ def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
 
 
 def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
-    """Return what follows token by token: the most frequent, of those places that still agree."""
+    """Return the continuation token by token: the most frequent one among the places that still
+    agree.
+    """
     tokens: list[int] = []
     while places and len(tokens) < most:
         votes = Counter(text[end] for text, end in places)
@@ -198,7 +202,8 @@ class BestProposer(Proposer):
     def __init__(self, proposers: Sequence[Proposer], enough: float = 0.7) -> None:
         self._proposers = tuple(proposers)
         self._enough = enough
-        self._chosen: dict[int, Proposer] = {}  # whose proposal a sequence was given last
+        # proposer whose proposal each sequence was given last
+        self._chosen: dict[int, Proposer] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
         """Return the first confident proposal of each, else the most confident one."""

@@ -52,7 +52,7 @@ class _Keeping(NamedTuple):
     passing: _Rows
     begun: _Rows
     known: _Rows
-    is_idle: bool  # none are read or kept
+    is_idle: bool  # whether no rows are read or kept
 
 
 class _Layout(NamedTuple):
@@ -151,7 +151,7 @@ class ChainModel(ManyModels[NativeModel]):
             and ready.given[1] is table
             and np.array_equal(ready.units, units)
         ):
-            ready.fill()  # the same arrays with other numbers
+            ready.fill()  # the next step uses the same arrays with other numbers
         else:
             self._ready = ready = self._prepared(batch, units, table)
         x, hidden = ready.rows
@@ -284,9 +284,7 @@ class ChainModel(ManyModels[NativeModel]):
 
 
 def bounds_of(batch: StepBatch) -> Ints:
-    """Return where each sequence begins, in rows, sequences and logit rows, and where the last one
-    ends.
-    """
+    """Return the bounds of the sequences, in rows, sequences and logit rows."""
     starts = batch.query_starts
     return np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
 

@@ -38,7 +38,7 @@ class BlockSimilarity:
 
     place: str
     digest: str  # digest of the other block
-    other: str  # whose that is: MODEL/PLACE
+    other: str  # origin of the other block: MODEL/PLACE
     distance: float  # between their parameters, in lengths of the model's own
     cosine: float
 

@@ -58,7 +58,7 @@ class WeightFile:
         }
 
     def stored(self) -> StoredFile:
-        """Return how it is written in a manifest."""
+        """Return the file's entry in a manifest."""
         return StoredFile(self.name, self.header, content_digest(self._whole))
 
 
@@ -283,7 +283,7 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def bytes_of(files: Iterable[Path]) -> int:
-    """Return how large files are together."""
+    """Return the total size of the files."""
     return sum(path.stat().st_size for path in files)
 
 

@@ -61,7 +61,7 @@ class Chain(NamedTuple, Generic[M_co]):
     """A model in a loop of several."""
 
     model: M_co
-    units: tuple[str, ...]  # what each is called: equal where chains can pass it together
+    units: tuple[str, ...]  # names of the units: equal if chains can pass them together
     lineage: Lineage = Lineage((), (), 0)
     adapter: PackedAdapter | None = None
 

@@ -20,9 +20,9 @@ class Instance(NamedTuple):
     wait: float  # for what is before it
     run: float
     owns: bool  # the request's keys and values of this block are there
-    move: float  # to bring them there
-    recompute: float  # to compute them there again
-    hop: float  # to bring the states there
+    move: float  # seconds to bring keys and values there
+    recompute: float  # seconds to compute them there again
+    hop: float  # seconds to bring the states there
 
     @property
     def cost(self) -> float:
@@ -156,7 +156,7 @@ class Dispatch:
 
     @staticmethod
     def _seconds(engines: Sequence[LocalEngine]) -> tuple[float, float]:
-        """Return what a request, and a token of it, has taken of its loop's time so far."""
+        """Return the loop's mean seconds for a request, and for a token of it, so far."""
         stats = [engine.stats() for engine in engines]
         busy = sum(one.busy_seconds for one in stats)
         tokens = sum(one.prefilled_tokens + one.scored_tokens + one.sampled_tokens for one in stats)

@@ -55,7 +55,7 @@ class SharedWorker:
         self._stages = stages
         self._share = share
         self._host: _Host | None = None
-        self._own: LoopWorker | None = None  # where no loop can be shared
+        self._own: LoopWorker | None = None  # used if no loop can be shared
         self._chain = 0
         self._deliver: Deliver = lambda report: None
         self._stats = LoopStats()
@@ -99,13 +99,13 @@ class SharedWorker:
             try:
                 model = read_model_config(folder, config.name)
             except EngineError:
-                continue  # it joins no loop
+                continue  # a model that cannot be read joins no loop
             if self._shape(replace(config, model=model)) == self._shape(config):
                 depth = max(depth, model.num_layers)
         return depth
 
     def _shape(self, config: WorkerConfig) -> object:
-        """Return what models must have alike to be run in one step."""
+        """Return the properties that models must share to be run in one step."""
         # with stages, ranges of layers are shared: then models must be as deep
         depth = config.model.num_layers if self._stages.stages > 1 else 0
         shape = replace(config.model, num_layers=depth, ropes=(), windows=(), ties_embeddings=False)
@@ -129,7 +129,7 @@ class SharedWorker:
             case Cancel(request_id):
                 self._stats.cancelled += self._host.cancel(self, request_id)
             case _:
-                # and leaves by `close`
+                # the only other message is `close`
                 raise AssertionError("an engine samples, scores and cancels")
 
     @property

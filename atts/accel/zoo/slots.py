@@ -39,8 +39,8 @@ class Relative(NamedTuple):
     """A relative that may have computed a sequence's first tokens."""
 
     chain: int
-    layers: int  # whose keys and values are the same
-    unit: int  # from which on they are computed apart
+    layers: int  # layers whose keys and values are the same
+    unit: int  # unit from which on they are computed separately
 
 
 class Kept(NamedTuple):
@@ -57,7 +57,7 @@ def alone(parents: list[int]) -> None:
 
 
 def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
-    """Return how many layers' keys and values two chains share, and where each computes alone."""
+    """Return how many layers' keys and values two chains share, and the first unit that differs."""
     pairs = zip(one.units, other.units, strict=False)
     unit = next(
         (at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(one.units) - 1
@@ -97,7 +97,7 @@ class SlotLedger(SlotAllocator):
         self._units[row] = unit
 
     def first_units(self, batch: StepBatch) -> Ints:
-        """Return from which unit on each sequence of a step is computed: [sequences]."""
+        """Return the unit from which on each sequence of a step is computed: [sequences]."""
         rows = batch.table_rows
         begins = batch.context_lens - np.diff(batch.query_starts)
         return np.where(begins < self.borrowed[rows], self._units[rows], 0)
@@ -137,7 +137,7 @@ class SlotLedger(SlotAllocator):
         self.kin = kin
 
     def _kept(self, unit: int, column: int, parent: int) -> Kept:
-        """Return what was kept before a unit by these slots; nothing yet where other slots kept it."""
+        """Return the state kept before a unit by these slots; nothing if other slots kept it."""
         known = self.kept.get(unit)
         size = self.num_slots + 1
         if known is not None and known.column == parent:
@@ -201,7 +201,7 @@ class SlotLedger(SlotAllocator):
         self._count()
 
     def num_apart(self, slots: SlotIds) -> int:
-        """Return how many slots these are in the column where they are the most."""
+        """Return the largest number of these slots in one column."""
         is_there = np.zeros((slots.shape[1], self.num_slots + 1), dtype=np.bool_)
         is_there[np.arange(slots.shape[1]), slots] = True
         return int(is_there.sum(axis=1).max())
@@ -294,7 +294,7 @@ class SharingScheduler(Scheduler):
         none = np.zeros((0, len(parents)), dtype=np.int32)
         nodes = list(self.tree.nodes())
         divided = [node.slots[:, parents] if len(node.slots) else none for node in nodes]
-        # what needs memory is done: from here on nothing fails
+        # everything that needs memory is done, so nothing fails from here on
         self.tree.no_slots = none
         for node, slots in zip(nodes, divided, strict=True):
             node.slots = slots
@@ -321,7 +321,7 @@ class SharingScheduler(Scheduler):
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
         borrowed = int(self._ledger.borrowed[sequence.row])
-        # what follows is computed from its first unit on
+        # later tokens are computed from the first unit on
         return min(stop, borrowed) if sequence.num_computed < borrowed else stop
 
     def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:

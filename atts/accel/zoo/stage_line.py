@@ -49,8 +49,8 @@ class StageShare(NamedTuple):
     worker: int
     entries: Ints  # entries of the batch
     brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that others have, by slots
-    again: Sequence[tuple[StepBatch, Floats]] = ()  # what it computes again first
-    slots: Ints = _NONE  # whose keys and values it has then
+    again: Sequence[tuple[StepBatch, Floats]] = ()  # steps that it computes again first
+    slots: Ints = _NONE  # slots whose keys and values it then has
 
 
 class StageCosts:
@@ -200,7 +200,7 @@ class KvResidency:
             if len(missing):
                 again.append(self._again(step.whose[at], step.slots[at], missing))
         brought = list[tuple[Ints, Held]]()
-        # as they were chosen: what is heard while one is asked counts later
+        # in the order of choice: replies that arrive during one request count later
         for other, lacks in enumerate(step.lacks):
             theirs = np.intersect1d(moved, step.slots[is_brought & ~lacks])
             if len(theirs):
@@ -276,7 +276,7 @@ class LayerRange:
             self.failure = answer.error(self.setup.config.name)
         elif (
             answer is None and not self.loading[number]
-        ):  # what is still to come must not be behind its leaving
+        ):  # replies that are still to come must arrive before it leaves
             self.holders.add(number)
         self.loading += Counter()
 
@@ -601,7 +601,7 @@ class StageExecutor:
                     starts[share.worker][held] = share._replace(entries=entries[share.entries])
             except (
                 EngineUnavailable
-            ):  # who had some of it; all are divided again when that one was replaced
+            ):  # a process that held a part ended; all is divided again once it is replaced
                 return
         for number, own in starts.items():
             self._visit(flight, self.nodes[number], own, waits[number] - self.nodes[number].wait)
@@ -702,7 +702,8 @@ class StageExecutor:
             held = stop.held
             if held.kept is not None:
                 held.kept.note(stop.batch, flight.rows[stop.rows])
-                if node.number in held.holders:  # else it was asked to let go of them after this
+                # otherwise the node was asked to release them later
+                if node.number in held.holders:
                     held.kept.held[node.number, np.append(had, stop.batch.slots)] = True
             held.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))
             if held.setup.is_last:

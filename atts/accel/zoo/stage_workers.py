@@ -317,7 +317,7 @@ class WorkerHandle:
         raise self.error
 
     def news(self, batch: StepBatch, table: SlotIds) -> News:
-        """Return what was not sent yet of the slots of the sequences in a step."""
+        """Return the part of the slot table that was not sent yet, for the sequences in a step."""
         if self._table.shape != table.shape:
             self._table = np.zeros_like(table)
         used = np.unique(batch.table_rows)
@@ -348,7 +348,8 @@ def main() -> None:
             message = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(_bytes(server.answer(message)))
             if isinstance(message, list):
-                gc.freeze()  # what is loaded stays, and need not be looked through for garbage
+                # the loaded models stay, so the garbage collector need not look through them
+                gc.freeze()
 
 
 if __name__ == "__main__":

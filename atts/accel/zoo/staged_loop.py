@@ -113,7 +113,7 @@ class StagedModel(ManyModels[RangedModel]):
             np.copyto(flight.rows, own, where=(owners == chain)[:, None])
 
     def end(self, flight: InFlightStep) -> Tensor:
-        """Return what `forward` returns, of a step that was begun."""
+        """Return the result of `forward`, for a step that was begun."""
         hidden = self._line.end(flight)
         batch = flight.batch
         if self._first is not None:
@@ -141,7 +141,7 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
             model = read_model_config(folder, config.name)
             halves = half_names(folder, model, load_ropes(folder, model, config.name))
         except EngineError:
-            continue  # it is not opened, or has ranges of its own
+            continue  # the model is not opened, or has ranges of its own
         names += [halves] * (model.num_layers == layers)
     # for each half of a layer: which models share it
     alike = [[[*own].index(name) for name in own] for own in zip(*names, strict=True)]

@@ -42,7 +42,7 @@ class StageSetup(NamedTuple):
     layers: range
     replicas: int = 1  # workers that hold them
     name: str = ""
-    chain: int = 0  # which of the zoo's models it is
+    chain: int = 0  # index of the zoo's model
     is_shared: bool = False  # whether models of a zoo have it in common
 
     @property
@@ -105,7 +105,7 @@ class StageModel:
         self.setup = setup
         self.cache = cache
         self._model = model
-        # else the words of a zoo's models, their norms and heads are where the loop is
+        # otherwise the embeddings, norms and heads of a zoo's models are in the loop's process
         alone = not setup.is_shared
         self._units = (
             int(setup.layers.start > 0 or not alone),
@@ -183,7 +183,7 @@ class StageServer:
     def __init__(self, build: BuildStage) -> None:
         self._build = build
         self._held: dict[str, StageModel] = {}
-        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # as far as it was sent
+        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # the table as far as it was sent
 
     def answer(self, message: Any) -> object:
         """Answer a message; None, or why not, to a range that is to be loaded."""

@@ -70,7 +70,7 @@ class ModelLine:
 
     name: str
     base: str
-    bytes: int  # as it was added
+    bytes: int  # size of the file when it was added
     parts: Mapping[str, int]
     is_whole: bool
 
@@ -188,8 +188,7 @@ class Zoo:
             )
 
     def folder(self, name: str) -> Path:
-        """Return where a model's configuration and tokenizer are: a folder that a local engine
-        opens.
+        """Return the folder with a model's configuration and tokenizer, as a local engine opens it.
 
         :raises ZooError: there is no such model.
         """

@@ -159,7 +159,9 @@ def _gain(labelled: LabelledScores | None) -> ShownNumber:
 
 
 def _auroc(labelled: LabelledScores | None) -> ShownNumber:
-    """Return how well the score separates wrong from correct rollouts of one question."""
+    """Return the AUROC of the score: how well it separates wrong from correct rollouts of one
+    question.
+    """
     what = "within-question AUROC of the score; 0.5 is a coin"
     if labelled is None:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
@@ -262,7 +264,7 @@ def calibration_of_scores(
             "mode", mode, "one that needs no questions, for these scores name none: aci, turn"
         )
     told = calibrator or Calibrator(rate, mode, seed=seed, stored=scores)
-    # which learns nothing live: it is shown on what it starts from
+    # such a mode learns nothing live, so it is shown with the scores that it starts from
     start = scores if mode == "split" else ()
     options: dict[str, Any] = {"scale": scores.scale, "stored": start, "by_length": told.by_length}
     done = replay_scores(_rows(scores), rate, mode, seed, **options)

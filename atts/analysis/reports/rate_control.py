@@ -155,7 +155,7 @@ def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
 
 
 def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
-    """Return what the run's gate promises."""
+    """Return the promise of the run's gate."""
     gate = str(data.run.setting("gate") or "unknown")
     own = data.run.setting("promise")
     if isinstance(own, list) and len(own) == 2:
@@ -337,7 +337,7 @@ class _Columns:
     # where among them those are that have a score, and how bad each is
     judged: array[int] = field(default_factory=lambda: array("I"))
     bad: array[float] = field(default_factory=lambda: array("d"))
-    # where those are that have a p-value, and the p-values
+    # places of the decisions with a p-value, and their p-values
     ranked: array[int] = field(default_factory=lambda: array("I"))
     p: array[float] = field(default_factory=lambda: array("d"))
     forced: int = 0

@@ -99,13 +99,13 @@ class RunData:
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
     failed_calls: Counter[str] = field(default_factory=Counter[str])
-    # where the steps of each merged run begin
+    # index at which the steps of each merged run begin
     parts: list[int] = field(default_factory=lambda: [0])
     state: RunState = field(default_factory=RunState)
 
     @property
     def done(self) -> Steps:
-        """Return what was done with every judged chunk, in order."""
+        """Return the action taken on every judged chunk, in order."""
         return self.steps.of_kind("observed") or self.steps.of_kind("decided")
 
     def take(self, entry: Entry) -> None:
@@ -185,7 +185,7 @@ def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> Rollo
 
 
 def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) -> Iterable[str]:
-    """Return what a reader should know of a rollout before believing its answer."""
+    """Return the flags of a rollout that a reader should know before believing its answer."""
     if rollout.finish == "failed":
         yield "failed"
     if rollout.is_fallback_answer:

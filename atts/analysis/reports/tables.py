@@ -144,7 +144,7 @@ def spend_table(report: RunReport) -> ReportTable:
 
 
 def combination_table(report: RunReport) -> ReportTable:
-    """Return what selection or synthesis did where votes split; empty if votes decided alone."""
+    """Return the table of selection or synthesis where votes split; empty if votes decided alone."""
     found = report.combined
     rows: list[tuple[object, object]] = []
     if found is not None:
@@ -169,7 +169,9 @@ def combination_table(report: RunReport) -> ReportTable:
 
 
 def speculation_table(report: RunReport) -> ReportTable:
-    """Return what was proposed to the target and accepted; empty if nothing was proposed."""
+    """Return the table of tokens proposed to the target and accepted; empty if nothing was
+    proposed.
+    """
     found = report.speculated
     drawn = report.spend.usage.drawn_tokens
     rows: list[tuple[object, object]] = (

@@ -53,7 +53,7 @@ class MultiStep:
         return cls(model, scheduler, table)
 
     def turns(self, plan: StepPlan) -> int:
-        """Return how many steps may be one: 1 where some sequence draws from less than its whole
+        """Return the number of steps that may be merged: 1 if a sequence draws from a truncated
         distribution.
         """
         if plan.size > _MOST_ROWS or plan.ready or not all(map(is_last, plan.prefills)):

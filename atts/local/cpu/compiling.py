@@ -72,7 +72,7 @@ def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[c
 
 
 def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
-    """Return where to load the library from, and why the cache did not take it, if so.
+    """Return the path to load the library from, and why the cache did not take it, if so.
 
     Two processes that build at once keep two files, or the same one twice.
     """
@@ -129,7 +129,7 @@ def _damage(path: Path, key: str) -> str:
         is_whole = _digest(path.read_bytes()) == path.stem.removeprefix(_prefix(key))
     except (
         OSError
-    ) as error:  # as where another process that found it damaged was quicker to remove it
+    ) as error:  # for example, another process found the damage and removed the file first
         return f"cannot be read ({error.strerror})"
     return "" if is_whole else "is damaged"
 

@@ -36,7 +36,7 @@ _ARRAYS = tuple(
 
 
 def _address(array: NDArray[Any]) -> int:
-    """Return what `array.ctypes.data` returns, in half the time: a small step asks for a dozen."""
+    """Return the value of `array.ctypes.data` in half the time: a small step asks for a dozen."""
     return torch.from_numpy(array).data_ptr()
 
 
@@ -75,7 +75,7 @@ _UNADAPTED = Adapted((Segment * 0)(), 0)
 
 
 class _Step(ctypes.Structure):
-    keeps: object  # what it points into
+    keeps: object  # owner of the memory that the pointers refer to
 
     _fields_ = [
         *members(
@@ -177,7 +177,7 @@ class NativeModel:
         self._sample_scratch = np.empty(config.vocabulary // 4 + 1, dtype=np.float32)
         self._next_items = np.zeros(len(cache), dtype=np.int32)
         self._capacity = 0
-        # what the step's addresses are of
+        # the batch and slots whose addresses the step has
         self._filled: tuple[StepBatch | None, SlotIds | None] = (
             None,
             None,

@@ -128,7 +128,7 @@ class PagedAttention:
         return whole.to(query.dtype).view(rows, heads * dim)
 
     def _parts(self, kv_heads: int) -> int:
-        """Return how many parts of the context are computed side by side."""
+        """Return the number of parts of the context that are computed in parallel."""
         size = self._blocks.size
         programs = size.blocks * kv_heads
         wanted = min(_MOST_PARTS, _PROGRAMS // max(1, programs), size.length // 128)

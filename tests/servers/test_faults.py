@@ -316,11 +316,13 @@ async def test_answers_do_not_wait_for_the_look_at_the_model(
     look = ServerProbe.glance
     goes_on = anyio.Event()
     looks = list[int]()
+    is_looking = anyio.Event()
     almost_all = anyio.Event()
     answered = list[int]()
 
     async def slow_look(probe: ServerProbe, known: Known) -> Seen:
         looks.append(len(answered))
+        is_looking.set()
         await goes_on.wait()
         return await look(probe, known)
 
@@ -339,6 +341,7 @@ async def test_answers_do_not_wait_for_the_look_at_the_model(
             for number in range(40):
                 group.start_soon(ask, number)
             with anyio.fail_after(20):
+                await is_looking.wait()
                 await almost_all.wait()
             assert len(looks) == 1
             goes_on.set()

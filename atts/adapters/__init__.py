@@ -1,4 +1,4 @@
-"""Adapters for other evaluation harnesses: inspect_ai and lm_eval."""
+"""Adapters for other harnesses: inspect_ai, lm_eval and verifiers."""
 
 from atts.adapters.replies import Reply, ReplyKind, question_of
 

@@ -68,6 +68,8 @@ from atts.analysis.training_data import (
     DataKind,
     Exported,
     ExportOptions,
+    Teacher,
+    TopTokens,
     export_run,
 )
 
@@ -110,6 +112,8 @@ __all__ = [
     "ScalingPoint",
     "Standing",
     "SweepReport",
+    "Teacher",
+    "TopTokens",
     "UNITS",
     "Value",
     "advise",

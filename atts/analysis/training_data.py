@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from atts.core import CallSpan, Chunk, Outcome, Rollout, TokenIds, Turn
 from atts.errors import JournalError, MissingExtra, OptionError, UsageError
@@ -20,8 +20,26 @@ from atts.sampling import Seed, generator
 
 DataKind = Literal["opd", "sft", "preference", "verifiers"]
 KINDS: tuple[DataKind, ...] = get_args(DataKind)
-VERSION = 1
-"""Version of the records; each names its kind and version, such as "atts.opd/1"."""
+VERSIONS: Mapping[DataKind, int] = {"opd": 2, "sft": 1, "preference": 1, "verifiers": 1}
+"""Version of each kind's records, which name it, such as "atts.opd/2"."""
+
+
+class TopTokens(NamedTuple):
+    """The likeliest tokens at each place of a text, likeliest first, and their log-probabilities."""
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+
+
+class Teacher(Protocol):
+    """A model that lists the likeliest tokens at every place of a rollout."""
+
+    tokenizer: str  # its digest
+
+    def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
+        """List the likeliest tokens at the places of `ids`, which follow `prompt`."""
+        ...
+
 
 Keep = Literal["correct", "answered", "all"]
 """Which rollouts are exported: those with a correct answer, those with an answer, or all."""
@@ -38,6 +56,7 @@ COLUMNS: Mapping[DataKind, Mapping[str, str]] = {
     "opd": {
         **_ORIGIN, **_ROLLOUT, "part": "text", "prompt_ids": "integers", "ids": "integers",
         "mask": "integers", "student_logprobs": "numbers", "teacher_logprobs": "numbers",
+        "top_ids": "lists of integers", "top_logprobs": "lists of numbers",
         "decisions": "decisions",
     },
     "sft": {
@@ -109,12 +128,15 @@ class _Case:
     scores: Mapping[int, Mapping[str, float]]
 
 
-def export_run(run: RecordedRun, path: Path, options: ExportOptions) -> Exported:
+def export_run(
+    run: RecordedRun, path: Path, options: ExportOptions, teacher: Teacher | None = None
+) -> Exported:
     """Write a run's rollouts as training data, problem by problem, and return what was written.
 
-    The file is replaced as a whole at the end.
+    A `teacher`, usually the run's target, reads each rollout once more and adds its likeliest tokens
+    to the records of opd. The file is replaced as a whole at the end.
 
-    :raises OptionError: an unknown kind of file.
+    :raises OptionError: an unknown kind of file, or a teacher of another tokenizer.
     :raises UsageError: the run has not what this kind of data is made of.
     :raises JournalError: no problem is finished, or the journal cannot be read.
     :raises StorageError: the disk refuses.
@@ -122,9 +144,13 @@ def export_run(run: RecordedRun, path: Path, options: ExportOptions) -> Exported
     if path.suffix not in _SUFFIXES:
         raise OptionError("--out", f"{path} is neither of {' and '.join(_SUFFIXES)}")
     if options.kind == "opd":
-        _check_tokenizers(run)
+        _check_tokenizers(run, teacher)
+    elif teacher is not None:
+        raise OptionError("--teacher", f"{options.kind} has no tokens of a teacher's; only opd has")
     made = Exported(path, options.kind)
-    records = _records(run, options, made)
+    records: Iterable[dict[str, Any]] = _records(run, options, made)
+    if options.kind == "opd":
+        records = (_taught(record, teacher) for record in records)
     if path.suffix == ".parquet":
         _write_parquet(path, records, COLUMNS[options.kind])
     else:
@@ -136,7 +162,15 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(jsonable(record), ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
-def _check_tokenizers(run: RecordedRun) -> None:
+def _taught(record: dict[str, Any], teacher: Teacher | None) -> dict[str, Any]:
+    """Return a record with the teacher's likeliest tokens, null if there is no teacher."""
+    if teacher is None:
+        return {**record, "top_ids": None, "top_logprobs": None}
+    top = teacher.top_tokens(record["prompt_ids"], record["ids"])
+    return {**record, "top_ids": top.ids, "top_logprobs": top.logprobs}
+
+
+def _check_tokenizers(run: RecordedRun, teacher: Teacher | None) -> None:
     engines = run.manifest.engines
     if not {"draft", "target"} <= engines.keys():
         raise UsageError(
@@ -148,6 +182,10 @@ def _check_tokenizers(run: RecordedRun) -> None:
         raise UsageError(
             f"{run.directory}: draft and target have different tokenizers, so the target has no "
             "log-probabilities of the draft's tokens; export it as sft, preference or verifiers"
+        )
+    if teacher is not None and teacher.tokenizer != draft:
+        raise OptionError(
+            "--teacher", "its tokenizer is not that of the run's models; name the run's target"
         )
 
 
@@ -179,7 +217,7 @@ def _origin(run: RecordedRun, kind: DataKind) -> dict[str, Any]:
         role: str(engine.get("model", "")) for role, engine in sorted(run.manifest.engines.items())
     }
     return {
-        "schema": f"atts.{kind}/{VERSION}",
+        "schema": f"atts.{kind}/{VERSIONS[kind]}",
         "run": run.directory.name,
         "draft": models.get("draft", ""),
         "target": models.get("target", ""),
@@ -488,6 +526,8 @@ def _arrow_types(pyarrow: Any) -> dict[str, Any]:
         "truth": pyarrow.bool_(),
         "integers": pyarrow.list_(integer),
         "numbers": pyarrow.list_(number),
+        "lists of integers": pyarrow.list_(pyarrow.list_(integer)),
+        "lists of numbers": pyarrow.list_(pyarrow.list_(number)),
         "named numbers": pyarrow.map_(text, number),
         "messages": pyarrow.list_(pyarrow.struct([("role", text), ("content", text)])),
         "decisions": pyarrow.list_(pyarrow.struct(list(decision.items()))),

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         sweep,
         sweep_sync,
     )
+    from atts.api.teachers import open_teacher
     from atts.api.tuning import TuneAdvice, tune
 
 __all__ = [
@@ -105,6 +106,7 @@ __all__ = [
     "load_problems",
     "local_placement",
     "merge",
+    "open_teacher",
     "pilot",
     "pilot_sync",
     "plan",
@@ -130,6 +132,7 @@ _NAMES = {
     "atts.api.answer_judge": "judge_unscored read_judge_prompt",
     "atts.api.block_comparison": "ComparedBlocks MeasuredPair compare_blocks",
     "atts.api.piloting": "PilotEnd pilot pilot_sync run_pilot",
+    "atts.api.teachers": "open_teacher",
     "atts.api.tuning": "TuneAdvice tune",
     "atts.api.sweeping": "Sweep SweepEnd SweepPoint plan_sweep run_sweep sweep sweep_sync",
 }

@@ -164,23 +164,42 @@ def export(
     seed: Annotated[
         int, typer.Option(help="With --as preference: random seed of the choice of pairs.")
     ] = 0,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="With --as opd: model that reads each rollout once more, usually the run's target: "
+            "embedded:target, hf:MODEL or vllm:URL.",
+            metavar="MODEL",
+        ),
+    ] = None,
+    top: Annotated[
+        int, typer.Option(help="With --teacher: likeliest tokens to write at each place.")
+    ] = 20,
     as_json: ObjectJson = False,
 ) -> None:
     """Write a run's rollouts as training data.
 
-    Each record names its schema and version, such as atts.opd/1, and the models that wrote it. The
+    Each record names its schema and version, such as atts.opd/2, and the models that wrote it. The
     file is replaced as a whole. Parquet needs the extra `parquet`.
 
     Example: atts export runs/first --as opd --out distil.jsonl
 
+    Example: atts export runs/first --as opd --out distil.jsonl --teacher embedded:target
+
     Example: atts export runs/theirs --as preference --out pairs.parquet --pairs 2
     """
     from atts.analysis import ExportOptions, export_run
+    from atts.api import open_teacher
     from atts.journal import open_run
 
     words: Any = {"kind": kind, "keep": keep}  # checked there
     options = ExportOptions(pairs=pairs, seed=seed, **words)
-    made = export_run(open_run(directory), out, options)
+    run = open_run(directory)
+    if teacher is None:
+        made = export_run(run, out, options)
+    else:
+        with open_teacher(teacher, top) as opened:
+            made = export_run(run, out, options, opened)
     print_result(made.as_json(), as_json, lambda _: _export_lines(made))
 
 

@@ -194,6 +194,18 @@ class Scorer(Dialect):
         """
 
 
+class TopScorer(Scorer):
+    """A dialect that also lists the likeliest tokens at every place of a given text."""
+
+    @abstractmethod
+    def top_call(self, ids: TokenIds, top: int) -> Call:
+        """Return the call that lists so many tokens at every place."""
+
+    @abstractmethod
+    def read_top(self, reply: bytes, ids: TokenIds) -> list[dict[int, float]]:
+        """Read the reply to `top_call`: log-probability by token, at every place but the first."""
+
+
 class Forcer(Dialect):
     """A dialect without scores that can be made to write a token, which shows its log-probability."""
 
@@ -402,6 +414,39 @@ class DialectClient:
         if scores is None:
             raise BadReply(self._name, "scores are missing although the cache was not read")
         return scores
+
+    async def top_tokens(
+        self, prefix: TokenIds, suffix: TokenIds, top: int
+    ) -> list[dict[int, float]]:
+        """Return the likeliest tokens at every place of the suffix, likeliest first.
+
+        :raises UnsupportedByEngine: the server does not list them.
+        :raises BadReply: the reply cannot be true.
+        """
+        lister = self.dialect
+        if not isinstance(lister, TopScorer):
+            raise UnsupportedByEngine(
+                self._name, f"{lister.name} does not list the likeliest tokens of a given text"
+            )
+        ids = prefix + suffix
+
+        def read(reply: bytes) -> list[dict[int, float]]:
+            rows: list[dict[int, float]] = self._read(lister.read_top, reply, ids)
+            if len(rows) != len(ids) - 1:
+                raise BadReply(self._name, f"{len(rows)} lists of tokens for {len(ids)} ids")
+            kept = list[dict[int, float]]()
+            for row in rows[len(prefix) - 1 :]:
+                if not row or not are_scores(tuple(row.values())):
+                    raise BadReply(self._name, "a list of tokens is empty, or not of log-probs")
+                likeliest = sorted(row, key=row.__getitem__, reverse=True)[:top]
+                kept.append({token: row[token] for token in likeliest})
+            return kept
+
+        # each place brings as many log-probabilities as were asked for
+        size = len(ids) * (1 + top)
+        return await self.client.ask(
+            lambda rid: lister.top_call(ids, top), read, self.dialect.abort, size
+        )
 
     async def ratings(self, ids: TokenIds) -> dict[str, float]:
         """Return the likeliest next words and their log-probs.

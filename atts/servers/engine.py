@@ -13,8 +13,16 @@ import anyio
 from anyio import to_thread
 
 from atts.concurrency import clock
-from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import BaseEngine, Capability, Engine, EngineSpec, Tokenizer, opened
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.engine import (
+    BaseEngine,
+    Capability,
+    Engine,
+    EngineSpec,
+    Tokenizer,
+    check_score,
+    opened,
+)
 from atts.errors import EngineError, EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.servers.addresses import AUTO, DIALECTS, read_servers
 from atts.servers.chat import TextTokenizer
@@ -221,6 +229,17 @@ class RemoteEngine(BaseEngine):
 
     async def _score(self, request: ScoreRequest) -> Scores:
         return await self._trusted(self._requests().score, request)
+
+    async def top_tokens(
+        self, prefix: TokenIds, suffix: TokenIds, top: int
+    ) -> list[dict[int, float]]:
+        """Return the likeliest tokens at every place of the suffix, with their log-probabilities.
+
+        :raises UnsupportedByEngine: the server does not list them.
+        """
+        self._admit("score")
+        check_score(ScoreRequest(prefix, suffix), self.spec)
+        return await self._requests().top_tokens(prefix, suffix, top)
 
     async def _trusted(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
         """Do the work, sure before and after that the server is still the one that was opened."""

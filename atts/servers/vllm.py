@@ -18,7 +18,7 @@ from atts.servers.dialect import (
     DraftCounts,
     Identity,
     RawCompletion,
-    Scorer,
+    TopScorer,
     in_queue,
     json_at,
     metric,
@@ -64,7 +64,7 @@ class _Completion(Struct):
         return self.usage.cached if self.usage else 0
 
 
-class VllmDialect(Scorer):
+class VllmDialect(TopScorer):
     """vLLM; scoring reads the cached prefix when the server runs with --enable-scale-out.
 
     `atts.servers.vllm` says what needs which version.
@@ -161,6 +161,21 @@ class VllmDialect(Scorer):
         if packed is None:
             return None
         return Scores(_unpack(packed, len(request.suffix)), completion.cached)
+
+    def top_call(self, ids: TokenIds, top: int) -> Call:
+        """See `TopScorer`; a server lists at most as many tokens as its --max-logprobs, 20."""
+        body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
+        return Call("/v1/completions", {"model": self._model, **body})
+
+    def read_top(self, reply: bytes, ids: TokenIds) -> list[dict[int, float]]:
+        """See `TopScorer`."""
+        completion: _Completion = decode(reply, _Completion)
+        (choice,) = completion.choices
+        rows = choice.prompt_logprobs or ()
+        return [
+            {int(token): logprob_of(scored.logprob) for token, scored in (row or {}).items()}
+            for row in rows[1:]
+        ]
 
     def abort(self, rid: str) -> Call | None:
         """See `Dialect`; without --enable-scale-out the closed connection must do."""

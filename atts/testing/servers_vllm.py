@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from atts.core import Completion, SampleRequest, Sampling, TokenIds
+from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.testing.servers import (
     Refusal,
     Routes,
@@ -40,6 +40,9 @@ async def completions(call: ServerCall) -> Any:
     is_scored = wants_scores and state.quirks.scoring == "honest"
     if is_scored:
         choice["prompt_logprobs"] = await _prompt_rows(call, ids, rid)
+        for place in range(1, len(ids)) if body["prompt_logprobs"] else ():
+            rows = choice["prompt_logprobs"]
+            rows[place] |= await _likeliest(call, ids[:place], int(body["prompt_logprobs"]))
     request = request_of(ids, limit, body, _DEFAULT)
     done = await _thought(call, request, rid, spoil=not is_scored)  # a reply is spoilt once
     text = done.text if body.get("include_stop_str_in_output") else shown(done, request.stop)
@@ -179,6 +182,19 @@ async def _prompt_rows(
         {str(token): {"logprob": max(_CLAMP, v) if v == v else v, "rank": 1}} for token, v in pairs
     ]
     return [None, *rows]
+
+
+async def _likeliest(call: ServerCall, ids: TokenIds, top: int) -> dict[str, dict[str, Any]]:
+    """Return the likeliest tokens after these ids, which the engine is asked about one by one."""
+    found: list[tuple[float, int]] = []
+    for token in range(call.state.engine.spec.vocabulary):
+        scores = await call.state.engine.score(ScoreRequest(ids, (token,)))
+        found.append((scores.logprobs[0], token))
+    found.sort(reverse=True)
+    return {
+        str(token): {"logprob": max(_CLAMP, value), "rank": rank}
+        for rank, (value, token) in enumerate(found[:top], start=1)
+    }
 
 
 def _packed(values: tuple[float, ...]) -> str:

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
+from anyio.from_thread import start_blocking_portal
 
-from atts.analysis.training_data import COLUMNS, KINDS, DataKind, ExportOptions, export_run
-from atts.api import Setup, evaluate_sync
+from atts.analysis.training_data import (
+    COLUMNS,
+    KINDS,
+    VERSIONS,
+    DataKind,
+    ExportOptions,
+    Teacher,
+    TopTokens,
+    export_run,
+)
+from atts.api import Setup, evaluate_sync, open_teacher
+from atts.api.teachers import ServedTeacher
 from atts.cli.app import run as command
-from atts.core import Outcome
+from atts.core import Outcome, ScoreRequest
 from atts.errors import JournalError, OptionError, UsageError
 from atts.evaluators import load_dataset
 from atts.journal import CallSpan, Scored, open_run, save_manifest
 from atts.pipelines import Policy
+from atts.servers import RemoteEngine
+from atts.testing import DialectServer, ScriptedEngine, ToyTokenizer, toy_problems
 from tests.importers.conftest import Import, run_import, write_lines
 
 __all__ = ["run_import"]  # a fixture
@@ -53,7 +69,7 @@ def test_records_have_the_documented_columns(
     assert records
     for record in records:
         assert set(record) == set(COLUMNS[kind])
-        assert record["schema"] == f"atts.{kind}/1"
+        assert record["schema"] == f"atts.{kind}/{VERSIONS[kind]}"
         assert record["draft"].startswith("draft@")
         assert len(record["target_weights"]) == 32
 
@@ -110,6 +126,91 @@ def test_opd_has_the_chunks_that_were_replaced(recorded: Path, tmp_path: Path) -
         turn.drafted.draft_ids for turn in replaced.values() if turn.drafted is not None
     }
     assert all(set(one["mask"]) == {1} for one in records)
+
+
+def taught(run: Path, out: Path, teacher: str, top: int) -> list[dict[str, Any]]:
+    """Return the records of opd with a teacher's likeliest tokens."""
+    with open_teacher(teacher, top) as opened:
+        export_run(open_run(run), out, ExportOptions("opd"), opened)
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_a_teacher_lists_its_likeliest_tokens(recorded: Path, tmp_path: Path) -> None:
+    """At every place, likeliest first; the drawn token has the log-probability that was recorded."""
+    records = taught(recorded, tmp_path / "opd.jsonl", "embedded:target", 30)
+    listed = 0
+    for record in records:
+        assert len(record["top_ids"]) == len(record["top_logprobs"]) == len(record["ids"])
+        for place, token in enumerate(record["ids"]):
+            ids, logprobs = record["top_ids"][place], record["top_logprobs"][place]
+            assert len(set(ids)) == len(ids) == len(logprobs) == 30
+            assert logprobs == sorted(logprobs, reverse=True)
+            assert sum(map(math.exp, logprobs)) <= 1 + 1e-5
+            known = record["teacher_logprobs"][place]
+            if token in ids and known is not None:
+                assert logprobs[ids.index(token)] == pytest.approx(known, abs=2e-3)
+                listed += 1
+    assert listed > 300
+
+
+def test_a_server_lists_the_same(tmp_path: Path) -> None:
+    """vLLM lists tokens with the scores of a prompt; here the target's own ones."""
+    run = tmp_path / "run"
+    policy = Policy(samples=1, max_tokens=12)
+    setup = Setup(draft="scripted", target="scripted", rate=0.5, policy=policy)
+    evaluate_sync(toy_problems(1), setup, directory=run)
+    target = ScriptedEngine("target")
+    with DialectServer(lambda: ScriptedEngine("target"), "vllm") as server:
+        engine = RemoteEngine(server.url, tokenizer=ToyTokenizer())
+        with start_blocking_portal() as portal, portal.wrap_async_context_manager(engine) as opened:
+            teacher = ServedTeacher(opened, portal, 3)
+            export_run(open_run(run), tmp_path / "opd.jsonl", ExportOptions("opd"), teacher)
+    records = [json.loads(line) for line in (tmp_path / "opd.jsonl").read_text().splitlines()]
+    assert records
+
+    async def scores(prefix: list[int]) -> list[float]:
+        async with target as engine:
+            found = [
+                (await engine.score(ScoreRequest(tuple(prefix), (token,)))).logprobs[0]
+                for token in range(engine.spec.vocabulary)
+            ]
+        return sorted(found, reverse=True)[:3]
+
+    record = records[0]
+    place = 2
+    best = anyio.run(scores, record["prompt_ids"] + record["ids"][:place])
+    assert record["top_logprobs"][place] == pytest.approx(best, abs=1e-6)
+    assert all(len(ids) == 3 for ids in record["top_ids"])
+
+
+class Stranger:
+    """A teacher of another tokenizer."""
+
+    tokenizer = "another"
+
+    def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
+        """Raise: this teacher cannot read the ids."""
+        raise AssertionError("a teacher that cannot read the ids is not asked")
+
+
+def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> None:
+    """Before a file is written, with the reason."""
+    stranger: Teacher = Stranger()
+    out = tmp_path / "data.jsonl"
+    with pytest.raises(OptionError, match="its tokenizer is not that of the run's models"):
+        export_run(open_run(recorded), out, ExportOptions("opd"), stranger)
+    with pytest.raises(OptionError, match="only opd has"):
+        export_run(open_run(recorded), out, ExportOptions("sft"), stranger)
+    for words, problem in (
+        ("llamacpp:http://localhost:1/m", "does not list the likeliest tokens"),
+        ("vllm:http://localhost:1/m,http://localhost:2/m", "name one server"),
+        ("nothing:x", "names no engine"),
+    ):
+        with pytest.raises(OptionError, match=problem), open_teacher(words, 20):
+            pass
+    with pytest.raises(OptionError, match="0 tokens are none"), open_teacher("embedded", 0):
+        pass
+    assert not out.exists()
 
 
 def test_sft_keeps_what_is_correct(recorded: Path, tmp_path: Path) -> None:
@@ -229,3 +330,7 @@ def test_the_command(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert facts["file"] == str(out)
     assert facts["records"] == len(out.read_text().splitlines())
     assert facts["trained_tokens"] > 100
+    words = ["export", str(recorded), "--as", "opd", "--out", str(out), "--top", "5"]
+    assert command([*words, "--teacher", "embedded:target"]) == 0
+    first = json.loads(out.read_text().splitlines()[0])
+    assert {len(ids) for ids in first["top_ids"]} == {5}

@@ -40,4 +40,4 @@ def test_it_runs(
 def test_every_example_is_tried() -> None:
     """A new file says here what it prints."""
     found = {path.stem for path in (Path(__file__).parents[2] / "examples").glob("*.py")}
-    assert found == {*SAYS, "nano_atts"}
+    assert found == {*SAYS, "nano_atts", "distil"}

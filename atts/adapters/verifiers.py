@@ -1,0 +1,85 @@
+"""The verifiers adapter: the problems of a data set as tasks, graded by atts."""
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+# pyright: reportUntypedFunctionDecorator=false, reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import verifiers.v1 as vf
+
+from atts.core import Problem
+from atts.evaluators import LoadOptions, extract, judge, load_dataset
+from atts.pipelines import Policy, prompt_of
+
+__all__ = ["ATTSTaskset"]
+
+
+class ATTSConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers is not installed where types are checked
+    """Settings under `--env.taskset.*`: the data set, as on the command line of atts."""
+
+    dataset: str = "arithmetic"
+    file: str | None = None
+
+
+class ATTSData(vf.TaskData):  # type: ignore[misc]
+    """One problem, as plain data."""
+
+    problem: dict[str, Any]
+
+
+class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
+    """Ask one problem, and grade the last reply."""
+
+    @property
+    def key(self) -> str:
+        """Return the problem's id, by which trainers know it again."""
+        return str(self.data.problem["id"])
+
+    @vf.reward  # type: ignore[untyped-decorator]
+    async def correct(self, trace: Any) -> float:
+        """Return 1 for an answer equal to the reference, 0 for another or none."""
+        # sympy may take seconds, and the event loop belongs to all rollouts
+        grading = partial(is_correct, self.data.problem, trace.last_reply)
+        return float(await anyio.to_thread.run_sync(grading))
+
+    @vf.metric  # type: ignore[untyped-decorator]
+    async def answered(self, trace: Any) -> float:
+        """Return whether the last reply states an answer."""
+        problem = msgspec.convert(self.data.problem, Problem)
+        return float(extract(trace.last_reply, kind=problem.kind) is not None)
+
+
+class ATTSTaskset(vf.Taskset[ATTSTask, ATTSConfig]):  # type: ignore[misc]
+    """The problems of a data set that have a reference, asked in the words of atts' own runs."""
+
+    def load(self) -> Iterator[ATTSTask]:
+        """Yield a task for every problem.
+
+        :raises DatasetError: the data set cannot be read, or a problem has no reference.
+        """
+        file = None if self.config.file is None else Path(self.config.file)
+        for problem in load_dataset(self.config.dataset, options=LoadOptions(file=file)).problems:
+            system, *turns, question = prompt_of(problem, Policy())
+            shown = [{"role": turn.role, "content": turn.content} for turn in turns]
+            data = ATTSData(
+                id=problem.id,
+                system_prompt=system.content,
+                prompt=[*shown, {"role": "user", "content": question.content}]
+                if shown
+                else question.content,
+                problem=msgspec.json.decode(msgspec.json.encode(problem)),
+            )
+            yield ATTSTask(data, self.config.task)
+
+
+def is_correct(problem: dict[str, Any], reply: str) -> bool:
+    """Return whether a reply states an answer that equals the problem's reference."""
+    asked = msgspec.convert(problem, Problem)
+    answer = extract(reply, kind=asked.kind)
+    return answer is not None and judge(asked, answer).status == "equal"

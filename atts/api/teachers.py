@@ -1,0 +1,103 @@
+"""Teachers for exports: models that list the likeliest tokens at every place of a rollout."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from atts.analysis import Teacher, TopTokens
+from atts.api.engines import check_engine_words
+from atts.errors import MissingExtra, OptionError
+
+if TYPE_CHECKING:
+    from anyio.from_thread import BlockingPortal
+
+    from atts.servers import RemoteEngine
+
+_KINDS = ("embedded", "hf", "vllm")
+
+
+@contextmanager
+def open_teacher(words: str, top: int) -> Iterator[Teacher]:
+    """Open the model of these words, which lists so many tokens at every place.
+
+    :raises OptionError: the words name no model, or one on a server that does not list tokens.
+    :raises ModelLoadError: the model's folder cannot be read.
+    :raises EngineError: the server cannot be used.
+    """
+    if top < 1:
+        raise OptionError("--top", f"{top} tokens are none; give at least 1")
+    scheme, rest = check_engine_words(words)
+    if scheme not in _KINDS:
+        problem = f"{words!r} does not list the likeliest tokens of a given text"
+        raise OptionError("--teacher", f"{problem}; name a model as {', '.join(_KINDS)}")
+    if scheme == "vllm":
+        with _served(rest, top) as teacher:
+            yield teacher
+        return
+    model = rest.partition("?")[0]
+    if scheme == "embedded":
+        from atts.models import path
+
+        model = str(path("draft" if model == "draft" else "target"))
+    yield LocalTeacher(model, top)
+
+
+class LocalTeacher:
+    """A model of this machine, computed in float32 a whole rollout at a time."""
+
+    def __init__(self, model: str, top: int) -> None:
+        from atts.models.folders import TEXT_FILES, WEIGHT_FILES, find_folder
+        from atts.models.tokenizers import ModelTokenizer
+
+        try:
+            self._torch = importlib.import_module("torch")
+            transformers = importlib.import_module("transformers")
+        except ImportError:
+            raise MissingExtra("a teacher on this machine", "transformers", "local") from None
+        folder = find_folder(model, model, (*TEXT_FILES, *WEIGHT_FILES))
+        self.tokenizer = ModelTokenizer(folder, model).digest
+        self._top = top
+        kind: Any = transformers.AutoModelForCausalLM
+        self._model: Any = kind.from_pretrained(folder, dtype=self._torch.float32).eval()
+
+    def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
+        """List the likeliest tokens at the places of `ids`, which follow `prompt`."""
+        torch = self._torch
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            found = logits.float().log_softmax(-1).topk(min(self._top, logits.shape[-1]))
+        return TopTokens(found.indices.tolist(), found.values.tolist())
+
+
+class ServedTeacher:
+    """A model on a vLLM server, whose event loop runs in a thread."""
+
+    def __init__(self, engine: RemoteEngine, portal: BlockingPortal, top: int) -> None:
+        self.tokenizer = engine.spec.tokenizer
+        self._engine = engine
+        self._portal = portal
+        self._top = top
+
+    def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
+        """List the likeliest tokens at the places of `ids`, which follow `prompt`."""
+        rows = self._portal.call(self._engine.top_tokens, tuple(prompt), tuple(ids), self._top)
+        return TopTokens([list(row) for row in rows], [list(row.values()) for row in rows])
+
+
+@contextmanager
+def _served(rest: str, top: int) -> Iterator[ServedTeacher]:
+    from anyio.from_thread import start_blocking_portal
+
+    from atts.servers import RemoteEngine, server_engine
+
+    engine = server_engine("vllm", rest, "teacher", frozenset({"score"}))
+    if not isinstance(engine, RemoteEngine):
+        raise OptionError("--teacher", "name one server; several replicas are not asked in turn")
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(engine) as opened,
+    ):
+        yield ServedTeacher(opened, portal, top)

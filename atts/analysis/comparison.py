@@ -205,9 +205,9 @@ def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
     costs: dict[str, float] = {}
     for row in rows:
         usage = row.get("usage")
-        held = {**(usage if isinstance(usage, Mapping) else {}), **row}
+        fields = {**(usage if isinstance(usage, Mapping) else {}), **row}
         for name in COSTS:
-            value = held.get(name)
+            value = fields.get(name)
             if (
                 isinstance(value, int | float)
                 and not isinstance(value, bool)

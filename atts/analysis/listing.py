@@ -73,8 +73,10 @@ def list_runs(folders: Sequence[Path]) -> list[RunLine]:
 
     :raises JournalError: a folder is not there, or cannot be read.
     """
-    found = dict.fromkeys(directory for folder in folders for directory in _directories(folder))
-    return sorted(map(_line, found), key=lambda line: (line.begun, line.directory))
+    directories = dict.fromkeys(
+        directory for folder in folders for directory in _directories(folder)
+    )
+    return sorted(map(_line, directories), key=lambda line: (line.begun, line.directory))
 
 
 def _directories(folder: Path) -> Iterator[Path]:

@@ -322,10 +322,10 @@ def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
     """
     seconds = np.array([turn.seconds for turn in turns])
     table = np.array([(1.0, turn.draft_tokens, turn.target_tokens) for turn in turns])
-    found, *_ = np.linalg.lstsq(table, seconds, rcond=None)
+    coefficients, *_ = np.linalg.lstsq(table, seconds, rcond=None)
     spread = float(((seconds - seconds.mean()) ** 2).sum())
-    left = float(((seconds - table @ found) ** 2).sum())
-    return max(0.0, float(found[0])), max(0.0, 1 - left / spread) if spread else 0.0
+    left = float(((seconds - table @ coefficients) ** 2).sum())
+    return max(0.0, float(coefficients[0])), max(0.0, 1 - left / spread) if spread else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -598,16 +598,16 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
         raise OptionError(
             "runs", "they are not of the same problems; plan from runs of one dataset"
         )
-    found = [option for data in runs for option in options(data)]
+    candidates = [option for data in runs for option in options(data)]
     if cap.dollars is not None:
-        for option in found:
+        for option in candidates:
             if option.dollars is None:
                 raise OptionError(
                     "dollars",
                     f"{option.run} was recorded without the prices of its models; give them to the "
                     "run with --set prices=FILE",
                 )
-    allowed = [option for option in found if cap.allows(option)]
+    allowed = [option for option in candidates if cap.allows(option)]
     best = max(
         allowed,
         key=lambda option: (option.accuracy.value, -getattr(option, cap.cost)),
@@ -620,11 +620,11 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
         problems=len(main.cases),
         rollouts=sum(len(case.rollouts) for case in main.cases),
         best=best,
-        options=tuple(frontier(found, cap.cost)),
+        options=tuple(frontier(candidates, cap.cost)),
         other_rates=untried_rates(main) if len(runs) == 1 else (),
         chunks=chunk_advice(main),
         speeds=speeds(main),
-        notes=tuple(_notes(runs, found, best)),
+        notes=tuple(_notes(runs, candidates, best)),
     )
 
 

@@ -169,8 +169,8 @@ def referee_run(run: RecordedRun, options: RefereeOptions | None = None) -> Refe
             "no problem is finished and graded, so no rule can be judged",
             "Problems need references; `atts import --dataset NAME` gives them to imported ones",
         )
-    found = referee(problems, options)
-    return replace(found, censored=censored, ungraded=ungraded)
+    played = referee(problems, options)
+    return replace(played, censored=censored, ungraded=ungraded)
 
 
 def read_rollouts(run: RecordedRun) -> tuple[list[PlayedProblem], int, int]:
@@ -212,7 +212,7 @@ class _Read:
 
 
 def _rollouts(outcome: Outcome, measured: dict[int, Measured]) -> list[_Read]:
-    found: list[_Read] = []
+    read: list[_Read] = []
     for rollout in outcome.rollouts:
         its = measured.get(rollout.sample)
         scores = {} if its is None else dict(its.scores)
@@ -225,8 +225,8 @@ def _rollouts(outcome: Outcome, measured: dict[int, Measured]) -> list[_Read]:
         tokens = float(usage.draft_tokens + usage.target_tokens)
         seconds = math.nan if its is None or its.seconds is None else its.seconds
         dollars = math.nan if its is None or its.dollars is None else its.dollars
-        found.append(_Read(rollout.sample, (1.0, tokens or math.nan, seconds, dollars), scores))
-    return found
+        read.append(_Read(rollout.sample, (1.0, tokens or math.nan, seconds, dollars), scores))
+    return read
 
 
 def _played(brief: FinishedProblem, rollouts: Sequence[_Read], kind: Any) -> PlayedProblem:
@@ -372,7 +372,7 @@ def _played_by(
     scores = {name: [dict(one.scores).get(name, math.nan) for one in rollouts] for name in names}
     random = generator(Seed(run=seed, problem=problem.name, purpose="order of arrival"))
     size = min(most, len(rollouts))
-    found = np.zeros((len(rules), 4))
+    sums = np.zeros((len(rules), 4))
     spent = np.zeros((len(rules), len(UNITS)))
     fixed_right = np.zeros(most)
     fixed_costs = np.zeros((most, len(UNITS)))
@@ -393,7 +393,7 @@ def _played_by(
             else:
                 is_right = right[taken.label]
             difference = is_right - right[winner]
-            found[place] += is_right, taken.label != winner, difference, difference**2
+            sums[place] += is_right, taken.label != winner, difference, difference**2
             spent[place] += running[taken.used - 1]
         votes = _running_votes(arrivals.labels)
         fixed_right[:size] += [right[label] for label in votes]
@@ -404,7 +404,7 @@ def _played_by(
         [
             _Mean(right_share, spent[place] / orders, changed, difference, square)
             for place, (right_share, changed, difference, square) in enumerate(
-                (found / orders).tolist()
+                (sums / orders).tolist()
             )
         ],
         fixed_right / orders,

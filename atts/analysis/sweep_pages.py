@@ -93,12 +93,12 @@ def _number(value: float, form: str) -> str:
 def _marks(report: SweepReport) -> dict[str, str]:
     """Return the letter of each point: one per curve, T, D and C for the baselines."""
     curves = enumerate(report.curves.values())
-    found = {
+    marks = {
         point.name: _LETTERS[number % len(_LETTERS)]
         for number, points in curves
         for point in points
     }
-    return found | {
+    return marks | {
         point.name: str(point.values.get("method", "r"))[:1].upper() for point in report.references
     }
 

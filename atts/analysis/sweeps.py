@@ -90,19 +90,21 @@ def load_run_set(directory: Path) -> RunSet:
             )
         text = read_ordinary(path)
     try:
-        found = msgspec.json.decode(text, type=_Stored)
-        settings = {name: msgspec.json.decode(raw) for name, raw in found.settings.items()}
+        stored = msgspec.json.decode(text, type=_Stored)
+        settings = {name: msgspec.json.decode(raw) for name, raw in stored.settings.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise JournalCorrupt(
             path, f"it is not a set of runs ({error})", "The runs in it are whole; restore a copy"
         ) from error
-    outside = [point.folder for point in found.points if Path(point.folder).name != point.folder]
+    outside = [point.folder for point in stored.points if Path(point.folder).name != point.folder]
     if outside:
         raise JournalCorrupt(
             path, f"the run {outside[0]!r} would not be in this directory", "Restore a copy"
         )
     return RunSet(
-        {name: tuple(values) for name, values in found.over.items()}, settings, tuple(found.points)
+        {name: tuple(values) for name, values in stored.over.items()},
+        settings,
+        tuple(stored.points),
     )
 
 
@@ -216,17 +218,17 @@ class SweepReport:
     @property
     def curves(self) -> dict[str, list[ScalingPoint]]:
         """Return the points of each curve in order, by what the curve holds fixed."""
-        found = dict[str, list[ScalingPoint]]()
+        by_curve = dict[str, list[ScalingPoint]]()
         for point in self.grid:
             fixed = ", ".join(
                 f"{name} {value}" for name, value in point.values.items() if name != self.along
             )
-            found.setdefault(fixed or "all", []).append(point)
+            by_curve.setdefault(fixed or "all", []).append(point)
         along = self.along
         if along is not None:
-            for points in found.values():
+            for points in by_curve.values():
                 points.sort(key=lambda point: float(str(point.values[along])))
-        return found
+        return by_curve
 
 
 def read_sweep(directory: Path) -> SweepReport:
@@ -234,10 +236,12 @@ def read_sweep(directory: Path) -> SweepReport:
 
     :raises JournalError: there is no set here, or a run of it cannot be read.
     """
-    held = load_run_set(directory)
+    run_set = load_run_set(directory)
     with SharedReplies(directory / REPLIES) as replies:
-        points = [_point(directory, point, replies) for point in held.points]
-    return SweepReport(str(directory), held.over, held.settings, tuple(_compared(held, points)))
+        points = [_point(directory, point, replies) for point in run_set.points]
+    return SweepReport(
+        str(directory), run_set.over, run_set.settings, tuple(_compared(run_set, points))
+    )
 
 
 def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> ScalingPoint:

@@ -455,7 +455,7 @@ def _with_repeats(case: _Case) -> dict[tuple[int, int], tuple[float, ...]]:
 
     A chunk that equals a sibling's after an equal beginning was scored once, for the first of them.
     """
-    found = dict(case.teacher)
+    teacher = dict(case.teacher)
     by_text: dict[tuple[TokenIds, TokenIds], tuple[float, ...]] = {}
     missing: list[tuple[tuple[int, int], tuple[TokenIds, TokenIds]]] = []
     for rollout in case.outcome.rollouts:
@@ -465,7 +465,7 @@ def _with_repeats(case: _Case) -> dict[tuple[int, int], tuple[float, ...]]:
             key = rollout.sample, turn.index
             if drafted is not None:
                 text = tuple(prefix), drafted.target_ids
-                logprobs = found.get(key)
+                logprobs = teacher.get(key)
                 if logprobs is None and turn.score_reused:
                     missing.append((key, text))
                 elif logprobs is not None:
@@ -474,8 +474,8 @@ def _with_repeats(case: _Case) -> dict[tuple[int, int], tuple[float, ...]]:
                 prefix.extend(chunk.target_ids)
     for key, text in missing:
         if text in by_text:
-            found[key] = by_text[text]
-    return found
+            teacher[key] = by_text[text]
+    return teacher
 
 
 _MAKERS: Mapping[DataKind, Maker] = {

@@ -199,7 +199,7 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
     where[rows] = np.arange(len(rows))
     where = where[batch.logit_rows]
     logits = (where >= 0).nonzero()[0]
-    found = StepBatch(
+    part = StepBatch(
         tokens=batch.tokens[rows],
         positions=batch.positions[rows],
         slots=batch.slots[rows],
@@ -211,7 +211,7 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
         logit_rows=where[logits],
         models=batch.models[entries] if len(batch.models) else batch.models,
     )
-    return found, rows, logits
+    return part, rows, logits
 
 
 def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:

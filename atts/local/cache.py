@@ -156,18 +156,18 @@ class PrefixTree:
         The tree takes the other slots over; the caller reads the known part from the tree's slots
         and frees its own.
         """
-        found = self.match(ids, len(ids), after)
-        known = found.length
+        match = self.match(ids, len(ids), after)
+        known = match.length
         if known == len(ids):
-            return found
-        depth = found.node.depth + len(ids) - known
+            return match
+        depth = match.node.depth + len(ids) - known
         leaf = PrefixNode(
-            ids[known:], slots[known:].copy(), found.node, depth, last_used=self._clock
+            ids[known:], slots[known:].copy(), match.node, depth, last_used=self._clock
         )
-        found.node.children[ids[known]] = leaf
+        match.node.children[ids[known]] = leaf
         self.num_cached += len(leaf.slots)
         self._offer(leaf)
-        return PrefixMatch(leaf, found.slots)
+        return PrefixMatch(leaf, match.slots)
 
     def lock(self, node: PrefixNode, after: PrefixNode | None = None) -> None:
         """Keep this node and all before it; where `after` is locked already, that lock is moved on

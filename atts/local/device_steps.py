@@ -65,8 +65,8 @@ class RowBlocks:
         firsts = lengths[own] - np.concatenate(
             [np.ones(len(starts), dtype=np.int64), sizes[len(starts) :]]
         )
-        found = cls(batch.query_starts[own], sizes, firsts, rows[own])
-        return found if most is None or sizes.max(initial=0) <= most else found._cut(most)
+        blocks = cls(batch.query_starts[own], sizes, firsts, rows[own])
+        return blocks if most is None or sizes.max(initial=0) <= most else blocks._cut(most)
 
     def _cut(self, most: int) -> RowBlocks:
         pieces = -(-self.counts // most)
@@ -337,15 +337,15 @@ class StepGraphs:
         again later.
         """
         try:
-            held = array.to(self._device, copy=True)
-            first = self._compute(unpacked(held, key.layout, table), key.is_grouped)
+            inputs = array.to(self._device, copy=True)
+            first = self._compute(unpacked(inputs, key.layout, table), key.is_grouped)
             hidden = torch.empty_like(first)
 
             def work() -> None:
-                step = unpacked(held, key.layout, table)
+                step = unpacked(inputs, key.layout, table)
                 hidden.copy_(self._compute(step, key.is_grouped))
 
-            graph = _Graph(held, hidden, self._capture(work))
+            graph = _Graph(inputs, hidden, self._capture(work))
         except Exception as error:  # noqa: BLE001  whatever a driver says, the step can be computed without it
             self.trouble = f"steps are not captured ({type(error).__name__}: {error}): they are launched one by one"
             return None

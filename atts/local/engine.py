@@ -198,8 +198,8 @@ class LocalEngine:
 
     def speculated(self) -> Speculated | None:
         """Return the counts of proposed and accepted tokens so far; None without a proposer."""
-        found = self._require().loop_stats.speculation
-        return None if found is None else counters_of(found)
+        stats = self._require().loop_stats.speculation
+        return None if stats is None else counters_of(stats)
 
     def loop_stats(self) -> LoopStats:
         """Return the step loop's own counters, at most a fifth of a second old."""

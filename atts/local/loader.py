@@ -80,11 +80,11 @@ def read_adapter(
         with safe_open(file.path, framework="pt") as handle:
             names = file.names or {key: key for key in handle.keys()}
             for outer, inner in names.items():
-                found = _NAME.fullmatch(outer)
-                if found is None or found[1] not in sizes:
+                matched = _NAME.fullmatch(outer)
+                if matched is None or matched[1] not in sizes:
                     problem = f"its adapter changes {outer!r}, not a matrix of the model's layers"
                     raise ModelLoadError(name, problem, _SERVE)
-                halves.setdefault(found[1], {})[found[2]] = handle.get_tensor(inner).float()
+                halves.setdefault(matched[1], {})[matched[2]] = handle.get_tensor(inner).float()
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(
             name, f"its adapter {file.path} is damaged ({error})", "Download it again"
@@ -178,13 +178,13 @@ def fused(
     adapter: Adapter, modules: Mapping[str, int], rows: Tensor | None = None
 ) -> LowRank | None:
     """Join what is added to matrices that lie below each other; None where it is nothing."""
-    found = [(module, adapter.get(module)) for module in modules]
-    downs = [low.down for _, low in found if low is not None]
+    by_module = [(module, adapter.get(module)) for module in modules]
+    downs = [low.down for _, low in by_module if low is not None]
     if not downs:
         return None
     ups = torch.zeros(sum(modules.values()), sum(map(len, downs)))
     top = left = 0
-    for module, low in found:
+    for module, low in by_module:
         if low is not None:
             ups[top : top + len(low.up), left : left + len(low.down)] = low.up
             left += len(low.down)
@@ -421,11 +421,11 @@ def _frequencies(hf: Any, config: ModelConfig, kind: str) -> tuple[Tensor, float
 
     lengths = [None] if config.long_after is None else [None, config.long_after + 1]
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-    found = [
+    computed = [
         compute(hf, torch.device("cpu"), seq_len=length, layer_type=kind or None)
         for length in lengths
     ]
-    return torch.stack([frequencies.float() for frequencies, _ in found]), float(found[0][1])
+    return torch.stack([frequencies.float() for frequencies, _ in computed]), float(computed[0][1])
 
 
 def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
@@ -491,13 +491,13 @@ def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str,
 
 def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
     """Return the changes that an adapter makes to each layer's fused matrices, four a layer."""
-    found = list[LowRank | None]()
+    deltas = list[LowRank | None]()
     for index in range(config.num_layers):
         at = f"layers.{index}."
         parts, gates, rows = fused_parts(config, at)
-        found += [fused(adapter, parts, rows), adapter.get(f"{at}self_attn.o_proj")]
-        found += [fused(adapter, gates), adapter.get(f"{at}mlp.down_proj")]
-    return found
+        deltas += [fused(adapter, parts, rows), adapter.get(f"{at}self_attn.o_proj")]
+        deltas += [fused(adapter, gates), adapter.get(f"{at}mlp.down_proj")]
+    return deltas
 
 
 def head_order(config: ModelConfig) -> Tensor:

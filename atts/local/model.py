@@ -327,14 +327,14 @@ class TorchModel:
         """Score one token a row; return also the logits of some rows."""
         kept = torch.empty(len(kept_rows), self._config.vocabulary, device=self._device)
         size = max(1, _SCORED_LOGITS // self._config.vocabulary)
-        found = list[Tensor]()
+        parts = list[Tensor]()
         for at in range(0, len(tokens), size):
             logits = self.compute_logits(hidden[at : at + size])
-            found.append(self._logprobs(logits, tokens[at : at + size]))
+            parts.append(self._logprobs(logits, tokens[at : at + size]))
             for index, row in enumerate(kept_rows):
                 if at <= row < at + size:
                     kept[index] = logits[row - at]
-        values: list[float] = torch.cat(found).tolist() if found else []
+        values: list[float] = torch.cat(parts).tolist() if parts else []
         return values, kept
 
     def _logprobs(self, logits: Tensor, tokens: list[int]) -> Tensor:

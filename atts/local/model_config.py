@@ -413,9 +413,9 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
     if getattr(config, "use_bidirectional_attention", False):
         yield "its attention looks ahead (use_bidirectional_attention)", serve
     for key in ("layer_types", "no_rope_layers"):
-        found = getattr(config, key, None)
-        if found is not None and len(found) != layers:
-            yield f"{key} names {len(found)} layers of {layers}", check
+        named = getattr(config, key, None)
+        if named is not None and len(named) != layers:
+            yield f"{key} names {len(named)} layers of {layers}", check
     strange = sorted(
         set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     )
@@ -456,9 +456,9 @@ def _rope_problems(config: Any, rope: Mapping[str, Any]) -> Iterator[tuple[str, 
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):
             if len(rope.get(key) or ()) != turned // 2:
-                found = len(rope.get(key) or ())
+                count = len(rope.get(key) or ())
                 yield (
-                    f"{key} has {found} factors, its rotary embedding needs {turned // 2}",
+                    f"{key} has {count} factors, its rotary embedding needs {turned // 2}",
                     "Check config.json",
                 )
 

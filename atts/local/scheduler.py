@@ -38,6 +38,8 @@ class Scheduler:
     chunks.
 
     A request that fits the context always gets done: younger ones give their slots up for it.
+    `_candidates`, `_prefill_stop`, `_reachable`, `_try_admit`, `_useful_kinds` and
+    `_may_give_way` are plain here; the schedulers of `atts.accel.zoo` override them.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class Scheduler:
             if sequence.is_finished:
                 heapq.heappop(self._waiting)
                 continue
-            match = self._known(sequence)
+            match = self._match_prefix(sequence)
             if self._should_wait(sequence, self._reachable(sequence, match)):
                 deferred.append(sequence)
             elif not self._try_admit(sequence, match):
@@ -214,7 +216,7 @@ class Scheduler:
         for sequence in deferred:
             heapq.heappush(self._waiting, (sequence.order, sequence))
 
-    def _known(self, sequence: Sequence) -> PrefixMatch:
+    def _match_prefix(self, sequence: Sequence) -> PrefixMatch:
         """Find what the tree has of a waiting request's ids, up to the first token to be scored.
 
         One that also draws besides its text needs the distribution at each place of it, whatever is
@@ -234,7 +236,7 @@ class Scheduler:
         """Return how many ids of a waiting request need not be computed."""
         return match.length
 
-    def _start(self, sequence: Sequence, match: PrefixMatch) -> int:
+    def _num_reusable(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Return the number of tokens that a request need not compute: never its last position if
         logits are not kept.
         """
@@ -246,7 +248,7 @@ class Scheduler:
         room for it yet.
         """
         self.tree.lock(match.node)
-        known = self._start(sequence, match)
+        known = self._num_reusable(sequence, match)
         logits = (
             self.tree.logits(match.node)
             if known == min(len(sequence.ids), sequence.first_scored)

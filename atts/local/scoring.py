@@ -52,10 +52,10 @@ def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Ite
         uniforms = drawn.uniforms[first : first + len(logits)].tolist()
         logits = logits[: len(uniforms)]
         batch = batch_sampling([request.sampling], logits.shape[-1], logits.device)
-        found = model.sample(
+        sampled = model.sample(
             logits, spread_rows(batch, torch.zeros(len(uniforms), dtype=torch.int64)), uniforms
         )
-        yield DrawnTokens(sequence, first, *found.lists())
+        yield DrawnTokens(sequence, first, *sampled.lists())
 
 
 def extend_drawn(

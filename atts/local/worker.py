@@ -120,11 +120,11 @@ class ThreadWorker:
             try:
                 set_threads(config)
                 build = build_loop if config.builder is None else config.builder.build
-                loop, found = build(config, deliver)
+                loop, loaded = build(config, deliver)
             except BaseException as error:  # noqa: BLE001  raised where the engine is opened
                 ready.set_exception(error)
                 return
-            ready.set_result(found)
+            ready.set_result(loaded)
             try:
                 loop.run(self._mailbox)
             except Exception as error:  # noqa: BLE001  reported to the callers, not to this thread

@@ -325,7 +325,7 @@ class SharingScheduler(Scheduler):
         return min(stop, borrowed) if sequence.num_computed < borrowed else stop
 
     def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:
-        self._loan = self._sharing.best(sequence, self._start(sequence, match))
+        self._loan = self._sharing.best(sequence, self._num_reusable(sequence, match))
         return max(match.length, self._loan.stop if self._loan else 0)
 
     def _try_admit(self, sequence: Sequence, match: PrefixMatch) -> bool:

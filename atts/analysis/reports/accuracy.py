@@ -36,13 +36,13 @@ def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
     Censored rollouts are left out: what they would have answered is unknown, and to call them wrong
     would make the better method look worse.
     """
-    found = (
+    by_problem = (
         samples_of(
             one.problem.id, one.brief.complete_samples, partial(group, kind=one.problem.kind)
         )
         for one in problems
     )
-    return [samples for samples in found if samples is not None]
+    return [samples for samples in by_problem if samples is not None]
 
 
 def answered(data: RunData) -> tuple[NamedRate, ...]:
@@ -278,10 +278,10 @@ def _vote_within(one: ProblemFacts, turns: int) -> float | None:
     labels = answer_classes(
         [sample.answer for sample in samples], partial(group, kind=one.problem.kind)
     )
-    found = votes(labels, [sample.verdict == "correct" for sample in samples])
+    curve = votes(labels, [sample.verdict == "correct" for sample in samples])
     best = [
         value
-        for size, value in zip(found.sizes, found.values, strict=True)
-        if size == max(found.sizes)
+        for size, value in zip(curve.sizes, curve.values, strict=True)
+        if size == max(curve.sizes)
     ]
     return math.fsum(best) / len(best) if best else 0.0

@@ -290,16 +290,18 @@ def _model(engine: Mapping[str, Json] | None) -> str:
 def _settings(data: RunData) -> list[tuple[str, str, str]]:
     rows = [("method", method(data), "as run")]
     given = data.run.manifest.settings
-    for name, found in data.run.manifest.configuration.items():
+    for name, setting in data.run.manifest.configuration.items():
         if name in given or (name == "policy" and given):
             continue  # reported below, key by key, with who set it
-        parts = found.value.items() if isinstance(found.value, Mapping) else [("", found.value)]
+        parts = (
+            setting.value.items() if isinstance(setting.value, Mapping) else [("", setting.value)]
+        )
         rows += [
-            (f"{name}.{part}".rstrip("."), _setting(value), found.origin) for part, value in parts
+            (f"{name}.{part}".rstrip("."), _setting(value), setting.origin) for part, value in parts
         ]
     return rows + [
-        (name, _setting(found.value), found.origin)
-        for name, found in given.items()
+        (name, _setting(setting.value), setting.origin)
+        for name, setting in given.items()
         if name != "method"
     ]
 
@@ -346,8 +348,8 @@ def _verdict(
 
 
 def _rate_point(control: RateControl) -> Point:
-    found = control.check()
-    if found is None:
+    check = control.check()
+    if check is None:
         share = control.escalated / control.decisions
         return (
             "good",
@@ -355,7 +357,7 @@ def _rate_point(control: RateControl) -> Point:
             f"({percent(share)}); no rate was promised",
         )
     standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
-    return standings[found.standing], str(found)
+    return standings[check.standing], str(check)
 
 
 def _rows(problems: Sequence[ProblemFacts], pages: Pages) -> tuple[ProblemRow, ...]:

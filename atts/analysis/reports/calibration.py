@@ -59,18 +59,18 @@ def calibration_headline(
 
 def calibration_points(kind: str, health: Health, control: RateControl) -> tuple[Point, ...]:
     """Return the points against the calibration, worst first."""
-    found = list[Point]()
+    points = list[Point]()
     check = control.check()
     if kind == "run" and check is not None and check.standing != "held":
-        found.append(("bad" if check.standing == "left" else "care", str(check)))
+        points.append(("bad" if check.standing == "left" else "care", str(check)))
     elif check is not None and check.standing == "left":
-        found.append(("care", f"decided one by one in their order, {check}"))
-    found.extend(
+        points.append(("care", f"decided one by one in their order, {check}"))
+    points.extend(
         ("bad", f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}")
         for alarm in control.alarms
     )
     if _is_reached(control.drift) and not control.alarms:
-        found.append(
+        points.append(
             (
                 "care",
                 "the drift statistic passed its alarm level: scores of later questions differ from those of earlier "
@@ -78,13 +78,13 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
             )
         )
     if control.forced:
-        found.append(("care", f"{control.forced:,} decisions were made without a score"))
+        points.append(("care", f"{control.forced:,} decisions were made without a score"))
     if kind != "run":
         worst = health.repeats.fault
-        found.extend(
+        points.extend(
             ("bad" if warning == worst else "care", warning) for warning in health.warnings
         )
-    return tuple(sorted(found, key=lambda point: point[0] != "bad"))
+    return tuple(sorted(points, key=lambda point: point[0] != "bad"))
 
 
 def _sentence(kind: str, health: Health, control: RateControl) -> str:

@@ -54,14 +54,14 @@ def calibration_charts(control: RateControl) -> list[Chart]:
     """Draw rate by turn, by question and over time, p-values and drift, as far as the run has
     numbers for them.
     """
-    found = [_by_turn(control), over_time_chart(control)]
+    charts = [_by_turn(control), over_time_chart(control)]
     if control.questions > 1 and control.decisions > control.questions:
-        found.insert(1, _by_question(control))
+        charts.insert(1, _by_question(control))
     if control.p_values is not None:
-        found += [reliability_chart(control.p_values), _p_histogram(control.p_values)]
+        charts += [reliability_chart(control.p_values), _p_histogram(control.p_values)]
     if control.drift is not None:
-        found.append(_drift(control.drift))
-    return found
+        charts.append(_drift(control.drift))
+    return charts
 
 
 def _by_turn(control: RateControl) -> Chart:
@@ -440,14 +440,14 @@ class StretchedAxis(PlainAxis):
 
     def ticks(self, about: int = 5) -> list[float]:
         """Return the roundest accuracies that have room next to each other."""
-        found = list[float]()
+        chosen = list[float]()
         for accuracy in _ROUND:
             place = self.place(accuracy)
             if self.low <= place <= self.high and all(
-                abs(place - other) > self._room(about) for other in found
+                abs(place - other) > self._room(about) for other in chosen
             ):
-                found.append(place)
-        return sorted(found)
+                chosen.append(place)
+        return sorted(chosen)
 
     def written(self, value: float) -> str:
         """Return the accuracy at a place."""

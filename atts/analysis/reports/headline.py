@@ -27,7 +27,7 @@ _LARGE = 0.05  # the share of rollouts from which a flag weighs
 
 def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...]:
     """Return every warning about the numbers, worst first."""
-    found = [
+    unsorted = [
         *_session(data),
         *_truncation(data),
         *_flags(data),
@@ -36,7 +36,7 @@ def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...
         *_own(data),
     ]
     order = {"bad": 0, "care": 1, "good": 2}
-    return tuple(sorted(found, key=lambda caveat: (order[caveat.standing], -caveat.count)))
+    return tuple(sorted(unsorted, key=lambda caveat: (order[caveat.standing], -caveat.count)))
 
 
 def _session(data: RunData) -> Iterator[Caveat]:
@@ -60,16 +60,16 @@ def _session(data: RunData) -> Iterator[Caveat]:
 
 def _truncation(data: RunData) -> Iterator[Caveat]:
     """Yield the sentence about cut rollouts, which the command line prints as well."""
-    found = truncation([one.brief for one in data.problems.values()], data.run.manifest)
-    if found.cut:
+    truncated = truncation([one.brief for one in data.problems.values()], data.run.manifest)
+    if truncated.cut:
         places = [
             (n, s.sample) for n, one in data.problems.items() for s in one.brief.samples if s.is_cut
         ]
         yield Caveat(
             "cut",
-            "bad" if found.is_large else "good",
-            found.cut,
-            str(found),
+            "bad" if truncated.is_large else "good",
+            truncated.cut,
+            str(truncated),
             tuple(places[:_SHOWN]),
         )
 
@@ -83,14 +83,14 @@ def _flags(data: RunData) -> Iterator[Caveat]:
             for flag in rollout.flags:
                 places.setdefault(flag, []).append((name, rollout.brief.sample))
     for flag, told in WORDS.flags.items():
-        if found := places.get(flag):
-            weighs = told.standing == "bad" or len(found) > _LARGE * total
+        if flagged := places.get(flag):
+            weighs = told.standing == "bad" or len(flagged) > _LARGE * total
             yield Caveat(
                 flag,
                 told.standing if weighs else "good",
-                len(found),
+                len(flagged),
                 told.text,
-                tuple(found[:_SHOWN]),
+                tuple(flagged[:_SHOWN]),
             )
 
 
@@ -106,8 +106,8 @@ def _grading(data: RunData) -> Iterator[Caveat]:
         "unanswered": lambda one: one.status == "unanswered" and not one.votes,
     }
     for code, told in WORDS.problems.items():
-        if found := [(name, None) for name, one in briefs.items() if belongs[code](one)]:
-            yield Caveat(code, told.standing, len(found), told.text, tuple(found[:_SHOWN]))
+        if problems := [(name, None) for name, one in briefs.items() if belongs[code](one)]:
+            yield Caveat(code, told.standing, len(problems), told.text, tuple(problems[:_SHOWN]))
 
 
 def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
@@ -263,9 +263,9 @@ def _escalated(cost: Spend, calibration: RateControl | None) -> ShownNumber:
             return ShownNumber("unknown", "seconds", "the run was imported")
         return ShownNumber(f"{cost.seconds:,.3g} s", "in all sessions", per_second)
     share = calibration.escalated / calibration.decisions
-    found = calibration.check()
+    check = calibration.check()
     asked = "no rate was promised"
-    if found is not None:
-        asked = f"nominal rate {percent(found.nominal)}: {_STANDINGS[found.standing]}"
+    if check is not None:
+        asked = f"nominal rate {percent(check.nominal)}: {_STANDINGS[check.standing]}"
     note = f"{calibration.escalated:,} of {calibration.decisions:,} chunks; {asked}"
     return ShownNumber(percent(share), "of the chunks were escalated", note)

@@ -222,15 +222,15 @@ def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
     ends = [*data.parts[1:], len(data.steps)]
     whole: _Match | None = None
     for begin, end in zip(data.parts, ends, strict=True):
-        found = _replayed(data, data.steps.between(begin, end), mode, nominal, AUDIT - begin)
-        if found is None:
+        part = _replayed(data, data.steps.between(begin, end), mode, nominal, AUDIT - begin)
+        if part is None:
             return None
-        found.calibrator.settle()
+        part.calibrator.settle()
         if whole is None:
-            whole = found
+            whole = part
             continue
-        whole.calibrator.merge(found.calibrator.state())
-        whole = replace(whole, checked=whole.checked + found.checked, same=whole.same + found.same)
+        whole.calibrator.merge(part.calibrator.state())
+        whole = replace(whole, checked=whole.checked + part.checked, same=whole.same + part.same)
     return whole
 
 
@@ -377,10 +377,10 @@ def _most_named(rates: Counter[float]) -> float | None:
 
 
 def _groups(keys: Sequence[Hashable], flags: Iterable[int]) -> dict[Hashable, bytearray]:
-    found: dict[Hashable, bytearray] = {}
+    groups: dict[Hashable, bytearray] = {}
     for key, flag in zip(keys, flags, strict=True):
-        found.setdefault(key, bytearray()).append(flag)
-    return found
+        groups.setdefault(key, bytearray()).append(flag)
+    return groups
 
 
 def _banded(

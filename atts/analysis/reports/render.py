@@ -193,9 +193,9 @@ def standalone(chart: Chart) -> str:
 
 
 def _size(picture: str) -> tuple[int, int]:
-    found = _SIZE.search(picture)
-    assert found is not None, "every chart says how large it is"
-    return int(found[1]), int(found[2])
+    size = _SIZE.search(picture)
+    assert size is not None, "every chart says how large it is"
+    return int(size[1]), int(size[2])
 
 
 def _light(name: str) -> str:
@@ -208,8 +208,8 @@ def _light(name: str) -> str:
 def _drawer() -> tuple[str, str]:
     """Return the name and path of a program that makes PNG of SVG."""
     for name in ("rsvg-convert", "resvg", "inkscape", *_BROWSERS):
-        if found := shutil.which(name):
-            return name, found
+        if program := shutil.which(name):
+            return name, program
     raise UsageError(
         "PNG needs a program that draws SVG, and none is installed: install rsvg-convert, resvg, "
         "inkscape or chromium, "

@@ -145,23 +145,23 @@ def spend_table(report: RunReport) -> ReportTable:
 
 def combination_table(report: RunReport) -> ReportTable:
     """Return the table of selection or synthesis where votes split; empty if votes decided alone."""
-    found = report.combined
+    combined = report.combined
     rows: list[tuple[object, object]] = []
-    if found is not None:
+    if combined is not None:
         rows = [
-            ("what combined", " and ".join(found.actions) or "the vote on every problem"),
-            ("problems whose votes split", f"{found.split:,} of {found.problems:,}"),
-            ("largest leading share that counts as split, at the end", cell(found.below)),
-            ("of these, trials in which the vote stood", cell(found.trials)),
-            ("answers changed", cell(found.changed)),
-            ("changed from wrong to correct", cell(found.gained)),
-            ("changed from correct to wrong", cell(found.lost)),
-            ("gain in accuracy [95 % interval]", found.gain.signed()),
-            ("largest possible gain: an oracle on the same problems", cell(found.ceiling)),
-            ("same verdict in both orders", f"{found.consistent:,} of {found.pairs:,} pairs"),
-            ("tokens by the target for it", cell(found.usage.target_tokens)),
-            ("prompt tokens read for it", cell(found.usage.target_prefill_tokens)),
-            ("calls for it", cell(found.usage.calls)),
+            ("what combined", " and ".join(combined.actions) or "the vote on every problem"),
+            ("problems whose votes split", f"{combined.split:,} of {combined.problems:,}"),
+            ("largest leading share that counts as split, at the end", cell(combined.below)),
+            ("of these, trials in which the vote stood", cell(combined.trials)),
+            ("answers changed", cell(combined.changed)),
+            ("changed from wrong to correct", cell(combined.gained)),
+            ("changed from correct to wrong", cell(combined.lost)),
+            ("gain in accuracy [95 % interval]", combined.gain.signed()),
+            ("largest possible gain: an oracle on the same problems", cell(combined.ceiling)),
+            ("same verdict in both orders", f"{combined.consistent:,} of {combined.pairs:,} pairs"),
+            ("tokens by the target for it", cell(combined.usage.target_tokens)),
+            ("prompt tokens read for it", cell(combined.usage.target_prefill_tokens)),
+            ("calls for it", cell(combined.usage.calls)),
         ]
     return ReportTable.of(
         "Where votes split: selection and synthesis", ("what", "how much"), rows, "facts"
@@ -172,30 +172,33 @@ def speculation_table(report: RunReport) -> ReportTable:
     """Return the table of tokens proposed to the target and accepted; empty if nothing was
     proposed.
     """
-    found = report.speculated
+    speculated = report.speculated
     drawn = report.spend.usage.drawn_tokens
     rows: list[tuple[object, object]] = (
         [("target tokens drawn while it scored", cell(drawn))] if drawn else []
     )
-    if found is not None:
+    if speculated is not None:
         rows += [
-            ("tokens proposed to the target", cell(found.proposed)),
-            *([("why none was proposed", found.silence)] if found.silence else []),
+            ("tokens proposed to the target", cell(speculated.proposed)),
+            *([("why none was proposed", speculated.silence)] if speculated.silence else []),
             (
                 "of these, accepted",
-                f"{found.accepted:,} ({100 * found.accepted / max(1, found.proposed):.1f} %)",
+                f"{speculated.accepted:,} ({100 * speculated.accepted / max(1, speculated.proposed):.1f} %)",
             ),
             (
                 "share accepted by position, if all earlier tokens were accepted",
-                " ".join(f"{x:.2f}" for x in found.accepted_share[:16]),
+                " ".join(f"{x:.2f}" for x in speculated.accepted_share[:16]),
             ),
-            ("tokens written by a step with a proposal", 1 + found.accepted / max(1, found.rounds)),
+            (
+                "tokens written by a step with a proposal",
+                1 + speculated.accepted / max(1, speculated.rounds),
+            ),
             (
                 "tokens proposed to a sequence and step, on average",
-                found.chosen / max(1, found.choices),
+                speculated.chosen / max(1, speculated.choices),
             ),
-            ("tokens per second in steps with a proposal: expected, measured", _rates(found)),
-            ("seconds saved compared with steps without proposals", cell(found.saved_seconds)),
+            ("tokens per second in steps with a proposal: expected, measured", _rates(speculated)),
+            ("seconds saved compared with steps without proposals", cell(speculated.saved_seconds)),
         ]
     return ReportTable.of(
         "Speculation: the same text in fewer steps", ("what", "how much"), rows, "facts"
@@ -257,9 +260,12 @@ def calibration_table(control: RateControl) -> ReportTable:
         ("the same for fair coins", control.coin_rms),
     ]
     if control.p_values is not None:
-        found = control.p_values
+        p_values = control.p_values
         rows.append(
-            ("p-values: distance from uniform", f"{found.distance:.3f}, band ±{found.band:.3f}")
+            (
+                "p-values: distance from uniform",
+                f"{p_values.distance:.3f}, band ±{p_values.band:.3f}",
+            )
         )
     known = {name: value for name, value in control.metrics.items() if not math.isnan(value)}
     rows += [(words, known[name]) for name, words in WORDS.metrics.items() if name in known]

@@ -130,9 +130,9 @@ def _ends(
     table: TokenTable, vocabulary: int, stops: tuple[str, ...], ids: TokenIds
 ) -> NDArray[np.uint8]:
     """Mark tokens after which a text may have ended: end tokens, and last bytes of stop strings."""
-    found = np.zeros(vocabulary, dtype=np.uint8)
+    is_end = np.zeros(vocabulary, dtype=np.uint8)
     last = {stop.encode()[-1] for stop in stops}
-    found[[token for token in (*table.end_ids, *ids) if token < vocabulary]] = 1
+    is_end[[token for token in (*table.end_ids, *ids) if token < vocabulary]] = 1
     for token, piece in enumerate(table.pieces[:vocabulary]):
-        found[token] |= not last.isdisjoint(piece)
-    return found
+        is_end[token] |= not last.isdisjoint(piece)
+    return is_end

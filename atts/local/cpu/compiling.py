@@ -111,12 +111,12 @@ def _cache_folder() -> tuple[Path | None, str]:
 
 def _distrust(path: Path) -> str:
     """Describe why something is not this user's alone to write; nothing when it is."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return "is not a plain file"
-    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
-        return f"belongs to another user ({found.st_uid})"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+        return f"belongs to another user ({status.st_uid})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"can be written by others (chmod go-w {path})"
     return ""
 

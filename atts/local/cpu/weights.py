@@ -235,19 +235,19 @@ class NativeWeights:
             return list(layers)
         own = self._config.num_heads * self._config.head_dim
         together = joined(weights, self._config)
-        found = [_Layer.from_buffer_copy(layer) for layer in layers]
+        merged = [_Layer.from_buffer_copy(layer) for layer in layers]
         if layers[
             0
         ].attention_bf16:  # half the memory to read, and what a group computes is not exact anyway
             together = replace(together, qkv=together.qkv.bfloat16().float())
-        self._fill_half(found[0], 0, together, "")
-        self._place(found[0], group)
-        for at, layer in enumerate(found):
-            layer.across = len(found) * own
+        self._fill_half(merged[0], 0, together, "")
+        self._place(merged[0], group)
+        for at, layer in enumerate(merged):
+            layer.across = len(merged) * own
             layer.place = at * own
             if at:
                 layer.num_heads = layer.num_kv_heads = 0
-        return found
+        return merged
 
     def _fill_half(self, own: _Layer, half: int, layer: LayerWeights, key: str) -> None:
         """Fill in the attention's weights, or the feed-forward block's."""

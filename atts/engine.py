@@ -284,6 +284,11 @@ class EngineAround:
         self._lifetime = lifetime
 
     @property
+    def inner(self) -> Engine:
+        """Return the engine that calls are forwarded to."""
+        return self._engine
+
+    @property
     def spec(self) -> EngineSpec:
         return self._engine.spec
 
@@ -330,6 +335,15 @@ class EngineAround:
         /,
     ) -> bool | None:
         return await self._engine.__aexit__(kind, error, trace) if self._lifetime == "own" else None
+
+
+def stepping(engine: Engine) -> Stepping | None:
+    """Return the engine that counts steps, which wrappers may be around; None if there is none."""
+    while not isinstance(engine, Stepping):
+        if not isinstance(engine, EngineAround):
+            return None
+        engine = engine.inner
+    return engine
 
 
 def check_sample(request: SampleRequest, spec: EngineSpec) -> None:

@@ -24,8 +24,8 @@ from atts.engine import (
     EngineSpec,
     EngineStats,
     Returning,
-    Stepping,
     Tokenizer,
+    stepping,
 )
 from atts.errors import BadReply, EngineError, EngineTimeout, EngineUnavailable, UnusableScores
 from atts.graph import Caller, CallSpan
@@ -96,7 +96,7 @@ class Deadlines:
     def __init__(self, engine: Engine, seconds: float) -> None:
         self.seconds = seconds
         self.scopes = set[anyio.CancelScope]()  # cancel scopes of the calls in flight
-        self._engine = engine if isinstance(engine, Stepping) else None
+        self._engine = stepping(engine)
         # name of the reply that a late call lacks
         self.awaited = "answer" if self._engine is None else "step"
 

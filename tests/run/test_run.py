@@ -30,7 +30,7 @@ from atts.core import (
     Turn,
     Usage,
 )
-from atts.engine import EngineSpec
+from atts.engine import EngineAround, EngineSpec
 from atts.errors import BadReply, DatasetError, EngineUnavailable, OptionError
 from atts.evaluators import samples_of
 from atts.graph import Limit, ProblemScope, RetryPolicy, RolloutScope
@@ -396,6 +396,18 @@ def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
     failures = [event for event in world.events() if isinstance(event, CallFailed)]
     assert bool(failures) is failed
     assert all("no step within 6 s" in event.text for event in failures)
+
+
+def test_a_wrapped_engine_is_late_as_it_is_alone(world: Any) -> None:
+    """The deadline of 6 s counts from the newest step of the engine inside: no call is too late."""
+    wrapped = EngineAround(EngineAround(Queue("draft", 1e9), "own"), "own")
+    plan = world.plan(
+        draft=wrapped,
+        policy=replace(POLICY, timeout_seconds=6.0),
+        retries=RetryPolicy(calls=1, rollouts=1),
+    )
+    world.run(plan, world.session(), problems=1)
+    assert not [event for event in world.events() if isinstance(event, CallFailed)]
 
 
 class Closed(ScriptedEngine):

@@ -90,6 +90,10 @@ STUDIES = {
     "blocks-memory": Study(
         "what the processes of a family take, in one zoo and apart", "blocks:memory", 0, 60
     ),
+    "blocks-real": Study(
+        "a zoo of a real model's relatives, trained here, compared with an engine for each",
+        "real_family:study",
+    ),
     "judges": Study(
         "what each score knows of a real pair's mistakes, from a recorded bank", "judges:study"
     ),

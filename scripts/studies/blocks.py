@@ -573,7 +573,7 @@ def study(options: Options) -> list[Table]:
     torch.set_num_threads(1)
     rounds = options.pick(5, 11, 25)
     count = options.pick(24, 120, 400)
-    at_once = list[Row]()
+    together_rows = list[Row]()
     rows = list[Row]()
     disk_words = list[str]()
     for own in OWN:
@@ -583,8 +583,8 @@ def study(options: Options) -> list[Table]:
             shared = 1 - own / _LAYERS
             one = Arm(zoo, shares=True)
             four = Arm(zoo, shares=False)
-            together, capacity = _at_once(one, four, rounds)
-            at_once += [(shared, *row) for row in together]
+            together, capacity = at_once(one, four, rounds)
+            together_rows += [(shared, *row) for row in together]
             say(
                 f"{100 * shared:.0f} % of layers shared: four engines serve {capacity:.1f} requests a "
                 f"second of processor time"
@@ -607,7 +607,7 @@ def study(options: Options) -> list[Table]:
         Table.of(
             once,
             "layers shared | requests of each | arm | tokens/s | to four engines | weights MB",
-            at_once,
+            together_rows,
         ),
         Table.of(
             f"Poisson arrivals of four tenants: {title}",
@@ -618,7 +618,7 @@ def study(options: Options) -> list[Table]:
     ]
 
 
-def _at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:
+def at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:
     """Measure tokens per second with one and with four requests of each tenant, in turn, and
     weights in memory.
     """

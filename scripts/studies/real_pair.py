@@ -3,6 +3,9 @@
 The models are those of `scripts.studies.real_models`. Problems come in parts, and every method runs
 on a part before the next part begins, so the methods have the same problems whenever the study is
 stopped. Each method's run of a part is a run directory of its own: the same command resumes it.
+
+The methods of a part run at the same time. A processor reads the weights once for all rows of a
+step, and what two methods ask alike is computed once.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,15 +22,27 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
 from atts.accel import accelerated
-from atts.core import Outcome, Problem, Rollout, Sampling, TokenIds
-from atts.engine import Engine
+from atts.concurrency import background, collect
+from atts.core import (
+    Completion,
+    Outcome,
+    Problem,
+    Role,
+    Rollout,
+    SampleRequest,
+    Sampling,
+    Scores,
+    TokenIds,
+)
+from atts.engine import Engine, EngineAround
 from atts.errors import UsageError
 from atts.evaluators import Estimate, judge
 from atts.local import LocalEngine, LocalOptions
 from atts.pipelines import Chunking, ScoreRule
-from atts.run import RunOptions, RunSpec, evaluate
+from atts.run import RunOptions, RunSpec, Stop, evaluate, request_key, watch_signals
 from scripts.studies import bank
 from scripts.studies.arms import Arm, Piece, Solved, Sum, arm, read_piece, right, share
 from scripts.studies.harness import (
@@ -50,10 +65,13 @@ SAMPLES = 4
 RATE = 0.2
 CASCADE_RATE = 0.3
 PART = 10  # problems
-THREADS = 2
-IN_BANK = 80  # problems of GSM8K that the recorded bank begins with: scores were chosen on them
+THREADS = 1  # of each model: both work at the same time on two cores
+THREADS_ALONE = 2  # where one works at a time
+IN_BANK = 160  # problems that the recorded bank begins with: scores were chosen on them
+CACHE_TOKENS = 90_000  # of the rollouts of all methods on one part
 FILE = "real-pair.jsonl"
 COIN = f"coin, rate {RATE:g}"
+REST = "the target finishes the rollout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +93,22 @@ class PartRun:
 
 def methods(effort: str) -> list[Arm]:
     """Return the methods; with effort full also other scores, takeovers, rates and baselines."""
+    atts = arm(f"atts, rate {RATE:g}", "atts", rate=RATE)
+    coin = arm(COIN, "coin", rate=RATE)
     made = [
         arm("draft-only"),
         arm("target-only"),
-        arm(COIN, "coin", rate=RATE),
-        arm(f"atts, rate {RATE:g}", "atts", rate=RATE),
+        coin,
+        atts,
+        atts.but("atts, takeover continue", takeover="continue"),
         arm(f"cascade, rate {CASCADE_RATE:g}", "cascade", rate=CASCADE_RATE),
     ]
     if effort == "full":
-        atts = arm("atts", "atts", rate=RATE)
         made += [arm(f"atts, rate {rate:g}", "atts", rate=rate) for rate in (0.1, 0.4)]
         made += [arm(f"coin, rate {rate:g}", "coin", rate=rate) for rate in (0.1, 0.4)]
         made += [
-            atts.but("atts, takeover continue", takeover="continue"),
-            atts.but("atts, the target finishes the rollout", escalates="rest"),
+            coin.but(f"coin, {REST}", escalates="rest"),
+            atts.but(f"atts, {REST}", escalates="rest"),
             atts.but("atts, score speculative", score=ScoreRule("speculative")),
             atts.but("atts, score per byte", score=ScoreRule("byte")),
             arm("top-b", rate=RATE),
@@ -113,9 +133,8 @@ def limited(one: Arm) -> Arm:
 
 
 def problems(count: int) -> list[Problem]:
-    """Return problems of GSM8K in a fixed order, none of which the recorded bank has."""
-    gsm8k = [problem for problem in bank.problems() if problem.source == "gsm8k"]
-    return gsm8k[IN_BANK : IN_BANK + count]
+    """Return problems of GSM8K and MATH-500 in turn, in a fixed order, none of the recorded bank's."""
+    return bank.problems()[IN_BANK : IN_BANK + count]
 
 
 def study(options: Options) -> list[Table]:
@@ -140,8 +159,12 @@ def study(options: Options) -> list[Table]:
 
 
 async def with_models(series: Series, folders: tuple[Path, Path], seconds: float) -> None:
-    """Run what is missing of a series on the models in these folders."""
-    local = LocalOptions(threads=THREADS, kv_tokens=bank.CACHE_TOKENS)
+    """Run what is missing of a series on the models in these folders.
+
+    The weights are bfloat16, and so are the products, which some processors take several times
+    faster.
+    """
+    local = LocalOptions(threads=THREADS, kv_tokens=CACHE_TOKENS, dtype="bfloat16")
     async with AsyncExitStack() as stack:
         draft, target = [
             await stack.enter_async_context(LocalEngine(folder, name=name, options=local))
@@ -186,31 +209,37 @@ class Series:
         :raises KeyboardInterrupt: a run was interrupted; the same call resumes it.
         """
         began = time.monotonic()
-        for number, one in self.missing():
-            if time.monotonic() - began > seconds:
-                say(
-                    f"real-pair: time is over; {len(self.missing())} runs are left for the next call"
-                )
-                return
-            say(f"real-pair: {one.name}, problems {number * PART + 1} and following")
-            setup = replace(one.setup, seed=self._seed * 1009 + number)
-            folder = self._place / "runs" / f"{number:02}-{_file_name(one.name)}"
-            part = self.parts[number]
-            used = tree_seconds()
-            started = time.monotonic()
-            plan = setup.plan(draft, target, part[0].kind)
-            result = await evaluate(part, plan, RunOptions(directory=folder, engines="are open"))
-            if result.status == "interrupted":
-                raise KeyboardInterrupt
-            if result.status != "finished":
-                raise UsageError(f"the run in {folder} ended {result.status}")
-            outcomes = tuple(result.outcomes())
-            piece = Piece(one.name, SAMPLES, self._seed, number)
-            piece.solved = [graded(outcome) for outcome in outcomes]
-            piece.seconds = [time.monotonic() - started]
-            piece.processor = [tree_seconds() - used]
-            ranked = [asdict(line) for outcome in outcomes for line in ranked_rollouts(outcome)]
-            self._kept.keep(self._key(number, one), {"piece": asdict(piece), "ranked": ranked})
+        stop = Stop()
+        async with background(watch_signals, stop, lambda _: None):
+            for number, part in enumerate(self.parts):
+                missing = [one for place, one in self.missing() if place == number]
+                if missing and time.monotonic() - began > seconds:
+                    left = len(self.missing())
+                    say(f"real-pair: time is over; {left} runs are left for the next call")
+                    return
+                if missing:
+                    say(f"real-pair: {len(missing)} methods, problems {number * PART + 1} and on")
+                engines = (Once(draft, "draft"), Once(target, "target"))
+                run_one = partial(self._run_one, number, part, engines, stop)
+                await collect([partial(run_one, one) for one in missing])
+
+    async def _run_one(
+        self, number: int, part: Sequence[Problem], engines: tuple[Once, Once], stop: Stop, one: Arm
+    ) -> None:
+        setup = replace(one.setup, seed=self._seed * 1009 + number)
+        folder = self._place / "runs" / f"{number:02}-{_file_name(one.name)}"
+        plan = setup.plan(*engines, part[0].kind)
+        options = RunOptions(directory=folder, engines="are open", signals="ignore", stop=stop)
+        result = await evaluate(part, plan, options)
+        if result.status == "interrupted":
+            raise KeyboardInterrupt
+        if result.status != "finished":
+            raise UsageError(f"the run in {folder} ended {result.status}")
+        outcomes = tuple(result.outcomes())
+        piece = Piece(one.name, SAMPLES, self._seed, number)
+        piece.solved = [graded(outcome) for outcome in outcomes]
+        ranked = [asdict(line) for outcome in outcomes for line in ranked_rollouts(outcome)]
+        self._kept.keep(self._key(number, one), {"piece": asdict(piece), "ranked": ranked})
 
     def complete(self) -> Mapping[str, Sequence[PartRun]]:
         """Return each method's results on the parts that every method has completed."""
@@ -223,6 +252,39 @@ class Series:
             one.name: [part_run(self._kept[self._key(number, one)]) for number in numbers]
             for one in self.arms
         }
+
+
+class Once(EngineAround):
+    """An open engine that is asked for each reply once, whichever of several runs asks for it.
+
+    What decides a reply is in the request, as for `SharingEngine`; here all runs go on at once, and
+    later askers wait for the first.
+    """
+
+    def __init__(self, engine: Engine, role: Role) -> None:
+        super().__init__(engine, "lent")
+        self._role: Role = role
+        self._replies: dict[str, Completion | Scores | anyio.Event] = {}
+
+    async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Return the reply that is there, wait for one that is on its way, or ask."""
+        key = request_key(self._role, request)
+        if isinstance(request, SampleRequest):
+            key += request.logprobs
+        while isinstance(known := self._replies.get(key), anyio.Event):
+            await known.wait()
+        if known is not None:
+            await anyio.lowlevel.checkpoint()
+            return known
+        asked = self._replies[key] = anyio.Event()
+        try:
+            self._replies[key] = answer = await call(request)
+        except BaseException:
+            del self._replies[key]  # whoever waits asks instead
+            raise
+        finally:
+            asked.set()
+        return answer
 
 
 def _file_name(name: str) -> str:
@@ -275,21 +337,21 @@ def tables(series: Series) -> list[Table]:
     count = len(next(iter(sums.values())).solved)
     if not count:
         return [Table.of("Methods live", "method", [], "No part is complete yet.")]
-    return [accuracy_table(sums, count), score_table(runs, count)]
+    return [accuracy_table(sums, count), source_table(sums), score_table(runs, count)]
 
 
 def accuracy_table(sums: Mapping[str, Sum], count: int) -> Table:
     """Return accuracy and tokens of every method, each compared with its coin and with the target."""
     rows: list[Row] = []
     for name, one in sums.items():
-        coin = sums.get(name.replace("atts", "coin"))
-        is_gain = name.startswith("atts, rate") and coin is not None
+        coin = sums.get(name.replace("atts", "coin"), sums[COIN])
+        is_gain = name.startswith("atts")
         rows.append(
             (
                 name,
                 interval(one.estimate(right)),
                 interval(one.estimate(share)),
-                _gain(one, coin) if is_gain and coin is not None else "-",
+                _gain(one, coin) if is_gain else "-",
                 "-" if name == "target-only" else _gain(one, sums["target-only"]),
                 "-" if one.rate is None else f"{one.rate:.3f} ({_decisions(one)})",
                 round(one.each("target")),
@@ -303,11 +365,33 @@ def accuracy_table(sums: Mapping[str, Sum], count: int) -> Table:
         "pass@1 minus target-only's, points | realised rate | target tokens written | "
         "target tokens scored | draft tokens",
         rows,
-        f"{count} problems of GSM8K x {SAMPLES} rollouts, at most {bank.MAX_TOKENS} tokens, chunks "
-        f"of at most {bank.CHUNK_TOKENS} that end at a blank line, temperature 0.7. "
+        f"{count} problems, GSM8K and MATH-500 of levels 1 to 3 in turn, x {SAMPLES} rollouts, at "
+        f"most {bank.MAX_TOKENS} tokens, chunks of at most {bank.CHUNK_TOKENS} that end at a blank "
+        "line, temperature 0.7. A coin escalates as often and as much; rate 0.2 for rows without one. "
         f"Tokens are per problem. A gate lives for a run of {PART} problems. Intervals are of 95 %, "
         "differences paired by problem.",
     )
+
+
+def source_table(sums: Mapping[str, Sum]) -> Table:
+    """Return the accuracy of every method on the problems of each source."""
+    names = sorted({solved.problem.split("/")[0] for one in sums.values() for solved in one.solved})
+    parts = {name: {own: _of_source(one, name) for own, one in sums.items()} for name in names}
+    counts = [f"{len(next(iter(part.values())).solved)} of {name}" for name, part in parts.items()]
+    return Table.of(
+        "Methods live, by source",
+        " | ".join(["method", *(f"pass@1, {name}" for name in names)]),
+        [(own, *(interval(part[own].estimate(share)) for part in parts.values())) for own in sums],
+        f"Problems: {', '.join(counts)}.",
+    )
+
+
+def _of_source(one: Sum, name: str) -> Sum:
+    pieces = [
+        replace(piece, solved=[line for line in piece.solved if line.problem.startswith(name)])
+        for piece in one.pieces
+    ]
+    return Sum(pieces)
 
 
 def _gain(one: Sum, base: Sum) -> str:
@@ -366,7 +450,7 @@ def study_losses(options: Options) -> list[Table]:
         draft, target = folder_of("qwen05"), folder_of("qwen15")
     except CannotBeMadeError as error:
         raise SystemExit(f"the models cannot be had: {error}") from error
-    local = LocalOptions(threads=THREADS, kv_tokens=bank.CACHE_TOKENS)
+    local = LocalOptions(threads=THREADS_ALONE, kv_tokens=bank.CACHE_TOKENS)
     engines = {
         "draft": LocalEngine(draft, name="draft", options=local),
         "target": LocalEngine(target, name="target", options=local),

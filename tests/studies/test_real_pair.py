@@ -10,10 +10,15 @@ from typing import Any
 import anyio
 import pytest
 
-from atts.core import Outcome, Problem, Prompt, Rollout
+from atts.concurrency import collect
+from atts.core import Completion, Outcome, Problem, Prompt, Rollout, SampleRequest
+from atts.errors import BadReply
+from atts.sampling import Seed
 from atts.testing import ScriptedEngine, run_virtual, toy_problems
 
+arms = pytest.importorskip("scripts.studies.arms", reason="needs a checkout")
 real_pair = pytest.importorskip("scripts.studies.real_pair", reason="needs a checkout")
+SOLVED = arms.Solved("p", 0, 0.0, 0.0, 0, 0, 0, ())
 
 
 def series(place: Path) -> Any:
@@ -36,10 +41,12 @@ def test_the_study_is_tabulated_and_runs_nothing_twice(tmp_path: Path) -> None:
     """Both tables have every problem; the second call finds everything on disk."""
     first = series(tmp_path)
     run(first)
-    methods, scores = real_pair.tables(first)
+    methods, _, scores = real_pair.tables(first)
     assert [row[0] for row in methods.rows] == [one.name for one in first.arms]
     assert all("6 problems" in table.notes[0] for table in (methods, scores))
-    assert {row[0] for row in scores.rows} == {"atts, rate 0.2"}
+    assert {row[0] for row in scores.rows} == {
+        row[0] for row in methods.rows if row[0][:4] == "atts"
+    }
     by_name = {row[0]: row for row in methods.rows}
     assert by_name["draft-only"][6] == 0
     assert by_name["target-only"][8] == 0
@@ -61,6 +68,53 @@ def test_only_parts_that_every_method_completed_are_tabulated(tmp_path: Path) ->
     cut = series(tmp_path)
     assert len(cut.missing()) == 1
     assert "3 problems" in real_pair.tables(cut)[0].notes[0]
+
+
+def test_what_runs_ask_alike_is_asked_once() -> None:
+    """Later askers get the first one's reply; after a failure one of them asks anew."""
+    asked: list[int] = []
+    request = SampleRequest((1, 2), 4)
+    other = replace(request, seed=Seed(1))
+
+    async def call(request: SampleRequest) -> Completion:
+        asked.append(request.seed.run)
+        await anyio.sleep(1)
+        if len(asked) == 1:
+            raise BadReply("draft", "a first failure")
+        return Completion((3,), "c", "length", (-1.0,))
+
+    async def main() -> None:
+        once = real_pair.Once(ScriptedEngine("draft"), "draft")
+
+        async def ask() -> Any:
+            return await once.around(request, call)
+
+        async def fail() -> None:
+            with pytest.raises(BadReply):
+                await ask()
+
+        _, one, two = await collect([fail, ask, ask])
+        assert one is two
+        assert await ask() is one
+        assert asked == [0, 0]
+        await once.around(other, call)
+        await once.around(replace(request, logprobs="unneeded"), call)
+        assert asked == [0, 0, 1, 0]
+
+    run_virtual(main)
+
+
+def test_accuracy_is_told_by_source() -> None:
+    """Each source has the problems whose names begin with its own."""
+    solved = [
+        replace(SOLVED, problem=name, share=share)
+        for name, share in (("gsm8k/1", 1.0), ("gsm8k/2", 1.0), ("math500/algebra/3", 0.0))
+    ]
+    one = arms.Sum([arms.Piece("draft-only", 4, 1, 0, solved)])
+    table = real_pair.source_table({"draft-only": one})
+    assert table.rows[0][1].startswith("1.000")
+    assert table.rows[0][2].startswith("0.000")
+    assert table.notes == ("Problems: 2 of gsm8k, 1 of math500.",)
 
 
 def test_answers_are_graded_as_runs_grade_them() -> None:

@@ -68,6 +68,7 @@ def test_all_and_quick_run_known_studies_each_once() -> None:
         "pipelines",
         "gpu",
         "blocks",
+        "blocks-real",
         "judges",
         "real-pair",
         "real-pair-losses",

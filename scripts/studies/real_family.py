@@ -31,7 +31,7 @@ OWN_LAYERS = 2
 BATCH = 8
 LONGEST = 128  # tokens of a text
 HELD_OUT = 4  # batches
-RATE = 1e-3  # of the adapters; a tenth of it for whole layers
+RATE = 1e-3  # step size of adapters; whole layers take a tenth
 
 
 @dataclass(frozen=True, slots=True)

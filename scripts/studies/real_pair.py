@@ -65,10 +65,10 @@ SAMPLES = 4
 RATE = 0.2
 CASCADE_RATE = 0.3
 PART = 10  # problems
-THREADS = 1  # of each model: both work at the same time on two cores
-THREADS_ALONE = 2  # where one works at a time
+THREADS = 1  # threads of each model: both work at the same time on two cores
+THREADS_ALONE = 2  # threads where one works at a time
 IN_BANK = 160  # problems that the recorded bank begins with: scores were chosen on them
-CACHE_TOKENS = 90_000  # of the rollouts of all methods on one part
+CACHE_TOKENS = 90_000  # slots for the rollouts of all methods on one part
 FILE = "real-pair.jsonl"
 COIN = f"coin, rate {RATE:g}"
 REST = "the target finishes the rollout"
@@ -257,8 +257,8 @@ class Series:
 class Once(EngineAround):
     """An open engine that is asked for each reply once, whichever of several runs asks for it.
 
-    What decides a reply is in the request, as for `SharingEngine`; here all runs go on at once, and
-    later askers wait for the first.
+    What decides a reply is in the request, as for `SharingEngine`. The runs ask at the same time:
+    those that ask later wait for the first.
     """
 
     def __init__(self, engine: Engine, role: Role) -> None:
@@ -280,7 +280,7 @@ class Once(EngineAround):
         try:
             self._replies[key] = answer = await call(request)
         except BaseException:
-            del self._replies[key]  # whoever waits asks instead
+            del self._replies[key]  # a waiting run asks instead
             raise
         finally:
             asked.set()

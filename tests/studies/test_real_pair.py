@@ -71,7 +71,7 @@ def test_only_parts_that_every_method_completed_are_tabulated(tmp_path: Path) ->
 
 
 def test_what_runs_ask_alike_is_asked_once() -> None:
-    """Later askers get the first one's reply; after a failure one of them asks anew."""
+    """Later askers get the first one's reply; after a failure one of them asks again."""
     asked: list[int] = []
     request = SampleRequest((1, 2), 4)
     other = replace(request, seed=Seed(1))

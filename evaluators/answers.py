@@ -285,6 +285,9 @@ def marked(text: str, kind: AnswerKind) -> str | None:
         following = text[mark.end() : mark.end() + _TAIL]
         if len(following) < _TAIL and "\n\n" not in following.strip() and is_cut(following):
             return ""
+        if text[: mark.start()].endswith("**") and "**" not in sign:  # **Answer: No**, since
+            bold, ends, _ = following.partition("**")
+            following = bold if ends and bold.strip() and "\n" not in bold else following
         following = PATTERNS["closed"].split(following, maxsplit=1)[0]
         if end_of_value := _CLOSINGS.get(sign[-1:]):
             following = re.split(end_of_value, following, maxsplit=1)[0]
@@ -301,6 +304,8 @@ def marked(text: str, kind: AnswerKind) -> str | None:
 def _value(following: str, kind: AnswerKind) -> str | None:
     """Return the value at the start of what follows a mark, or in its first sentence."""
     if kind == "choice":
+        if several := PATTERNS["several_letters"].match(following[:200]):
+            return ", ".join(re.findall("[A-J]", several[1]))
         return _choice(following[:200], first=True)
     following = PATTERNS["leading"].sub("", following.lstrip("*: \n"))
     following = _closed(following)
@@ -319,6 +324,8 @@ def _value(following: str, kind: AnswerKind) -> str | None:
         return sentence
     if not _has_words(sentence):
         return _trimmed(sentence)
+    if polar := PATTERNS["polar"].match(sentence):
+        return str(polar[1])
     if PATTERNS["quantified"].match(sentence):
         return _trimmed(sentence)  # "all n that are powers of 2": the 2 is no answer
     answer = _stated_in(sentence)
@@ -391,6 +398,8 @@ def _stated_in(sentence: str) -> str | None:
         if states and states[-1].start() >= maths.end() and _NUMBER.search(rest):
             return _last_number(rest)
         return _inside(maths)
+    if not _NUMBER.search(sentence) and (told := PATTERNS["told"].search(sentence)):
+        return _trimmed(told[1])
     *_, bold = ["", *re.findall(r"\*\*([^*]+)\*\*", sentence)]
     return _last_number(bold if _NUMBER.search(bold) else sentence)
 

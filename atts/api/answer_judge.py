@@ -57,13 +57,15 @@ async def judge_unscored(
     if not any(_is_open(record) for record in everything):
         return everything
     slots = anyio.Semaphore(_IN_FLIGHT)
+    # the model as the user wrote it: an engine that is built here has the name of a role
+    name = model.partition("?")[0] if isinstance(model, str) else model.spec.name
     async with build_engine(model, "target", chat=True) as engine:
 
         async def judged(record: GradedRecord) -> GradedRecord:
             if not _is_open(record):
                 return record
             async with slots:
-                return await _judged(record, engine, prompt)
+                return await _judged(record, engine, name, prompt)
 
         return await collect([partial(judged, record) for record in everything])
 
@@ -76,7 +78,7 @@ def _is_open(record: GradedRecord) -> bool:
     )
 
 
-async def _judged(record: GradedRecord, engine: Engine, prompt: str) -> GradedRecord:
+async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) -> GradedRecord:
     """Return one record with the model's verdict on it."""
     references = "\n(or)\n".join(record.golds)
     texts = {"{reference}": references, "{answer}": record.answer or ""}
@@ -100,7 +102,7 @@ async def _judged(record: GradedRecord, engine: Engine, prompt: str) -> GradedRe
     before = record.verdict
     if status is None:
         return _left_open(record, reason)
-    detail = f"{engine.spec.name} says {reason}; the rules left it open ({before.rule})"
+    detail = f"{name} says {reason}; the rules left it open ({before.rule})"
     return replace(record, verdict=Verdict(status, "judged", f"{detail}; {before.detail}"))
 
 

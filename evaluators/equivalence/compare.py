@@ -3,14 +3,39 @@
 from collections import Counter
 from contextlib import suppress
 from fractions import Fraction
+from itertools import permutations
 from typing import Literal
 
 from atts.core import Grading
 from atts.evaluators.equivalence import algebra, views
 from atts.evaluators.equivalence.probing import Prober
-from atts.evaluators.equivalence.regions import Line, Region, speaks_of_reals
-from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named
-from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, substituted, variables
+from atts.evaluators.equivalence.regions import (
+    Line,
+    Region,
+    reparametrised,
+    same_classes,
+    speaks_of_reals,
+)
+from atts.evaluators.equivalence.views import (
+    FLIPPED,
+    Family,
+    Named,
+    bound_alike,
+    labelled,
+    matrix,
+    named,
+)
+from atts.evaluators.syntax.parser import stated_property
+from atts.evaluators.syntax.tree import (
+    Node,
+    has,
+    minus,
+    number,
+    quotient,
+    substituted,
+    symbol,
+    variables,
+)
 from atts.evaluators.syntax.vocabulary import is_generic, measure
 from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
@@ -19,6 +44,7 @@ Labels = dict[Node, Node]
 COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 
+_OF_FAMILIES = ("list", "builder")  # kinds of nodes that may say where a parameter is from
 _HUGE = ("factorial", "double_factorial", "binom")  # sympy computes every digit of these
 _OF_LINES = ("parallel", "perp")  # relations that either line may begin
 _SYMBOLIC = ("sum", "opaque", "matrix")  # kinds that rules work out, not evaluation
@@ -88,8 +114,16 @@ class Comparer:
             return all(self.same(form, answer) for form in gold.args)
         if answer.kind == "aliases":
             return all(self.same(form, gold) for form in answer.args)
-        gold, answer = views.free(gold, answer), views.free(answer, gold)
+        if gold.kind in _OF_FAMILIES or answer.kind in _OF_FAMILIES:
+            families = views.family(gold), views.family(answer)
+            if any(families):
+                verdict = self.by_family(*families, gold, answer)
+                if verdict is not None:
+                    return verdict
+                gold, answer = views.free(gold, answer), views.free(answer, gold)
         gold, answer = views.concluded(gold, answer), views.concluded(answer, gold)
+        if gold.kind == answer.kind == "relation":
+            gold, answer = views.shortened(gold, answer), views.shortened(answer, gold)
         gold = bound_alike(views.grouped(gold))
         answer = bound_alike(views.grouped(answer))
         if _turned(answer) == gold:
@@ -115,6 +149,38 @@ class Comparer:
         if left.value.kind == "relation" or right.value.kind == "relation":
             return self.relations(gold, answer)
         return self.values(left.value, right.value)
+
+    def by_family(
+        self, one: Family | None, two: Family | None, gold: Node, answer: Node
+    ) -> bool | None:
+        """Compare families of values by their classes, or under a change of their parameter.
+
+        Returns None where the usual comparison, without what is said of the parameter, remains.
+        """
+        stated = one or two
+        assert stated is not None
+        left = one or views.implied(gold, stated)
+        right = two or views.implied(answer, stated)
+        if left is None or right is None:
+            return None
+        if left.home != right.home:
+            return self.ruled("set", False)
+        if left.home == "mathbb:Z":
+            verdict = same_classes(self.prober, left, right)
+            if verdict is not None:
+                return self.ruled("set", verdict)
+        if one is None or two is None:
+            return None
+        if len(one.names) == len(two.names) == 1:
+            value = reparametrised(self.prober, one, two)
+            return self.ruled("set", value is not None and self.same(one.value, value))
+        if len(one.names) != len(two.names) or len(one.names) > 3:
+            return self.ruled("set", False)
+        for order in permutations(one.names):
+            letters = {name: symbol(new) for name, new in zip(two.names, order, strict=True)}
+            if self.agree(one.value, substituted(two.value, letters)):
+                return self.ruled("set", True)
+        return self.ruled("set", False)
 
     def as_stated(self, gold: Node, answer: Node, left: Node, right: Node) -> bool | None:
         """Compare a value with one that an equation states; return None for other pairs."""
@@ -168,6 +234,8 @@ class Comparer:
         if one.kind == two.kind == "call":
             pairs = zip(one.args, two.args, strict=False)
             value = substituted(value, {arg.text: other for arg, other in pairs})
+        if {value.kind, right.value.kind} == {"congruence", "number"}:
+            return self.ruled("congruence", False)  # x = 5, and x = 5 modulo 9
         is_one_thing = one == two or views.may_name_one(one, two)
         return self.ruled("name", is_one_thing) and self.same(value, right.value)
 
@@ -177,6 +245,9 @@ class Comparer:
         """Compare equations up to a factor, inequalities up to a positive one, chains by sides."""
         if gold.kind != "relation" or answer.kind != "relation":
             return self.ruled("relation", False)
+        if has(gold, "ratio") or has(answer, "ratio"):  # a:b = 2:3 is a/b = 2/3
+            gold = views.with_quotients(gold)
+            answer = views.with_quotients(answer)
         one = gold.text.split()
         two = answer.text.split()
         if one == two and gold.text in _OF_LINES:
@@ -241,6 +312,10 @@ class Comparer:
         if ("congruence" in kinds and len(kinds) > 1) or kinds == {"builder"}:
             gold = views.progression(gold) or gold
             answer = views.progression(answer) or answer
+            kinds = {gold.kind, answer.kind}
+        if kinds == {"word", "congruence"}:  # odd, and n is odd
+            gold = stated_property(gold.text) if gold.kind == "word" else gold
+            answer = stated_property(answer.text) if answer.kind == "word" else answer
             kinds = {gold.kind, answer.kind}
         if kinds & {"congruence", "clock", "cases", "builder"}:
             return self.special(gold, answer, kinds)

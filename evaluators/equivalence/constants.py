@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
 
@@ -10,6 +11,7 @@ from atts.evaluators.syntax.tree import (
     PI,
     TWO,
     Node,
+    has,
     minus,
     number,
     quotient,
@@ -59,6 +61,12 @@ def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
     if left != right or len(left) > 1:
         yield from _renamed(gold, answer, left, right, is_solution)
     yield from _shifted(one.value, two.value)
+    if has(one.value, "func") and has(two.value, "func"):
+        left_natural, right_natural = _natural(one.value), _natural(two.value)
+        if (left_natural, right_natural) != (one.value, two.value):
+            if _terms(one.value) and _terms(two.value):  # an antiderivative has no log of base 10
+                yield left_natural, right_natural
+                yield from _shifted(left_natural, right_natural)
 
 
 def _names_a_function(name: Node | None) -> bool:
@@ -136,6 +144,13 @@ def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
                 continue
             point = {name: number(Fraction(1, 2 + at)) for at, name in enumerate(names)}
             yield whole, substituted(whole, point)
+
+
+def _natural(node: Node) -> Node:
+    """Return the tree with log as the natural logarithm."""
+    args = tuple(map(_natural, node.args))
+    name = "ln" if node.kind == "func" and node.text == "log" else node.text
+    return replace(node, args=args, text=name) if args else node
 
 
 def _terms(body: Node) -> list[str]:

@@ -29,6 +29,7 @@ from atts.evaluators.verdict import (
 )
 
 _PHRASE = 4  # words
+_BOLD = re.compile(r"\\(?:mathbf|bold|bm|pmb|bf)")
 _FORMULA = re.compile(r"\\mathrm\s*\{\s*(?:[A-Z][a-z]?)+\s*\}")
 _MATRIX_FACTOR = re.compile(
     r"(?:(?P<letter>[A-Z])|\((?P<letters>[A-Z ]{1,40})\))\s*(?:\^\s*\{?\s*(?P<exponent>-?[1-9])\s*\}?)?\s*"
@@ -184,7 +185,10 @@ def _matrix_product(text: str) -> list[tuple[str, int]] | None:
 def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> Verdict:
     """Return equal when any pair of readings is, else what the first pair gives."""
     first: Verdict | None = None
+    has_bold = _BOLD.search(one.text) or _BOLD.search(two.text)
     for gold, answer in product(one.trees, two.trees):
+        if has_bold:
+            gold, answer = views.unbold(gold, answer), views.unbold(answer, gold)
         if has(gold, "call") or has(answer, "call"):
             names = variables(gold) | variables(answer)
             gold, answer = (views.unapplied(node, names) for node in (gold, answer))

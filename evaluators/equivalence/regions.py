@@ -1,5 +1,6 @@
 """Sets of real numbers as their ends in order: intervals, inequalities, unions, set-builders."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from atts.evaluators.equivalence.evaluation import NotRational, exact
 from atts.evaluators.equivalence.probing import Prober
-from atts.evaluators.equivalence.views import FLIPPED, is_name
+from atts.evaluators.equivalence.views import FLIPPED, Family, entries, is_name, members, named
 from atts.evaluators.syntax.tree import (
     MINUS_ONE,
     REALS,
@@ -19,6 +20,7 @@ from atts.evaluators.syntax.tree import (
     number,
     quotient,
     substituted,
+    symbol,
     variables,
 )
 from atts.evaluators.verdict import TooLarge, Undecided, Undefined
@@ -286,3 +288,125 @@ def _rest(region: Region) -> Region:
     """Return the complement."""
     begun = region[1:] if region and region[0].value == BELOW else (_LOWEST, *region)
     return begun[:-1] if begun and begun[-1].value == INFINITY else (*begun, _HIGHEST)
+
+
+# ---- families of a parameter
+
+_MOST_CLASSES = 2_000
+
+
+def same_classes(prober: Prober, one: Family, two: Family) -> bool | None:
+    """Return whether two families of an integer have the same values; None where that is not clear.
+
+    Each is a union of arithmetic progressions, perhaps one for even integers and one for odd ones:
+    with a common period, these are the same if they leave the same remainders.
+    """
+    try:
+        sides = [_progressions(prober, each) for each in (one, two)]
+        if not all(sides):
+            return None
+        base, unit = sides[0][0]
+        scaled = [
+            [
+                (_share(prober, minus(start, base), unit), _share(prober, step, unit))
+                for start, step in side
+            ]
+            for side in sides
+        ]
+    except (Undecided, Undefined):
+        return None
+    steps = list[Fraction]()
+    for start, step in (each for side in scaled for each in side):
+        if start is None or step is None:
+            return None
+        steps.append(abs(step))
+    period = Fraction(
+        math.lcm(*(step.numerator for step in steps)),
+        math.gcd(*(step.denominator for step in steps)),
+    )
+    if sum(period / step for step in steps) > _MOST_CLASSES:
+        return None
+    first, second = (
+        {
+            (start + at * abs(step)) % period
+            for start, step in side
+            if start is not None and step is not None
+            for at in range(int(period / abs(step)))
+        }
+        for side in scaled
+    )
+    return first == second
+
+
+def _progressions(prober: Prober, family: Family) -> list[tuple[Node, Node]]:
+    """Return the starts and steps of a family's progressions; none where it has other values."""
+    found = list[tuple[Node, Node]]()
+    for member in members(family.value):
+        value = named(member).value
+        names = variables(value)
+        if len(names) != 1 or not names <= {*family.names} or has(value, "tuple", "relation"):
+            return []
+        (name,) = names
+        at = [substituted(value, {name: number(count)}) for count in range(8)]
+        for points in (at[:5], at[::2], at[1::2]):
+            steps = [minus(later, sooner) for sooner, later in pairwise(points)]
+            is_even = all(prober.equal(steps[0], step) for step in steps[1:])
+            if is_even and not prober.equal(steps[0], number(0)):
+                found.append((points[0], steps[0]))
+                if points == at[:5]:
+                    break
+            elif points != at[:5]:
+                return []
+    return found
+
+
+def _share(prober: Prober, part: Node, unit: Node) -> Fraction | None:
+    """Return part / unit as a fraction, None if it is not a simple one."""
+    value = prober.value(quotient(part, unit))
+    if isinstance(value, Fraction):
+        return value
+    if value.is_complex or abs(value.value.real) > 1_000_000:
+        return None
+    nearest = Fraction(float(value.value.real)).limit_denominator(1_000)
+    return nearest if prober.equal(part, Node("mul", (number(nearest), unit))) else None
+
+
+def reparametrised(prober: Prober, one: Family, two: Family) -> Node | None:
+    """Return the second family's value with its parameter written in the first one's.
+
+    That is a linear change which makes their first entries with a parameter equal; None where it
+    does not map all integers to all integers.
+    """
+    (name,) = one.names
+    (other,) = two.names
+    renamed = substituted(two.value, {other: symbol(name)})
+    pairs = zip(entries(one.value), entries(two.value), strict=False)
+    pair = next(
+        (each for each in pairs if name in variables(each[0]) and other in variables(each[1])), None
+    )
+    if pair is None:
+        return renamed
+    values = [
+        [substituted(side, {letter: number(at)}) for at in range(3)]
+        for side, letter in zip(pair, (name, other), strict=True)
+    ]
+    try:
+        slopes = [minus(each[1], each[0]) for each in values]
+        are_linear = all(
+            prober.equal(minus(each[2], each[1]), slope)
+            for each, slope in zip(values, slopes, strict=True)
+        )
+        if not are_linear or prober.equal(slopes[1], number(0)):
+            return renamed
+        factor = _share(prober, slopes[0], slopes[1])
+        shift = _share(prober, minus(values[0][0], values[1][0]), slopes[1])
+    except (Undecided, Undefined):
+        return renamed
+    if factor is None or shift is None or not factor:
+        return renamed
+    if one.home != "mathbb:R" and (abs(factor) != 1 or shift.denominator != 1):
+        return None
+    if one.home not in ("mathbb:R", "mathbb:Z") and (factor != 1 or shift):
+        return None
+    change = Node("add", (Node("mul", (number(factor), symbol(name))), number(shift)))
+    return substituted(two.value, {other: change})

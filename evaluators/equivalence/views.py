@@ -14,10 +14,12 @@ from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.syntax.tree import (
     REALS,
     Node,
+    canonical,
     grid,
     has,
     negated,
     number,
+    quotient,
     substituted,
     symbol,
     variables,
@@ -25,7 +27,8 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import FORMS, Dimension, is_generic, measure, squashed, words
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
-_INTEGERS = frozenset("nkmlj")
+_INTEGERS = frozenset("nkmljt")
+PARAMETERS = frozenset("tskmnruvljabcpq") | {"lambda", "mu", "alpha", "beta"}
 _INNER_CAPITAL = re.compile("[a-z][A-Z]")
 _CHAIN = frozenset({"=", "~"})
 _IMPLICATIONS = frozenset({"=>>", "<=>"})
@@ -147,8 +150,28 @@ def may_name_one(one: Node, two: Node) -> bool:
         is_same_function = one.text == two.text and len(one.args) == len(two.args)
         return one == two or (is_same_function and are_variables)
     if one.kind == "mul":
-        return sorted(map(repr, one.args)) == sorted(map(repr, two.args))
+        return canonical(one) == canonical(two)
     return one.kind == "symbol"
+
+
+def shortened(node: Node, other: Node) -> Node:
+    """Return m+n = 100+13 = 113 as m+n = 113, if the other answer is such an equation."""
+    if node.kind != "relation" or other.kind != "relation" or {*node.text.split()} != {"="}:
+        return node
+    first, *results = node.args
+    if len(results) < 2 or is_name(first) or not variables(first) or any(map(variables, results)):
+        return node
+    return Node("relation", (first, results[-1]), "=")
+
+
+def unbold(node: Node, other: Node) -> Node:
+    """Return bold letters as the other answer has them: under an arrow, or as plain ones."""
+    names = [each.text for each in node.walk() if each.text.startswith("bold ")]
+    if not names:
+        return node
+    has_arrows = any(each.text.startswith("vec ") for each in other.walk())
+    put = "vec " if has_arrows else ""
+    return substituted(node, {name: symbol(name.replace("bold ", put)) for name in names})
 
 
 def concluded(node: Node, other: Node) -> Node:
@@ -172,7 +195,10 @@ def stated_value(equation: Node, other: Node) -> Node | None:
     curve in x, y and z, a class of residues of an unknown.
     """
     if equation.kind == "congruence":
-        return equation.args[0] if _is_of_digits(equation) else None
+        # 6 (mod 11) says which remainder was asked for, unless the other answer says x = 6
+        rest, modulus = (arg.value for arg in equation.args)
+        is_rest = None not in (rest, modulus, other.value) and 0 <= (rest or 0) < (modulus or 0)
+        return equation.args[0] if _is_of_digits(equation) or is_rest else None
     if equation.kind != "relation" or equation.text != "=":
         return None
     left, right = equation.args
@@ -202,6 +228,15 @@ def _is_multiple(node: Node) -> bool:
     factor, unknown = node.args
     is_unknown = unknown.kind == "symbol" and len(unknown.text) == 1 and unknown.text.islower()
     return is_unknown and factor.value is not None and abs(factor.value) != 1
+
+
+def with_quotients(node: Node) -> Node:
+    """Return an equation of ratios of two parts as one of quotients."""
+    sides = [
+        quotient(*side.args) if side.kind == "ratio" and len(side.args) == 2 else side
+        for side in node.args
+    ]
+    return replace(node, args=tuple(sides))
 
 
 def residue(node: Node) -> Node:
@@ -320,35 +355,82 @@ def grouped(node: Node) -> Node:
     return Node("list", tuple(Node("tuple", tuple(sorted(part, key=repr)), "()") for part in parts))
 
 
+class Family(NamedTuple):
+    """A value for each of its parameters, and the set that these are from."""
+
+    value: Node
+    names: tuple[str, ...]
+    home: str
+
+
+def family(node: Node) -> Family | None:
+    """Return k pi, k in Z, or the set of these, as a family; None for anything else."""
+    if node.kind == "builder":
+        values = node.args[:1]
+        home = node.args[1]
+    elif node.kind == "list" and len(node.args) > 1:
+        *values, home = node.args
+    else:
+        return None
+    if home.kind != "relation" or home.text != "in" or home.args[0].kind != "symbol":
+        return None
+    where = "mathbb:R" if home.args[1] == REALS else home.args[1].text
+    if not where.startswith("mathbb:"):
+        return None
+    names = [home.args[0].text]
+    while len(values) > 1 and values[-1].kind == "symbol":  # (s, t+s), s, t in R
+        names.append(values[-1].text)
+        values = values[:-1]
+    are_values = all(each.kind != "relation" or each.text == "=" for each in values)
+    used = frozenset[str]().union(*(variables(named(each).value) for each in values))
+    if not are_values or not used.issuperset(names):
+        return None
+    value = values[0] if len(values) == 1 else Node("list", tuple(values), node.text)
+    return Family(value, tuple(names), where)
+
+
 def free(node: Node, other: Node) -> Node:
     """Return k pi, k in Z as k pi, if the other answer does not say what its integer is.
 
-    The integer gets the letter that the other answer has for it. Of two answers that both say so
-    each becomes the set of its values.
+    The integer gets the letter that the other answer has for it.
     """
-    value, name = _with_integer(node)
-    if name is None:
+    whole = family(node)
+    if whole is None or family(other) is not None:
         return node
-    if _with_integer(other)[1] is not None:
-        return Node("builder", (named(value).value, node.args[1]))
-    if other.kind in ("list", "set", "builder"):
+    is_simple = (
+        whole.value.kind not in ("list", "tuple") and named(whole.value).value.kind != "tuple"
+    )
+    if other.kind in ("list", "set", "builder") and is_simple:
         return node
-    if node.kind == "builder" and not variables(named(other).value) & _INTEGERS:
+    letters = PARAMETERS if whole.home == "mathbb:R" else _INTEGERS
+    if node.kind == "builder" and not variables(named(other).value) & letters:
         return node
-    names = variables(named(other).value) - variables(named(value).value)
-    is_other = len(names) == 1 and names <= _INTEGERS and name not in variables(other)
-    return substituted(value, {name: symbol(*names)}) if is_other else value
+    names = variables(named(other).value) - variables(named(whole.value).value)
+    if labels := labelled(other):
+        names = frozenset[str]().union(*map(variables, labels.values())) - variables(whole.value)
+    name = whole.names[0]
+    is_other = len(names) == 1 == len(whole.names) and names <= letters
+    if not is_other or name in variables(other):
+        return whole.value
+    return substituted(whole.value, {name: symbol(*names)})
 
 
-def _with_integer(node: Node) -> tuple[Node, str | None]:
-    """Return the value and the letter of k pi, k in Z, or of the set of these; else None for it."""
-    if node.kind not in ("list", "builder") or len(node.args) != 2:
-        return node, None
-    value, home = node.args
-    if home.kind != "relation" or home.text != "in" or home.args[1].text != "mathbb:Z":
-        return node, None
-    is_free = home.args[0].text in variables(value) and value.text in ("", "=")
-    return (value, home.args[0].text) if is_free else (node, None)
+def implied(node: Node, other: Family) -> Family | None:
+    """Return an answer as a family with the one usual letter that it has, like the other."""
+    value = named(node).value if node.kind != "list" else node
+    parts = [named(arg).value for arg in value.args] if value.kind == "list" else [value]
+    names = frozenset[str]().union(*map(variables, parts))
+    return (
+        Family(node, tuple(names), other.home) if len(names) == 1 and names <= _INTEGERS else None
+    )
+
+
+def entries(node: Node) -> tuple[Node, ...]:
+    """Return the values of a point, whose coordinates may have names."""
+    if labels := labelled(node):
+        return tuple(value for _, value in sorted(labels.items(), key=lambda item: item[0].text))
+    value = named(node).value
+    return value.args if value.kind == "tuple" else (value,)
 
 
 def says_alike(gold: Node, answer: Node) -> bool:

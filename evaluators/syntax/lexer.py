@@ -37,6 +37,7 @@ _ALIASES = spelled(table("function_names", dict[str, str]))
 _TEXT = words("text_macros")
 _UPRIGHT = words("upright")
 _BLANK = words("blank")
+_BOLD = words("bold")
 _COMMANDS: dict[str, tuple[TokenKind, str]] = {
     **{name: ("symbol", name.removeprefix("var")) for name in words("letters")},
     **{name: ("function", _ALIASES.get(name, name)) for name in FUNCTIONS | _ALIASES.keys()},
@@ -231,8 +232,11 @@ class _Lexer:
             return position  # \rm 5, \bf x: the switch is dropped
         content, after = _group(text, position)
         inside = content.strip()
-        if name in _UPRIGHT and len(inside) == 1 and inside.isalpha() and inside.isascii():
+        is_letter = len(inside) == 1 and inside.isalpha() and inside.isascii()
+        if name in _UPRIGHT and is_letter:
             self.add("symbol", inside)
+        elif name in _BOLD and is_letter and inside not in "efghijk":  # functions, unit vectors
+            self.add("symbol", f"bold {inside}")
         else:
             self.gap = True
             self.run(content, "text" if name in _UPRIGHT else "maths", depth + 1)
@@ -267,7 +271,7 @@ class _Lexer:
         elif len(run) == 1:
             is_article = mode == "text" and run == "a" and self.after("word")
             self.add("word" if is_article else "symbol", run)
-        elif mode == "text" or self._is_word(run):
+        elif mode == "text" or (self._is_word(run) and not (len(run) == 2 and ahead[:1] == "^")):
             self.add("word", run)
         else:
             # factors side by side; a known function at their start, or a root or pi after one

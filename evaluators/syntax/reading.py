@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -130,7 +130,35 @@ class Step(NamedTuple):
     put: str | Callable[[re.Match[str]], str]
 
 
-def _rewritten(text: str, steps: Sequence[Step]) -> str:
+class Stage(NamedTuple):
+    """The steps of one stage in their order, and which of them each mark calls for."""
+
+    steps: list[Step]
+    marks: tuple[str, ...]
+    steps_of: dict[str, list[int]]
+    always: list[int]  # those without marks, or for texts without them
+
+
+def _rewritten(text: str, stage: Stage) -> str:
+    """Return the text after the steps of a stage.
+
+    The marks of all steps are looked for at once, which is most of what a short answer takes; as
+    soon as a step has changed the text, the marks of each further step are looked for again.
+    """
+    tried = set(stage.always)
+    for mark in [mark for mark in stage.marks if mark in text]:
+        tried.update(stage.steps_of[mark])
+    for at in sorted(tried):
+        marks, is_without, pattern, put = stage.steps[at]
+        if is_without and any(mark in text for mark in marks):
+            continue
+        changed = pattern.sub(put, text)
+        if changed != text:
+            return _rewritten_from(changed, stage.steps[at + 1 :])
+    return text
+
+
+def _rewritten_from(text: str, steps: list[Step]) -> str:
     for marks, is_without, pattern, put in steps:
         is_tried = is_without or not marks
         for mark in marks:  # a plain loop: most of an answer's time would go into generators
@@ -183,6 +211,32 @@ def _chemistry(match: re.Match[str]) -> str:
     return re.sub(r"(?<=[A-Za-z0-9)\]}])([+-])(?=\s*(?:[+\\]|\Z))", r"^{\1}", formula)
 
 
+_UPRIGHT_MACRO = re.compile(r"\\(?:mathrm|text|rm)\s*\{((?:[^{}]|\{[^{}]*\}){0,60})\}")
+
+
+def _molecule(match: re.Match[str]) -> str:
+    """Return a formula of elements, parts of which are upright, without that type."""
+    formula = _UPRIGHT_MACRO.sub(r"\1", match[0]).replace(" ", "")
+    return match[0] if "\\" in formula else re.sub(r"\^([+-])", r"^{\1}", formula)
+
+
+def _plain_formula(match: re.Match[str]) -> str:
+    """Return CO2 as CO_2, if it has two elements."""
+    if len(re.findall("[A-Z]", match[1])) < 2:
+        return match[0]
+    return re.sub(r"(\d+)", r"_{\1}", match[1])
+
+
+def _parity(match: re.Match[str]) -> str:
+    """Return all odd integers, or that n is odd, as a class of n."""
+    return rf"{match[1] or 'n'} \equiv {1 if match[2] else 0} \pmod{{2}}"
+
+
+def _power(match: re.Match[str]) -> str:
+    """Return all powers of 2 as 2^k."""
+    return f"{ {'two': '2', 'three': '3'}.get(match[1].lower(), match[1]) }^k"
+
+
 def _formula(match: re.Match[str]) -> str:
     """Return a formula of elements without its upright type, if it has indices or a charge."""
     return match[1] if re.search("[_^]", match[1]) else match[0]
@@ -219,6 +273,10 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
     "classes": _classes,
     "chemistry": _chemistry,
     "formula": _formula,
+    "parity": _parity,
+    "power": _power,
+    "molecule": _molecule,
+    "plain_formula": _plain_formula,
     "parts": _parts,
     "vector": _vector,
     "repeating": _repeating,
@@ -229,20 +287,28 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
 }
 
 
-def _steps(name: str) -> list[Step]:
+def _stage(name: str) -> Stage:
     """Return the steps of a stage as the data file lists them."""
     steps = list[Step]()
+    steps_of = dict[str, list[int]]()
+    always = list[int]()
     for when, pattern, put in _REWRITES.table(name, list[tuple[str, str, str]]):
         marks = [when] if when == "\n" else when.removeprefix("!").split()
+        is_without = when[:1] == "!"
+        if is_without or not marks:
+            always.append(len(steps))
+        else:
+            for mark in marks:
+                steps_of.setdefault(mark, []).append(len(steps))
         replacement = _COMPUTED[put[1:]] if put[:1] == "=" else put
-        steps.append(Step(marks, when[:1] == "!", re.compile(pattern), replacement))
-    return steps
+        steps.append(Step(marks, is_without, re.compile(pattern), replacement))
+    return Stage(steps, tuple(steps_of), steps_of, always)
 
 
-_LINES = _steps("lines")
-_SIGNED = _steps("signs")
-_STEPS = _steps("steps")
-_LAST = _steps("last")
+_LINES = _stage("lines")
+_SIGNED = _stage("signs")
+_STEPS = _stage("steps")
+_LAST = _stage("last")
 
 
 # ---- reading
@@ -375,6 +441,9 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
         return _trees(rf"\mathbb{{R}}\setminus\{{{points}\}}", limits)[0]
     if "\\" in phrase or not FORMS["word"].search(phrase):
         return None
+    told = FORMS["told"].fullmatch(phrase)
+    if told:
+        phrase = told[1]
     fixed = _fixed(vocabulary.squashed(phrase))
     if fixed in vocabulary.SETS:
         return _trees(vocabulary.SETS[fixed], limits)[0]
@@ -385,7 +454,7 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
     value = vocabulary.number_in_words(phrase) if phrase.strip(" -")[:1].isalpha() else None
     if value is not None:
         return number(value, str(value))
-    return _amount_in_words(phrase)
+    return _amount_in_words(phrase) or (Node("word", text=fixed) if told else None)
 
 
 def _fixed(words: str) -> str:

@@ -1,6 +1,7 @@
 """A model is asked about unscored answers alone, and its verdicts are marked."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,26 @@ def test_the_command_asks_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [summary["judged"], summary["bad_records"]] == [0, 1]
 
 
+def test_the_detail_names_the_model_as_the_user_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine built for the judge has the name of a role, which says nothing to the user."""
+    from atts.api import answer_judge
+
+    engine = Judge("EQUAL")
+    monkeypatch.setattr(answer_judge, "build_engine", lambda *args, **options: engine)
+    ask = partial(
+        judge_unscored, grade([OPEN]), "hf:models/Big?dtype=bfloat16", "{reference}{answer}"
+    )
+    (one,) = anyio.run(ask)
+    assert one.verdict.detail.startswith("hf:models/Big says EQUAL")
+
+
 @pytest.mark.parametrize(
     "words",
-    [["--judge-prompt", "prompt.txt"], ["--judge", "vlm:http://a:1/M"]],
+    [
+        ["--judge-prompt", "prompt.txt"],
+        ["--judge", "vlm:http://a:1/M"],
+        ["--judge", "local:models/Big"],
+    ],
 )
 def test_misused_judge_options_are_usage_errors(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -11,7 +11,6 @@ from atts.evaluators.syntax.tree import (
     PI,
     TWO,
     Node,
-    has,
     minus,
     number,
     quotient,
@@ -61,12 +60,11 @@ def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
     if left != right or len(left) > 1:
         yield from _renamed(gold, answer, left, right, is_solution)
     yield from _shifted(one.value, two.value)
-    if has(one.value, "func") and has(two.value, "func"):
-        left_natural, right_natural = _natural(one.value), _natural(two.value)
-        if (left_natural, right_natural) != (one.value, two.value):
-            if _terms(one.value) and _terms(two.value):  # an antiderivative has no log of base 10
-                yield left_natural, right_natural
-                yield from _shifted(left_natural, right_natural)
+    if _terms(one.value) and _terms(two.value):  # no antiderivative has a log of base 10
+        natural = _natural(one.value), _natural(two.value)
+        if natural != (one.value, two.value):
+            yield natural
+            yield from _shifted(*natural)
 
 
 def _names_a_function(name: Node | None) -> bool:

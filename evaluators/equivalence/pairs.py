@@ -108,12 +108,17 @@ def matches_reference(
     """Return the verdict on an answer to a reference, which may be more closely stated.
 
     Where units may be missing, an answer may leave out the reference's percent sign: 28 is accepted
-    for 28 %. The converse is not: 28 % is another answer than 28.
+    for 28 %. The converse is not: 28 % is another answer than 28. An answer may say of which modulus
+    a remainder is: 6 (mod 11) is accepted for 6, but 6 is not for the class 6 (mod 11).
     """
     if not isinstance(reference, str):
         return _best([matches_reference(each, answer, kind, grading=grading) for each in reference])
     verdict = equivalent(reference, answer, kind, grading=grading)
-    if verdict.is_equal or kind != "math" or grading.units == "required":
+    if verdict.is_equal or kind != "math":
+        return verdict
+    if verdict.rule == "congruence" and _is_remainder(reference, answer):
+        return Verdict("equal", "congruence")
+    if grading.units == "required":
         return verdict
     trees = read(reference, LIMITS).trees
     if not trees or trees[0].kind != "percent":
@@ -121,6 +126,16 @@ def matches_reference(
     bare = _PERCENT.sub("", reference)
     lenient = equivalent(bare, answer, kind, grading=grading)
     return Verdict("equal", "percent") if lenient.is_equal else verdict
+
+
+def _is_remainder(reference: str, answer: str) -> bool:
+    """Return whether an answer is the reference, a number, with the modulus that it is less than."""
+    one = read(reference, LIMITS).trees
+    two = read(answer, LIMITS).trees
+    if not one or not two or two[0].kind != "congruence" or one[0].value is None:
+        return False
+    rest, modulus = (arg.value for arg in two[0].args)
+    return rest == one[0].value and modulus is not None and 0 <= rest < modulus
 
 
 def _verdict(same: bool, rule: str) -> Verdict:

@@ -195,10 +195,7 @@ def stated_value(equation: Node, other: Node) -> Node | None:
     curve in x, y and z, a class of residues of an unknown.
     """
     if equation.kind == "congruence":
-        # 6 (mod 11) says which remainder was asked for, unless the other answer says x = 6
-        rest, modulus = (arg.value for arg in equation.args)
-        is_rest = None not in (rest, modulus, other.value) and 0 <= (rest or 0) < (modulus or 0)
-        return equation.args[0] if _is_of_digits(equation) or is_rest else None
+        return equation.args[0] if _is_of_digits(equation) else None
     if equation.kind != "relation" or equation.text != "=":
         return None
     left, right = equation.args
@@ -366,7 +363,7 @@ class Family(NamedTuple):
 def family(node: Node) -> Family | None:
     """Return k pi, k in Z, or the set of these, as a family; None for anything else."""
     if node.kind == "builder":
-        values = node.args[:1]
+        values = [node.args[0]]
         home = node.args[1]
     elif node.kind == "list" and len(node.args) > 1:
         *values, home = node.args

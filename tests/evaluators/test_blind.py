@@ -10,6 +10,7 @@ import pytest
 
 from atts.core import Problem
 from atts.evaluators import equivalent, extract, grade, group, judge
+from atts.evaluators.equivalence.pairs import matches_reference
 
 FOLDER = Path(__file__).parent
 POLICY = {("110_2", "110"), ("9", "x^2=9")}
@@ -159,7 +160,7 @@ def test_texts(number: int) -> None:
         (r"\frac{4}{9}", r"\frac{4}{9}\text{ (in simplest form)}", True),
         (r"\frac{4}{9}", r"\frac{4}{9}, already reduced", True),
         ("0.25", "0.25 (as a decimal)", True),
-        ("4", r"4 \pmod{9}", True),
+        ("4", r"4 \pmod{9}", False),
         ("4", r"13 \pmod{9}", False),
         ("x=4", r"4 \pmod{9}", False),
         (r"\text{odd}", r"\text{The function is odd}", True),
@@ -272,6 +273,14 @@ def test_several_letters_are_one_choice() -> None:
     assert extract("B is false.\n\nAnswer: A, C", "choice") == "A, C"
     assert extract("Answer: A and D.", "choice") == "A, D"
     assert extract("Answer: A, because B is false", "choice") == "A"
+
+
+def test_an_answer_may_say_of_which_modulus_a_remainder_is() -> None:
+    """The reference is that remainder; the other way round a class lacks its modulus."""
+    assert matches_reference("4", r"4 \pmod{9}").is_equal
+    assert not matches_reference("4", r"13 \pmod{9}").is_equal
+    assert not matches_reference(r"4 \pmod{9}", "4").is_equal
+    assert not matches_reference("x=4", r"4 \pmod{9}").is_equal
 
 
 def test_a_problem_says_that_its_numbers_are_positive() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from atts.api import Setup, evaluate_sync
 from atts.core import Completion, Outcome, Rollout, SampleRequest
 from atts.errors import OptionError
 from atts.pipelines import Chunking, CoinGate, FixedGate, Gate, Policy
 from atts.pipelines.policy import Takeover
-from atts.testing import ScriptedEngine
+from atts.testing import ScriptedEngine, toy_problems
 
 Solve = Callable[..., list[Outcome]]
 BUDGET = 30
@@ -124,3 +127,24 @@ def test_an_impossible_budget_is_refused() -> None:
         Policy(thinking_tokens=0)
     with pytest.raises(OptionError, match="empty text"):
         Policy(thinking_tokens=10, thinking_end=" \n")
+
+
+def test_a_cut_run_resumes_to_the_same_texts(tmp_path: Path) -> None:
+    """Recorded calls are recalled under the same budget, and the end of the thinking is put in
+    again.
+    """
+    gate = CoinGate(0.3, seed=2)  # its decisions do not depend on the order of calls
+    setup = Setup(draft="scripted", target="scripted", gate=gate, policy=POLICY, seed=4)
+    problems = toy_problems(4, 5)
+    whole = evaluate_sync(problems, setup, directory=tmp_path / "whole")
+    assert any(thoughts(rollout) is not None for rollout in lines(list(whole.outcomes())))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    journal = tmp_path / "cut" / "journal.jsonl"
+    records = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(records[: len(records) // 2]))
+    again = evaluate_sync(problems, setup, directory=tmp_path / "cut")
+    texts = [
+        {(line.problem, line.sample): line.text for line in lines(list(result.outcomes()))}
+        for result in (whole, again)
+    ]
+    assert texts[0] == texts[1]

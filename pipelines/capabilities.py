@@ -19,7 +19,7 @@ from atts.pipelines.gates import (
     TopGate,
 )
 from atts.pipelines.policy import Policy
-from atts.pipelines.scores import ScoreSource, kind_of, source_of
+from atts.pipelines.scores import kind_of, source_of
 
 _BLIND = (FixedGate, CoinGate, CueGate)  # they never look at a score
 # they look at the score only, not at the draft's own evidence
@@ -41,8 +41,8 @@ def check_engines(
     source = source_of(policy.score)
     if isinstance(_innermost(gate), _BLIND):
         source = "votes"  # this gate uses no score
-    if source in ("log-probabilities", "question"):
-        _check_judge(source, target)
+    if source == "log-probabilities":
+        _check_scorer(target)
     if source == "draft":
         _check_logprobs(draft, "draft", "score kind draft")
     if policy.exact:
@@ -81,30 +81,19 @@ def _innermost(gate: Gate | RoundGate) -> Gate | RoundGate:
     return gate
 
 
-def _check_judge(source: ScoreSource, target: EngineSpec) -> None:
-    can = target.capabilities
-    findings = dict(target.findings)
-    if "score" in can or (source == "question" and "rate" in can):
+def _check_scorer(target: EngineSpec) -> None:
+    if "score" in target.capabilities:
         return
-    finding = findings.get("scores") or findings.get("rating") or ""
+    finding = dict(target.findings).get("scores") or ""
     reason = f" (its probe said {finding!r})" if finding.startswith("no") else ""
-    if source == "question":
-        problem = (
-            f"{target.engine} can neither score nor rate, and the method asks the target about "
-            f"every chunk{reason}"
-        )
-        raise UnsupportedByEngine(
-            target.name, problem, "Use a target that tells likely tokens, or scores"
-        )
-    also = "; method cascade needs no scores"
-    if "rate" in can:
-        also += ", and this one can rate: method spec-reason"
     problem = (
         f"{target.engine} cannot score, and the method has the target score every chunk{reason}"
     )
-    raise UnsupportedByEngine(
-        target.name, problem, f"Use a target on vLLM or SGLang, or a local one{also}"
+    advice = (
+        "Use a target on vLLM or SGLang, or a local one; method cascade, method spec-reason and "
+        "score.kind continuation need no scores"
     )
+    raise UnsupportedByEngine(target.name, problem, advice)
 
 
 def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:

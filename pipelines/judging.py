@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from atts.concurrency import collect
-from atts.core import Chunk, Decision, Features, ScoreRequest, Usage
+from atts.core import Chunk, Decision, Features, SampleRequest, ScoreRequest, Usage
 from atts.engine import Tokenizer
 from atts.errors import (
     CalibrationInputError,
@@ -25,12 +26,14 @@ from atts.pipelines.builder import KnownScore, Proposal, RolloutBuilder, rollout
 from atts.pipelines.context import RolloutEngine
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.scores import (
+    continuation_score,
     evidence,
     first_rejected_token,
     kind_of,
     mean_logprob,
     score_of,
 )
+from atts.sampling import Seed
 
 Round = Mapping[int, tuple[Features, float]]
 
@@ -251,6 +254,8 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
     source = builder.score_source
     if source == "question":
         return await _ask(builder, proposal)
+    if source == "continuation":
+        return await _compare_continuation(builder, proposal)
     if source == "draft":
         score = score_of(builder.score_rule, (), chunk)
         flaw = "the draft tells no log-probabilities" if math.isnan(score) else ""
@@ -283,6 +288,8 @@ async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     questions = VERDICT_QUESTIONS if is_verdict else RATING_QUESTIONS
     before = builder.ids("target", [proposal.chunk])
     answers: list[list[float]] = []
+    if not target.spec.capabilities & {"score", "rate"}:
+        return await _ask_in_text(builder, proposal, questions, is_verdict=is_verdict)
     for question in questions:
         asked, words = question.texts(target.tokenizer)
         prefix = before + asked
@@ -299,6 +306,85 @@ async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     if math.isnan(score):
         return replace(proposal, flaw="the target gives no expected word any probability")
     return replace(proposal, score=float(f"{score:.5g}"))
+
+
+async def _ask_in_text(
+    builder: RolloutBuilder,
+    proposal: Proposal,
+    questions: Sequence[Question],
+    *,
+    is_verdict: bool,
+) -> Proposal:
+    """Return the proposal with a score from short replies, for a target that reports no chances.
+
+    The replies are draws from the target's distribution, so the shares of the words among them
+    estimate the chances that other targets report.
+    """
+    target = builder.target
+    rollout = builder.rollout
+    before = builder.ids("target", [proposal.chunk])
+    requests: list[SampleRequest] = []
+    for question in questions:
+        asked, _ = question.texts(target.tokenizer)
+        for _ in range(_REPLIES // len(questions)):
+            purpose = f"question {len(requests)}"
+            seed = Seed(builder.context.seed, rollout.problem, rollout.sample, builder.turn, "target",
+                        purpose=purpose)  # fmt: skip
+            requests.append(
+                SampleRequest(
+                    before + asked, _REPLY_TOKENS, seed=seed, rollout=builder.name,
+                    logprobs="unneeded",
+                )
+            )  # fmt: skip
+    try:
+        replies = await collect([partial(target.sample, request) for request in requests])
+    except EngineError as error:
+        return replace(proposal, flaw=_excuse(error))
+    written = sum(len(reply.ids) for reply in replies)
+    read = len(proposal.chunk.target_ids)
+    builder.count(
+        Usage(
+            target_tokens=written,
+            wasted_tokens=written,
+            target_prefill_tokens=read,
+            calls=len(replies),
+        )
+    )
+    each = len(replies) // len(questions)
+    counts = [
+        question.counts([reply.text for reply in replies[place * each : (place + 1) * each]])
+        for place, question in enumerate(questions)
+    ]
+    if not any(map(sum, counts)):
+        return replace(proposal, flaw="the target's replies hold no expected word")
+    # Jeffreys' prior: a few draws prove no word impossible
+    answers = [[math.log(count + 0.5) for count in row] for row in counts]
+    score = verdict_score(answers) if is_verdict else rating_score(answers)
+    return replace(proposal, score=float(f"{score:.5g}"))
+
+
+async def _compare_continuation(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
+    """Return the proposal with the score of what the target writes in the chunk's place."""
+    target = builder.target
+    request = builder.request("target")
+    seed = replace(request.seed, purpose="continuation")
+    request = replace(
+        request,
+        max_tokens=min(request.max_tokens, _CONTINUED),
+        sampling=replace(request.sampling, temperature=0.0),
+        seed=seed,
+        logprobs="unneeded",
+    )
+    try:
+        own = await target.sample(request)
+    except EngineError as error:
+        return replace(proposal, flaw=_excuse(error))
+    written = len(own.ids)
+    read = max(0, len(request.ids) - own.cached_tokens)
+    builder.count(
+        Usage(target_tokens=written, wasted_tokens=written, target_prefill_tokens=read, calls=1)
+    )
+    return replace(proposal, score=continuation_score(proposal.chunk.text, own.text))
 
 
 async def _logprob(target: RolloutEngine, request: ScoreRequest) -> float:
@@ -329,6 +415,11 @@ YES = "Yes"
 NO = "No"
 
 
+_REPLIES = 4  # drawn for one score where a target reports no chances
+_REPLY_TOKENS = 4  # some tokenizers put a space or a line break before the word
+_CONTINUED = 32  # tokens of the target's own continuation that a chunk is compared with
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """A text that ends where the target would answer, and the words whose chances are compared."""
@@ -339,6 +430,20 @@ class Question:
     def texts(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
         """Return the ids of the question, and of each word."""
         return tokenizer.encode(self.text), [tokenizer.encode(word) for word in self.words]
+
+    def counts(self, replies: Sequence[str]) -> list[int]:
+        """Count the replies that name each word first.
+
+        >>> Question("Correct?", ("Yes", "No")).counts([" yes.", "No, yes", "Maybe"])
+        [1, 1]
+        """
+        pattern = re.compile(rf"\b({'|'.join(self.words)})\b", re.IGNORECASE)
+        counts = dict.fromkeys(map(str.lower, self.words), 0)
+        for reply in replies:
+            named = pattern.search(reply)
+            if named is not None:
+                counts[named.group().lower()] += 1
+        return list(counts.values())
 
 
 RATING_QUESTIONS = (Question(RATING, tuple(str(digit) for digit in range(10))),)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Annotated, Literal, get_args
 
 from atts.core import Chunk
@@ -12,17 +14,27 @@ from atts.errors import OptionError
 from atts.pipelines.votes import Tally
 
 ScoreKind = Literal[
-    "mean", "worst", "byte", "speculative", "draft", "rating", "verdict", "disagreement"
+    "mean",
+    "worst",
+    "byte",
+    "speculative",
+    "draft",
+    "rating",
+    "verdict",
+    "continuation",
+    "disagreement",
 ]
 SCORE_KINDS: tuple[ScoreKind, ...] = get_args(ScoreKind)
-ScoreSource = Literal["log-probabilities", "draft", "question", "votes"]
+ScoreSource = Literal["log-probabilities", "draft", "question", "continuation", "votes"]
 """What a score is made of: the target's log-probabilities of the chunk, the draft's own, the
-target's answer to a question about it, or the votes of a problem's rollouts.
+target's answer to a question about it, what the target writes in its place, or the votes of a
+problem's rollouts.
 """
 _SOURCES: Mapping[ScoreKind, ScoreSource] = {
     "draft": "draft",
     "rating": "question",
     "verdict": "question",
+    "continuation": "continuation",
     "disagreement": "votes",
 }
 
@@ -54,6 +66,8 @@ class ScoreRule:
         nothing, so the score is free.
     rating: 10 less the target's rating of the chunk from 0 to 9, which takes single tokens after it.
     verdict: one over the chance that the target calls the chunk correct, asked in both orders.
+    continuation: 2 less the share of words that the chunk's beginning and the target's own
+        continuation have in common. The target writes so much for every chunk.
     disagreement: the number of a problem's rollouts over the votes for its leading answer. It is
         the score of whole problems and of nothing else.
     """
@@ -181,6 +195,35 @@ def disagreement(count: Tally, rollouts: int) -> float:
     """
     leading = count.counts[0] if count.counts else 0.5
     return float(f"{max(rollouts, 1) / leading:.5g}")
+
+
+_WORD = re.compile(r"\d+(?:\.\d+)?|\w+|[^\w\s]")
+
+
+def continuation_score(chunk: str, own: str) -> float:
+    """Return 2 less the share of words that a chunk and the target's own continuation share.
+
+    Words are compared in order, up to the length of the shorter text. Numbers count three times:
+    two solutions may word a step alike and differ in its value.
+
+    >>> continuation_score("So 4 + 3 = 7.", "So 4 + 3 = 7. Then"), continuation_score("a 7", "a 8")
+    (1.0, 1.75)
+    """
+    ours = _WORD.findall(chunk)
+    theirs = _WORD.findall(own)
+    length = min(len(ours), len(theirs))
+    if not length:
+        return 1.0 if not ours and not theirs else 2.0
+    blocks = SequenceMatcher(
+        None, ours[:length], theirs[:length], autojunk=False
+    ).get_matching_blocks()
+    shared = sum(sum(map(_weight, ours[block.a : block.a + block.size])) for block in blocks)
+    total = max(sum(map(_weight, ours[:length])), sum(map(_weight, theirs[:length])))
+    return float(f"{2 - shared / total:.5g}")
+
+
+def _weight(word: str) -> int:
+    return 3 if word[0].isdigit() else 1
 
 
 def mean_logprob(chunk: Chunk) -> float:

@@ -400,7 +400,10 @@ def _key(state: ReadingState) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Planted skill with which a toy model answers prompts that hold numbered solutions.
+    """Planted skill with which a toy model answers questions about steps and solutions.
+
+    A question that `atts.pipelines` asks about the last step (a verdict or a rating) is answered
+    correctly with probability `judge`. The other fields are about prompts with numbered solutions.
 
     With probability `first` it calls the first solution correct without a look. Otherwise it names
     the correct one with probability `skill`, and the wrong one else; a fair coin decides where both
@@ -410,6 +413,18 @@ class Selector:
 
     skill: float = 0.8
     first: float = 0.0
+    judge: float = 0.8
+
+    def verdict(self, question: str, is_right: bool, seed: Seed) -> str | None:
+        """Return the reply to a question about the last step; None if it asks something else."""
+        is_rating = question.endswith(_RATES)
+        if not is_rating and not (question.endswith(_ANSWERS) and _JUDGES in question):
+            return None
+        (draw,) = uniforms(replace(seed, purpose=f"judge {seed.purpose}"), 1).tolist()
+        says_right = is_right == (draw < self.judge)
+        if is_rating:
+            return "8" if says_right else "2"
+        return "Yes" if says_right else "No"
 
     def reply(self, text: str, seed: Seed) -> str | None:
         """Return the reply to a prompt, None for a prompt without two solutions."""
@@ -435,6 +450,11 @@ class Selector:
 _SOLUTION = "Solution {}:"
 _NUMBERED = re.compile(r"Solution \d+:")
 _COMPARES = "Correct: 1"
+_JUDGES = "Is the last step correct?"
+_ANSWERS = "Answer:"
+_RATES = "I think the quality score is:"
+_QUESTION_IDS = 160  # at the end of a prompt, spelt letter by letter
+_QUESTION_REPLY = 8  # tokens, at most, of a reply to a question about a step
 
 
 class Writer:
@@ -453,6 +473,12 @@ class Writer:
         # a prompt that asks about solutions; nothing is written yet
         if request.ids and request.ids[-1] == _ASSISTANT:
             reply = self._selector.reply(model.tokenizer.decode(request.ids), request.seed)
+            if reply is not None:
+                return self._spelt(reply, request)
+        elif request.max_tokens <= _QUESTION_REPLY:
+            state = self._read(request.ids)
+            tail = model.tokenizer.decode(request.ids[-_QUESTION_IDS:]).rstrip()
+            reply = self._selector.verdict(tail, state.value == state.truth, request.seed)
             if reply is not None:
                 return self._spelt(reply, request)
         end = self.model.tokenizer.end_id

@@ -154,6 +154,13 @@ STUDIES = {
         0,
         90,
     ),
+    "hosted": Study(
+        "scores that need no log-probabilities, over a chat API that reports none",
+        "servers:study_hosted",
+        0,
+        120,
+        smallest=True,
+    ),
     "serve": Study(
         "processor time of the endpoint, compared with a bare echo, and a soak of it",
         "serving:study_serve",

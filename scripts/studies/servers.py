@@ -22,7 +22,7 @@ import anyio
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from atts.api import Setup, answers_for
+from atts.api import Setup, answers_for, evaluate
 from atts.api.setup import embedded_scores
 from atts.concurrency import collect
 from atts.core import (
@@ -37,17 +37,27 @@ from atts.core import (
     TokenIds,
 )
 from atts.engine import Engine, EngineSpec, Tokenizer
+from atts.evaluators import compare_runs
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Graph, Limit, ProblemScope, measure
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path
-from atts.pipelines import Context, solve
-from atts.run import EngineCalls
+from atts.pipelines import Chunking, Context, Policy, ScoreRule, solve
+from atts.pipelines.scores import ScoreKind
+from atts.run import EngineCalls, RunResult
 from atts.sampling import Seed
 from atts.servers import RemoteEngine, RemoteOptions
-from atts.testing import DialectServer, ToyTokenizer, run_virtual
+from atts.testing import (
+    DialectServer,
+    ScriptedEngine,
+    Selector,
+    ServerQuirks,
+    ToyTokenizer,
+    run_virtual,
+    toy_problems,
+)
 from scripts.studies.graph import Recording
-from scripts.studies.harness import Options, Row, Spent, Spread, Table, say
+from scripts.studies.harness import Options, Row, Spent, Spread, Table, interval, points, say
 from scripts.studies.modelled import PAIRS, BatchedEngine, Cost, Pair
 
 DELAY_SECONDS = 0.05
@@ -537,3 +547,148 @@ def _table(
         f"machine's cores, of which a call takes {1e3 * each:.1f} ms, all of them together. "
         f"{spent.disturbance()}",
     )
+
+
+# Hosted targets: a chat API that reports no log-probabilities.
+
+HOSTED_RATE = 0.2
+HOSTED_SAMPLES = 4
+_CHUNKS = Chunking(64, 64, ("\n\n",))
+
+
+@dataclass(frozen=True, slots=True)
+class HostedArm:
+    """A row of the comparison: what judges, over which engine, and the coin that it is compared
+    with.
+    """
+
+    name: str
+    method: str
+    kind: ScoreKind = "mean"
+    unit: Literal["chunks", "problems"] = "chunks"
+    is_hosted: bool = True  # False: the target is local, and reports log-probabilities
+
+    @property
+    def coin(self) -> str:
+        """Return the name of the coin that escalates the same unit."""
+        return f"coin, {self.unit}"
+
+    def setup(self, target: str | Engine, draft: str | Engine, seed: int) -> Setup:
+        """Return the setup with its target."""
+        policy = Policy(
+            samples=HOSTED_SAMPLES,
+            max_tokens=512,
+            chunking=_CHUNKS,
+            early_stop="none",
+            score=ScoreRule(self.kind),
+            escalates="problem" if self.unit == "problems" else "chunk",
+        )
+        return Setup(draft, target, method=self.method, rate=HOSTED_RATE, policy=policy, seed=seed)
+
+
+HOSTED_ARMS = (
+    HostedArm("draft alone", "draft-only"),
+    HostedArm("coin, chunks", "coin"),
+    HostedArm("continuation", "atts", "continuation"),
+    HostedArm("rating in text", "atts", "rating"),
+    HostedArm("verdict in text", "atts", "verdict"),
+    HostedArm("mean, with log-probabilities", "atts", "mean", is_hosted=False),
+    HostedArm("coin, problems", "coin", "disagreement", "problems"),
+    HostedArm("disagreement", "cascade", "disagreement", "problems"),
+    HostedArm("target alone", "target-only"),
+)
+
+
+def study_hosted(options: Options) -> list[Table]:
+    """Run every score that needs no log-probabilities over a chat API that reports none."""
+    count = options.pick(40, 100, 400)
+    toy = DialectServer(
+        partial(ScriptedEngine, "target", selector=Selector(judge=0.8)),
+        "chat",
+        quirks=ServerQuirks(ratings="off"),
+    )
+    tables = [
+        anyio.run(
+            _hosted_table,
+            "scripted pair, whose target judges a step correctly with probability 0.8",
+            (toy, "scripted", "scripted"),
+            toy_problems(count, options.seed),
+            HOSTED_ARMS,
+            options.seed,
+        )
+    ]
+    embedded = DialectServer(
+        partial(LocalEngine, path("target"), name="target", options=LocalOptions(threads=1)),
+        "chat",
+        quirks=ServerQuirks(ratings="off"),
+    )
+    asked = [one for one in HOSTED_ARMS if one.kind not in ("rating", "verdict")]
+    tables.append(
+        anyio.run(
+            _hosted_table,
+            "embedded pair, whose models answer no questions",
+            (embedded, "embedded", "embedded"),
+            arithmetic("test", options.pick(20, 40, 200)),
+            asked,
+            options.seed,
+        )
+    )
+    return tables
+
+
+async def _hosted_table(
+    title: str,
+    engines: tuple[DialectServer, str, str],
+    problems: Sequence[Problem],
+    arms: Sequence[HostedArm],
+    seed: int,
+) -> Table:
+    """Run the arms on the same problems, and return their table."""
+    server, draft, local = engines
+    results: dict[str, RunResult] = {}
+    with server:
+        hosted = f"openai:{server.url}/v1/toy?context=2048&prefill=continue"
+        for one in arms:
+            say(f"hosted: {one.name}, {title}")
+            setup = one.setup(hosted if one.is_hosted else local, draft, seed)
+            results[one.name] = await evaluate(problems, setup)
+    rows: list[Row] = []
+    for one in arms:
+        result = results[one.name]
+        usage = result.usage
+        gain = "-"
+        if one.kind != "mean" or one.method == "atts":
+            coin = results[one.coin]
+            if one.name != one.coin:
+                gain = points(compare_runs(_shares(coin), _shares(result)).difference, digits=1)
+        rows.append(
+            (
+                one.name,
+                result.rate.counted() if result.rate.n_samples else "-",
+                interval(result.summary.samples_right),
+                interval(result.accuracy),
+                gain,
+                round(usage.target_tokens / len(problems)),
+                round(usage.scored_tokens / len(problems)),
+                round(usage.calls / len(problems), 1),
+            )
+        )
+    return Table.of(
+        f"Scores over a chat API without log-probabilities: {title}",
+        "score | escalated | pass@1 | vote | pass@1 above its coin, points | "
+        "target tokens written, a problem | scored | calls",
+        rows,
+        f"{len(problems)} problems, {HOSTED_SAMPLES} rollouts each, nominal rate {HOSTED_RATE}; 95 % "
+        "intervals over problems. Each score is compared with the coin that escalates the same "
+        "unit, on the same problems. The scripted target's replies to one question are independent, "
+        "so four of them judge better than one; those of a real model are not.",
+    )
+
+
+def _shares(result: RunResult) -> list[float]:
+    """Return the share of correct rollouts of each problem."""
+    shares: list[float] = []
+    for problem in result.problems:
+        verdicts = [one.verdict for one in problem.complete_samples]
+        shares.append(verdicts.count("correct") / max(1, len(verdicts)))
+    return shares

@@ -6,19 +6,22 @@ import math
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import pytest
 
-from atts.api import Setup
-from atts.core import Chunk, Outcome, Sampling, ScoreRequest, Scores
-from atts.engine import Capability, EngineAround, EngineSpec
+from atts.api import Setup, evaluate
+from atts.core import Chunk, Completion, Outcome, Sampling, ScoreRequest, Scores
+from atts.engine import Capability, Engine, EngineAround, EngineSpec
 from atts.errors import OptionError, UnsupportedByEngine
-from atts.pipelines import FixedGate, Gate, Policy, ScoreRule, check_engines
+from atts.evaluators import compare_runs
+from atts.pipelines import Gate, Policy, ScoreRule, check_engines
 from atts.pipelines.gates import NonLearningGate
 from atts.pipelines.judging import rating_score, verdict_score
 from atts.pipelines.scores import ScoreKind, score_of, source_of
-from atts.testing import ScriptedEngine
+from atts.run import RunResult
+from atts.testing import ScriptedEngine, Selector, run_virtual, toy_problems
 
 Solve = Callable[..., list[Outcome]]
 OF_CHUNKS = tuple(kind for kind in get_args(ScoreKind) if kind != "disagreement")
@@ -67,10 +70,12 @@ class Scoring(NonLearningGate):
         return features.decision("accept", score=score)
 
 
-def auroc(kind: ScoreKind, attempt: Solve, errors: float = 0.0) -> float:
+def auroc(
+    kind: ScoreKind, attempt: Solve, errors: float = 0.0, target: Engine | None = None
+) -> float:
     """Return the chance that a wrong step scores worse than a right one."""
     policy = Policy(samples=4, score=ScoreRule(kind), early_stop="none")
-    outcomes = attempt(policy, Scoring(), problems=40, target=Grader(errors), seed=1)
+    outcomes = attempt(policy, Scoring(), problems=40, target=target or Grader(errors), seed=1)
     wrong: list[float] = []
     right: list[float] = []
     for outcome in outcomes:
@@ -94,6 +99,75 @@ def test_a_score_with_skill_finds_planted_mistakes(kind: ScoreKind, attempt: Sol
 def test_an_answer_without_skill_finds_nothing(kind: ScoreKind, attempt: Solve) -> None:
     """A target that answers by lot is a coin."""
     assert 0.4 < auroc(kind, attempt, errors=0.5) < 0.6
+
+
+def mute(judge: float = 0.8) -> ScriptedEngine:
+    """Return a target that writes text and reports nothing else, as hosted ones do."""
+    writes: frozenset[Capability] = frozenset({"sample"})
+    return ScriptedEngine("target", capabilities=writes, selector=Selector(judge=judge))
+
+
+@pytest.mark.parametrize("kind", ["rating", "verdict", "continuation"])
+def test_a_target_without_log_probabilities_is_asked_in_text(
+    kind: ScoreKind, attempt: Solve
+) -> None:
+    """Its replies find planted mistakes about as often as its planted skill allows."""
+    assert auroc(kind, attempt, target=mute()) > 0.7
+    if kind != "continuation":
+        assert 0.4 < auroc(kind, attempt, target=mute(judge=0.5)) < 0.6
+
+
+@pytest.mark.parametrize("kind", ["rating", "verdict", "continuation"])
+def test_scores_without_log_probabilities_beat_a_coin_at_equal_rate(kind: ScoreKind) -> None:
+    """Whole runs: the rate is met, and single rollouts are correct more often than with a coin."""
+
+    def run(method: str, score: ScoreKind) -> RunResult:
+        policy = Policy(samples=4, early_stop="none", score=ScoreRule(score))
+        setup = Setup("scripted", mute(), method=method, policy=policy)
+        return run_virtual(partial(evaluate, toy_problems(40, 5), setup))
+
+    found = run("atts", kind)
+    coin = run("coin", "mean")
+    assert abs(found.rate.value - coin.rate.value) < 0.03
+    assert found.unscored == 0
+    difference = compare_runs(_shares(coin), _shares(found)).difference
+    assert difference.low > 0
+    # asked, written and thrown away: it is part of what the target wrote
+    assert found.usage.target_tokens > coin.usage.target_tokens
+    assert found.usage.wasted_tokens > coin.usage.wasted_tokens
+    assert found.usage.scored_tokens == 0
+
+
+def _shares(result: RunResult) -> list[float]:
+    """Return the share of correct rollouts of each problem."""
+    return [
+        sum(one.verdict == "correct" for one in problem.samples) / len(problem.samples)
+        for problem in result.problems
+    ]
+
+
+class Silent(EngineAround):
+    """A hosted target that answers no question."""
+
+    async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Return other words where a question is asked."""
+        if request.max_tokens <= 4:
+            ids = self.tokenizer.encode("Hmm")
+            return Completion(ids, "Hmm", "length", (0.0,) * len(ids))
+        return await call(request)
+
+
+def test_a_question_without_an_answer_is_met_by_escalation(attempt: Solve) -> None:
+    """Replies without an expected word are no score, and the reason is recorded."""
+    policy = Policy(samples=2, score=ScoreRule("verdict"), early_stop="none")
+    outcomes = attempt(policy, Scoring(), problems=2, target=Silent(mute(), "own"))
+    turns = [turn for one in outcomes for line in one.rollouts for turn in line.turns]
+    judged = [turn for turn in turns if turn.decision is not None]
+    assert judged
+    for turn in judged:
+        assert turn.decision is not None
+        assert turn.decision.origin == "forced"
+        assert "no expected word" in turn.note
 
 
 def test_every_score_is_at_least_one_and_worse_is_higher() -> None:
@@ -146,20 +220,19 @@ def spec(*, scores: bool, logprobs: bool) -> EngineSpec:
 
 def test_engines_are_checked_for_what_the_score_is_made_of() -> None:
     """A hosted target needs no scores where the draft's own or the votes do."""
-    mute = spec(scores=False, logprobs=False)
+    writer = spec(scores=False, logprobs=False)
     plain = spec(scores=False, logprobs=True)
     gate: Gate = Scoring()
-    check_engines(Policy(score=ScoreRule("draft")), gate, plain, mute)
+    check_engines(Policy(score=ScoreRule("draft")), gate, plain, writer)
     problems = Policy(score=ScoreRule("disagreement"), escalates="problem")
-    check_engines(problems, gate, mute, mute)
+    check_engines(problems, gate, writer, writer)
     with pytest.raises(UnsupportedByEngine, match="no log-probabilities"):
-        check_engines(Policy(score=ScoreRule("draft")), gate, mute, mute)
+        check_engines(Policy(score=ScoreRule("draft")), gate, writer, writer)
     for kind in ("mean", "worst", "speculative"):
         with pytest.raises(UnsupportedByEngine, match="cannot score"):
             check_engines(Policy(score=ScoreRule(kind)), gate, plain, plain)
-    with pytest.raises(UnsupportedByEngine, match="neither score nor rate"):
-        check_engines(Policy(score=ScoreRule("verdict")), gate, plain, plain)
-    check_engines(Policy(score=ScoreRule("verdict")), FixedGate("accept"), plain, plain)
+    for kind in ("verdict", "rating", "continuation"):  # asked for in text
+        check_engines(Policy(score=ScoreRule(kind)), gate, writer, writer)
 
 
 def test_votes_score_problems_and_nothing_else() -> None:

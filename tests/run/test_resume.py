@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -33,7 +33,15 @@ from atts.journal import (
     Warned,
     open_run,
 )
-from atts.pipelines import CappedGate, Chunking, ConformalGate, Policy, ScoreRule, TopGate
+from atts.pipelines import (
+    CappedGate,
+    Chunking,
+    ConformalGate,
+    Policy,
+    ScoreRule,
+    ThresholdGate,
+    TopGate,
+)
 from atts.run import RunResult, evaluate
 from atts.testing import Faults, Latency, ScriptedEngine, toy_problems
 
@@ -91,6 +99,29 @@ def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcome
             .read_bytes()
             .startswith(before[: before.rfind(b"\n") + 1])
         )
+        events = world.events("copy")
+        assert sum(isinstance(event, Sampled) for event in events) == calls
+        assert not [event for event in events if isinstance(event, Warned)]
+
+
+@pytest.mark.parametrize("kind", ["verdict", "continuation"])
+def test_scores_asked_for_in_text_are_recalled(
+    world: Any, outcomes: Outcomes, kind: Literal["verdict", "continuation"]
+) -> None:
+    """A target without log-probabilities answers in text: no question is asked twice."""
+    writes: frozenset[Capability] = frozenset({"sample"})
+
+    def plan() -> Any:
+        policy = Policy(samples=3, early_stop="none", score=ScoreRule(kind))
+        target = ScriptedEngine("target", latency=QUICK, capabilities=writes)
+        return world.plan(policy=policy, target=target, gate=ThresholdGate(1.3))
+
+    first = world.run(plan(), world.session(), problems=3)
+    calls = sum(isinstance(event, Sampled) for event in world.events())
+    for place in cuts(world.tmp_path / "run", 5, seed=2):
+        torn_copy(world, place)
+        again = world.run(plan(), world.session("copy"), problems=3)
+        assert (again.status, outcomes(again)) == ("finished", outcomes(first))
         events = world.events("copy")
         assert sum(isinstance(event, Sampled) for event in events) == calls
         assert not [event for event in events if isinstance(event, Warned)]

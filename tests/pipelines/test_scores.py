@@ -158,7 +158,7 @@ class Silent(EngineAround):
 
 
 def test_a_question_without_an_answer_is_met_by_escalation(attempt: Solve) -> None:
-    """Replies without an expected word are no score, and the reason is recorded."""
+    """Replies without an expected word give no score, and the reason is recorded."""
     policy = Policy(samples=2, score=ScoreRule("verdict"), early_stop="none")
     outcomes = attempt(policy, Scoring(), problems=2, target=Silent(mute(), "own"))
     turns = [turn for one in outcomes for line in one.rollouts for turn in line.turns]

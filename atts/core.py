@@ -25,7 +25,7 @@ Origin = Literal["gate", "forced", "warm-up", "budget", "certificate", "recalled
 escalated yet. "budget": the cap on escalations is used up. "certificate": the gate of a certified
 policy. "recalled": a decision of an earlier session of the same run.
 """
-AnswerKind = Literal["math", "choice", "text"]
+AnswerKind = Literal["math", "choice", "text", "code"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
 """Why a rollout stopped.
 

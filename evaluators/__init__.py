@@ -51,6 +51,15 @@ if TYPE_CHECKING:
         gain_over_coin,
         within_question_auroc,
     )
+    from atts.evaluators.programs import (
+        Case,
+        ProgramRun,
+        ProgramTests,
+        ProgramVotes,
+        check_confinement,
+        find_program,
+        run_program,
+    )
     from atts.evaluators.verdict import RULES, Limits, Status, Verdict
 
     # isort: off
@@ -79,18 +88,21 @@ _NAMES = {
     "maj_at_k pass_at_k pass_hat_k rate samples_of score votes",
     "metrics.power": "Power VarianceSplit difference_spread paired_power variance_split",
     "metrics.ranking": "LabelledChunk gain_over_coin within_question_auroc",
+    "programs": "Case ProgramRun ProgramTests ProgramVotes check_confinement find_program run_program",
     "verdict": "Limits RULES Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
-    "BENCHMARKS", "BadRecord", "Benchmark", "Columns", "Comparison", "ConfidenceSequence", "Counts", "Dataset",
+    "BENCHMARKS", "BadRecord", "Benchmark", "Case", "Columns", "Comparison", "ConfidenceSequence", "Counts", "Dataset",
     "Estimate", "Exercise", "Extraction", "GradeTally", "GradedRecord", "LabelledChunk", "Limits",
-    "LoadOptions", "McNemar", "Power", "RULES", "Samples", "Scorecard", "Selection", "Sequential", "Status",
-    "VarianceSplit", "Verdict", "Votes", "accuracy_estimate", "answer_classes", "avg_at_n", "cached_snapshot",
+    "LoadOptions", "McNemar", "Power", "ProgramRun", "ProgramTests", "ProgramVotes",
+    "RULES", "Samples", "Scorecard", "Selection", "Sequential", "Status",
+    "VarianceSplit", "Verdict", "Votes", "accuracy_estimate", "answer_classes", "avg_at_n", "cached_snapshot", 
+    "check_confinement",
     "compare_in_order", "compare_runs", "count", "difference_spread", "equivalent", "exercises", "extract",
-    "extraction", "find_benchmark", "g_pass_at_k", "gain_over_coin", "grade", "grade_all", "group", "holm",
+    "extraction", "find_benchmark", "find_program", "g_pass_at_k", "gain_over_coin", "grade", "grade_all", "group", "holm",
     "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar", "mean_estimate", "paired_power", "pass_at_k",
-    "pass_hat_k", "problems_needed", "rate", "read_records", "reference", "samples_of", "score", "select",
+    "pass_hat_k", "problems_needed", "rate", "read_records", "reference", "run_program", "samples_of", "score", "select",
     "share_estimate", "takes_long", "unmarked", "variance_split", "votes", "within_question_auroc",
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from atts.core import AnswerKind
 from atts.errors import OptionError
+from atts.evaluators.programs import find_program
 from atts.evaluators.syntax.vocabulary import Tables
 
 _DATA = Tables(Path(__file__).with_name("answers.toml"))
@@ -17,7 +18,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
 
 Fallback = Literal["none", "statement", "number"]
-Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
+Rule = Literal["given", "program", "box", "marker", "statement", "number", "cut", "none"]
 MOST_CHARACTERS = 1_000_000  # at the end of a text that are looked at for an answer
 _TAIL = 4_000  # characters at the end that are looked at for a statement
 _NUMBER = PATTERNS["number"]
@@ -158,6 +159,9 @@ def extraction(
     for name, asked, known in (("kind", kind, AnswerKind), ("fallback", fallback, Fallback)):
         if asked not in get_args(known):
             raise OptionError(f"{name} {asked}", f"is not a {name}", get_args(known))
+    if kind == "code":
+        program = find_program(text[-MOST_CHARACTERS:])
+        return Extraction(program, "none" if program is None else "program")
     text = _final_part(_first_turn(_with_plain_blanks(text[-MOST_CHARACTERS:])))
     firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
     # a question that is asked after an answer

@@ -13,6 +13,7 @@ from atts.evaluators.datasets.catalogue import LETTERS
 from atts.evaluators.datasets.tables import json_line
 from atts.evaluators.equivalence.pairs import equivalent, matches_reference
 from atts.evaluators.metrics.wilson import wilson_interval
+from atts.evaluators.programs import judge_program
 from atts.evaluators.syntax.vocabulary import FORMS
 from atts.evaluators.verdict import STRICT, Verdict, changed
 
@@ -219,6 +220,8 @@ def reference(gold: str, kind: AnswerKind = "math") -> str:
 def judge(problem: Problem, answer: str) -> Verdict:
     """Return the verdict on an answer to a problem with a reference, by the problem's policy."""
     assert problem.answer is not None, "only problems with a reference are graded"
+    if problem.kind == "code":
+        return judge_program(problem.answer, answer)
     grading = _for_problem(problem.grading or STRICT, problem.text)
     if problem.kind == "choice" and grading.choices == "text":
         are_equal = [equivalent(choice, answer, "math").is_equal for choice in problem.choices]

@@ -25,6 +25,7 @@ RULES = {
     "rounding": "a decimal was compared with the exact value that it may stand for",
     "tolerance": "the numbers are as near as the policy allows, or are not",
     "algebra": "sympy compared the expressions",
+    "tests": "the program was run on the tests",
     "judged": "a model compared the answers, because the rules left them open",
     "percent": "percentages were compared",
     "degrees": "angles were compared",

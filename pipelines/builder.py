@@ -539,6 +539,9 @@ def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> P
     return Prompt(draft_ids, draft_ids if draft_ids == target_ids else target_ids)
 
 
+_PROGRAM = "Solve the task step by step. End with the whole program in one ```python block."
+
+
 def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
     """Return the conversation that a rollout continues: a system prompt if there is one, worked
     examples, the problem.
@@ -551,8 +554,11 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
         return Message("user", "\n\n".join(part for part in parts if part))
 
     messages: list[Message] = []
-    if policy.system:
-        messages.append(Message("system", policy.system))
+    system = policy.system
+    if problem.kind == "code" and system == Policy().system:
+        system = _PROGRAM  # a box holds no program
+    if system:
+        messages.append(Message("system", system))
     for text, solution in problem.examples:
         messages.append(question(text))
         messages.append(Message("assistant", solution))

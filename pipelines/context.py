@@ -10,6 +10,7 @@ from atts.core import (
     Chunk,
     Combine,
     CombinePlan,
+    Problem,
     Role,
     Rollout,
     SampleRequest,
@@ -45,6 +46,12 @@ class Answers:
     unmarked: Callable[[str], int] = lambda text: 0
     extract_finished: Callable[[str], str | None] = lambda text: None
     prepare: Callable[[Sequence[str | None]], Awaitable[None]] = _nothing_to_prepare
+    # makes the functions of one problem, where classes of answers depend on it; None: these are all
+    for_problem: Callable[[Problem], Answers] | None = None
+
+    def of(self, problem: Problem) -> Answers:
+        """Return the functions for this problem."""
+        return self if self.for_problem is None else self.for_problem(problem)
 
 
 class RolloutListener(Protocol):

@@ -331,7 +331,10 @@ def check_resumes(
         raise FingerprintError(f"the run in {directory}", differences, advice)
 
 
-_DECISIVE = ("method", "rate", "rate_scope", "warmup", "cap", "accept_when_agreeing", "seed")
+_DECISIVE = (
+    *("method", "rate", "rate_scope", "warmup", "cap", "accept_when_agreeing", "seed"),
+    "grader",
+)
 _OF_PROBLEMS = (
     *("dataset", "limit", "file", "column", "relative", "absolute", "units", "choices"),
     *("references", "shots"),

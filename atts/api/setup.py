@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -40,7 +43,7 @@ from atts.pipelines import (
     RoundGate,
     let_go,
 )
-from atts.run import Abstain, Conditions, OnUnscored, RunSpec, conditions_of
+from atts.run import Abstain, Conditions, Grade, OnUnscored, RunSpec, conditions_of
 
 if TYPE_CHECKING:
     from atts.evaluators import Verdict
@@ -159,6 +162,10 @@ class Setup:
         int,
         "number of the run's own first scores to calibrate with, instead of stored ones; 0: none",
     ] = 0
+    grader: Annotated[
+        str | None,
+        "function that grades answers, package.module:function; none: by the kind of answer",
+    ] = None
     abstain: Annotated[
         str | None,
         "answer only where answers are seldom wrong: .1@.9 is at most 10 % of them, with "
@@ -366,7 +373,7 @@ class Setup:
             self.run_policy,
             gate,
             answers=answers_for(kind),
-            grade=grade,
+            grade=grade if self.grader is None else read_grader(self.grader),
             roles=self.roles,
             seed=self.seed,
             concurrency=self.concurrency,
@@ -443,6 +450,8 @@ class Setup:
             decisive["aci_step"] = calibrator.tuning.aci_step
         if self.warmup:
             decisive["warmup"] = self.warmup
+        if self.grader is not None:
+            decisive["grader"] = self.grader
         if self.cap is not None:
             decisive["cap"] = self.cap
         if self.accept_when_agreeing is not None:
@@ -495,6 +504,8 @@ def answers_for(kind: AnswerKind) -> Answers:
     """
     from atts.evaluators import extract, group, unmarked
 
+    if kind == "code":
+        return _program_answers()
     return Answers(
         extract=partial(extract, kind=kind, fallback="none"),
         group=partial(group, kind=kind),
@@ -502,6 +513,30 @@ def answers_for(kind: AnswerKind) -> Answers:
         extract_finished=partial(extract, kind=kind),
         prepare=partial(_ask_ahead, kind=kind),
     )
+
+
+def _program_answers() -> Answers:
+    """Return extraction and grouping of programs, which end no rollout: a text that continues may
+    have a better one.
+
+    :raises UsageError: this system cannot confine programs.
+    """
+    from atts.evaluators import ProgramVotes, check_confinement, find_program
+
+    check_confinement()
+
+    def nothing(text: str) -> str | None:
+        return None
+
+    def of(problem: Problem) -> Answers:
+        votes = ProgramVotes(problem.answer)
+
+        async def prepare(programs: Sequence[str | None]) -> None:
+            await anyio.to_thread.run_sync(votes.prepare, programs)
+
+        return Answers(nothing, votes.group, len, find_program, prepare)
+
+    return Answers(nothing, ProgramVotes(None).group, len, find_program, for_problem=of)
 
 
 async def _ask_ahead(answers: Sequence[str | None], *, kind: AnswerKind) -> None:
@@ -517,6 +552,47 @@ def grade(answer: str, problem: Problem) -> Verdict:
     from atts.evaluators import judge
 
     return judge(problem, answer)
+
+
+def read_grader(path: str) -> Grade:
+    """Import a grader of the user's own, also from the working directory.
+
+    The function takes an answer and its `Problem`. It returns True, False, None for "cannot say", or a
+    verdict with `status` and `rule`.
+
+    :raises OptionError: the path is not of that form, or names nothing that can be called.
+    """
+    module, mark, name = path.partition(":")
+    if not (module and mark and name):
+        raise OptionError("grader", f"{path!r} is not package.module:function")
+    folder = os.getcwd()
+    sys.path.append(folder)
+    try:
+        function = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise OptionError("grader", f"{path!r} cannot be imported: {error}") from error
+    finally:
+        sys.path.remove(folder)
+    if not callable(function):
+        raise OptionError("grader", f"{path!r} is a {type(function).__name__}, not a function")
+    return partial(_graded_by, function, name)
+
+
+def _graded_by(
+    function: Callable[[str, Problem], Any], name: str, answer: str, problem: Problem
+) -> Any:
+    """Call a user's grader; a plain truth value becomes a verdict with the grader's name as its rule.
+
+    :raises TypeError: it returned something else.
+    """
+    from atts.evaluators import Verdict
+
+    said = function(answer, problem)
+    if hasattr(said, "status") and hasattr(said, "rule"):
+        return said
+    if said is not None and not isinstance(said, bool):
+        raise TypeError(f"{name} returned {said!r}, not True, False, None or a verdict")
+    return Verdict("unscored" if said is None else "equal" if said else "different", name)
 
 
 def load_problems(

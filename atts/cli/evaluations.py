@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @options.with_keys(
-    f"dataset {options.SETUP} limit file column references seed concurrency out report log shard abstain "
+    f"dataset {options.SETUP} limit file column references grader seed concurrency out report log shard abstain "
     f"labelled max_cost max_total_tokens max_seconds compare_to "
     "stop_when on_unscored give_up_after config pairs dry_run as_json"
 )
@@ -222,6 +222,9 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
     return [json_line(each) for each in (*problems, summary)]
 
 
+_MANY_ROLLOUTS = 16  # a problem, from which on benchmarks report avg@N and cons@N
+
+
 def result_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
     """Return the summary in lines for people, then the paths of run and report."""
     summary = result.summary
@@ -233,6 +236,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("without a score", result.unscored_words),
         ("accuracy", f"{_share(summary.answers)}   {_answered_by(result)}"),
         ("pass@1", f"{_share(summary.samples_right)}   single rollouts{_leaning(result)}"),
+        *_by_benchmark_names(result),
         (
             f"escalated {result.manifest.judged_unit}",
             f"{summary.rate.counted()}   nominal rate {configuration['rate']:g}",
@@ -307,6 +311,24 @@ def _leaning(result: RunResult) -> str:
     if not spared:
         return ""
     return f"; leaves out {spared:,} cancelled by settled votes, so it favours quick rollouts (--early-stop none runs all)"
+
+
+def _by_benchmark_names(result: RunResult) -> list[tuple[str, str]]:
+    """Return both accuracies by the names that benchmarks give them at many rollouts a problem.
+
+    avg@32 is the mean over all 32 rollouts, so a run that cancelled some has none.
+    """
+    numbers = {len(problem.samples) for problem in result.problems}
+    many = max(numbers, default=0)
+    if len(numbers) != 1 or many < _MANY_ROLLOUTS:
+        return []
+    summary = result.summary
+    rows = [(f"cons@{many}", f"{_share(summary.answers)}   the vote of {many} rollouts")]
+    if not _leaning(result):
+        rows.insert(
+            0, (f"avg@{many}", f"{_share(summary.samples_right)}   mean of {many} rollouts")
+        )
+    return rows
 
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:

@@ -97,6 +97,11 @@ OPTIONS: Mapping[str, Parameter] = {
     "column": _key(
         "Column of a file for a field, such as text=Question; repeatable.", kind=list[str]
     ),
+    "grader": _key(
+        "Function that grades answers: package.module:function, called with an answer and its problem.",
+        "by the kind of answer",
+        metavar="FUNCTION",
+    ),
     "references": _key(
         "optional: also run problems without a reference answer.",
         "required",

@@ -437,7 +437,7 @@ class _Run:
             draft,
             target,
             gate,
-            answers=plan.answers,
+            answers=plan.answers.of(log.recorded.problem),
             seed=plan.seed,
             listener=record,
             bind=bind,

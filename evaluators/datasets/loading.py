@@ -342,6 +342,8 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
     benchmark = find_benchmark(name)
     if benchmark and benchmark.name == "arithmetic":
         return _arithmetic(options, selection, cut)
+    if benchmark and benchmark.name == "programs" and not options.file:
+        return _file(Path(__file__).with_name("programs.jsonl"), options, benchmark)
     if benchmark and options.file:
         return _file(options.file, options, benchmark)
     if benchmark:

@@ -25,6 +25,7 @@ from atts.evaluators.datasets.catalogue import (
     Columns,
     LoadOptions,
 )
+from atts.evaluators.programs import tests_of_row
 from atts.evaluators.verdict import STRICT, changed
 from atts.files import from_json, open_ordinary
 
@@ -241,6 +242,8 @@ class Reader:
         name = self.text(index, names.id).removeprefix("test/").removesuffix(".json") or str(index)
         prefix = f"{self.benchmark.prefix or self.benchmark.name}/"
         name = prefix + name.removeprefix(prefix)
+        if has_tests(self.table):
+            return self.task(index, name, text)
         answer = FORMS[self.benchmark.form](self.text(index, names.answer))
         if not answer and self.options.answers == "required":
             raise self.error(index, f"has no answer in column {names.answer!r}")
@@ -259,6 +262,22 @@ class Reader:
             choices=choices,
             source=self.table.places[index],
             grading=self.grading(index),
+        )
+
+    def task(self, index: int, name: str, text: str) -> Problem:
+        """Return the code task in that row, whose reference is its tests."""
+        try:
+            tests, starter = tests_of_row(self.table.rows[index])
+        except (ValueError, TypeError, AttributeError) as error:
+            raise self.error(index, str(error)) from None
+        asked = _FUNCTION.format(starter=starter.rstrip()) if tests.function else _STDIN
+        return Problem(
+            id=name,
+            text=f"{text}\n\n{asked}",
+            answer=tests.text(),
+            kind="code",
+            subject=self.text(index, "difficulty"),
+            source=self.table.places[index],
         )
 
     def text(self, index: int, column: str) -> str:
@@ -325,13 +344,32 @@ class Reader:
         return DatasetError(self.table.source, f"{self.table.place(index)} {problem}", advice)
 
 
+_STDIN = (
+    "Write a Python program that reads standard input and prints to standard output. "
+    "Put the whole program in one ```python block."
+)
+_FUNCTION = (
+    "Complete this Python code, and put the whole program in one ```python block:\n\n"
+    "```python\n{starter}\n```"
+)
+
+
+def has_tests(table: RowTable) -> bool:
+    """Return whether the rows are code tasks, by the columns of LiveCodeBench."""
+    return "public_test_cases" in table.columns or "private_test_cases" in table.columns
+
+
 def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
     """Return every row as a problem, and notes for readers of the numbers.
 
     Raises DatasetError for a missing column, a row without text or reference, and a repeated id.
     """
     table = reader.table
-    reader = replace(reader, columns=find_columns(table, reader.columns, reader.options.answers))
+    answers = "optional" if has_tests(table) else reader.options.answers
+    columns = find_columns(table, reader.columns, answers)
+    if has_tests(table):
+        columns = replace(columns, level="")  # its words are no numbers
+    reader = replace(reader, columns=columns)
     problems = [reader.problem(index) for index in range(len(table.rows))]
     uses = Counter(problem.id for problem in problems)
     repeated = [name for name, count in uses.items() if count > 1]

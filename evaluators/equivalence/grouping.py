@@ -28,6 +28,7 @@ from atts.evaluators.equivalence.views import (
     terminates,
     unframed,
 )
+from atts.evaluators.programs import ProgramVotes
 from atts.evaluators.syntax.reading import Reading, read, spaceless
 from atts.evaluators.syntax.tree import (
     Node,
@@ -60,6 +61,8 @@ def group(
     >>> group(["1/2", "0.5", "2", None, r"\\frac{2}{4}"])
     [0, 0, 1, -1, 0]
     """
+    if kind == "code":
+        return ProgramVotes(None).group(answers)
     texts = sorted({answer for answer in answers if answer is not None and answer.strip()})
     classes = _Classes(kind, limits).of(texts)
     numbers: dict[int, int] = {}

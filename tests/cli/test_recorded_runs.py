@@ -830,3 +830,53 @@ def test_a_record_without_a_score_is_told_shortly(atts: Any) -> None:
         assert said.code == 2
         assert told in said.err
         assert len(said.err) < 400
+
+
+def test_many_rollouts_have_the_names_of_benchmarks(atts: Any, scripted: tuple[str, ...]) -> None:
+    """avg@16 and cons@16 are pass@1 and the vote; a run that cancelled rollouts has no avg."""
+    words = ("eval", "arithmetic[:2]", "--samples", "16", *scripted, "--method", "draft-only")
+    said = atts(*words, "--early-stop", "none", "--out", "all")
+    rows = {line[:20].strip(): line[20:].split("   ")[0] for line in said.out.splitlines()}
+    assert rows["avg@16"] == rows["pass@1"]
+    assert rows["cons@16"] == rows["accuracy"]
+    said = atts("eval", "arithmetic[:2]", "--samples", "4", *scripted, "--out", "few")
+    assert "cons@" not in said.out
+
+
+GRADER = """
+def strict(answer, problem):
+    return answer == problem.answer
+
+def odd(answer, problem):
+    return "yes"
+"""
+
+
+def test_a_grader_of_the_user_s_own_decides(
+    atts: Any, scripted: tuple[str, ...], tmp_path: Path
+) -> None:
+    """It is imported from the working directory, named in the verdicts, and part of the run."""
+    (tmp_path / "graders_of_mine.py").write_text(GRADER)
+    words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--json")
+    said = atts(*words, "--grader", "graders_of_mine:strict", "--out", "strict")
+    assert said.code == 0, said.err
+    lines = [json.loads(line) for line in said.out.splitlines()]
+    rules = {one["rule"] for line in lines[:-1] for one in line["samples"] if one["answer"]}
+    assert rules <= {"strict"}
+    assert atts(*words, "--out", "strict").code == 2  # another grader is another run
+    said = atts(*words, "--grader", "graders_of_mine:odd", "--out", "odd")
+    statuses = {
+        one["verdict"]
+        for line in map(json.loads, said.out.splitlines()[:-1])
+        for one in line["samples"]
+        if one["answer"]
+    }
+    assert statuses <= {"unscored"}
+    for wrong, words_of_error in (
+        ("graders_of_mine", "package.module:function"),
+        ("graders_of_mine:none", "cannot be imported"),
+        ("no_such_module:f", "cannot be imported"),
+        ("graders_of_mine:GRADER", "cannot be imported"),
+    ):
+        said = atts("eval", "arithmetic[:1]", *scripted, "--grader", wrong)
+        assert (said.code, words_of_error in said.err) == (2, True), said.err

@@ -260,6 +260,29 @@ QUIRKS: list[tuple[str, str, str, Callable[[], bytes], Problem]] = [
         Problem("hmmt25_feb/1", "P", "103", subject="Number Theory"),
     ),
     (
+        "aime26",
+        "MathArena/aime_2026",
+        "data/train-00000-of-00001.parquet",
+        lambda: parquet([{"problem_idx": 1, "answer": 277, "problem": "P"}]),
+        Problem("aime26/1", "P", "277"),
+    ),
+    (
+        "hmmt26_feb",
+        "MathArena/hmmt_feb_2026",
+        "data/train-00000-of-00001.parquet",
+        lambda: parquet(
+            [{"problem_idx": 1, "answer": "103", "problem": "P", "problem_type": ["Algebra"]}]
+        ),
+        Problem("hmmt26_feb/1", "P", "103", subject="Algebra"),
+    ),
+    (
+        "apex",
+        "MathArena/apex_2025",
+        "data/train-00000-of-00001.parquet",
+        lambda: parquet([{"problem_idx": 1, "answer": "5", "problem": "P", "source": "S"}]),
+        Problem("apex/1", "P", "5"),
+    ),
+    (
         "gpqa",
         "Idavidrein/gpqa",
         "gpqa_diamond.csv",

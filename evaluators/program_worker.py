@@ -1,0 +1,152 @@
+"""Child process that runs one untrusted program; it imports nothing of atts."""
+
+# Run as a script by `programs.py`, in a session of its own, with a clean environment. What it reads
+# and writes are files that are open already: after `_confine` it can open no file but those of
+# Python's own library, start no process, open no socket, and signal no process. Expected outputs never
+# come here: the parent compares.
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import struct
+import sys
+from typing import Any
+
+_MEBIBYTE = 1 << 20
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000  # answers of a filter of system calls
+_X86_64 = 0xC000003E  # its number where filters see it
+_CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
+_X32 = 0x40000000  # from here on: system calls of another interface of the same processor
+# System calls of x86-64 that are refused: sockets and other channels, processes and signals, rights
+# and times of files (which the rules on opening files do not cover), limits, and the system's own.
+_REFUSED = (
+    *(41, 42, 43, 44, 46, 49, 50, 53, 288, 425),  # sockets, and calls submitted through a ring
+    *(57, 58, 59, 322, 101, 310, 311, 312),  # fork, vfork, execve, execveat, ptrace, others' memory
+    *(62, 129, 200, 234, 297, 424, 434, 438),  # signals, and handles on other processes
+    *(109, 112, 160, 302, 141, 142, 144, 203, 314),  # sessions, limits, priorities
+    *(29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 241),  # memory and queues that outlive a process
+    *(90, 91, 92, 93, 94, 260, 268, 452, 132, 235, 261, 280),  # rights, owners and times of files
+    *(188, 189, 190, 197, 198, 199),  # extended attributes
+    *(105, 106, 113, 114, 116, 117, 119, 122, 123, 126),  # other users and capabilities
+    *(155, 161, 165, 166, 167, 168, 169, 170, 171, 172, 173, 163, 179),  # mounts, host, devices
+    *(159, 164, 227, 305, 175, 176, 246, 313, 320),  # clocks, modules, kernels
+    *(248, 249, 250, 272, 298, 304, 308, 321, 323),  # keys, namespaces, events, handles of files
+)
+
+
+def main() -> None:
+    """Run the program of job.json in the working directory."""
+    with open("job.json", encoding="utf-8") as file:
+        job = json.load(file)
+    with open("program.py", encoding="utf-8") as file:
+        source = file.read()
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    if job["function"]:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)  # what a function prints is no result
+    try:
+        _confine(job)
+    except OSError as error:
+        sys.stderr.write(f"cannot confine: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)  # before the program's first line
+    sys.setrecursionlimit(20_000)
+    space: dict[str, Any] = {"__name__": "__main__" if not job["function"] else "program"}
+    exec(compile(source, "program.py", "exec"), space)
+    if job["function"]:
+        for arguments in job["arguments"]:
+            results.write(json.dumps(_called(space, job["function"], arguments)) + "\n")
+            results.flush()
+
+
+def _called(space: dict[str, Any], name: str, arguments: list[Any]) -> dict[str, Any]:
+    """Call the function, or the method of a class Solution, and return what it returned."""
+    if "Solution" in space:
+        function = getattr(space["Solution"](), name)
+    else:
+        function = space[name]
+    return {"value": function(*arguments)}
+
+
+def _confine(job: dict[str, Any]) -> None:
+    """Give up what a program does not need; raise OSError where the system cannot."""
+    if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
+        raise OSError(errno.ENOSYS, f"programs run on Linux on x86-64, not {platform.machine()}")
+    _limit(resource.RLIMIT_CPU, job["seconds"])
+    _limit(resource.RLIMIT_AS, job["megabytes"] * _MEBIBYTE)
+    _limit(resource.RLIMIT_FSIZE, job["output_megabytes"] * _MEBIBYTE)
+    _limit(resource.RLIMIT_NOFILE, 64)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_STACK, 64 * _MEBIBYTE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.prctl(38, 1, 0, 0, 0))  # no new rights, which both rules below ask for
+    _restrict_files(libc)
+    _restrict_calls(libc)
+
+
+def _limit(what: int, value: int) -> None:
+    resource.setrlimit(what, (value, value))
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def _restrict_files(libc: ctypes.CDLL) -> None:
+    """Let nothing be opened but Python's library, and that only to be read (Landlock)."""
+    version = _check(libc.syscall(444, None, 0, 1))
+    rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    handled = ctypes.create_string_buffer(struct.pack("<Q", rights), 8)
+    rules = _check(libc.syscall(444, handled, 8, 0))
+    read = 1 << 2 | 1 << 3
+    for folder in {os.path.dirname(os.__file__), "/usr/lib", "/lib", "/lib64"}:
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+            rule = ctypes.create_string_buffer(struct.pack("<Qi", read, handle), 12)
+            _check(libc.syscall(445, rules, 1, rule, 0))
+            os.close(handle)
+    _check(libc.syscall(446, rules, 0))
+    os.close(rules)
+
+
+def _restrict_calls(libc: ctypes.CDLL) -> None:
+    """Refuse system calls that reach beyond the process (seccomp)."""
+
+    def line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+        return struct.pack("<HBBI", code, yes, no, value)
+
+    load, equal, at_least, any_bit, back = 0x20, 0x15, 0x35, 0x45, 0x06
+    refused = line(back, _ERRNO | errno.EPERM)
+    filters = [
+        line(load, 4),
+        line(equal, _X86_64, 1, 0),
+        refused,
+        line(load, 0),
+        line(at_least, _X32, 0, 1),
+        refused,
+        line(equal, _CLONE3, 0, 1),
+        line(back, _ERRNO | errno.ENOSYS),  # the C library then falls back to clone
+    ]
+    for number in _REFUSED:
+        filters += [line(equal, number, 0, 1), refused]
+    filters += [
+        line(equal, _CLONE, 0, 3),
+        line(load, 16),  # its flags: a thread is allowed, a process is not
+        line(any_bit, _CLONE_THREAD, 1, 0),
+        refused,
+        line(back, _ALLOW),
+    ]
+    code = ctypes.create_string_buffer(b"".join(filters))
+    program = struct.pack("<HxxxxxxQ", len(filters), ctypes.addressof(code))
+    _check(libc.prctl(22, 2, ctypes.create_string_buffer(program), 0, 0))
+
+
+if __name__ == "__main__":
+    main()

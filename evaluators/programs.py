@@ -1,0 +1,346 @@
+"""Programs as answers: found in texts, run on tests in a confined process, judged and grouped."""
+
+import ast
+import base64
+import io
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from atts.errors import UsageError
+from atts.evaluators.verdict import Verdict
+
+_FENCE = re.compile(
+    r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
+)
+_LANGUAGES = ("", "python", "python3", "py")
+_WORKER = Path(__file__).with_name("program_worker.py")
+_STARTING_SECONDS = 5.0  # of a child on a busy machine, in addition to the program's own
+_MOST_OUTPUT = 8  # mebibytes
+_AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
+
+End = Literal["done", "error", "time", "memory", "output"]
+"""How a run ended; "done" is a normal end, whatever was printed."""
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One test: input and expected output, as texts; a function's are JSON, an argument a line."""
+
+    input: str
+    output: str
+
+
+class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The reference of a code task: its tests, of which the first `public` may decide the vote."""
+
+    cases: tuple[Case, ...]
+    public: int = 0
+    function: str = ""  # that is called; "": the program reads standard input
+    seconds: int = 6  # of processor time, of one run
+    megabytes: int = 1024
+
+    @classmethod
+    def read(cls, text: str) -> "ProgramTests":
+        """Read the text that a problem has as its reference."""
+        return msgspec.json.decode(text, type=cls)
+
+    def text(self) -> str:
+        """Return the text that a problem has as its reference."""
+        return msgspec.json.encode(self).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramRun:
+    """One run of a program; `output` is its text, or the JSON of what was returned."""
+
+    end: End
+    output: str = ""
+    detail: str = ""
+
+
+def find_program(text: str) -> str | None:
+    """Return the last whole fenced block of Python in a text, or None.
+
+    Blocks inside an explicit thought count only if none comes after it.
+
+    >>> find_program("Try:\\n```python\\nprint(1)\\n```\\nBetter:\\n```python\\nprint(2)\\n```\\n")
+    'print(2)\\n'
+    """
+    thought, mark, rest = text.rpartition("</think>")
+    for part in (rest, thought) if mark else (text,):
+        blocks = [
+            block for language, block in _FENCE.findall(part) if language.lower() in _LANGUAGES
+        ]
+        if blocks:
+            return str(blocks[-1])
+    return None
+
+
+def run_program(program: str, inputs: Sequence[str], tests: ProgramTests) -> list[ProgramRun]:
+    """Run a program on inputs, each run in a confined process; stop after a run without an end.
+
+    Runs of a function share a process. Work from any thread.
+    """
+    if tests.function:
+        return _call_function(program, inputs, tests)
+    runs: list[ProgramRun] = []
+    for text in inputs:
+        end, output, detail = _child(program, {"function": ""}, text, tests)
+        runs.append(ProgramRun(end, output if end == "done" else "", detail))
+        if end != "done":
+            break
+    return runs
+
+
+def judge_program(reference: str, program: str) -> Verdict:
+    """Return whether a program passes all tests; it is not run further than the first it fails."""
+    tests = ProgramTests.read(reference)
+    total = len(tests.cases)
+    # one at a time: most wrong programs fail early, and each run of a program takes a process
+    step = total if tests.function else 1
+    for begin in range(0, total, step):
+        cases = tests.cases[begin : begin + step]
+        runs = run_program(program, [case.input for case in cases], tests)
+        for number, case in enumerate(cases, begin + 1):
+            run = runs[number - begin - 1]
+            if run.end != "done":
+                return Verdict(
+                    "different", "tests", f"test {number} of {total}: {run.end} {run.detail}"
+                )
+            if not _same_output(case.output, run.output, is_value=bool(tests.function)):
+                return Verdict("different", "tests", f"test {number} of {total}: another output")
+    return Verdict("equal", "tests", f"{total} tests passed")
+
+
+class ProgramVotes:
+    """Classes of programs for one task: those with equal outputs on its public inputs.
+
+    A program that does not come to an end on each of them abstains. Without public inputs, programs
+    are equal if they differ in comments and layout alone.
+    """
+
+    def __init__(self, reference: str | None) -> None:
+        self._tests = None if reference is None else ProgramTests.read(reference)
+        self._keys: dict[str, str | None] = {}
+
+    def prepare(self, programs: Sequence[str | None]) -> None:
+        """Run the programs that are new; it may take seconds."""
+        for program in programs:
+            if program is not None and program not in self._keys:
+                self._keys[program] = self._key(program)
+
+    def group(self, programs: Sequence[str | None]) -> list[int]:
+        """Return the class of each program, numbered by first appearance; -1 abstains."""
+        self.prepare(programs)
+        numbers: dict[str, int] = {}
+        labels: list[int] = []
+        for program in programs:
+            key = None if program is None else self._keys[program]
+            labels.append(-1 if key is None else numbers.setdefault(key, len(numbers)))
+        return labels
+
+    def _key(self, program: str) -> str | None:
+        tests = self._tests
+        if tests is None or not tests.public:
+            return layout_free(program)
+        inputs = [case.input for case in tests.cases[: tests.public]]
+        runs = run_program(program, inputs, tests)
+        if any(run.end != "done" for run in runs):
+            return None
+        outputs = [_words(run.output) for run in runs]
+        return json.dumps(outputs)
+
+
+def layout_free(program: str) -> str:
+    """Return a program without comments and layout; a text that is no program stays as it is."""
+    try:
+        return ast.dump(ast.parse(program))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return program.strip()
+
+
+@cache
+def check_confinement() -> None:
+    """Refuse code tasks on a system that cannot confine programs, before anything is run.
+
+    :raises UsageError: saying what is missing.
+    """
+    [run] = run_program("print(1)", [""], ProgramTests(()))
+    if run.end != "done":
+        raise UsageError(f"code tasks need a system that can confine programs: {run.detail}")
+
+
+def tests_of_row(row: Mapping[str, object]) -> tuple[ProgramTests, str]:
+    """Return the tests of a row in the form of LiveCodeBench, and its starter code.
+
+    Raises ValueError for a row that has none, or has them in another form.
+    """
+    public = _cases(row.get("public_test_cases"))
+    private = _cases(row.get("private_test_cases"))
+    if not public and not private:
+        raise ValueError("has no test in public_test_cases or private_test_cases")
+    metadata = row.get("metadata")
+    facts: Any = json.loads(metadata) if isinstance(metadata, str) and metadata else metadata or {}
+    function = ""
+    if any(kind == "functional" for kind, _ in (*public, *private)):
+        function = str(facts.get("func_name") or "")
+        if not function:
+            raise ValueError("calls a function, and its metadata has no func_name")
+    cases = tuple(case for _, case in (*public, *private))
+    starter = row.get("starter_code")
+    return ProgramTests(cases, len(public), function), starter if isinstance(starter, str) else ""
+
+
+def _cases(value: object) -> list[tuple[str, Case]]:
+    """Return tests with their kinds from a list, its JSON, or what LiveCodeBench packs that into."""
+    if value is None or value == "":
+        return []
+    tests: Any = value
+    if isinstance(value, str):
+        try:
+            tests = json.loads(value)
+        except ValueError:
+            tests = json.loads(_unpacked(value))
+    if not isinstance(tests, list):
+        raise ValueError("has tests that are no list")
+    cases: list[tuple[str, Case]] = []
+    for test in cast(list[Any], tests):
+        if not isinstance(test, dict) or not {"input", "output"} <= {*cast(dict[str, Any], test)}:
+            raise ValueError("has a test without input or output")
+        named = cast(dict[str, Any], test)
+        cases.append(
+            (str(named.get("testtype", "stdin")), Case(str(named["input"]), str(named["output"])))
+        )
+    return cases
+
+
+class _TextOnly(pickle.Unpickler):
+    """A reader of pickles that hold a text; it makes no object of any class."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse every class."""
+        raise ValueError(f"packs an object of {module}.{name} instead of a text")
+
+
+def _unpacked(text: str) -> str:
+    """Return the JSON that private tests are packed from: a pickled text, deflated, in base64."""
+    try:
+        value = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
+    except (ValueError, zlib.error, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"has private tests that cannot be unpacked ({error})") from error
+    if not isinstance(value, str):
+        raise ValueError("has private tests that are no text")
+    return value
+
+
+def _call_function(program: str, inputs: Sequence[str], tests: ProgramTests) -> list[ProgramRun]:
+    try:
+        arguments = [
+            [json.loads(line) for line in text.split("\n") if line.strip()] for text in inputs
+        ]
+    except ValueError as error:
+        raise UsageError(
+            f"a test of {tests.function} has an input that is not JSON: {error}"
+        ) from error
+    job = {"function": tests.function, "arguments": arguments}
+    end, output, detail = _child(program, job, "", tests)
+    runs: list[ProgramRun] = []
+    for line in output.splitlines()[: len(inputs)]:
+        with suppress(ValueError, KeyError, TypeError):  # a last line may be cut
+            runs.append(ProgramRun("done", json.dumps(json.loads(line)["value"])))
+    if len(runs) < len(inputs):
+        runs.append(ProgramRun("error" if end == "done" else end, "", detail))
+    return runs
+
+
+def _child(
+    program: str, job: Mapping[str, object], text: str, tests: ProgramTests
+) -> tuple[End, str, str]:
+    """Run the worker once, and return how it ended, what it wrote, and the last line of its errors."""
+    limits = {
+        "seconds": tests.seconds,
+        "megabytes": tests.megabytes,
+        "output_megabytes": _MOST_OUTPUT,
+    }
+    environment = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    with _AT_ONCE, tempfile.TemporaryDirectory(prefix="atts-program-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps({**job, **limits}), encoding="utf-8")
+        (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
+        (folder / "input").write_text(text, encoding="utf-8", errors="replace")
+        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_WORKER)]
+        is_late = False
+        with (
+            open(folder / "input", "rb") as source,
+            open(folder / "output", "wb") as output,
+            open(folder / "errors", "wb") as errors,
+        ):
+            child = subprocess.Popen(
+                command,
+                stdin=source,
+                stdout=output,
+                stderr=errors,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                child.wait(2 * tests.seconds + _STARTING_SECONDS)
+            except subprocess.TimeoutExpired:
+                is_late = True
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        written = (folder / "output").read_text(encoding="utf-8", errors="replace")
+        said = (folder / "errors").read_text(encoding="utf-8", errors="replace").strip()
+    last = said.splitlines()[-1][:200] if said else ""
+    code = child.returncode
+    if is_late or code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "time", written, ""
+    if code == -signal.SIGXFSZ or "File too large" in last:
+        return "output", written, ""
+    if "MemoryError" in last:
+        return "memory", written, ""
+    return ("done", written, "") if code == 0 else ("error", written, last)
+
+
+def _same_output(expected: str, output: str, *, is_value: bool) -> bool:
+    """Compare outputs: JSON values, or words line by line, where numbers are compared as numbers."""
+    if is_value:
+        return bool(json.loads(expected) == json.loads(output))
+    one = _words(expected)
+    two = _words(output)
+    if one == two:
+        return True
+    if [len(line) for line in one] != [len(line) for line in two]:
+        return False
+    pairs = [pair for lines in zip(one, two, strict=True) for pair in zip(*lines, strict=True)]
+    return all(left == right or _number(left) == _number(right) != None for left, right in pairs)  # noqa: E711
+
+
+def _words(text: str) -> list[list[str]]:
+    return [line.split() for line in text.strip().split("\n")]
+
+
+def _number(word: str) -> Decimal | None:
+    try:
+        return Decimal(word)
+    except InvalidOperation:
+        return None

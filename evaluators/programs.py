@@ -31,7 +31,7 @@ _FENCE = re.compile(
 )
 _LANGUAGES = ("", "python", "python3", "py")
 _WORKER = Path(__file__).with_name("program_worker.py")
-_STARTING_SECONDS = 5.0  # of a child on a busy machine, in addition to the program's own
+_STARTING_SECONDS = 5.0  # start of a child on a busy machine, in addition to the program's own time
 _MOST_OUTPUT = 8  # mebibytes
 _AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
 
@@ -52,7 +52,7 @@ class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
     cases: tuple[Case, ...]
     public: int = 0
     function: str = ""  # that is called; "": the program reads standard input
-    seconds: int = 6  # of processor time, of one run
+    seconds: int = 6  # processor time of one run
     megabytes: int = 1024
 
     @classmethod

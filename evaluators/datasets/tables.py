@@ -368,7 +368,7 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
     answers = "optional" if has_tests(table) else reader.options.answers
     columns = find_columns(table, reader.columns, answers)
     if has_tests(table):
-        columns = replace(columns, level="")  # its words are no numbers
+        columns = replace(columns, level="")  # its words are not numbers
     reader = replace(reader, columns=columns)
     problems = [reader.problem(index) for index in range(len(table.rows))]
     uses = Counter(problem.id for problem in problems)

@@ -213,9 +213,11 @@ def check_prices(caps: Caps, prices: Mapping[str, Price], models: Mapping[Role, 
 
     :raises OptionError: naming the model.
     """
+    if caps.max_cost is None:
+        return
     known = prices_of(prices, models)
     for role, model in models.items():
-        if caps.max_cost is not None and role not in known:
+        if role not in known:
             raise OptionError(
                 "max_cost",
                 f"the {role} {model!r} has no price; add it to a prices.toml, and name the file "
@@ -444,7 +446,8 @@ class _Reservation:
 
     def answered(self, taken: Amount) -> None:
         """Replace the reservation by what the call really took."""
-        assert min(getattr(self.most - taken, field.name) for field in fields(Amount)) >= 0, (
+        left = self.most - taken
+        assert min(left.calls, left.target_tokens, left.total_tokens, left.picodollars) >= 0, (
             f"a call took {taken}, reserved were {self.most}"
         )
         self.taken = taken

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, SupportsFloat, get_args, runtime_checkable
+from typing import ClassVar, Literal, Protocol, SupportsFloat, cast, get_args, runtime_checkable
 
 from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
@@ -60,8 +60,9 @@ class Forgetting(Protocol):
 
 def let_go(kept: object, question: str) -> None:
     """Let a gate forget a question, and every gate inside it."""
-    if isinstance(kept, Forgetting):
-        kept.forget(question)
+    # `isinstance` of a protocol takes ten times as long
+    if hasattr(kept, "forget"):
+        cast(Forgetting, kept).forget(question)
     inner = getattr(kept, "inner", None)
     if inner is not None:
         let_go(inner, question)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from itertools import accumulate
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 from atts.core import Combine, Role, Rollout, Sampling
 from atts.errors import OptionError
+from atts.files import plain_fields
 from atts.pipelines.scores import ScoreRule, source_of
 from atts.pipelines.votes import VoteKind
 
@@ -413,7 +414,7 @@ class Policy:
 
     def recorded(self) -> dict[str, Any]:
         """Return the fields that decide a run's results, as a manifest holds them."""
-        fields = asdict(self)
+        fields = plain_fields(self)
         if self.combine == "vote":
             for name in COMBINE_KEYS:
                 del fields[name]

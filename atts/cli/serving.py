@@ -30,7 +30,7 @@ _LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 @options.with_keys(
     "host port name model api_key_file share state max_cost max_total_tokens request_cost "
-    "request_tokens request_seconds requests queue housekeeping pair backend draft target scores "
+    "request_tokens request_seconds requests queue response_days housekeeping pair backend draft target scores "
     "seed concurrency config pairs print_policies"
 )
 def serve(
@@ -95,6 +95,9 @@ def serve(
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests worked on at once.")] = 64,
     queue: Annotated[int, typer.Option(help="Requests that may wait; more get status 429.")] = 256,
+    response_days: Annotated[
+        float, typer.Option(help="Days that a background response is kept after its end.")
+    ] = 30.0,
     housekeeping: Annotated[
         Literal["draft", "policy"],
         typer.Option(
@@ -151,6 +154,7 @@ def serve(
         requests=requests,
         queue=queue,
         housekeeping=housekeeping,
+        response_seconds=response_days * 86_400,
     )
     if not served.keys and host not in _LOCAL_HOSTS:
         tell(f"atts: {host} is open to others and no key is set; see --api-key-file")

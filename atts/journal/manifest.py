@@ -18,7 +18,7 @@ import msgspec
 from atts.core import Grading, Problem
 from atts.engine import first_values, is_other_model
 from atts.errors import DISTRIBUTION, FingerprintError, JournalCorrupt
-from atts.files import read_ordinary, storage, write_atomic
+from atts.files import plain_fields, read_ordinary, storage, write_atomic
 from atts.journal.events import SCHEMA
 from atts.journal.lines import other_version
 
@@ -128,7 +128,7 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
     """
     hasher = blake2b(digest_size=16)
     for problem in problems:
-        fields = asdict(problem)
+        fields = plain_fields(problem)
         # a policy that is newer than the first runs counts where it is set, so that they resume
         if fields["grading"] and fields["grading"]["variables"] == Grading().variables:
             del fields["grading"]["variables"]

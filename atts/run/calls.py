@@ -97,16 +97,16 @@ class Deadlines:
         self.seconds = seconds
         self.scopes = set[anyio.CancelScope]()  # cancel scopes of the calls in flight
         self._engine = stepping(engine)
+        self.are_moving = self._engine is not None
         # name of the reply that a late call lacks
-        self.awaited = "answer" if self._engine is None else "step"
+        self.awaited = "step" if self.are_moving else "answer"
 
     async def keep(self) -> None:
-        """Move the deadlines whenever the engine has taken steps; return at once if it counts none.
+        """Move the deadlines whenever the engine has taken steps, which it must count.
 
         One task does so for all calls: a task for each call would cost more than the call itself.
         """
-        if self._engine is None:
-            return
+        assert self._engine is not None, "`are_moving` says whether there is anything to do"
         steps: int | None = None  # at the last look
         while True:
             await anyio.sleep(self.seconds / _LOOKS)

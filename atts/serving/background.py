@@ -17,6 +17,7 @@ import anyio.to_thread
 import msgspec
 from anyio import CancelScope
 
+from atts import concurrency
 from atts.core import Recent
 from atts.errors import ATTSError
 from atts.files import read_ordinary, write_atomic
@@ -31,6 +32,7 @@ from atts.serving.service import Service, new_run
 
 _log = logging.getLogger("atts.serving")
 _MOST_KEPT = 200  # responses that are not of the background, in memory
+_LOOK_SECONDS = 600.0  # between two looks at old responses
 _ID = re.compile(r"resp_[0-9a-f]{16}")
 _REQUEST = "request.json"
 _RESPONSE = "response.json"
@@ -68,7 +70,8 @@ class Responses:
 
     A background response is a folder: the request, which is on disk before its client hears of it;
     the journal of its run; and the response, which is written once, in one step. A server that
-    starts continues every folder that has no response yet.
+    starts continues every folder that has no response yet. A folder is removed some time after its
+    response was written.
     """
 
     def __init__(self, service: Service) -> None:
@@ -88,7 +91,17 @@ class Responses:
         async with self._service.open(keep=[_run_of(name) for name in left]):
             for name in left:
                 self._continue(name)
-            yield
+            async with concurrency.background(self._remove_often):
+                yield
+
+    async def _remove_often(self) -> None:
+        """Remove old responses now and then."""
+        if self._folder is None:
+            return
+        keep = self._service.options.response_seconds
+        while True:
+            await anyio.to_thread.run_sync(_remove_ended, self._folder, time.time() - keep)
+            await anyio.sleep(min(_LOOK_SECONDS, keep / 4))
 
     def _unfinished(self) -> list[str]:
         """Return the ids of the responses that have no end yet, oldest first."""
@@ -271,6 +284,17 @@ def _run_of(name: str) -> str:
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, data)
+
+
+def _remove_ended(responses: Path, before: float) -> None:
+    """Remove the responses that were written before a time."""
+    try:
+        for folder in responses.iterdir() if responses.is_dir() else ():
+            path = folder / _RESPONSE
+            if _ID.fullmatch(folder.name) and path.exists() and path.stat().st_mtime < before:
+                _remove(folder)
+    except OSError as error:  # the next look finds what this one left
+        _log.error("old responses in %s cannot be removed: %s", responses, error)
 
 
 def _remove(folder: Path) -> None:

@@ -411,6 +411,8 @@ def _caps(atts: AttsFields, ceiling: Caps) -> Caps:
         asked = Caps(**given)
     except OptionError as error:
         raise RequestError(f"atts.{error}", param=f"atts.{error.option}") from error
+    if not ceiling:
+        return asked
     lower: dict[str, Any] = {}
     for name in given:
         limits = [one for one in (getattr(asked, name), getattr(ceiling, name)) if one is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections import OrderedDict, deque
@@ -85,6 +86,7 @@ class ServeOptions:
     body_bytes: int = 1 << 20
     keepalive_seconds: float = 15.0
     save_seconds: float = 5.0  # between two looks at calibrators that learnt
+    response_seconds: float = 30 * 86_400.0  # that a background response is kept after its end
 
     def __post_init__(self) -> None:
         for name in ("requests", "body_bytes"):
@@ -92,9 +94,22 @@ class ServeOptions:
                 raise OptionError(name, f"{getattr(self, name)} serves nothing; give at least 1")
         if self.queue < 0:
             raise OptionError("queue", f"{self.queue} is below 0")
+        if not 0 < self.response_seconds < math.inf:
+            raise OptionError("response_days", "background responses are kept for a time above 0")
         for user, share in self.shares.items():
             if not 0 < share < 1e9:
                 raise OptionError("share", f"{user}={share} is not a share above 0")
+            if user not in self.keys.values():
+                raise OptionError(
+                    "share",
+                    f"{user!r} has no key, and any client could call itself so; add a line "
+                    f"`{user} KEY` to --api-key-file",
+                )
+
+    @property
+    def has_named_keys(self) -> bool:
+        """Return True if a key names its user; the field `user` of requests then counts nothing."""
+        return any(self.keys.values())
 
 
 @dataclass(slots=True)

@@ -162,10 +162,17 @@ STUDIES = {
         smallest=True,
     ),
     "serve": Study(
-        "processor time of the endpoint, compared with a bare echo, and a soak of it",
+        "processor time of the endpoint, compared with a bare echo",
         "serving:study_serve",
         0,
         20,
+        smallest=True,
+    ),
+    "serve-soak": Study(
+        "the endpoint asked without a pause, half an hour with --full: nothing may grow",
+        "serving:study_soak",
+        0,
+        12,
         smallest=True,
     ),
     "against": Study(

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,15 @@ from atts.testing import ScriptedEngine
 from scripts.studies.harness import Options, Row, Spread, Table, say
 
 CONNECTIONS = 16
+_LOOKS = 20  # at the process, in a soak
+_SOAK_RATE = 12  # requests a second: a quarter of a core
 QUESTION = "Start at 4. +3, -2. What is the result?"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def study_serve(options: Options) -> list[Table]:
-    """Measure processor time per request, interleaved with a bare echo, and a soak."""
-    return [_costs(options), _soak(options)]
-
-
-def _costs(options: Options) -> Table:
+    """Measure processor time per request, in turn with a bare echo."""
     repeats = options.pick(1, 3, 5)
     count = options.pick(100, 400, 2_000)
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,7 +55,7 @@ def _costs(options: Options) -> Table:
         cpu, speeds, calls = zip(*each, strict=True)
         per_request = sum(calls) / len(calls)
         rows.append((name, str(Spread.of(cpu)), str(Spread.of(speeds)), round(per_request, 1)))
-    return Table.of(
+    table = Table.of(
         "Processor time of the endpoint",
         "request | server CPU ms/request | requests/s | engine calls/request",
         rows,
@@ -65,41 +64,48 @@ def _costs(options: Options) -> Table:
         "scripted engine's included. Client and servers share the machine's cores.",
         headline=f"{rows[1][1]} ms CPU for one rollout; a bare echo takes {rows[0][1]} ms",
     )
+    return [table]
 
 
-def _soak(options: Options) -> Table:
+def study_soak(options: Options) -> list[Table]:
+    """Ask one server for half an hour at a modest rate, and look at what its process holds."""
     seconds = options.pick(10, 60, 1_800)
     draw = random.Random(options.seed)
     done = Counter[str]()
     looks: list[Row] = []
-    with _server("atts") as (address, pid):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            pause = min(end, time.monotonic() + seconds / 10)
-            anyio.run(_mixture, address, pause, draw.randrange(1 << 30), done)
+    with _server("soak") as (address, pid):
+        began = time.monotonic()
+        for number in range(1, _LOOKS + 1):
+            until = began + seconds * number / _LOOKS
+            anyio.run(_mixture, address, until, draw.randrange(1 << 30), done)
             held = anyio.run(_status, address)
             looks.append(
                 (
-                    round(seconds - max(0.0, end - time.monotonic())),
+                    round(time.monotonic() - began),
                     sum(done.values()),
                     held["counts"]["in flight"],
                     sum(one["reserved"] for one in held["budgets"]),
                     len(os.listdir(f"/proc/{pid}/fd")),
+                    len(os.listdir(f"/proc/{pid}/task")),
                     round(_resident(pid) / 1e6, 1),
                 )
             )
             say(f"soak: {looks[-1]}")
-    middle = looks[len(looks) // 2]
-    return Table.of(
-        "Soak of the endpoint: what the process holds",
-        "seconds | requests | in flight | reserved | file descriptors | resident MB",
-        looks,
-        f"Whole and streamed requests, seeds, refusals and clients that leave, in a mixture drawn by seed "
-        f"{options.seed}: {', '.join(f'{name} {number:,}' for name, number in sorted(done.items()))}. "
-        "Counts are taken when all clients have gone. The server remembers its latest 1,000 runs, so "
-        "memory grows until there are as many.",
-        headline=f"{middle[5]} MB at half time, {looks[-1][5]} MB after {looks[-1][1]:,} requests",
-    )
+    middle = looks[_LOOKS // 2 - 1]
+    last = looks[-1]
+    return [
+        Table.of(
+            "Soak of the endpoint: what the process holds",
+            "seconds | requests | in flight | reserved | file descriptors | threads | resident MB",
+            looks,
+            f"About {_SOAK_RATE} requests a second, in a mixture drawn by seed {options.seed}: "
+            f"{', '.join(f'{name} {number:,}' for name, number in sorted(done.items()))}. Counts "
+            "are taken when all clients have gone. The server remembers its latest 1,000 runs, so "
+            "memory grows until there are as many; background responses are kept for a minute here.",
+            headline=f"{middle[6]} MB and {middle[4]} file descriptors at half time, {last[6]} MB "
+            f"and {last[4]} after {last[1]:,} requests in {last[0]:,} s",
+        )
+    ]
 
 
 def _body(**fields: Any) -> dict[str, Any]:
@@ -110,9 +116,9 @@ def _body(**fields: Any) -> dict[str, Any]:
     }
 
 
-def _message(body: Any) -> bytes:
+def _message(body: Any, path: str = "/v1/chat/completions") -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 
@@ -196,6 +202,7 @@ async def _client(
     address: tuple[str, int], end: float, draw: random.Random, done: Counter[str]
 ) -> None:
     bodies: dict[str, Any] = {
+        "background": {"model": "draft", "input": QUESTION, "background": True},
         "whole": _body(),
         "streamed": _body(stream=True),
         "seeded": _body(seed=draw.randrange(100)),
@@ -203,10 +210,16 @@ async def _client(
         "refused": _body(atts={"sampels": 1}),
         "left": _body(stream=True),
     }
-    while time.monotonic() < end:
+    while True:
+        pause = draw.expovariate(_SOAK_RATE / CONNECTIONS)
+        if time.monotonic() + pause >= end:
+            await anyio.sleep(max(0.0, end - time.monotonic()))
+            return
+        await anyio.sleep(pause)
         kind = draw.choice(list(bodies))
+        path = "/v1/responses" if kind == "background" else "/v1/chat/completions"
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(_message(bodies[kind]))
+        writer.write(_message(bodies[kind], path))
         if kind == "left":
             await reader.readuntil(b"\r\n\r\n")
         else:
@@ -255,9 +268,12 @@ async def _serve(kind: str) -> None:
     from atts.api import Setup
 
     with tempfile.TemporaryDirectory() as folder:
-        state = Path(folder) if kind == "state" else None
+        state = None if kind == "atts" else Path(folder)
         setup = Setup(draft=ScriptedEngine("draft"), target=ScriptedEngine("target"))
-        service = Service(setup, ServeOptions(name="atts/toy", state=state))
+        options = ServeOptions(name="atts/toy", state=state)
+        if kind == "soak":
+            options = replace(options, response_seconds=60.0)
+        service = Service(setup, options)
         await run_server(service, "127.0.0.1", 0, _heard)
 
 

@@ -7,12 +7,14 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from atts.core import Problem
 from atts.errors import FingerprintError, JournalCorrupt, JournalVersion
+from atts.files import plain_fields
 from atts.journal import SCHEMA, Manifest, Setting, dataset_digest, load_manifest
 from atts.journal.manifest import save_manifest
 
@@ -162,6 +164,17 @@ def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
     ]
     assert len(set(digests)) == len(digests)
     assert dataset_digest(iter([one, two])) == digests[0]
+
+
+def test_texts_and_numbers_of_numpy_are_digested_as_what_they_are() -> None:
+    """Columns of a data frame hold them."""
+    plain = Problem("1", "a", answer="3")
+    assert dataset_digest([Problem(np.str_("1"), np.str_("a"), answer=np.str_("3"))]) == (
+        dataset_digest([plain])
+    )
+    assert plain_fields(Setting(np.float64(0.5))) == {"value": 0.5, "origin": "default"}
+    with pytest.raises(TypeError, match="cannot be written as JSON"):
+        plain_fields(Setting(cast(Any, object())))
 
 
 def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:

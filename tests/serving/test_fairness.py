@@ -165,8 +165,31 @@ def test_users_that_come_and_go_are_forgotten() -> None:
 
 def test_a_share_of_nothing_is_refused() -> None:
     """A user without a share would starve."""
-    with pytest.raises(OptionError, match="share"):
-        ServeOptions(shares={"a": 0.0})
+    with pytest.raises(OptionError, match="not a share above 0"):
+        ServeOptions(shares={"a": 0.0}, keys={"k": "a"})
+
+
+@pytest.mark.parametrize("keys", [{}, {"k": ""}, {"k": "b"}])
+def test_a_share_needs_a_key(keys: dict[str, str]) -> None:
+    """Any client could call itself by a name that no key has."""
+    with pytest.raises(OptionError, match="'a' has no key"):
+        ServeOptions(shares={"a": 2.0}, keys=keys)
+
+
+@pytest.mark.parametrize(("key", "owner"), [("k-ann", "ann"), ("k-all", "")])
+def test_a_client_cannot_name_itself_where_keys_have_names(key: str, owner: str) -> None:
+    """The field `user` neither takes another user's share nor shows the run to that user."""
+    pytest.importorskip("starlette", reason="needs the extra serve")
+
+    async def main() -> None:
+        keys = {"k-ann": "ann", "k-bob": "bob", "k-all": ""}
+        async with serving(keys=keys, shares={"bob": 5.0}) as client:
+            headers = {"Authorization": f"Bearer {key}"}
+            asked = body(user="bob", safety_identifier="bob")
+            response = await client.http.post("/chat/completions", json=asked, headers=headers)
+            assert client.service.runs[response.json()["atts"]["run"]].user == owner
+
+    anyio.run(main)
 
 
 def test_a_user_who_floods_the_server_does_not_starve_another() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ import pytest
 
 from atts.api import Setup
 from atts.concurrency import task_group
+from atts.core import Completion, SampleRequest
 from atts.ledger import LEDGER, Amount, read_ledger
 from atts.testing import Faults, Latency, ScriptedEngine
 from tests.serving.conftest import body, serving, toy_setup
@@ -125,6 +130,75 @@ def test_a_slow_reader_delays_nobody_else() -> None:
                         await stream.send(message)
                         replies: list[Any] = [await client.chat() for _ in range(5)]
             assert [reply.status_code for reply in replies] == [200] * 5
+
+    anyio.run(main)
+
+
+class Wordy(ScriptedEngine):
+    """A draft that writes long chunks, and falls silent in the middle of its text."""
+
+    CHUNKS = 40
+
+    def __init__(self) -> None:
+        super().__init__("draft")
+        self.asked = 0
+
+    async def _sample(self, request: SampleRequest) -> Completion:
+        self.asked += 1
+        if self.asked > self.CHUNKS:
+            await anyio.sleep_forever()
+        written = await super()._sample(request)
+        return replace(written, text="x" * 4_000, ended="length")
+
+
+def buffered() -> int:
+    """Return the most bytes that a connection of this process has not handed to the system yet."""
+    transports = [one for one in gc.get_objects() if isinstance(one, asyncio.WriteTransport)]
+    return max(one.get_write_buffer_size() for one in transports)
+
+
+def test_a_reader_that_stops_fills_a_bounded_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream is held back, others are answered, and hanging up cancels the work."""
+    create = socket.create_server
+
+    def small_buffers(*given: Any, **named: Any) -> socket.socket:
+        """Listen with sockets that hold little, so that less than megabytes fills them."""
+        listener = create(*given, **named)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
+        return listener
+
+    monkeypatch.setattr(socket, "create_server", small_buffers)
+
+    async def main() -> None:
+        draft = Wordy()
+        async with serving(Setup(draft=draft, target="scripted")) as client:
+            address = client.http.base_url
+            asked = body(stream=True, model="draft")
+            data = httpx2.Request("POST", "http://a", json=asked).content
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}"
+            with socket.socket() as slow:
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1_024)
+                slow.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(slow, (address.host, address.port or 80))
+                await loop.sock_sendall(slow, head.encode() + b"\r\n\r\n" + data)
+                with anyio.fail_after(60):
+                    while buffered() < 1 << 16:
+                        assert (await client.chat(model="target")).status_code == 200
+                # the rest waits as text, of which a request's caps allow only so much
+                with anyio.fail_after(60):
+                    while draft.asked <= Wordy.CHUNKS:
+                        assert (await client.chat(model="target")).status_code == 200
+                assert buffered() < 1 << 17
+                assert client.service.in_flight == 1
+                reset = struct.pack("ii", 1, 0)
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            with anyio.fail_after(20):
+                while client.service.in_flight:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            assert client.service.counts.cancelled == 1
+            assert client.service.account.reserved == Amount()
+            assert draft.stats().in_flight == 0
 
     anyio.run(main)
 

@@ -239,6 +239,34 @@ def test_a_background_response_needs_no_client(tmp_path: Path) -> None:
     anyio.run(main)
 
 
+def test_background_responses_expire(tmp_path: Path) -> None:
+    """A folder that ended long ago is removed; one that runs stays, however old its request is."""
+
+    async def main() -> None:
+        async with serving(toy_setup(SLOW), state=tmp_path) as client:
+            old, new, open_ = [(await respond(client, background=True)).json() for _ in range(3)]
+            for one in (old, new, open_):
+                await finished(client, one["id"])
+        folders = {one["id"]: tmp_path / "responses" / one["id"] for one in (old, new, open_)}
+        (folders[open_["id"]] / "response.json").unlink()
+        for name, path in folders.items():
+            if name != new["id"]:
+                for file in path.iterdir():
+                    os.utime(file, (1.0, 1.0))
+        setup = toy_setup(Latency(per_sample=30.0))
+        async with serving(setup, state=tmp_path, response_seconds=3_600.0) as client:
+            with anyio.fail_after(20):
+                while folders[old["id"]].exists():  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            statuses = [
+                (await client.http.get(f"/responses/{name}")).status_code for name in folders
+            ]
+            assert statuses == [404, 200, 200]
+            assert folders[open_["id"]].exists()
+
+    anyio.run(main)
+
+
 def test_a_background_response_can_be_cancelled(tmp_path: Path) -> None:
     """Nothing of it is left in flight, and a restart does not begin it again."""
 

@@ -214,9 +214,9 @@ class RunStatus:
             "name": str(self._run.directory),
             "seconds": reading.clock.seconds,
             "counts": {
+                "problems": manifest.problems,
                 "open": len(open_problems),
-                "over": len(over),
-                "in all": manifest.problems,
+                "finished": len(over),
                 "correct": sum(one["verdict"] == "correct" for one in over),
             },
             "items": [

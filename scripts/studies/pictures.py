@@ -11,18 +11,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from tests.analysis.conftest import Browser
+from tests.analysis.conftest import Browser, Page
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 EVAL = "eval arithmetic --limit 24 --samples 8 --report none --out runs/long"
 KILL_AT = 3500
 """Lines of the journal after which the recorded run is killed."""
+LIVE = "eval arithmetic --limit 400 --samples 8 --report none --out runs/live"
+LIVE_AT = 4000
+"""Lines of the journal after which the live page is looked at."""
 PAGES = {
     "report.png": "runs/first/report.html",
     "calibration.png": "calibration.html",
@@ -55,6 +59,7 @@ def main() -> None:
             for picture, path in PAGES.items():
                 page.open((folder / path).as_uri())
                 page.picture(PICTURES / picture)
+            live(page, folder)
     for made in sorted(PICTURES.iterdir()):
         print(f"pictures: {made.relative_to(ROOT)}, {made.stat().st_size / 1024:.0f} KiB")
 
@@ -82,6 +87,38 @@ def _run(words: str, folder: Path) -> str:
     if done.returncode != 0:
         sys.exit(f"pictures: atts {words} ended with {done.returncode}:\n{done.stdout}")
     return done.stdout
+
+
+def live(page: Page, folder: Path) -> None:
+    """Take the picture of `atts view` in the middle of a run."""
+    journal = folder / "runs" / "live" / "journal.jsonl"
+    with _started(LIVE, folder) as running:
+        while running.poll() is None and _count_lines(journal) < LIVE_AT:
+            time.sleep(0.02)
+        with _started("view runs/live --port 0", folder) as viewer:
+            assert viewer.stdout is not None, "the output is piped"
+            page.open(viewer.stdout.readline().split()[-1])
+            page.wait("!document.querySelector('main').hidden")
+            page.picture(PICTURES / "live.png")
+        if running.poll() is not None:
+            sys.exit("pictures: the live run ended before its picture was taken")
+
+
+@contextmanager
+def _started(words: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a command of atts in the background, and kill it in the end."""
+    with subprocess.Popen(
+        _command(words),
+        cwd=folder,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @dataclass(frozen=True, slots=True)

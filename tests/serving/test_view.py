@@ -87,7 +87,7 @@ def test_a_run_directory_has_the_numbers_of_its_run(run_directory: Path) -> None
     """Problems, verdicts, the realised rate and the spending are those of the journal."""
     status = RunStatus(run_directory).status()
     assert status["state"] == "not running"
-    assert status["counts"]["over"] == status["counts"]["in all"] == 10
+    assert status["counts"]["finished"] == status["counts"]["problems"] == 10
     assert len(status["items"]) == 10
     assert status["counts"]["correct"] == sum(
         one["verdict"] == "correct" for one in status["items"]
@@ -118,7 +118,7 @@ def test_a_run_that_stopped_halfway_shows_its_leading_rollout(
     assert status["leader"]["text"]
     # it is read again once it has grown
     journal.write_bytes(b"".join(lines))
-    assert reading.status()["counts"]["over"] == 10
+    assert reading.status()["counts"]["finished"] == 10
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -161,6 +161,9 @@ class _Lexer:
             is_product = bool(rest) and all(
                 len(part) == 1 and part != "/" for part in phrase.split()
             )
+            names = [part for part in phrase.split() if part[0] != "^"]
+            if len(names) > 1 and all(len(name) == 1 and name.isupper() for name in names):
+                is_product = True  # C V^2
             if is_product and not is_part:  # 2 g h
                 return None
             if not rest and not is_part and is_doubtful:

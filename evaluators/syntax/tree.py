@@ -85,6 +85,8 @@ def negated(node: Node) -> Node:
     if node.kind == "number" and node.value is not None:
         text = node.text[1:] if node.text.startswith("-") else "-" + node.text
         return Node("number", text=text, value=-node.value)
+    if node.kind in ("degree", "percent"):
+        return Node(node.kind, tuple(map(negated, node.args)))
     return Node("mul", (MINUS_ONE, node))
 
 

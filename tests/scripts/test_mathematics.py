@@ -151,7 +151,7 @@ def test_the_page_agrees_with_what_is_run() -> None:
     ("line", "said"),
     [
         (["--pair", "qwen-7b/qwq-32"], "did you mean 'qwen-7b/qwq-32b'"),
-        (["aime26"], "did you mean 'aime2"),
+        (["aime27"], "did you mean 'aime2"),
         (["arithmetic", "--pair", "embedded", "--arms", "target,drafft"], "did you mean 'draft'"),
         (["arithmetic", "--pair", "embedded", "--limit", "2", "--rate", "2"], "rate"),
         (["aime24", "--file", "nowhere.jsonl"], "nowhere.jsonl"),

@@ -231,8 +231,9 @@ def test_engines_are_checked_for_what_the_score_is_made_of() -> None:
     for kind in ("mean", "worst", "speculative"):
         with pytest.raises(UnsupportedByEngine, match="cannot score"):
             check_engines(Policy(score=ScoreRule(kind)), gate, plain, plain)
-    for kind in ("verdict", "rating", "continuation"):  # asked for in text
-        check_engines(Policy(score=ScoreRule(kind)), gate, writer, writer)
+    in_text: tuple[ScoreKind, ...] = ("verdict", "rating", "continuation")
+    for asked in in_text:
+        check_engines(Policy(score=ScoreRule(asked)), gate, writer, writer)
 
 
 def test_votes_score_problems_and_nothing_else() -> None:

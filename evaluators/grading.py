@@ -67,7 +67,7 @@ class BadRecord:
 
 
 def read_records(lines: Iterable[str], source: str) -> Iterator[Mapping[str, Any] | DatasetError]:
-    """Yield the object on each line that is not blank, or the error of a line that is none."""
+    """Yield the object on each line that is not blank, or the error of a line without an object."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:

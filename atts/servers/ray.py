@@ -344,7 +344,7 @@ class Host:
         return failure or (self._engine.spec, self._engine.tokenizer)
 
     async def sample(self, request: SampleRequest) -> Completion | Failure:
-        """Return a completion, or why there is none."""
+        """Return a completion, or the reason that it is missing."""
         return await self._ask(lambda engine: engine.sample(request))
 
     async def score(self, request: ScoreRequest) -> Scores | Failure:

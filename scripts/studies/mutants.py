@@ -30,7 +30,7 @@ be run, or the tests fail without the fault too.
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One fault, what became of it, and what was printed last."""
+    """One planted fault, its verdict, and the last output of its tests."""
 
     mutant: Mutant
     verdict: Verdict

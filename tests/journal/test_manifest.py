@@ -88,7 +88,7 @@ def test_every_difference_is_named(
 
 
 def test_a_digest_of_the_weights_decides(tmp_path: Path) -> None:
-    """A run resumes with the same weights only, and not where one side does not know them."""
+    """A run resumes only with the same weights; it is refused if either side does not know its weights."""
     marked = replace(
         MANIFEST, engines={**MANIFEST.engines, "target": {"model": "big", "weights": "ab" * 16}}
     )

@@ -182,7 +182,7 @@ def test_an_exit_that_knows_the_text_hits_always(
 def test_more_guesses_hit_more_often(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Further guesses at every position are worth their branches."""
+    """Additional guesses at every position gain more than their branches cost."""
     Made(monkeypatch, InlineTransport)
     ways = ("pearl", "ssd")
     pearl, ssd = (

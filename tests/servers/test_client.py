@@ -216,7 +216,7 @@ async def test_turns_go_in_order_and_a_cancelled_waiter_leaves_none_behind() -> 
             group.start_soon(wait, number, within)
             await anyio.wait_all_tasks_blocked()
         gives_up.cancel()
-        limit.give()  # the turn that it would have had
+        limit.give()  # turn that the cancelled rollout would have had
         assert not limit.take_nowait()
         await anyio.wait_all_tasks_blocked()
         assert order == [1]

@@ -240,7 +240,8 @@ def plain_fields(record: object) -> dict[str, Any]:
 
     :raises TypeError: JSON has nothing like one of the values.
     """
-    return msgspec.to_builtins(record, enc_hook=_plain_value)
+    values: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_plain_value)
+    return values
 
 
 def _plain_value(value: object) -> object:

@@ -135,7 +135,9 @@ def _is_remainder(reference: str, answer: str) -> bool:
     if not one or not two or two[0].kind != "congruence" or one[0].value is None:
         return False
     rest, modulus = (arg.value for arg in two[0].args)
-    return rest == one[0].value and modulus is not None and 0 <= rest < modulus
+    if rest is None or modulus is None:
+        return False
+    return rest == one[0].value and 0 <= rest < modulus
 
 
 def _verdict(same: bool, rule: str) -> Verdict:

@@ -219,8 +219,9 @@ def _cases(value: object) -> list[tuple[str, Case]]:
             tests = json.loads(_unpacked(value))
     if not isinstance(tests, list):
         raise ValueError("has tests that are no list")
+    rows: list[Any] = tests
     cases: list[tuple[str, Case]] = []
-    for test in cast(list[Any], tests):
+    for test in rows:
         if not isinstance(test, dict) or not {"input", "output"} <= {*cast(dict[str, Any], test)}:
             raise ValueError("has a test without input or output")
         named = cast(dict[str, Any], test)

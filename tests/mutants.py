@@ -398,8 +398,8 @@ OTHERS = [
     *_table(
         "atts/sampling.py",
         "tests/test_distributions.py",
-        "logs = special.xlogy(count, chance) + special.xlog1py(sizes - count, -chance)",
-        "logs = special.xlogy(count, chance) - special.xlog1py(sizes - count, -chance)",
+        "powers = count * math.log(chance) + (enough - count) * math.log1p(-chance)",
+        "powers = count * math.log(chance) - (enough - count) * math.log1p(-chance)",
     ),
     *_table(
         "atts/core.py",

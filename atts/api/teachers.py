@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ _KINDS = ("embedded", "hf", "vllm")
 
 
 @contextmanager
-def open_teacher(words: str, top: int) -> Iterator[Teacher]:
+def open_teacher(words: str, top: int) -> Generator[Teacher]:
     """Open the model of these words, which lists so many tokens at every place.
 
     :raises OptionError: the words name no model, or one on a server that does not list tokens.
@@ -88,7 +88,7 @@ class ServedTeacher:
 
 
 @contextmanager
-def _served(rest: str, top: int) -> Iterator[ServedTeacher]:
+def _served(rest: str, top: int) -> Generator[ServedTeacher]:
     from anyio.from_thread import start_blocking_portal
 
     from atts.servers import RemoteEngine, server_engine

@@ -39,9 +39,9 @@ async def completions(call: ServerCall) -> Any:
     choice: dict[str, Any] = {"index": 0, "prompt_logprobs": None}
     is_scored = wants_scores and state.quirks.scoring == "honest"
     if is_scored:
-        choice["prompt_logprobs"] = await _prompt_rows(call, ids, rid)
+        rows: list[Any] = await _prompt_rows(call, ids, rid)
+        choice["prompt_logprobs"] = rows
         for place in range(1, len(ids)) if body["prompt_logprobs"] else ():
-            rows = choice["prompt_logprobs"]
             rows[place] |= await _likeliest(call, ids[:place], int(body["prompt_logprobs"]))
     request = request_of(ids, limit, body, _DEFAULT)
     done = await _thought(call, request, rid, spoil=not is_scored)  # a reply is spoilt once

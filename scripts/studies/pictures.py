@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -105,7 +105,7 @@ def live(page: Page, folder: Path) -> None:
 
 
 @contextmanager
-def _started(words: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def _started(words: str, folder: Path) -> Generator[subprocess.Popen[str]]:
     """Run a command of atts in the background, and kill it in the end."""
     with subprocess.Popen(
         _command(words),

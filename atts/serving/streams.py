@@ -77,8 +77,9 @@ class EventStream(Response):
         }
         await send(start)
         into, items = anyio.create_memory_object_stream[_Item](math.inf)
-        async with task_group() as group:
-            with into, items:
+        # Closed after all tasks: the reply of a client that just left may still be put in.
+        with into, items:
+            async with task_group() as group:
 
                 async def watch() -> None:
                     while (await receive())["type"] != "http.disconnect":

@@ -10,10 +10,10 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import httpx2
@@ -23,6 +23,7 @@ from atts.api import Setup
 from atts.concurrency import task_group
 from atts.core import Completion, SampleRequest
 from atts.ledger import LEDGER, Amount, read_ledger
+from atts.serving import POLICIES, RequestError, ServeOptions, Service, SolveRequest
 from atts.testing import Faults, Latency, ScriptedEngine
 from tests.serving.conftest import body, serving, toy_setup
 
@@ -290,3 +291,43 @@ def test_a_cancelled_server_closes_what_clients_keep_open() -> None:
                 await read_on()
 
     anyio.run(main)
+
+
+class EndsLate:
+    """A service that refuses a request just after its client has left."""
+
+    def __init__(self) -> None:
+        self.options = ServeOptions()
+        self.has_ended = False
+
+    def check_room(self, user: str) -> None:
+        """Let everyone in."""
+
+    async def solve(self, *_: object, **__: object) -> None:
+        """End in spite of the cancellation."""
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(0.01)
+        self.has_ended = True
+        raise RequestError("too late")
+
+
+@pytest.mark.anyio
+async def test_work_that_ends_as_its_client_leaves_is_not_an_error() -> None:
+    """The reply is dropped, and no traceback is logged."""
+    from atts.serving.streams import ChatEvents, EventStream
+
+    service = EndsLate()
+    request = SolveRequest("atts/toy", POLICIES["fast"], (("user", "What is 1 + 1?"),), stream=True)
+    stream = EventStream(cast(Service, service), request, ChatEvents(request, "run"), "run")
+    sent = list[MutableMapping[str, Any]]()
+
+    async def receive() -> dict[str, Any]:
+        await anyio.lowlevel.checkpoint()
+        return {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    await stream({"type": "http"}, receive, send)
+    assert service.has_ended
+    assert sent[0]["status"] == 200

@@ -1,7 +1,8 @@
-"""Optional: packages that speak to OpenAI's API, against a server of the embedded pair."""
+"""Optional: packages that speak to OpenAI's API, against the embedded pair or scripted engines."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.serving.conftest import started_server
 from tests.serving.test_clients import serve_embedded
 
 pytest.importorskip("starlette", reason="needs the extra serve")
@@ -170,3 +172,61 @@ def test_inspect_evaluates_through_the_endpoint(
     monkeypatch.setenv("ATTS_API_KEY", "none")
     monkeypatch.setenv("ATTS_BASE_URL", address)
     assert run_client("inspect_ai", INSPECT, address, tmp_path).startswith("inspect_ai success")
+
+
+LM_EVAL = """
+import lm_eval
+
+done = lm_eval.simple_evaluate(
+    model="local-chat-completions",
+    model_args={"model": "atts/toy:fast", "base_url": %r, "num_concurrent": 2},
+    tasks=["sums"],
+    task_manager=lm_eval.tasks.TaskManager(include_path=".", include_defaults=False),
+    apply_chat_template=True,
+    bootstrap_iters=0,
+)
+assert done["n-samples"]["sums"] == {"original": 2, "effective": 2}, done["n-samples"]
+for sample in done["samples"]["sums"]:
+    (given,), = sample["resps"]
+    assert given == sample["target"], sample
+print("lm_eval", done["results"]["sums"]["exact_match,none"])
+"""
+SUMS = """
+task: sums
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: sums.jsonl
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs:
+  until: []
+  max_gen_toks: 256
+metric_list:
+  - metric: exact_match
+"""
+
+
+def test_lm_eval_evaluates_through_the_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its task of two sums, asked as chats at the same time, gets the votes of scripted engines."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    questions = {
+        "Start at 4. +3, -2. What is the result?": 5,
+        "Start at 2. +6, -1. What is the result?": 7,
+    }
+    lines = [json.dumps({"question": text, "answer": str(n)}) for text, n in questions.items()]
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
+    (tmp_path / "sums.yaml").write_text(SUMS)
+    server, address = started_server(tmp_path / "state")
+    try:
+        program = LM_EVAL % f"{address}/chat/completions"
+        printed = run_client("lm_eval", program, address, tmp_path)
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+    assert printed.splitlines()[-1] == "lm_eval 1.0"

@@ -135,15 +135,19 @@ def _shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]
     return found
 
 
+_STUDIES_OF = {
+    "serving": {"serve"},
+    "statistics": {"statistics", "small", "replay"},  # its live counterparts, run by themselves
+}
+
+
 def test_every_mark_of_a_page_names_its_study(checkout: Path) -> None:
     """And every command it shows is one that exists."""
     for page in pages.pages(checkout):
         text = page.read_text()
         found = list(_marks(text))
         wanted = "" if page.name == "BENCHMARKS.md" else page.stem
-        # its live counterparts, run by themselves
-        beside = {"small", "replay"} if wanted == "statistics" else set[str]()
-        assert {study for _, study, _ in found} - beside == {wanted}
+        assert {study for _, study, _ in found} == _STUDIES_OF.get(wanted, {wanted})
         assert any(what == "summary" for what, _, _ in found) == (not wanted)
         for names in re.findall(r"\./scripts/bench ([a-z -]+?)(?: --| *`| *$)", text, re.MULTILINE):
             assert set(names.split()) <= {*bench.STUDIES, "all", "quick"}, names

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 from atts.concurrency import collect
 from atts.core import (
@@ -26,11 +27,13 @@ from atts.core import (
 from atts.errors import BadReply, ContextOverflow
 from atts.evaluators import Estimate, compare_runs
 from atts.graph import ProblemScope, RolloutScope
-from atts.journal import FinishedProblem
 from atts.pipelines.context import Context, RolloutEngine
 from atts.pipelines.policy import Policy
 from atts.pipelines.votes import Grouper, Tally, ballot, classes, tally
 from atts.sampling import Seed
+
+if TYPE_CHECKING:
+    from atts.journal import FinishedProblem
 
 COVERED = 0.9
 """Share of the problems that a comparison can still win which must count as split."""

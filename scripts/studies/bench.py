@@ -157,9 +157,6 @@ STUDIES = {
     "hosted": Study(
         "scores that need no log-probabilities, over a chat API that reports none",
         "servers:study_hosted",
-        0,
-        120,
-        smallest=True,
     ),
     "serve": Study(
         "processor time of the endpoint, compared with a bare echo",
@@ -171,9 +168,6 @@ STUDIES = {
     "serve-soak": Study(
         "the endpoint asked without a pause, half an hour with --full: nothing may grow",
         "serving:study_soak",
-        0,
-        12,
-        smallest=True,
     ),
     "against": Study(
         "the published implementation and other methods, same work",

@@ -69,9 +69,11 @@ def test_all_and_quick_run_known_studies_each_once() -> None:
         "gpu",
         "blocks",
         "blocks-real",
+        "hosted",
         "judges",
         "real-pair",
         "real-pair-losses",
+        "serve-soak",
     }
     assert sum(step.seconds for step in everything) < 60 * 60
     assert sum(step.seconds for step in quick) < 5 * 60

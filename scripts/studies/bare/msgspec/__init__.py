@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -40,6 +42,16 @@ class Struct:
 def convert(value: Any, kind: Any) -> Any:
     """Return the value as it is."""
     return value
+
+
+def field(*, default_factory: Callable[[], Any]) -> Any:
+    """Return a field whose default is made anew for each value."""
+    return dataclasses.field(default_factory=default_factory)
+
+
+def to_builtins(value: Any, *, enc_hook: Callable[[Any], Any] | None = None) -> Any:
+    """Return the fields of a dataclass as plain values; what is in them stays as it is."""
+    return dataclasses.asdict(value)
 
 
 class json:

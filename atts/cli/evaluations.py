@@ -381,7 +381,7 @@ def combine(
 
     The result is a run like any other, with the recorded rollouts in it. Votes count as split up to
     a share of the leading answer that is calibrated on the run. Without --combine it is auto: the
-    votes stand until the target's choices are known to be better.
+    votes decide until the target's choices are known to be better.
 
     Example: atts combine runs/first --target hf:Qwen/Qwen2.5-1.5B-Instruct --out runs/selected
 

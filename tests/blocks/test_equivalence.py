@@ -186,9 +186,9 @@ def test_no_loss_is_taken_unsaid(pair: Zoo, base: Path) -> None:
     refused = {
         f"{words}/lean": "stands in for 'tuned', at a loss",
         f"{words}/tuned?lossy=.001": r"lean diverges by 0\.005",
-        f"{words}/tuned?lossy=little": "no number",
+        f"{words}/tuned?lossy=little": "not a number",
         f"{words}/base?lossy=1": "nothing was kept",
-        "embedded?lossy=1": "no setting of a local engine",
+        "embedded?lossy=1": "not a setting of a local engine",
     }
     for engine, says in refused.items():
         with pytest.raises(OptionError, match=says):

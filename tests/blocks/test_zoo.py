@@ -285,7 +285,7 @@ BAD: dict[str, tuple[Callable[[Tune], Path], str, type[ATTSError]]] = {
     "torn file": (lambda tune: torn(tune("m"), 5000), "damaged", ModelLoadError),
     "empty file": (lambda tune: torn(tune("m"), 0), "damaged", ModelLoadError),
     "no weights": (lambda tune: torn(tune("m"), None), "no safetensors", ModelLoadError),
-    "no folder": (lambda tune: Path("nowhere"), "nowhere is no folder", OptionError),
+    "no folder": (lambda tune: Path("nowhere"), "nowhere is not a folder", OptionError),
 }  # fmt: skip
 
 

@@ -731,7 +731,7 @@ CASES = [
     Case("runs of a file", "runs taken", DISK, ("taken", "no such folder"), text("taken", "")),
     Case("runs of an unknown flag", "runs --jsno", USAGE, ("--jsno", "--json")),
     Case("zoo without a directory", "zoo show", USAGE, ("--zoo",)),
-    Case("zoo that is none", "zoo show --zoo nope", ENGINE, ("nope", "no zoo")),
+    Case("zoo that is none", "zoo show --zoo nope", ENGINE, ("nope", "not a zoo")),
     Case(
         "newer zoo",
         "zoo show --zoo zoo",
@@ -746,7 +746,7 @@ CASES = [
         ("zoo.json", "damaged"),
         text("zoo/zoo.json", "{"),
     ),
-    Case("zoo of other things", "zoo add a empty --zoo .", USAGE, ("empty", "no folder")),
+    Case("zoo of other things", "zoo add a empty --zoo .", USAGE, ("empty", "not a folder")),
     Case(
         "model of no name",
         "zoo add a/b empty --zoo zoo",
@@ -757,13 +757,13 @@ CASES = [
     Case(
         "zoo of no model", "zoo add a empty --zoo zoo", ENGINE, ("config.json",), directory("empty")
     ),
-    Case("removal from no zoo", "zoo remove a --zoo nope", ENGINE, ("nope", "no zoo")),
+    Case("removal from no zoo", "zoo remove a --zoo nope", ENGINE, ("nope", "not a zoo")),
     Case("removal of no model", "zoo remove a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case("export of no model", "zoo export a out --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case("export onto a folder", "zoo export a zoo --zoo zoo", USAGE, ("zoo is there",), a_zoo),
     Case("comparison of no model", "zoo compare a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
-    Case("loss of no zoo", f"eval {RUN} --target zoo:nope/a?lossy=.1", ENGINE, ("nope", "no zoo")),
-    Case("engine of no zoo", f"eval {RUN} --target zoo:nope/a", ENGINE, ("nope", "no zoo")),
+    Case("loss of no zoo", f"eval {RUN} --target zoo:nope/a?lossy=.1", ENGINE, ("nope", "not a zoo")),
+    Case("engine of no zoo", f"eval {RUN} --target zoo:nope/a", ENGINE, ("nope", "not a zoo")),
     Case(
         "engine of no model of a zoo",
         f"eval {RUN} --target zoo:zoo/a",

@@ -52,5 +52,5 @@ def test_a_run_is_printed_as_the_page_has_it(
     """`--json` prints the status once, for programs."""
     assert atts("eval", "arithmetic[:2]", *scripted, "--out", "run", "--samples", "2").code == 0
     status = json.loads(atts("view", "run", "--json").out)
-    assert status["counts"]["over"] == 2
+    assert status["counts"]["finished"] == 2
     assert status["kind"] == "run"

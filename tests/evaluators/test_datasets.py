@@ -274,7 +274,7 @@ def test_an_answer_that_is_no_choice_is_an_error(tmp_path: Path) -> None:
     path = write_jsonl(
         tmp_path / "x.jsonl", [{"question": "q", "choices": ["a1", "b1"], "answer": "c1"}]
     )
-    assert "no letter, position or text of its choices" in message(lambda: load_dataset(path))
+    assert "not a letter, position or text of its choices" in message(lambda: load_dataset(path))
 
 
 GPQA_ROWS: list[dict[str, Any]] = [

@@ -467,7 +467,7 @@ def test_what_is_not_cached_says_how_to_get_it(
         DatasetError, match="hf download --repo-type dataset HuggingFaceH4/MATH-500"
     ):
         load_dataset("math500", options=LoadOptions(cache=tmp_path))
-    with pytest.raises(DatasetError, match="no name of a hub dataset"):
+    with pytest.raises(DatasetError, match="not a name of a hub dataset"):
         cached("hub:-bad-/..name", tmp_path)
 
 

@@ -85,8 +85,9 @@ def test_the_option_reaches_the_drafters_model(
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("atts.accel.build.load_weights", weights)
-    monkeypatch.setattr("atts.accel.build.allocate_cache", cache)
+    for builder in ("atts.local.builder", "atts.accel.build"):
+        monkeypatch.setattr(f"{builder}.load_weights", weights)
+        monkeypatch.setattr(f"{builder}.allocate_cache", cache)
     done = run(
         make_model("llama"),
         [requests(2, 24, HOT[:2])],

@@ -45,7 +45,7 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def field(*, default_factory: Callable[[], Any]) -> Any:
-    """Return a field whose default is made anew for each value."""
+    """Return a field that makes its default for each value."""
     return dataclasses.field(default_factory=default_factory)
 
 

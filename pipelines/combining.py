@@ -127,9 +127,12 @@ class Combiner:
     @property
     def evidence(self) -> str:
         """Describe what the odds rest on."""
+        pairs = self.consistent + self.inconsistent
+        told_apart = self.better + self.worse if self._is_graded else pairs
+        if told_apart == 0:
+            return "nothing is known of the selector yet"
         if self._is_graded:
             return f"better than the vote on {self.better} problems, worse on {self.worse}"
-        pairs = self.consistent + self.inconsistent
         return f"{self.consistent} of {pairs} pairs had one verdict in both orders"
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:

@@ -762,7 +762,9 @@ CASES = [
     Case("export of no model", "zoo export a out --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case("export onto a folder", "zoo export a zoo --zoo zoo", USAGE, ("zoo is there",), a_zoo),
     Case("comparison of no model", "zoo compare a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
-    Case("loss of no zoo", f"eval {RUN} --target zoo:nope/a?lossy=.1", ENGINE, ("nope", "not a zoo")),
+    Case(
+        "loss of no zoo", f"eval {RUN} --target zoo:nope/a?lossy=.1", ENGINE, ("nope", "not a zoo")
+    ),
     Case("engine of no zoo", f"eval {RUN} --target zoo:nope/a", ENGINE, ("nope", "not a zoo")),
     Case(
         "engine of no model of a zoo",

@@ -17,7 +17,8 @@ import sys
 from typing import Any
 
 _MEBIBYTE = 1 << 20
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000  # answers of a filter of system calls
+_ALLOW = 0x7FFF0000  # answers of a filter of system calls
+_ERRNO = 0x00050000
 _X86_64 = 0xC000003E  # its number where filters see it
 _CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
 _X32 = 0x40000000  # from here on: system calls of another interface of the same processor
@@ -47,7 +48,7 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     if job["function"]:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)  # what a function prints is no result
+        os.dup2(nowhere, 1)  # what a function prints is not a result
     try:
         _confine(job)
     except OSError as error:

@@ -36,7 +36,7 @@ _MOST_OUTPUT = 8  # mebibytes
 _AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
 
 End = Literal["done", "error", "time", "memory", "output"]
-"""How a run ended; "done" is a normal end, whatever was printed."""
+"""The end of a run; "done" is a normal one, whatever was printed."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -168,7 +168,7 @@ class ProgramVotes:
 
 
 def layout_free(program: str) -> str:
-    """Return a program without comments and layout; a text that is no program stays as it is."""
+    """Return a program without comments and layout; a text that is not a program stays as it is."""
     try:
         return ast.dump(ast.parse(program))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

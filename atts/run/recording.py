@@ -135,7 +135,7 @@ class Listener(Protocol):
 
 
 CLOSING_SECONDS = 60.0
-"""How long the end of a run waits for what its listeners have not sent yet."""
+"""Seconds that the end of a run waits for what its listeners have not sent yet."""
 
 _log = logging.getLogger("atts.run")
 

@@ -96,7 +96,7 @@ class Dialect(ABC):
     priority_sign = 1
     """-1 where a higher number means sooner."""
     takes_thinking_budget = False
-    """Whether such servers take the budget at which they close a think block."""
+    """True of servers that take the budget at which they close a think block."""
 
     def __init__(self, options: RemoteOptions) -> None:
         if options.thinking == "send" and not self.takes_thinking_budget:

@@ -68,7 +68,7 @@ _WORDS: dict[str, str] = dict(
 _FOLDED = re.compile(
     r"\\(?:binom|dbinom|tbinom|max|min|gcd|lcm|lfloor|lceil|pm|mp|cos|sin|tan|arg|operatorname)|\||_|\\equiv|!|\bmod"
 )
-"""What may keep its value when a number in it changes, or names one that is not a value."""
+"""Patterns of answers that may keep their value when a number in them changes, or that name a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,7 @@ LIES = (
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_scores_that_are_none_are_refused(suffix: str, tmp_path: Path) -> None:
-    """True is no 1, a word is not a number, NaN is none: whatever stands where."""
+    """True is not 1, and neither a word nor NaN is a number, in any field."""
     for lie in LIES:
         (tmp_path / f"in{suffix}").write_text(lie)
         with pytest.raises(CalibrationInputError):

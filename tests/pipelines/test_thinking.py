@@ -70,7 +70,7 @@ def test_drafting_ahead_changes_no_text(attempt: Solve) -> None:
 
 
 def test_an_open_think_block_is_closed(attempt: Solve) -> None:
-    """Where the prompt opens the block, its end stands in the text that ends the thinking."""
+    """A block that the prompt opens is closed by the text that ends the thinking."""
     rollouts = lines(attempt(OPEN, FixedGate("accept")))
     stopped = [rollout for rollout in rollouts if thoughts(rollout) is not None]
     assert stopped

@@ -167,12 +167,17 @@ def _token_limits(setup: Setup, policy: Policy) -> Tokens:
     """Return the tokens of a rollout that reaches every limit; discarded drafts count as written."""
     tokens, turns, drafted, written, _ = policy.bounds()
     length = min(tokens, turns * (drafted + written))
+    drafted = min(drafted, length)
+    written = min(written, length)
+    if policy.escalates == "problem":
+        by_draft = length * policy.waves[0].stop / policy.samples
+        return Tokens(by_draft, 0, length - by_draft)
     if policy.drafter == "target":
         return Tokens(0, 0, length)
     if _accepts_everything(setup):
         return Tokens(min(length, turns * drafted), 0, 0)
     draft = turns * drafted
-    if policy.takeover == "continue":
+    if policy.takeover == "continue" or policy.escalates == "rest":
         draft = min(draft, length)
     return Tokens(draft, draft, min(length, turns * written))
 

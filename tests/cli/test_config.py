@@ -380,3 +380,24 @@ def test_the_text_that_ends_the_thinking_may_be_in_a_file(tmp_path: Path) -> Non
         configure({}, [f"thinking_end=@{tmp_path}/absent.txt"], environment={})
     with pytest.raises(OptionError, match="leave none for the answer"):
         configure({"thinking_tokens": 50, "max_tokens": 40}, environment={})
+
+
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [
+        ("draft-only", (800, 0, 0)),
+        ("target-only", (0, 0, 800)),
+        ("atts --set takeover=continue", (800, 800, 800)),
+        ("cascade", (400, 0, 400)),
+    ],
+)
+def test_a_dry_run_counts_no_token_beyond_the_length_of_a_rollout(
+    atts: Any, scripted: tuple[str, ...], method: str, most: tuple[int, int, int]
+) -> None:
+    """8 rollouts of at most 100 tokens; chunks may be longer than that."""
+    words = ("--samples", "4", "--max-tokens", "100", "--set", "chunking.draft_tokens=4096")
+    both = ("--set", "chunking.target_tokens=4096", "--method", *method.split())
+    said = json.loads(
+        atts("eval", "arithmetic[:2]", *scripted, *words, *both, "--dry-run", "--json").out
+    )
+    assert tuple(said["at_most"][name] for name in ("draft", "scored", "target")) == most

@@ -1,4 +1,6 @@
-"""inspect_ai drives the embedded pair and benchmark end to end; runs where inspect_ai is installed."""
+"""Tests of the inspect_ai adapter on the embedded models; they are skipped where inspect_ai is
+missing.
+"""
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false
 
 from __future__ import annotations
@@ -13,18 +15,20 @@ from atts.evaluators import load_dataset
 inspect_ai: Any = pytest.importorskip(
     "inspect_ai", reason="inspect_ai is not installed: pip install 'atts-llm[inspect]'"
 )
-pytestmark = pytest.mark.filterwarnings("default")  # the harness's own, and its dependencies'
+pytestmark = pytest.mark.filterwarnings("default")  # inspect_ai and its dependencies warn
 
 
 @pytest.fixture(autouse=True)
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep logs in the test's folder, and read no configuration of the machine."""
+    """Write inspect_ai's logs into the test's folder and ignore this machine's settings of
+    inspect_ai.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("INSPECT_DISPLAY", "none")
 
 
 def arithmetic(count: int, solver: Any = None) -> Any:
-    """Make a task of inspect_ai from the first embedded problems, graded by its own scorer."""
+    """Make an inspect_ai task from the first embedded problems, graded by inspect_ai's own scorer."""
     from inspect_ai.dataset import Sample
     from inspect_ai.scorer import match
     from inspect_ai.solver import generate
@@ -34,8 +38,10 @@ def arithmetic(count: int, solver: Any = None) -> Any:
     return inspect_ai.Task(dataset=samples, solver=solver or generate(), scorer=match(numeric=True))
 
 
-def test_the_provider_solves_the_embedded_benchmark() -> None:
-    """`--model atts/embedded -M ...`: their log has our answers, votes and tokens; most are right."""
+def test_model_provider_solves_the_embedded_benchmark() -> None:
+    """With `--model atts/embedded`, inspect_ai's log holds the answers, votes and tokens of atts,
+    and most answers are correct.
+    """
     import atts.adapters.inspect_ai
 
     options = {"samples": 4, "rate": 0.3, "reply": "answer"}
@@ -54,10 +60,8 @@ def test_the_provider_solves_the_embedded_benchmark() -> None:
     assert atts.adapters.inspect_ai.ATTSModelAPI is not None
 
 
-def test_the_solver_answers_whatever_the_model_is() -> None:
-    """A task with another model uses ours through the solver; epochs are repeats; the reasoning is
-    theirs to read.
-    """
+def test_solver_answers_in_place_of_the_tasks_model() -> None:
+    """The solver answers a task although the task names another model, and each epoch is a new run."""
     from atts.adapters.inspect_ai import atts_solver
 
     task = arithmetic(2, atts_solver("scripted", samples=2))
@@ -71,8 +75,8 @@ def test_the_solver_answers_whatever_the_model_is() -> None:
     assert all(len(texts) == 2 for texts in by_problem.values())
 
 
-def test_what_cannot_be_done_is_said() -> None:
-    """Tools are refused, misspelt model arguments too."""
+def test_tools_and_misspelt_arguments_are_refused() -> None:
+    """The adapter refuses tools, which it cannot call, and model arguments that atts does not know."""
     from inspect_ai.model import get_model
     from inspect_ai.solver import generate, use_tools
     from inspect_ai.tool import tool
@@ -80,10 +84,9 @@ def test_what_cannot_be_done_is_said() -> None:
     @tool  # type: ignore[untyped-decorator]
     def nothing() -> Any:
         async def execute(word: str) -> str:
-            """Say it again.
+            """Return the word.
 
-            Args:
-                word: What to say.
+            Args:     word: The word to return.
             """
             return word
 

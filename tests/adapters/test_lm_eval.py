@@ -1,4 +1,4 @@
-"""lm_eval drives the embedded pair and benchmark end to end; runs where lm_eval is installed."""
+"""Tests of the lm_eval adapter on the embedded models; they are skipped where lm_eval is missing."""
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ lm_eval: Any = pytest.importorskip(
     "lm_eval", reason="lm_eval is not installed: pip install 'atts-llm[lm-eval]'"
 )
 pytest.importorskip("datasets", reason="lm_eval's datasets are not installed")
-pytestmark = pytest.mark.filterwarnings("default")  # the harness's own, and its dependencies'
+pytestmark = pytest.mark.filterwarnings("default")  # lm_eval and its dependencies warn
 
 
 def task_of(folder: Path, problems: tuple[Problem, ...]) -> Any:
-    """Make a task of lm_eval from our problems: exact match of the text in the last box."""
+    """Make an lm_eval task from problems of atts; it compares the text in the last box with the
+    answer.
+    """
     from lm_eval.tasks import TaskManager
 
     rows = [json.dumps({"question": it.text, "answer": it.answer}) for it in problems]
@@ -49,7 +51,7 @@ metric_list:
 
 
 def requests(*arguments: tuple[Any, ...]) -> list[Any]:
-    """Make requests as tasks of lm_eval do."""
+    """Make requests in the form in which lm_eval's tasks make them."""
     from lm_eval.api.instance import Instance
 
     kind = "generate_until"
@@ -59,11 +61,11 @@ def requests(*arguments: tuple[Any, ...]) -> list[Any]:
     ]
 
 
-def test_the_embedded_benchmark_runs_under_their_evaluator(
+def test_simple_evaluate_runs_the_embedded_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `--model atts --model_args pretrained=embedded,...` the result is an exact match of our
-    answers, and the run is resumable.
+    """lm_eval's `simple_evaluate` scores the answers of atts by exact match and leaves a resumable
+    run.
     """
     import atts.adapters.lm_eval
 
@@ -82,8 +84,10 @@ def test_the_embedded_benchmark_runs_under_their_evaluator(
     assert atts.adapters.lm_eval.ATTSLM is not None
 
 
-def test_generations_are_cut_where_the_task_says() -> None:
-    """`until` ends a reply, a token limit a rollout; order and number are the requests'."""
+def test_generation_stops_at_until_and_at_the_token_limit() -> None:
+    """The task's `until` ends a reply, its `max_gen_toks` limits a rollout, and replies keep the
+    order of the requests.
+    """
     from atts.adapters.lm_eval import ATTSLM
 
     model = ATTSLM("scripted", samples=2)
@@ -102,9 +106,9 @@ def test_generations_are_cut_where_the_task_says() -> None:
     assert model.apply_chat_template(chat) == f"Be brief.\n\n{question}"
 
 
-def test_likelihoods_are_the_targets() -> None:
-    """A right continuation is likelier than a wrong one and greedy where it is; a rolled text adds
-    up its tokens.
+def test_loglikelihood_is_the_targets() -> None:
+    """The target finds a correct continuation likelier than a wrong one, and a rolling
+    log-likelihood is the sum over the text's tokens.
     """
     from atts.adapters.lm_eval import ATTSLM
 
@@ -123,7 +127,7 @@ def test_likelihoods_are_the_targets() -> None:
 
 
 def test_misspelt_arguments_are_refused() -> None:
-    """The harness refuses them as our own command line does."""
+    """lm_eval refuses a misspelt model argument with the same hint as the command line."""
     from atts.adapters.lm_eval import ATTSLM
 
     with pytest.raises(Exception, match="did you mean 'samples'"):

@@ -1,4 +1,6 @@
-"""Replies of outcomes, conversations as questions, and options by their names."""
+"""Tests of what the adapters share: replies made of outcomes, questions made of conversations, and
+options.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ SMALL = Policy(samples=3, turns=10, early_stop="none")
 
 
 @pytest.mark.anyio
-async def test_the_reasoning_or_the_answer_alone() -> None:
-    """The text is that of a rollout that voted for the answer; `answer` is the bare one, "" where
-    there is none.
+async def test_a_reply_holds_the_reasoning_or_only_the_answer() -> None:
+    """The default reply is the text of a rollout that voted for the answer; "answer" is the answer
+    alone, or "" if there is none.
     """
     question = toy_problems(1)[0]
     async with Session(Setup(draft="scripted", target="scripted", policy=SMALL)) as session:
@@ -32,7 +34,7 @@ async def test_the_reasoning_or_the_answer_alone() -> None:
 
 
 def test_a_failed_problem_is_an_error_not_an_empty_answer() -> None:
-    """A harness would count an empty text as wrong."""
+    """A failed problem raises an error, because a harness would grade an empty text as wrong."""
     with pytest.raises(EngineError, match="gone"):
         Reply.of(Outcome(toy_problems(1)[0], (), None, status="failed", why="the server is gone"))
 
@@ -46,15 +48,15 @@ def test_a_failed_problem_is_an_error_not_an_empty_answer() -> None:
         ({"rate_scope": "questions"}, "question"),
     ],
 )
-def test_options_are_those_of_the_configuration(options: dict[str, object], said: str) -> None:
-    """A misspelt or impossible one is refused with a hint."""
+def test_unknown_and_impossible_options_are_refused(options: dict[str, object], said: str) -> None:
+    """An adapter takes the options of the configuration, and refuses others with a hint."""
     with pytest.raises(OptionError, match=said):
         setup_of("scripted", options)
 
 
-def test_words_of_harnesses() -> None:
-    """Strings are read as what they say; a label may name engines given apart; a conversation needs
-    a question.
+def test_harness_values_become_settings() -> None:
+    """Strings become numbers, engines given separately are used, and a conversation without a
+    question is refused.
     """
     setup = setup_of(
         "mine",

@@ -1,4 +1,4 @@
-"""verifiers drives atts' problems and its grading; runs where verifiers is installed."""
+"""Tests of the verifiers adapter; they are skipped where verifiers is missing."""
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from atts.evaluators import load_dataset
 vf: Any = pytest.importorskip(
     "verifiers.v1", reason="verifiers is not installed: pip install verifiers"
 )
-pytestmark = pytest.mark.filterwarnings("default")  # the harness's own, and its dependencies'
+pytestmark = pytest.mark.filterwarnings("default")  # verifiers and its dependencies warn
 
 
 @pytest.fixture
 def taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make the taskset as verifiers does: by the name of a module of one's own."""
+    """Load the taskset by its module's name, as verifiers does."""
     (tmp_path / "math_tasks.py").write_text(
         "from atts.adapters.verifiers import *\n__all__ = ['ATTSTaskset']\n"
     )
@@ -34,7 +34,9 @@ def taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_problem_is_a_task(taskset: Any) -> None:
-    """Tasks have the ids, the question and the words of atts' own runs, and survive the wire."""
+    """Each task has the id, question and prompt of the problem in a run of atts, and survives
+    serialisation.
+    """
     problems = load_dataset("arithmetic[:6]").problems
     tasks = list(taskset)
     assert [task.key for task in tasks] == [problem.id for problem in problems]
@@ -56,7 +58,7 @@ def test_every_problem_is_a_task(taskset: Any) -> None:
 def test_the_reward_is_the_grading_of_atts(
     taskset: Any, reply: str, correct: float, answered: float
 ) -> None:
-    """verifiers calls the reward and the metric, and records them on the trace."""
+    """When verifiers computes the reward, it is the verdict of atts, and the trace records it."""
     task = next(iter(taskset))
     assert task.data.problem["answer"] == "24"
     trace = vf.Trace.model_construct(root_reply=reply, rewards={}, metrics={})

@@ -1,4 +1,4 @@
-"""A real browser for reports, driven over a pipe, and runs to report on."""
+"""A headless browser for reports, driven over a pipe, and runs to report on."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _AS_3_AND_4 = "import os,sys; os.dup2(int(sys.argv[1]),3); os.dup2(int(sys.argv[
 
 
 class BrowserError(Exception):
-    """The browser refused, or took too long."""
+    """The browser refused a command or took too long."""
 
 
 @dataclass
 class Page:
-    """One tab: what it did so far, and ways to make it do more."""
+    """One tab of the browser: its console messages, and methods that act on it."""
 
     browser: Browser
     session: str
@@ -46,11 +46,11 @@ class Page:
     requests: list[str] = field(default_factory=list[str])
 
     def call(self, method: str, **values: Any) -> dict[str, Any]:
-        """Send a command of the DevTools protocol."""
+        """Send a command of the DevTools protocol to this tab."""
         return self.browser.call(method, self.session, **values)
 
     def open(self, url: str) -> float:
-        """Load a page to its end; the milliseconds that took, by the page's own clock."""
+        """Load a page completely and return the milliseconds that the page measured for it."""
         self.requests.clear()
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && performance.timing.loadEventEnd > 0")
@@ -59,7 +59,7 @@ class Page:
         )
 
     def run(self, code: str) -> Any:
-        """Evaluate an expression, and await the promise if it is one."""
+        """Evaluate an expression, and await it if it is a promise."""
         found = self.call(
             "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
         )
@@ -76,7 +76,7 @@ class Page:
             time.sleep(0.05)
 
     def press(self, key: str, code: int) -> None:
-        """Press one key, as a person would."""
+        """Press one key."""
         text = "\r" if key == "Enter" else ""
         for kind in ("keyDown", "keyUp"):
             self.call(
@@ -84,7 +84,7 @@ class Page:
             )
 
     def look(self, width: int, height: int, scheme: str) -> None:
-        """Give the window this size, in "light" or "dark"."""
+        """Set the window's size and the preferred colour scheme, "light" or "dark"."""
         phone = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -107,7 +107,7 @@ class Page:
 
 
 class Browser:
-    """A headless Chromium of its own, without a profile, a port or a network."""
+    """A headless Chromium with a temporary profile, without a port or network."""
 
     def __init__(self, program: str, profile: Path) -> None:
         to_read, self._write = os.pipe()
@@ -145,7 +145,7 @@ class Browser:
                 self._process.wait()
 
     def page(self) -> Page:
-        """Open a tab that is watched from its first moment."""
+        """Open a tab and record its console and exceptions from the start."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(self, session)
@@ -154,7 +154,7 @@ class Browser:
         return page
 
     def call(self, method: str, session: str = "", **values: Any) -> dict[str, Any]:
-        """Send a command and return its answer; events that arrive meanwhile go to their pages."""
+        """Send a command and return its answer; pass events that arrive meanwhile to their tabs."""
         self._number += 1
         message = {
             "id": self._number,
@@ -204,7 +204,7 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Start Chromium; skip the test if there is none."""
+    """Start Chromium; skip the test if it is not installed."""
     program = (
         os.environ.get("ATTS_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     )
@@ -235,7 +235,7 @@ def _evaluate(directory: Path, problems: int = 12, **options: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def evaluate_into() -> Evaluate:
-    """Make a run."""
+    """Return a function that runs the scripted pair into a directory."""
     return _evaluate
 
 
@@ -247,7 +247,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Solve the same problems by the target alone."""
+    """Make a run of the same problems by the target alone."""
     return _evaluate(tmp_path_factory.mktemp("runs") / "target alone", method="target-only")
 
 

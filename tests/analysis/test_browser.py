@@ -1,4 +1,6 @@
-"""The report in a real browser: quiet, alone, sortable, readable, inert."""
+"""Tests of reports in a real browser: they load nothing, run no foreign script, sort, search and
+stay readable.
+"""
 
 from __future__ import annotations
 
@@ -93,20 +95,20 @@ NAMES = """
 
 @pytest.fixture(scope="module")
 def report(run: Path, other_run: Path) -> str:
-    """Return the address of a report with everything in it."""
+    """Return the address of a report that has every section."""
     return atts.report(run, compare_to=[other_run]).as_uri()
 
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """Open a tab, and check at the end that nothing was written to its console."""
+    """Open a tab, and fail the test at its end if anything was written to the console."""
     tab = browser.page()
     yield tab
     assert tab.problems == []
 
 
-def test_it_opens_alone(page: Any, report: str) -> None:
-    """No request but for the file itself, no word on the console, and the verdict comes first."""
+def test_report_loads_nothing_but_itself(page: Any, report: str) -> None:
+    """The page makes no other request, writes nothing to the console and begins with the verdict."""
     page.open(report)
     assert page.requests == [report]
     assert page.run("document.querySelector('h1').textContent").startswith(
@@ -116,9 +118,9 @@ def test_it_opens_alone(page: Any, report: str) -> None:
 
 
 @pytest.mark.parametrize("column", [0, 5, 9])
-def test_tables_sort(page: Any, report: str, column: int) -> None:
-    """A click sorts upwards, another downwards; numbers as numbers; the column says so to those who
-    cannot see it.
+def test_a_click_on_a_column_sorts_the_table(page: Any, report: str, column: int) -> None:
+    """The first click sorts upwards and the second downwards, numbers as numbers, and the column
+    says so to screen readers.
     """
     page.open(report)
     table = "document.getElementById('problem-table')"
@@ -136,8 +138,8 @@ def test_tables_sort(page: Any, report: str, column: int) -> None:
     assert page.run(f"{head}.getAttribute('aria-sort')") == "descending"
 
 
-def test_the_keyboard_reaches_and_sorts(page: Any, report: str) -> None:
-    """Tab walks to every control in order of reading; Enter on a column sorts by it."""
+def test_the_keyboard_alone_can_sort_a_table(page: Any, report: str) -> None:
+    """Tab visits every control in reading order, and Enter on a column sorts by it."""
     page.open(report)
     seen = list[str]()
     for _ in range(14):
@@ -153,8 +155,8 @@ def test_the_keyboard_reaches_and_sorts(page: Any, report: str) -> None:
     )
 
 
-def test_a_rollout_opens(page: Any, report: str) -> None:
-    """A link leads to a problem, its rollouts open to their chunks, and the way back leads back."""
+def test_links_lead_to_a_rollout_and_back(page: Any, report: str) -> None:
+    """A link leads to a problem, its rollouts unfold into chunks, and a link leads back."""
     page.open(report)
     page.run("document.querySelector('#problem-table a').click()")
     page.wait("document.querySelectorAll('#page .rollout').length > 0")
@@ -172,7 +174,7 @@ def test_a_rollout_opens(page: Any, report: str) -> None:
 
 
 def test_the_problems_can_be_searched(page: Any, report: str) -> None:
-    """Rows that do not match are hidden, and the page shows the count."""
+    """The search hides problems that do not match and shows how many remain."""
     page.open(report)
     everything = page.run("document.querySelectorAll('#problem-table tbody tr').length")
     page.run(
@@ -188,9 +190,11 @@ def test_the_problems_can_be_searched(page: Any, report: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
-def test_it_is_readable(page: Any, report: str, scheme: str, width: int, tmp_path: Path) -> None:
-    """Contrast is sufficient everywhere, nothing is wider than the window, and every control and
-    picture has a name.
+def test_report_is_readable_at_every_width_and_colour_scheme(
+    page: Any, report: str, scheme: str, width: int, tmp_path: Path
+) -> None:
+    """Contrast is sufficient, nothing is wider than the window, and every control and picture has a
+    name.
     """
     page.look(width, 900, scheme)
     for place in ("", "#problem-0/0"):
@@ -205,10 +209,10 @@ def test_it_is_readable(page: Any, report: str, scheme: str, width: int, tmp_pat
     assert (tmp_path / "seen.png").stat().st_size > 5000
 
 
-def test_no_table_is_clipped_at_the_width_of_a_laptop(
+def test_no_table_scrolls_at_1280_pixels(
     page: Any, run: Path, other_run: Path, tmp_path: Path
 ) -> None:
-    """A comparison with three runs of long names is whole at 1280 pixels, without scrolling."""
+    """A comparison of three runs with long names fits into 1,280 pixels without scrolling."""
     name = "arithmetic-with-the-settings-of-the-paper-" * 3
     compared = Path(shutil.copytree(run, tmp_path / f"{name}a1b2c3"))
     others = [shutil.copytree(other_run, tmp_path / f"{name}{number}") for number in range(3)]
@@ -225,7 +229,9 @@ def test_no_table_is_clipped_at_the_width_of_a_laptop(
 def test_the_calibration_report_is_readable(
     page: Any, run: Path, scheme: str, width: int, tmp_path: Path
 ) -> None:
-    """The calibration report is as readable; it opens alone, with its numbers first."""
+    """The calibration report loads nothing, begins with its numbers and is readable in both colour
+    schemes.
+    """
     written = tmp_path / "calibration.html"
     save_calibration(calibration_report(run), "html", written)
     page.look(width, 900, scheme)
@@ -251,7 +257,7 @@ def test_the_calibration_report_is_readable(
 
 
 def _plant(source: Path, target: Path, change: Callable[[Any], Any]) -> None:
-    """Copy a run, its events changed."""
+    """Copy a run and change its events."""
     import anyio
 
     manifest = load_manifest(source / "manifest.json")
@@ -270,7 +276,7 @@ def _plant(source: Path, target: Path, change: Callable[[Any], Any]) -> None:
 
 
 def _hostile(event: Any) -> Any:
-    """Replace every text that a model or a dataset can decide by an attack."""
+    """Replace each text that a model or a dataset can choose by an attack."""
     kind = type(event).__name__
     if isinstance(event, ProblemStarted):
         return structs.replace(
@@ -292,9 +298,9 @@ def _hostile(event: Any) -> Any:
     return None if kind in ("SessionOpened", "SessionClosed") else event
 
 
-def test_model_output_is_inert(page: Any, run: Path, tmp_path: Path) -> None:
-    """A script that a model wrote, kept or discarded, is shown as text and never runs; terminal
-    codes are shown too.
+def test_scripts_in_model_output_never_run(page: Any, run: Path, tmp_path: Path) -> None:
+    """A script that a model wrote is shown as text, whether its chunk was kept or discarded;
+    terminal codes are shown as well.
     """
     _plant(run, tmp_path / "planted", _hostile)
     written = atts.report(tmp_path / "planted")
@@ -317,13 +323,13 @@ def test_model_output_is_inert(page: Any, run: Path, tmp_path: Path) -> None:
 
 
 def _scripts(written: Path) -> int:
-    """Count the scripts that the page itself opens."""
+    """Count the scripts that the page itself contains."""
     text = written.read_text()
     return text.count('<script type="text/plain"') + text.count('<script>"use strict"')
 
 
-def test_a_planted_script_would_not_run_even_if_it_got_in(page: Any, report: str) -> None:
-    """The second wall: the page's own policy refuses every script but its own."""
+def test_the_content_security_policy_blocks_a_planted_script(page: Any, report: str) -> None:
+    """If escaping failed, the page's own policy would still refuse every script but the page's."""
     page.open(report)
     page.run(
         "document.body.append(Object.assign(document.createElement('script'), {textContent: "

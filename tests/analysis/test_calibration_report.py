@@ -1,6 +1,4 @@
-"""The calibration report: a run's own decisions, or scores decided one by one; the same numbers in
-every format.
-"""
+"""Tests of the calibration report of a run, and of scores that are decided one by one."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from atts.testing import ScriptedEngine, Skill, ToyModel, ToyTokenizer, toy_prob
 
 
 def _scores(questions: int = 12, each: int = 20, seed: int = 0) -> StoredScores:
-    """Draw perplexities of questions that differ, two turns each."""
+    """Draw perplexities of questions with different levels, two turns each."""
     draw = random.Random(seed)
     hard = [draw.uniform(0.2, 1.5) for _ in range(questions)]
     rows = [
@@ -52,8 +50,8 @@ def of_run(run: Path) -> CalibrationReport:
     return calibration_report(run)
 
 
-def test_a_run_is_told_at_its_own_rate(run: Path, of_run: CalibrationReport) -> None:
-    """Its decisions are the report's of the run; its scores are judged at the rate it was made at."""
+def test_a_run_is_reported_at_its_own_rate(run: Path, of_run: CalibrationReport) -> None:
+    """The calibration report shows the decisions that the run made, at the rate of the run."""
     held = build_report(run).report.calibration
     assert held is not None
     assert of_run.control == held
@@ -65,17 +63,17 @@ def test_a_run_is_told_at_its_own_rate(run: Path, of_run: CalibrationReport) -> 
     assert of_run.standing == "good"
 
 
-def test_a_run_at_another_rate_is_decided_anew(run: Path, of_run: CalibrationReport) -> None:
-    """The counts are those of the new rate, and the name says that the scores were decided again."""
+def test_a_run_at_another_rate_is_decided_again(run: Path, of_run: CalibrationReport) -> None:
+    """With another rate the counts are those of new decisions, and the report's name says so."""
     other = calibration_report(run, rate=0.6)
     assert (other.kind, other.rate, other.control.decisions) == ("scores", 0.6, len(scores_of(run)))
     assert other.control.escalated > of_run.control.escalated
     assert other.source.endswith("decided again")
 
 
-def test_scores_are_decided_one_by_one() -> None:
-    """Realised rate, effective number and promise are those of a calibrator that lives through
-    them.
+def test_scores_get_the_decisions_of_a_live_calibrator() -> None:
+    """The realised rate, effective sample size and guarantee equal those of a calibrator that sees
+    the same scores.
     """
     scores = _scores()
     found = calibration_of_scores("mine", scores, 0.4, "aci")
@@ -90,9 +88,9 @@ def test_scores_are_decided_one_by_one() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_seen_is_counted_and_said() -> None:
-    """Questions that grow harder: the drift test counts as an alarm, a rate that left its band is
-    reported to be read with care.
+def test_drift_and_a_missed_rate_are_reported() -> None:
+    """Questions that grow harder raise a drift alarm, and a rate outside its band is reported as
+    doubtful.
     """
     rows = [{"question": f"q{n // 20}", "score": 1.1 + n / 100 + n % 20 / 50} for n in range(600)]
     found = calibration_of_scores("mine", StoredScores.from_records(rows), 0.3, "marginal")
@@ -108,8 +106,8 @@ def test_what_is_seen_is_counted_and_said() -> None:
 
 
 def test_a_calibrator_brings_its_rate_and_its_mode(tmp_path: Path) -> None:
-    """A fitted calibrator is reported unchanged, with its own promise; with another rate its scores
-    are decided again.
+    """A fitted calibrator is reported at its own rate; with another rate its scores are decided
+    again.
     """
     made = Calibrator(0.15, "question", stored=_scores())
     made.save(tmp_path / "calibrator.json")
@@ -132,9 +130,9 @@ def _labelled(path: Path, labels: Sequence[Any]) -> Path:
     return path
 
 
-def test_labels_say_what_scores_know_of_answers(tmp_path: Path) -> None:
-    """If bad scores belong to wrong answers, the p-values separate them; if labels are random, they
-    do not.
+def test_labels_show_whether_scores_predict_wrong_answers(tmp_path: Path) -> None:
+    """If worse scores belong to wrong answers, the p-values separate them; if labels are random,
+    they do not.
     """
     telling = [n * 37 % 100 < 60 for n in range(300)]
     found = calibration_report(_labelled(tmp_path / "a.jsonl", telling)).labelled
@@ -159,14 +157,14 @@ def test_labels_say_what_scores_know_of_answers(tmp_path: Path) -> None:
 
 
 def test_the_labels_of_a_run_are_its_verdicts(run: Path, of_run: CalibrationReport) -> None:
-    """Each kept chunk of a graded rollout is labelled once."""
+    """Each kept chunk of a graded rollout gets the verdict of its rollout as its label."""
     assert of_run.labelled is not None
     assert 0 < of_run.labelled.labelled <= of_run.control.decisions - of_run.control.escalated
     assert all(one.low <= one.high for one in of_run.labelled.bins)
 
 
-def test_the_gain_over_a_coin_comes_first(tmp_path: Path) -> None:
-    """The first number is the gain with its interval, the second the AUROC within questions."""
+def test_gain_over_a_coin_is_the_first_number(tmp_path: Path) -> None:
+    """The first number is the gain with its interval; the second is the AUROC within questions."""
     telling = [n * 37 % 100 < 60 for n in range(300)]
     report = calibration_report(_labelled(tmp_path / "a.jsonl", telling))
     assert report.labelled is not None
@@ -180,7 +178,9 @@ def test_the_gain_over_a_coin_comes_first(tmp_path: Path) -> None:
 
 
 def test_without_verdicts_the_votes_are_the_labels(tmp_path: Path) -> None:
-    """A rollout that disagrees with its problem's vote counts as wrong, and the note says so."""
+    """Without references, a rollout that disagrees with its problem's vote is labelled wrong, and a
+    note says so.
+    """
     problems = [replace(problem, answer=None) for problem in toy_problems(40)]
     slips = ToyModel(Skill(right=0.6, repair=0.0), ToyTokenizer())
     draft = ScriptedEngine("draft", model=slips)
@@ -193,16 +193,16 @@ def test_without_verdicts_the_votes_are_the_labels(tmp_path: Path) -> None:
     assert "agreement of their rollouts with the vote" in report.headline.numbers[0].note
 
 
-def test_a_coins_run_has_no_score_to_compare(tmp_path: Path) -> None:
-    """Its report says that nothing is known of a score, instead of a number."""
+def test_a_run_of_a_coin_reports_no_score(tmp_path: Path) -> None:
+    """A coin does not score chunks, so its report says that the score is unknown."""
     setup = Setup(draft="scripted", target="scripted", method="coin", rate=0.3)
     evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
     with pytest.raises(CalibrationInputError):
         calibration_report(tmp_path / "run")
 
 
-def test_a_broken_promise_comes_first(of_run: CalibrationReport) -> None:
-    """A run that handed over everything: the sentence, the verdict and the first doubt say so."""
+def test_a_missed_rate_is_reported_first(of_run: CalibrationReport) -> None:
+    """If a run escalated everything, the sentence, the verdict and the first caveat say so."""
     found = of_run
     groups = tuple(replace(group, escalated=group.decisions) for group in found.control.by_question)
     left = replace(found.control, escalated=found.control.decisions, by_question=groups)
@@ -211,8 +211,8 @@ def test_a_broken_promise_comes_first(of_run: CalibrationReport) -> None:
     assert calibration_points("run", found.health, left)[0][0] == "bad"
 
 
-def test_copied_scores_are_a_fault() -> None:
-    """Scores that occur in two questions: do not rely on them."""
+def test_scores_of_two_questions_are_reported_as_copies() -> None:
+    """The report says not to rely on scores that occur in two questions."""
     once = _scores(6).scores
     copied = StoredScores((*once, *once), tuple(f"q{n // 20}" for n in range(240)), (0,) * 240)
     found = calibration_of_scores("mine", copied, 0.4, "aci")
@@ -220,10 +220,8 @@ def test_copied_scores_are_a_fault() -> None:
     assert "occur in another question" in found.points[0][1]
 
 
-def test_scores_without_questions_are_told_as_such(tmp_path: Path) -> None:
-    """No mode that needs questions, no picture by question, and the number they are worth is a
-    bound.
-    """
+def test_scores_without_questions_give_a_bound_only(tmp_path: Path) -> None:
+    """Modes and charts by question are left out, and the effective sample size is a bound."""
     np.save(tmp_path / "s.npy", np.array([1 + n * 37 % 101 / 50 for n in range(200)]))
     with pytest.raises(CalibrationInputError, match="needs no questions"):
         calibration_report(tmp_path / "s.npy", rate_scope="question")
@@ -234,8 +232,8 @@ def test_scores_without_questions_are_told_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["split", "marginal", "aci", "question", "question-turn"])
-def test_every_mode_has_a_report(mode: Any) -> None:
-    """Each report states the promise of its mode."""
+def test_every_mode_reports_its_guarantee(mode: Any) -> None:
+    """Each report states the guarantee of its mode."""
     found = calibration_of_scores("mine", _scores(5, 8), 0.3, mode)
     assert found.promise.mode == mode
     assert found.promise.guarantee
@@ -243,8 +241,8 @@ def test_every_mode_has_a_report(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("scale", ["logprob", "real"])
-def test_other_scales_are_read_as_they_are(scale: str) -> None:
-    """Log-probabilities are worse when lower: the report ranks them so."""
+def test_log_probabilities_rank_lower_as_worse(scale: str) -> None:
+    """The report ranks log-probabilities from high to low, because a lower one is worse."""
     draw = random.Random(2)
     raw = [draw.uniform(-3, -0.1) for _ in range(90)]
     scores = StoredScores(
@@ -255,8 +253,8 @@ def test_other_scales_are_read_as_they_are(scale: str) -> None:
     assert abs(found.control.escalated - 27) < 8
 
 
-def test_one_score_has_a_report() -> None:
-    """And says how little it is."""
+def test_a_report_of_one_score_says_how_little_it_shows() -> None:
+    """A single score has a report, which says that one score shows very little."""
     found = calibration_of_scores("mine", StoredScores((1.5,), ("q",), (0,)), 0.4, "aci")
     for format in ("html", "markdown", "json"):
         assert render_calibration(found, calibration_format(format, None))
@@ -264,7 +262,9 @@ def test_one_score_has_a_report() -> None:
 
 
 def test_all_formats_say_the_same(of_run: CalibrationReport) -> None:
-    """Sentence, numbers, guarantee and what voids it stand in each; JSON is strict."""
+    """HTML, Markdown and JSON hold the same sentence, numbers, guarantee and assumptions, and the
+    JSON is strict.
+    """
     page, words, data = (
         render_calibration(of_run, format) for format in ("html", "markdown", "json")
     )
@@ -280,8 +280,10 @@ def test_all_formats_say_the_same(of_run: CalibrationReport) -> None:
     assert "://" not in page
 
 
-def test_the_histogram_has_a_band_of_uniformity() -> None:
-    """Bars of uniform p-values stay in it; where they gather in one bin, that bar is outside."""
+def test_the_histogram_band_covers_uniform_p_values() -> None:
+    """Bars of uniform p-values stay within the band; if p-values gather in one bin, its bar leaves
+    the band.
+    """
     scores = StoredScores.of([1 + random.Random(n).random() for n in range(1200)])
     chart = calibration_charts(calibration_of_scores("mine", scores, 0.3, "marginal").control)[-2]
     assert chart.title == "Histogram of p-values"
@@ -292,10 +294,8 @@ def test_the_histogram_has_a_band_of_uniformity() -> None:
     assert 'class="bar off"' in worse.picture
 
 
-def test_figures_stand_alone(of_run: CalibrationReport, tmp_path: Path) -> None:
-    """Each picture once, as SVG that is whole by itself: a namespace, its own colours, no variable,
-    no script.
-    """
+def test_figures_are_complete_svg_files(of_run: CalibrationReport, tmp_path: Path) -> None:
+    """Each figure is written as an SVG with its own namespace and colours and without a script."""
     paths = save_calibration(of_run, "svg", tmp_path / "figures")
     assert len(paths) == len({path.name for path in paths}) == 7
     for path in paths:
@@ -305,10 +305,10 @@ def test_figures_stand_alone(of_run: CalibrationReport, tmp_path: Path) -> None:
         assert "var(" not in path.read_text()
 
 
-def test_png_needs_a_program(
+def test_png_needs_a_converter(
     of_run: CalibrationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one the message says which, and that SVG needs none; with one the file is a PNG of
+    """Without a converter the error names one and says that SVG needs none; with one the PNG has
     twice the size.
     """
     chart = calibration_charts(of_run.control)[0]
@@ -329,15 +329,15 @@ def test_png_needs_a_program(
     [(None, None, "html"), (None, "a.md", "markdown"), (None, "a.JSON", "json"), ("md", None, "markdown"),
      ("svg", "a", "svg"), ("html", "a.md", "html"), (None, "folder", "html")],
 )  # fmt: skip
-def test_the_format_is_named_or_the_ending(format: str | None, out: str | None, found: str) -> None:
-    """An explicit format wins over the file's ending."""
+def test_an_explicit_format_wins_over_the_file_ending(
+    format: str | None, out: str | None, found: str
+) -> None:
+    """The report has the format that was requested, otherwise the one of the file's ending."""
     assert calibration_format(format, out and Path(out)) == found  # type: ignore[arg-type]  # "" is not a name here
 
 
-def test_what_cannot_be_reported_is_refused(other_run: Path, tmp_path: Path) -> None:
-    """The cases are a run whose gate saw no score, a missing place, an unknown format, and a
-    picture as text.
-    """
+def test_impossible_reports_are_refused(other_run: Path, tmp_path: Path) -> None:
+    """A run without scores, a missing path, an unknown format and a figure as text are errors."""
     with pytest.raises(CalibrationInputError, match="the run's scores"):
         calibration_report(other_run)
     with pytest.raises(JournalError):
@@ -359,10 +359,12 @@ def test_what_cannot_be_reported_is_refused(other_run: Path, tmp_path: Path) -> 
         ({"draft": "of the server", "target": "of the server"}, ""),
     ],
 )
-def test_a_run_in_bfloat16_says_what_a_seed_repeats(
+def test_a_bfloat16_run_names_the_option_that_makes_it_repeatable(
     run: Path, tmp_path: Path, dtypes: dict[str, str], named: str
 ) -> None:
-    """Next to what voids the guarantee, with the exact option; a run in float32 says nothing of it."""
+    """The report says that a seed may not repeat a bfloat16 run and names the exact option; a
+    float32 run needs no such note.
+    """
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     manifest = load_manifest(copy / MANIFEST)
     assert manifest is not None

@@ -1,4 +1,4 @@
-"""The first screen of a report: one sentence, one picture, three numbers, from the run's own
+"""Tests of a report's first screen: one sentence, one chart and three numbers from the run's
 counts.
 """
 
@@ -21,7 +21,7 @@ from atts.evaluators import holm, mean_estimate
 
 
 def _again(report: RunReport, **other: Any) -> str:
-    """Return the sentence of the report with some of its numbers changed."""
+    """Return the report's sentence with some of its numbers changed."""
     known: dict[str, Any] = {
         "accuracy": report.accuracy,
         "cost": report.spend,
@@ -31,8 +31,10 @@ def _again(report: RunReport, **other: Any) -> str:
     return headline(count=len(report.problems), **known).sentence
 
 
-def test_it_is_said_as_a_person_would(run: Path, other_run: Path) -> None:
-    """Right answers as counts, the large model's share, then the first run it is compared with."""
+def test_the_sentence_gives_counts_share_and_comparison(run: Path, other_run: Path) -> None:
+    """The sentence names the number of correct answers, the target's share of the text and the
+    first other run.
+    """
     report = build_report(run, [other_run]).report
     right = sum(row.verdict == "correct" for row in report.problems)
     there = round(report.baselines[0].other.value * 12)
@@ -57,10 +59,10 @@ def test_it_is_said_as_a_person_would(run: Path, other_run: Path) -> None:
         assert _again(report, baselines=(other,)).endswith(said)
 
 
-def test_a_coin_beside_the_run_gives_the_first_number(
+def test_a_comparison_with_a_coin_gives_the_first_number(
     run: Path, other_run: Path, evaluate_into: Any, tmp_path: Path
 ) -> None:
-    """The gain over it comes first; p-values of several comparisons are corrected."""
+    """The gain over a coin comes first, and p-values of several comparisons are corrected."""
     coin = evaluate_into(tmp_path / "coin", 12, method="coin")
     report = build_report(run, [coin, other_run]).report
     gain = report.headline.numbers[0]
@@ -72,8 +74,8 @@ def test_a_coin_beside_the_run_gives_the_first_number(
 
 
 def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> None:
-    """Answers, the large model's text, steps handed over: with their counts, and whether the rate
-    was held.
+    """Correct answers, the target's text and escalated chunks stand in each format, with counts and
+    whether the rate is on target.
     """
     built = build_report(run, [other_run])
     held = built.report.calibration
@@ -98,8 +100,8 @@ def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> No
     ("share", "said"),
     [(0.0004, "< 0.1 %"), (0.9996, "> 99.9 %"), (1.0, "100 %"), (0.0, "0 %"), (0.9994, "> 99.9 %")],
 )
-def test_shares_never_round_to_all_or_nothing(share: float, said: str) -> None:
-    """Only what is all is called 100 %."""
+def test_only_a_whole_is_called_100_percent(share: float, said: str) -> None:
+    """A share close to 0 or 1 is never rounded to 0 % or 100 %."""
     assert percent(share) == said
 
 
@@ -118,9 +120,9 @@ def _heights(picture: str) -> list[float]:
     return [float(found) for found in re.findall(r'<circle[^>]* cy="([\d.]+)"', picture)]
 
 
-def test_high_accuracies_are_told_apart() -> None:
-    """0.94 to 1.0 has a third of the frontier's height though runs cut at one turn are at 0; of
-    runs alone, more.
+def test_the_chart_spreads_high_accuracies() -> None:
+    """Accuracies from 0.94 to 1.0 take a third of the chart's height, even if a shortened run is at
+    0.
     """
     turns = _points(0.0, 0.3, kind="turns")
     low, high = _heights(frontier_chart([*_points(0.94, 1.0), *turns]).picture)[:2]
@@ -134,7 +136,7 @@ def test_high_accuracies_are_told_apart() -> None:
 
 
 def test_the_stretched_axis_keeps_the_order() -> None:
-    """Better is higher, everywhere from 0 to 1, and its numbers are accuracies."""
+    """On the stretched axis a higher accuracy is always higher, and the tick labels are accuracies."""
     picture = frontier_chart(_points(*(n / 20 for n in range(21)))).picture
     heights = _heights(picture)
     assert heights == sorted(heights, reverse=True)

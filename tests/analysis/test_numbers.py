@@ -1,4 +1,4 @@
-"""The numbers of a report are those of the journal, the same in every format."""
+"""Tests that the numbers of a report are those of the journal, and the same in every format."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from atts.testing import toy_problems
 
 
 def _rewrite(source: Path, target: Path, change: Any, keep: int | None = None) -> Path:
-    """Copy a run, its events changed, cut after `keep` of them."""
+    """Copy a run, change its events, and drop those after the first `keep`."""
     manifest = load_manifest(source / "manifest.json")
     assert manifest is not None
     events = [entry.event for entry in read_entries(source / JOURNAL)][:keep]
@@ -65,8 +65,8 @@ def _rewrite(source: Path, target: Path, change: Any, keep: int | None = None) -
     return target
 
 
-def test_every_number_is_the_journal_s(run: Path) -> None:
-    """Decisions, escalations, tokens and verdicts are counted here by hand."""
+def test_every_number_equals_a_count_over_the_journal(run: Path) -> None:
+    """The test counts decisions, escalations, tokens and verdicts in the journal by itself."""
     report = build_report(run).report
     events = [entry.event for entry in read_entries(run / JOURNAL)]
     observed = [event for event in events if isinstance(event, Observed)]
@@ -107,7 +107,7 @@ def _outcomes(run: Path) -> Any:
 
 @pytest.mark.both
 def test_all_formats_say_the_same(run: Path, other_run: Path) -> None:
-    """One set of numbers: the verdict, the rate and the guarantee stand in each; JSON is strict."""
+    """The verdict, the rate and the guarantee stand in each format, and the JSON is strict."""
     built = build_report(run, [other_run])
     page, words, data = (render(built, format) for format in ("html", "markdown", "json"))
     parsed = json.loads(data, parse_constant=_refuse)
@@ -129,9 +129,9 @@ def _refuse(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
-def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
-    """The mode is recognised by taking every decision again; decisions that were tampered with are
-    noticed.
+def test_the_audit_notices_changed_decisions(run: Path, tmp_path: Path) -> None:
+    """The audit recognises the gate's mode by repeating each decision, and notices decisions that
+    were changed.
     """
     held = build_report(run).report.calibration
     assert held is not None
@@ -156,8 +156,10 @@ def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["split", "marginal", "question-turn", "aci"])
-def test_stored_scores_are_part_of_the_audit(evaluate_into: Any, tmp_path: Path, mode: str) -> None:
-    """A run that started from scores of another one is rebuilt with them."""
+def test_the_audit_uses_the_runs_stored_scores(
+    evaluate_into: Any, tmp_path: Path, mode: str
+) -> None:
+    """The audit of a run that began with another run's scores begins with the same scores."""
     stored = tuple(1 + n / 40 for n in range(1, 60))
     held = build_report(
         evaluate_into(tmp_path / "run", 3, rate_scope=mode, stored=stored)
@@ -168,9 +170,9 @@ def test_stored_scores_are_part_of_the_audit(evaluate_into: Any, tmp_path: Path,
     assert "did not" not in held.promise.audit
 
 
-def test_the_promise_of_a_small_run_is_worth_printing(evaluate_into: Any, tmp_path: Path) -> None:
-    """A run whose problems are counted promises its rate within so many decisions, not hundreds;
-    the audit agrees.
+def test_a_run_of_known_size_states_a_narrow_guarantee(evaluate_into: Any, tmp_path: Path) -> None:
+    """If the number of problems is known, the guarantee is a few decisions wide instead of
+    hundreds, and the audit confirms it.
     """
     policy = replace(Setup().policy, samples=8)
     held = build_report(
@@ -186,8 +188,8 @@ def test_the_promise_of_a_small_run_is_worth_printing(evaluate_into: Any, tmp_pa
     assert abs(held.rate.value - 0.3) <= 0.006 + 4 / held.rate.n_samples
 
 
-def test_the_promise_is_the_calibrator_s_own(run: Path) -> None:
-    """The words are those of a calibrator that lived through the run."""
+def test_the_guarantee_is_worded_by_the_calibrator(run: Path) -> None:
+    """The report prints the guarantee of a calibrator that made the same decisions."""
     held = build_report(run).report.calibration
     assert held is not None
     assert held.nominal is not None
@@ -200,8 +202,8 @@ def test_the_promise_is_the_calibrator_s_own(run: Path) -> None:
     )
 
 
-def test_a_rate_that_was_not_held_is_bad(run: Path, tmp_path: Path) -> None:
-    """Twice the nominal rate: the verdict line says so, first."""
+def test_twice_the_nominal_rate_is_reported_first(run: Path, tmp_path: Path) -> None:
+    """A run that escalated at twice the nominal rate says so at the beginning of its verdict."""
 
     def escalate(event: Any) -> Any:
         return structs.replace(event, escalated=True) if isinstance(event, Observed) else event
@@ -213,7 +215,7 @@ def test_a_rate_that_was_not_held_is_bad(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 3, 40, 200])
 def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) -> None:
-    """A report can be made at any moment, and says that the run is not finished."""
+    """A report of an unfinished run can be made at any time and says that the run is not finished."""
     report = build_report(_rewrite(run, tmp_path / "run", lambda event: event, keep)).report
     standing: Standing = report.verdict.standing
     assert standing == "bad"
@@ -225,8 +227,10 @@ def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) ->
 @pytest.mark.parametrize(
     "method", ["draft-only", "coin", "top-b", "target-only", "speculative-thinking"]
 )
-def test_every_method_has_a_report(evaluate_into: Any, tmp_path: Path, method: str) -> None:
-    """Gates without a calibrator say what they promise, or that they promise nothing."""
+def test_every_method_reports_its_guarantee_or_that_it_has_none(
+    evaluate_into: Any, tmp_path: Path, method: str
+) -> None:
+    """Methods without a calibrator state their own guarantee, or that they have none."""
     report = build_report(evaluate_into(tmp_path / "run", 3, method=method)).report
     assert "html" in render(build_report(tmp_path / "run"), "html")
     if report.calibration is not None:
@@ -244,13 +248,15 @@ class LuckyGate(NonLearningGate):
 
 @dataclass(frozen=True, slots=True)
 class ProudGate(LuckyGate):
-    """One that says what it promises."""
+    """A gate that states its own guarantee."""
 
     promise: tuple[str, str] = ("nothing escalates", "a second rollout")
 
 
-def test_the_promise_of_an_own_gate_is_its_own(evaluate_into: Any, tmp_path: Path) -> None:
-    """A gate without one is named, and no mode is looked for in its decisions."""
+def test_a_user_gate_states_its_own_guarantee(evaluate_into: Any, tmp_path: Path) -> None:
+    """A user's gate is reported by its name, and the audit looks for no calibrator mode in its
+    decisions.
+    """
     silent = build_report(evaluate_into(tmp_path / "silent", 2, gate=LuckyGate())).report
     proud = build_report(evaluate_into(tmp_path / "proud", 2, gate=ProudGate())).report
     assert silent.calibration is not None
@@ -261,8 +267,8 @@ def test_the_promise_of_an_own_gate_is_its_own(evaluate_into: Any, tmp_path: Pat
     assert proud.calibration.promise.voided_by == "a second rollout"
 
 
-def test_it_compares_with_other_runs(run: Path, other_run: Path) -> None:
-    """Against itself nothing differs; against the target alone the target writes less."""
+def test_a_report_compares_with_other_runs(run: Path, other_run: Path) -> None:
+    """A run differs in nothing from itself, and writes fewer target tokens than the target alone."""
     same, cheaper = build_report(run, [run, other_run]).report.baselines
     assert (same.difference.value, same.token_ratio, same.target_token_ratio) == (0.0, 1.0, 1.0)
     assert cheaper.target_token_ratio < 1
@@ -273,8 +279,10 @@ def test_it_compares_with_other_runs(run: Path, other_run: Path) -> None:
     }
 
 
-def test_spared_rollouts_are_not_wrong(run: Path) -> None:
-    """A rollout that the settled vote cancelled counts in no accuracy."""
+def test_cancelled_rollouts_count_in_no_accuracy(run: Path) -> None:
+    """A rollout that was cancelled because the vote was settled counts neither as correct nor as
+    wrong.
+    """
     report = build_report(run).report
     spared = sum(
         line.finish == "settled" and line.answer is None
@@ -299,8 +307,8 @@ def _outcome(text: str, problem: str = "p") -> Outcome:
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=300), st.integers(0, 120))
-def test_short_texts_are_whole_and_long_ones_say_what_is_missing(text: str, limit: int) -> None:
-    """Both ends stay, and the count of what was left out is right."""
+def test_long_texts_are_shortened_in_the_middle(text: str, limit: int) -> None:
+    """A shortened text keeps both ends and counts what was left out; a short text is unchanged."""
     cut = shorten(text, limit)
     if len(text) <= limit:
         assert cut == text
@@ -316,8 +324,10 @@ def unpack(packed: str) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=200))
-def test_pages_come_back_and_hold_no_markup(text: str) -> None:
-    """A packed page consists of letters, digits, + / and = only, for any text of a model."""
+def test_packed_pages_unpack_and_hold_no_markup(text: str) -> None:
+    """A packed page consists of letters, digits, +, / and =, whatever a model wrote, and unpacks to
+    the same page.
+    """
     pages = Pages(1 << 20, 1)
     outcome = _outcome(text)
     pages.add(outcome, {}, FinishedProblem.of(outcome))
@@ -330,7 +340,7 @@ def test_pages_come_back_and_hold_no_markup(text: str) -> None:
 
 
 def test_pages_keep_to_their_budget() -> None:
-    """Texts give way until all problems fit, scores and decisions stay."""
+    """Texts are shortened until all problems fit into the budget; scores and decisions are kept."""
     noise = "".join(map(chr, Random(0).choices(range(33, 123), k=60_000)))
     pages = Pages(100 * 2000, 100)
     for number in range(100):
@@ -341,8 +351,8 @@ def test_pages_keep_to_their_budget() -> None:
     assert unpack(pages["7"])["rollouts"][0]["turns"][0]["p"] == 0.25
 
 
-def test_not_a_number_is_null() -> None:
-    """Strict JSON, whatever a run holds."""
+def test_json_writes_nan_as_null() -> None:
+    """The JSON report is strict even if a run holds NaN or infinity."""
     assert jsonable({"a": math.nan, "b": math.inf}) == {"a": None, "b": "inf"}
     assert unpack(pack({"p": math.nan})) == {"p": None}
 
@@ -354,9 +364,9 @@ def _node(
     return CallSpan(number, "draft", engine, "p", 0, number, at, at, start, end)
 
 
-def test_bubbles_are_found() -> None:
-    """An engine idle from 2 to 5 of 8 seconds was busy 5/8 of them; what waits for a slot is seen
-    waiting.
+def test_idle_time_of_an_engine_is_measured() -> None:
+    """An engine that idles from 2 to 5 of 8 seconds is busy 5/8 of the time, and calls that wait
+    for a slot count as waiting.
     """
     found = timing(
         [_node(0, "draft", 0, 2), _node(1, "draft", 0.5, 1.5), _node(2, "draft", 5, 8, queued=4)]
@@ -371,8 +381,8 @@ def test_bubbles_are_found() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 400), st.floats(0.01, 0.99))
-def test_the_coin_s_band_holds_its_level(n: int, rate: float) -> None:
-    """The probability of leaving it is at most what was said, by exact summation."""
+def test_the_band_of_a_coin_keeps_its_level(n: int, rate: float) -> None:
+    """A coin leaves its band with at most the stated probability, by exact summation."""
     from scipy import stats
 
     low, high = coin_band(n, rate)
@@ -382,8 +392,8 @@ def test_the_coin_s_band_holds_its_level(n: int, rate: float) -> None:
     assert inside >= 0.95 - 1e-9
 
 
-def test_what_is_no_run_is_said(tmp_path: Path) -> None:
-    """A folder without a journal, an unknown format, and a run without a folder are errors."""
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    """A folder without a journal, an unknown format and a run without a folder are errors."""
     with pytest.raises(JournalError, match="no run here"):
         build_report(tmp_path)
     with pytest.raises(OptionError, match="markdown"):
@@ -393,11 +403,11 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
         atts.report(result)
 
 
-def test_the_command_writes_and_says_where(
+def test_the_command_prints_the_path_and_the_verdict(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The path on stdout, the verdict on stderr; JSON as one object; `-` is stdout; a bad format is
-    usage.
+    """`atts report` prints the path on stdout and the verdict on stderr; `--json` prints one object
+    and `-` writes to stdout.
     """
 
     def command(*words: str) -> tuple[int, str, str]:
@@ -420,8 +430,8 @@ def test_the_command_writes_and_says_where(
 def test_a_large_run_shows_some_problems_and_links_to_all(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Problems that are not correct come first, every problem has its line, and the numbers cover
-    all.
+    """Problems without a correct answer come first, each problem has its line, and the numbers
+    cover all problems.
     """
     monkeypatch.setattr("atts.analysis.reports.pages.MOST", 5)
     built = build_report(run)
@@ -442,16 +452,16 @@ def test_a_large_run_shows_some_problems_and_links_to_all(
     lines = (tmp_path / "page.problems.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [row.id for row in rows]
     assert "12 problems" in built.report.verdict.line
-    # a name may hold what has a meaning in a URL
+    # a problem's name may hold characters with a meaning in URLs
     page = save_report(built, "html", tmp_path / "100%#1 <b>?.html").read_text()
     assert '<a href="100%25%231%20%3Cb%3E%3F.problems.jsonl">' in page
     assert (tmp_path / "100%#1 <b>?.problems.jsonl").is_file()
-    # alone, as on stdout, it links to nothing
+    # a page on stdout has no files next to it to link to
     assert "problems.jsonl" not in render(built, "html")
 
 
-def test_a_part_of_a_discarded_chunk_was_written_once() -> None:
-    """Repair keeps the first tokens of a chunk, which were written with the whole of it."""
+def test_tokens_that_repair_keeps_are_counted_once() -> None:
+    """`repair` keeps the first tokens of a chunk, so they are not counted again as written."""
     whole = Chunk("draft", "a b c", (1, 2, 3), (1, 2, 3), "length", (-1.0, -1.0, -1.0))
     part = Chunk("draft", "a b", (1, 2), (1, 2), "length")
     other = Chunk("draft", "x", (9,), (9,), "length")
@@ -462,17 +472,17 @@ def test_a_part_of_a_discarded_chunk_was_written_once() -> None:
     assert Turn(0, (other, rest), (whole,)).tokens_written("draft") == 4
 
 
-def test_a_small_run_has_one_file(run: Path, tmp_path: Path) -> None:
-    """Nothing lies next to the page of a run whose problems all fit."""
+def test_a_small_run_is_reported_in_one_file(run: Path, tmp_path: Path) -> None:
+    """If all problems fit into the page, no file is written next to it."""
     page = save_report(build_report(run), "html", tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == [page]
     assert "are on this page" not in page.read_text()
 
 
-def test_calls_beyond_what_a_report_times_are_counted(
+def test_the_table_of_times_says_how_many_calls_it_covers(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table of times says that it is about the first ones."""
+    """The report times the first calls only, and says how many calls there were."""
     whole = build_report(run).report.timing
     assert whole is not None
     assert whole.calls == whole.nodes
@@ -509,7 +519,9 @@ _STEPS = st.builds(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(_STEPS, max_size=12))
 def test_steps_come_back_from_their_columns(steps: list[GateStep]) -> None:
-    """None, infinities and zeros are distinguished; slices and kinds are those of a list."""
+    """Steps stored in columns come back unchanged, including None, infinities, zeros, slices and
+    kinds.
+    """
     log = StepLog()
     for step in steps:
         log.append(step)
@@ -520,7 +532,7 @@ def test_steps_come_back_from_their_columns(steps: list[GateStep]) -> None:
 
 
 def test_a_chart_of_many_questions_draws_some() -> None:
-    """The chart draws every n-th question by rank, over the whole axis."""
+    """With many questions the chart draws every n-th by rank, over the whole axis."""
     groups = tuple(GroupRate(f"q{n}", 10, n % 11, 0.0, 1.0) for n in range(4000))
     steps = [GateStep("observed", Decision("accept", 0.2, "q"), False)]
     few = rate_control(steps, StatedGuarantee("aci", "", "", ""), ())

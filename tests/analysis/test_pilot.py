@@ -1,4 +1,4 @@
-"""Pilots: planted pairs of models get the recommendation that is right for them."""
+"""Tests of pilots: pairs of models with a known best choice get the recommendation of that choice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from atts.testing import (
 
 WEAK = Skill(right=0.7, typical=0.5, repair=0.0)
 STRONG = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
-# the usual slip comes as often as the correct step, so nothing about a chunk gives it away
+# a slip is as likely as the correct step, so no score can find it
 SECRET = Skill(right=0.5, typical=1.0, repair=0.0)
 BLIND = ScoreDrift(factor=0.0)
 """Every text has the same log-probability, so scores know nothing."""
@@ -55,13 +55,13 @@ class Planted:
 
 
 PLANTED = {
-    # the score finds slips, and nothing cheaper than the gate is as accurate
+    # the score finds slips, and no cheaper arm is as accurate as the gate
     "gate": Planted(WEAK, STRONG, can=NO_DRAWS),
-    # scores know nothing; the target's text costs less when it is drafted
+    # scores find nothing; the target's own text costs less with a draft
     "exact": Planted(SECRET, STRONG, BLIND),
-    # the same without draws, so that nothing is cheaper than the target alone
+    # the same at temperature 0, where the target alone is the cheapest
     "target-only": Planted(SECRET, STRONG, BLIND, NO_DRAWS),
-    # two models of one skill: no target is worth its tokens
+    # two models of equal skill: the target is not worth its tokens
     "draft-only": Planted(STRONG, STRONG),
 }
 
@@ -76,7 +76,7 @@ def problems(tmp_path: Path) -> Path:
 
 
 def piloted(planted: Planted, dataset: str, out: Path, **flags: object) -> PilotReport:
-    """Run a pilot of planted models."""
+    """Run a pilot of these models."""
     words = {"draft": "scripted", "target": "scripted", "dataset": dataset, "out": str(out)}
     engines = (
         engine("draft", planted.draft),
@@ -96,14 +96,16 @@ def piloted(planted: Planted, dataset: str, out: Path, **flags: object) -> Pilot
 def test_each_planted_pair_gets_its_recommendation(
     right: str, begin: int, problems: Path, tmp_path: Path
 ) -> None:
-    """Pilots of 20 problems each make no false recommendation."""
+    """Pilots of 20 problems recommend what is best for each pair, and recommend nothing else."""
     dataset = f"{problems}[{begin}:{begin + 20}]"
     report = piloted(PLANTED[right], dataset, tmp_path / "pilot", seed=begin)
     assert report.take == right, report.reason
 
 
 def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) -> None:
-    """The table has each arm, the rest says why it is missing; again, nothing is asked twice."""
+    """The table has a row per arm or the reason why it is missing; a second pilot asks nothing
+    again.
+    """
     dataset = f"{problems}[:8]"
     report = piloted(PLANTED["gate"], dataset, tmp_path / "pilot")
     text = "\n".join(pilot_lines(report))
@@ -112,7 +114,7 @@ def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) 
     assert [arm.name for arm in report.unavailable] == ["exact"]
     cascade = report.row("cascade")
     assert cascade is not None
-    assert cascade.gain is not None  # its coin ran
+    assert cascade.gain is not None  # the coin of that gate ran
     assert "Holm's method for" in text
     assert "Take the gate: --set method=atts" in text
     assert report.flags["method"] == "atts"
@@ -120,8 +122,10 @@ def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) 
     assert replace(again) == report
 
 
-def test_the_command_says_what_to_take(problems: Path, tmp_path: Path, capsys: Any) -> None:
-    """--json prints one object, and a method cannot be given."""
+def test_the_command_prints_its_recommendation(problems: Path, tmp_path: Path, capsys: Any) -> None:
+    """`atts pilot --json` prints one object, and `--method` is refused because a pilot tries
+    several.
+    """
     words = ("pilot", f"{problems}[:6]", "--draft", "scripted", "--target", "scripted", "--json")
     assert run_command([*words, "--samples", "2", "--out", str(tmp_path / "set")]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -132,7 +136,7 @@ def test_the_command_says_what_to_take(problems: Path, tmp_path: Path, capsys: A
 
 
 def test_a_pilot_of_one_problem_is_refused_before_a_model_is_asked(tmp_path: Path) -> None:
-    """It would run every arm, and then have nothing to compare."""
+    """One problem gives nothing to compare, so the pilot ends before it spends tokens."""
     alone = tmp_path / "one.jsonl"
     alone.write_text('{"question": "1 plus 1", "answer": "2"}\n')
     flags = {"dataset": str(alone), "out": str(tmp_path / "set"), "draft": "scripted"}
@@ -150,8 +154,10 @@ def made(name: str, shares: Sequence[float], target: int, coin: str = "") -> Pil
     return PilotArm(name, {"method": name}, correct, Usage(target_tokens=target), 0.2, coin)
 
 
-def test_a_gate_that_helps_too_little_gives_way_to_the_target() -> None:
-    """A point that costs more with the gate than with the target alone is not worth the gate."""
+def test_a_gate_that_costs_more_than_the_target_is_not_recommended() -> None:
+    """If the same accuracy costs more with the gate than with the target alone, the pilot
+    recommends the target.
+    """
     draft = made("draft-only", [0.2, 0.3] * 10, 0)
     target = made("target-only", [0.9, 0.8] * 10, 2_000)
     coin = made("coin", [0.2, 0.3] * 10, 2_000)
@@ -165,8 +171,10 @@ def test_a_gate_that_helps_too_little_gives_way_to_the_target() -> None:
     assert cheap.take == "gate"
 
 
-def test_without_both_models_alone_there_is_no_verdict() -> None:
-    """A missing baseline, one problem, or none with a reference is an error that says so."""
+def test_a_pilot_needs_both_models_alone() -> None:
+    """A missing baseline, a single problem and problems without references are errors that name the
+    cause.
+    """
     alone = made("draft-only", [0.5], 0)
     with pytest.raises(UsageError, match="target-only"):
         judge_pilot([alone])

@@ -1,4 +1,6 @@
-"""The interval of a ratio of costs holds it as often as it says, in runs of 30 problems too."""
+"""Tests of the interval for a ratio of costs: it covers the ratio as often as it says, also in runs
+of 30 problems.
+"""
 
 import math
 
@@ -11,9 +13,9 @@ from scripts.studies.calibration import RATIOS
 
 @pytest.mark.parametrize("law", ["long tails", "second mostly nothing"])
 @pytest.mark.parametrize("problems", [20, 30, 100])
-def test_it_covers_where_costs_have_tails_or_are_mostly_nothing(law: str, problems: int) -> None:
-    """The interval covers in at least 94 % of 600 simulated pairs of runs; a bootstrap and the
-    delta method cover in fewer.
+def test_the_interval_covers_costs_with_long_tails_or_many_zeros(law: str, problems: int) -> None:
+    """It covers in at least 94 % of 600 simulated pairs of runs, and more often than a bootstrap
+    and the delta method.
     """
     (costs, known) = RATIOS[law]
     draw = np.random.default_rng(problems)
@@ -21,9 +23,9 @@ def test_it_covers_where_costs_have_tails_or_are_mostly_nothing(law: str, proble
     assert np.mean([low <= known <= high for low, high in ends]) >= 0.94
 
 
-def test_it_lies_around_the_ratio_and_takes_any_unit() -> None:
-    """Doubling the second's costs doubles both ends; the upper one may be infinite, the lower one
-    never negative.
+def test_the_interval_scales_with_the_unit_of_cost() -> None:
+    """If the second run's costs double, both ends double; the lower end is never negative and the
+    upper one may be infinite.
     """
     draw = np.random.default_rng(1)
     for problems in (2, 3, 10, 50):
@@ -33,8 +35,8 @@ def test_it_lies_around_the_ratio_and_takes_any_unit() -> None:
         assert ratio_interval(3 * first, 6 * second) == pytest.approx((2 * low, 2 * high))
 
 
-def test_costs_that_vary_little_are_told_apart() -> None:
-    """Thirty problems of counts near 40 and 20 give an interval a tenth wide."""
+def test_costs_that_vary_little_give_a_narrow_interval() -> None:
+    """For thirty problems with counts near 40 and 20 the interval is a tenth wide."""
     draw = np.random.default_rng(2)
     low, high = ratio_interval(
         draw.poisson(40, 30).astype(float), draw.poisson(20, 30).astype(float)
@@ -42,8 +44,10 @@ def test_costs_that_vary_little_are_told_apart() -> None:
     assert 0.4 < low < 0.5 < high < 0.6
 
 
-def test_what_says_nothing_has_no_interval() -> None:
-    """One problem, or a first run that cost nothing; a second that cost nothing has the ratio 0."""
+def test_costs_that_show_nothing_have_no_interval() -> None:
+    """A single problem and a first run without costs give no interval; a second run without costs
+    has the ratio 0.
+    """
     nothing = np.zeros(5)
     some = np.arange(1.0, 6)
     assert all(map(math.isnan, ratio_interval(some[:1], some[:1])))
@@ -52,7 +56,7 @@ def test_what_says_nothing_has_no_interval() -> None:
     assert ratio_interval(some, some) == pytest.approx((1, 1))
 
 
-def test_one_problem_that_is_all_there_was_leaves_the_ratio_open() -> None:
-    """Without that problem the second run would have cost nothing, so its ratio has no bound."""
+def test_costs_in_a_single_problem_leave_the_ratio_unbounded() -> None:
+    """If one problem holds all costs of the second run, its ratio has no upper bound."""
     low, high = ratio_interval(np.ones(30), np.eye(30)[0])
     assert (low, high) == (0, math.inf)

@@ -1,4 +1,4 @@
-"""Rival stopping and voting rules: each does what it says, on planted rollouts and on real ones."""
+"""Tests of stopping and voting rules, on invented rollouts and on recorded ones."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from atts.errors import JournalError, OptionError
 from atts.journal import open_run
 from tests.importers.conftest import Import, run_import, write_lines
 
-__all__ = ["run_import"]  # a fixture
+__all__ = ["run_import"]  # a fixture; the import makes it known to pytest
 RULES = {rule.name: rule for rule in ONE_BY_ONE}
 
 
 def used(name: str, labels: list[int]) -> int:
-    """Return how many of these rollouts a rule takes."""
+    """Return the number of these rollouts that a rule takes."""
     return RULES[name].play(Arrivals(labels)).used
 
 
@@ -47,7 +47,7 @@ def rollout(label: int, is_right: bool, *, tokens: float = 1.0, **scores: float)
 
 
 def planted(problems: int, samples: int, seed: int = 1) -> list[PlayedProblem]:
-    """Return problems of all difficulties, on which the right answer is class 0."""
+    """Return problems of all difficulties; class 0 is the correct answer."""
     random = Random(seed)
     made: list[PlayedProblem] = []
     for number in range(problems):
@@ -64,7 +64,7 @@ def planted(problems: int, samples: int, seed: int = 1) -> list[PlayedProblem]:
 @pytest.mark.parametrize(
     ("rule", "labels", "expected"),
     [
-        ("exact", [0, 0, 0, 1, 2], 3),  # 3 against the 2 that are left
+        ("exact", [0, 0, 0, 1, 2], 3),  # three votes cannot be overtaken by the two that are left
         ("exact", [0, 0, 1, 1, 2], 5),
         ("exact", [0] + [NO_ANSWER] * 5, 6),
         ("beta", [0] * 8, 4),  # P(Beta(5, 1) > 1/2) = 31/32, and 15/16 one vote earlier
@@ -78,13 +78,15 @@ def planted(problems: int, samples: int, seed: int = 1) -> list[PlayedProblem]:
         ("certaindex", [0, 1, 2, 3, 4, 5], 6),
     ],
 )
-def test_a_rule_stops_where_it_says(rule: str, labels: list[int], expected: int) -> None:
-    """Each rule is tried on orders that were worked out by hand."""
+def test_each_rule_stops_where_hand_computation_says(
+    rule: str, labels: list[int], expected: int
+) -> None:
+    """Each rule stops after the number of rollouts that was computed by hand."""
     assert used(rule, labels) == expected
 
 
-def test_the_beta_rule_is_the_closed_form() -> None:
-    """P(p > 1/2) is a sum of binomial chances, which no library computes here."""
+def test_the_beta_rule_equals_a_sum_of_binomials() -> None:
+    """P(p > 1/2) equals a sum of binomial probabilities that this test computes by itself."""
     random = Random(2)
     for _ in range(50):
         labels = [random.choice([0, 0, 0, 1, 2]) for _ in range(20)]
@@ -99,16 +101,16 @@ def test_the_beta_rule_is_the_closed_form() -> None:
         assert used("beta", labels) == expected
 
 
-def test_no_rule_that_is_exact_changes_a_vote() -> None:
-    """The exact rule gives the vote of all rollouts, in every order of many small elections."""
+def test_the_exact_rule_never_changes_a_vote() -> None:
+    """In every order of many small votes, the exact rule returns the vote of all rollouts."""
     for labels in ([0, 0, 0, 1, 1], [0, 1, 2, 2, NO_ANSWER], [0, 0, 1, 1, 1, 1]):
         for order in set(permutations(labels)):
             arrivals = Arrivals(order)
             assert RULES["exact"].play(arrivals).label == take_all(arrivals).label
 
 
-def test_votes_by_score() -> None:
-    """Scores select, weigh or rank, and a rollout without an answer has no vote."""
+def test_scores_select_weigh_or_rank_votes() -> None:
+    """Scores can select, weigh or rank the votes; a rollout without an answer has no vote."""
     arrivals = Arrivals([0, 0, 1, NO_ANSWER], {"s": [0.1, 0.2, 0.6, 0.9]})
     assert best_of_n("s").play(arrivals).rollout == 3
     assert weighted_vote("s").play(arrivals).label == 1
@@ -118,15 +120,17 @@ def test_votes_by_score() -> None:
     assert majority([]) == NO_ANSWER
 
 
-def test_deepconf_offline_lets_the_confident_vote() -> None:
-    """The top half decides against the majority; all of them decide with it."""
+def test_deepconf_offline_counts_only_confident_rollouts() -> None:
+    """The more confident half outvotes the majority; if all rollouts vote, the majority wins."""
     arrivals = Arrivals([0, 0, 0, 1, 1, 0], {"c": [1.0, 1.0, 1.0, 5.0, 5.0, 5.0]})
     assert deepconf_offline("c", 0.5).play(arrivals).label == 1
     assert deepconf_offline("c", 1.0).play(Arrivals([0, 0, 1], {"c": [2.0, 2.0, 3.0]})).label == 0
 
 
-def test_deepconf_online_drops_what_is_below_the_first_ones() -> None:
-    """After the first half, a rollout below their bar has no vote, and agreement ends the problem."""
+def test_deepconf_online_drops_rollouts_below_the_threshold() -> None:
+    """The first half sets a confidence threshold; later rollouts below it have no vote, and
+    agreement ends the problem.
+    """
     labels = [0, 0, 1, 1, 0, 0]
     confident = {"c": [5.0, 5.0, 1.0, 1.0, 5.0, 5.0]}
     taken = deepconf_online("c").play(Arrivals(labels, confident))
@@ -136,12 +140,12 @@ def test_deepconf_online_drops_what_is_below_the_first_ones() -> None:
     assert (taken.used, taken.label) == (6, 1)
 
 
-def test_means_are_those_of_all_orders() -> None:
-    """One problem of three rollouts, of which every order can be counted by hand."""
+def test_means_over_orders_equal_an_enumeration() -> None:
+    """For one problem of three rollouts, the test enumerates every order by hand."""
     problem = PlayedProblem("1", (rollout(0, True), rollout(0, True), rollout(1, False)))
     found = referee([problem, problem], RefereeOptions(orders=2_000))
     by_rule = {row.rule: row for row in found.rows}
-    # a third of the orders begins with the two that agree
+    # the two rollouts that agree come first in a third of the orders
     assert by_rule["exact"].samples.value == pytest.approx(8 / 3, abs=0.04)
     assert by_rule["exact"].changed.value == 0
     assert by_rule["fixed 1"].accuracy.value == pytest.approx(2 / 3, abs=0.04)
@@ -150,8 +154,8 @@ def test_means_are_those_of_all_orders() -> None:
     assert by_rule["all"].against_all is None
 
 
-def test_equal_budgets_are_equal() -> None:
-    """A rule that takes a fixed number of rollouts gains nothing over a fixed number of rollouts."""
+def test_a_fixed_number_of_rollouts_gains_nothing_over_itself() -> None:
+    """A rule that always takes the same number of rollouts has no gain at equal samples."""
     always = StoppingRule("always 3", "", fixed(3).play)
     for unit in ("samples", "tokens"):
         options = RefereeOptions(orders=20, unit=unit)
@@ -161,8 +165,10 @@ def test_equal_budgets_are_equal() -> None:
         assert found.samples.value == 3.0
 
 
-def test_a_rule_that_stops_where_votes_agree_beats_a_fixed_number() -> None:
-    """At equal samples the exact and the beta rule are more accurate, as they must be."""
+def test_stopping_on_agreement_beats_a_fixed_number() -> None:
+    """At equal samples the exact and the beta rule are more accurate than a fixed number of
+    rollouts.
+    """
     found = referee(planted(150, 16), RefereeOptions(orders=15))
     by_rule = {row.rule: row for row in found.rows}
     for name in ("beta", "doubling", "likely"):
@@ -175,10 +181,10 @@ def test_a_rule_that_stops_where_votes_agree_beats_a_fixed_number() -> None:
 
 
 def test_the_same_seed_gives_the_same_table() -> None:
-    """Orders depend on the seed and the problem alone."""
+    """The orders depend on the seed and the problem alone, so a table can be repeated."""
     problems = planted(10, 8)
     options = RefereeOptions(orders=20, seed=3)
-    # as text, because what is not known is nan
+    # compared as text, because unknown numbers are nan
     assert repr(referee(problems, options)) == repr(referee(problems, options))
     other = referee(list(reversed(problems)), options)
     assert other.rows[1].samples.value == pytest.approx(
@@ -187,15 +193,17 @@ def test_the_same_seed_gives_the_same_table() -> None:
 
 
 def test_fewer_rollouts_are_drawn_from_all() -> None:
-    """With --samples the orders are random subsets, not the first of the record."""
+    """With `--samples` the rule sees random subsets of the rollouts instead of the first ones."""
     last = PlayedProblem("1", tuple(rollout(int(n > 3), n > 3) for n in range(8)))
     found = referee([last, last], RefereeOptions(samples=4, orders=400))
     assert found.most == 4
     assert 0.3 < found.rows[0].accuracy.value < 0.7
 
 
-def test_a_point_needs_as_many_problems_as_it_can_show() -> None:
-    """A rule that never differs needs no fewer than one whose every difference is of one sign."""
+def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
+    """A rule that never differs needs no fewer problems than one whose differences all have one
+    sign.
+    """
     (first, *rest) = referee(planted(60, 8), RefereeOptions(orders=20)).rows
     assert first.problems_for_a_point is None
     needed = {row.rule: row.problems_for_a_point or 0 for row in rest}
@@ -213,14 +221,16 @@ def test_a_point_needs_as_many_problems_as_it_can_show() -> None:
         ({"samples": 1}, "--samples: 1: rules need 2 rollouts or more"),
     ],
 )
-def test_what_cannot_be_played(options: dict[str, object], problem: str) -> None:
-    """Unknown rules and units that were not recorded are refused."""
+def test_unknown_rules_and_unrecorded_units_are_refused(
+    options: dict[str, object], problem: str
+) -> None:
+    """The error names the rule that is unknown, or the unit that the run did not record."""
     with pytest.raises(OptionError, match=problem):
         referee(planted(3, 4), RefereeOptions(**options))  # type: ignore[arg-type]
 
 
 def imported(run_import: Import, tmp_path: Path, problems: int = 8) -> Path:
-    """Return a run of planted rollouts with a reward and seconds."""
+    """Import a run of invented rollouts with a reward and seconds."""
     random = Random(5)
     lines = [
         {"question": f"What is {n}?", "text": f"\\boxed{{{n if right else n + 1}}}", "gold": str(n),
@@ -233,20 +243,22 @@ def imported(run_import: Import, tmp_path: Path, problems: int = 8) -> Path:
     return run_import("jsonl", path, columns={"score.reward": "rm"}).directory
 
 
-def test_a_run_is_read_with_its_scores(tmp_path: Path, run_import: Import) -> None:
+def test_rules_see_costs_scores_and_verdicts_of_an_import(
+    tmp_path: Path, run_import: Import
+) -> None:
     """Costs, scores and verdicts of an imported run reach the rules."""
     directory = imported(run_import, tmp_path)
     found = referee_run(open_run(directory), RefereeOptions(orders=20, unit="dollars"))
     by_rule = {row.rule: row for row in found.rows}
     assert found.scores == ("reward",)
-    # a reward that knows the correct answers selects one wherever there is one
+    # this reward knows the correct answers, so the best rollout is correct if any is
     assert by_rule["best of n by reward"].accuracy == by_rule["pass@n"].accuracy
     assert by_rule["all"].tokens == pytest.approx(210.0)
     assert by_rule["all"].dollars == pytest.approx(0.06)
 
 
-def test_a_run_of_atts_has_confidences(tmp_path: Path) -> None:
-    """Log-probabilities that atts recorded give confidence-weighted votes and DeepConf."""
+def test_a_run_of_atts_allows_confidence_rules(tmp_path: Path) -> None:
+    """Recorded log-probabilities give confidence-weighted votes and DeepConf."""
     words = ("--draft", "scripted", "--target", "scripted", "--report", "none")
     out = str(tmp_path / "run")
     assert command(["eval", "arithmetic", *words, "--limit", "4", "--samples", "4",
@@ -256,17 +268,17 @@ def test_a_run_of_atts_has_confidences(tmp_path: Path) -> None:
     assert {"weighted by confidence", "deepconf online", "deepconf offline 10"} <= names
 
 
-def test_a_run_without_verdicts(tmp_path: Path, run_import: Import) -> None:
-    """Nothing says what is correct, so no rule can be judged."""
+def test_a_run_without_verdicts_cannot_be_judged(tmp_path: Path, run_import: Import) -> None:
+    """Without references no answer is known to be correct, so the rules are refused."""
     path = write_lines(tmp_path / "a.jsonl", [{"question": "1?", "text": "\\boxed{1}"}])
     with pytest.raises(JournalError, match="no problem is finished and graded"):
         referee_run(open_run(run_import("jsonl", path).directory))
 
 
-def test_the_table_and_its_json(
+def test_the_command_prints_a_row_or_an_object_per_rule(
     tmp_path: Path, run_import: Import, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command prints a row per rule with its explanation, or an object per rule."""
+    """The table explains each rule; `--json` prints one object per rule."""
     directory = str(imported(run_import, tmp_path))
     assert command(["replay", directory, "--rules", "exact,beta", "--orders", "10"]) == 0
     out = capsys.readouterr().out
@@ -289,24 +301,28 @@ def test_the_table_and_its_json(
         (["--match", "tokens"], "--match: it belongs to --rules"),
     ],
 )
-def test_options_that_do_not_go_together(
+def test_rules_refuse_options_of_gates(
     tmp_path: Path,
     run_import: Import,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
     problem: str,
 ) -> None:
-    """Rules play on whole rollouts, gates on chunks."""
+    """Rules act on whole rollouts and gates on chunks, so their options cannot be combined."""
     directory = str(imported(run_import, tmp_path, 2))
     assert command(["replay", directory, *words]) == 2
     assert problem in capsys.readouterr().err
 
 
 @pytest.mark.checkout
-def test_real_rollouts(tmp_path: Path, run_import: Import, shared_data: Path) -> None:
-    """On 100 problems with 16 recorded rollouts each, the figures that were computed apart.
+def test_recorded_rollouts_give_the_published_figures(
+    tmp_path: Path, run_import: Import, shared_data: Path
+) -> None:
+    """For 100 problems with 16 recorded rollouts each, the rules reach the figures of a separate
+    computation.
 
-    They counted rollouts without an answer as votes for one common answer; so does this test.
+    That computation counted rollouts without an answer as votes for one common answer, and so does
+    this test.
     """
     traces = shared_data / "traces" / "draft_target.jsonl.gz"
     with gzip.open(traces, "rt") as file:

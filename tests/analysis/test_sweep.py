@@ -1,5 +1,5 @@
-"""Sweeps: every point is what the run alone would have been, whatever was shared and whatever ended
-it.
+"""Tests of sweeps: each point equals the run that would have been made alone, whatever was shared
+or interrupted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OVER: dict[str, list[object]] = {"rate": [0.2, 0.5], "samples": [2, 4]}
 
 
 def answers(directory: Path) -> dict[str, Any]:
-    """Return each outcome with its texts and costs, but without cache hits, which differ after a
+    """Return each outcome with its texts and costs, but without cache hits, which change after a
     kill.
     """
     return {
@@ -55,8 +55,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SweepReport:
     return sweep_sync(OVER, "arithmetic[:3]", directory=folder / "set", settings=words)
 
 
-def test_every_choice_is_a_run_beside_two_baselines(made: SweepReport) -> None:
-    """Each run has its own directory, is finished, and has its accuracy, interval and distance from
+def test_every_setting_is_a_run_and_two_baselines_are_added(made: SweepReport) -> None:
+    """Each finished run has its own folder, its accuracy with an interval, and its difference from
     the target alone.
     """
     names = [point.name for point in made.points]
@@ -75,10 +75,8 @@ def test_every_choice_is_a_run_beside_two_baselines(made: SweepReport) -> None:
 
 
 @pytest.mark.parametrize("name", ["target-only", "draft-only"])
-def test_a_point_is_the_run_that_one_would_have_made_alone(
-    made: SweepReport, tmp_path: Path, name: str
-) -> None:
-    """Texts, answers and tokens are equal, although some replies were other runs'."""
+def test_a_point_equals_a_separate_run(made: SweepReport, tmp_path: Path, name: str) -> None:
+    """Texts, answers and tokens are equal although some replies were shared with other runs."""
     setup = Setup(
         draft="scripted",
         target="scripted",
@@ -90,7 +88,9 @@ def test_a_point_is_the_run_that_one_would_have_made_alone(
 
 
 def test_the_gain_over_a_coin_is_paired_with_the_same_policy(made: SweepReport) -> None:
-    """Each point is compared with the coin of its rate, in shares of correct rollouts."""
+    """Each point is compared with a coin of the same policy and rate, in shares of correct
+    rollouts.
+    """
     coins = {point.values["rate"]: point for point in made.references if "rate" in point.values}
     tests = [
         compare_runs(
@@ -107,14 +107,14 @@ def test_the_gain_over_a_coin_is_paired_with_the_same_policy(made: SweepReport) 
 
 
 def test_a_sweep_without_a_gate_has_no_coin(tmp_path: Path) -> None:
-    """Nothing chooses chunks in the target's own runs, so there is nothing to compare."""
+    """The target alone chooses no chunks, so there is no coin to compare it with."""
     words = {**WORDS, "method": "target-only", "out": str(tmp_path / "set")}
     planned = plan_sweep({"samples": [2]}, words)
     assert [point.name for point in planned.points] == ["draft-only", "samples=2"]
 
 
-def test_a_coin_shares_the_policy_that_varies(tmp_path: Path) -> None:
-    """One coin for each takeover and rate; how scores are compared is no matter of a coin's."""
+def test_there_is_one_coin_per_takeover_and_rate(tmp_path: Path) -> None:
+    """A coin does not look at scores, so settings of scoring need no coin of their own."""
     over: dict[str, list[object]] = {
         "takeover": ["replace", "continue"],
         "rate": [0.2],
@@ -125,24 +125,24 @@ def test_a_coin_shares_the_policy_that_varies(tmp_path: Path) -> None:
     assert coins == ["coin,takeover=replace,rate=0.2", "coin,takeover=continue,rate=0.2"]
 
 
-def test_what_is_the_same_is_asked_once(made: SweepReport) -> None:
-    """First turns are the draft's own in every run but the first, and the fewer samples are the
-    first of the more.
+def test_equal_requests_are_sent_once(made: SweepReport) -> None:
+    """First turns are shared by all runs, and the samples of a smaller run are the first of a
+    larger one.
     """
     shared = {point.name: point.shared for point in made.points}
     assert shared["target-only"] == 0
     assert all(shared[point.name] > 0 for point in made.grid[1:])
-    assert shared["draft-only"] == 0  # it runs before those that ask the same
+    assert shared["draft-only"] == 0  # this run is the first that asks, so it shares nothing
     assert all(shared[point.name] > 0 for point in made.references if "rate" in point.values)
     with SharedReplies(Path(made.directory) / REPLIES) as replies:
         asked = sum(point.calls - point.shared for point in made.points)
-        # a call that a settled vote cut short may have been answered
+        # a call cancelled by a settled vote may have been answered already
         assert asked <= len(vars(replies)["_index"])
 
 
-def test_samples_that_a_wider_run_has_drawn_are_all_its(tmp_path: Path) -> None:
-    """A run of two samples makes no call after one of four, if the gate does not learn from the
-    others.
+def test_a_run_with_fewer_samples_makes_no_new_call(tmp_path: Path) -> None:
+    """After a run of four samples, a run of two makes no call if the gate does not learn from other
+    samples.
     """
     words = {**WORDS, "method": "target-only"}
     planned = plan_sweep(
@@ -157,11 +157,11 @@ def test_samples_that_a_wider_run_has_drawn_are_all_its(tmp_path: Path) -> None:
 
 
 class _Killed(BaseException):
-    """Ends a process's work at once, as a kill does."""
+    """An exception that ends a process's work at once, as a kill does."""
 
 
 def interrupted(after: int) -> Callable[..., Any]:
-    """Make a listener that ends everything after so many events."""
+    """Make a listener that ends everything after a number of events."""
     left = after
 
     class Counting(Progress):
@@ -204,11 +204,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["none", "torn", "changed", "gone"])
-def test_whatever_ended_it_the_same_call_goes_on(
+def test_an_interrupted_sweep_resumes_by_the_same_call(
     tmp_path: Path, killed: Path, undisturbed: list[dict[str, Any]], damage: str
 ) -> None:
-    """Also where the shared replies are torn, damaged or gone: they save work, and nothing rests on
-    them.
+    """The sweep resumes even if the shared replies are torn, damaged or missing, because they only
+    save work.
     """
     shutil.copytree(killed, tmp_path / "set")
     path = tmp_path / "set" / REPLIES
@@ -224,8 +224,8 @@ def test_whatever_ended_it_the_same_call_goes_on(
     assert [answers(point.directory) for point in planned.points] == undisturbed
 
 
-def test_more_values_join_the_runs_that_are_there(tmp_path: Path) -> None:
-    """Finished runs are not repeated; other settings and a second process are refused."""
+def test_new_values_are_added_to_finished_runs(tmp_path: Path) -> None:
+    """Finished runs are not repeated; changed settings and a second process are refused."""
     words = {**WORDS, "out": str(tmp_path / "set"), "samples": 2, "method": "coin"}
     anyio.run(run_sweep, plan_sweep({"rate": ["0.2"]}, words))
     before = (tmp_path / "set/rate=0.2/journal.jsonl").read_bytes()
@@ -255,7 +255,7 @@ def test_more_values_join_the_runs_that_are_there(tmp_path: Path) -> None:
         ({"seed": [1, 2]}, "seed is set by a flag as well"),
     ],
 )
-def test_what_cannot_vary_is_refused_before_anything_runs(
+def test_a_key_that_cannot_vary_is_refused_first(
     tmp_path: Path, over: dict[str, Any], says: str
 ) -> None:
     """The error names the key, and nothing is written."""
@@ -265,10 +265,8 @@ def test_what_cannot_vary_is_refused_before_anything_runs(
     assert not (tmp_path / "set").exists()
 
 
-def test_the_page_needs_nothing_and_draws_everything(made: SweepReport) -> None:
-    """Three pictures show every point, bands, dashed baselines and a dotted ceiling, without any
-    network address.
-    """
+def test_the_sweep_page_is_self_contained(made: SweepReport) -> None:
+    """Three charts show all points, bands and baselines, and the page contains no network address."""
     page = render_sweep(read_sweep(Path(made.directory)))
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(pictures) == 3
@@ -280,8 +278,8 @@ def test_the_page_needs_nothing_and_draws_everything(made: SweepReport) -> None:
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_the_terminal_has_a_row_for_every_run_and_a_picture(made: SweepReport) -> None:
-    """Letters stand where the points are; baselines are dashed lines."""
+def test_the_terminal_shows_a_table_and_a_chart(made: SweepReport) -> None:
+    """Letters mark the points of the chart, and dashed lines the baselines."""
     text = "\n".join(sweep_lines(made))
     assert all(
         re.search(rf"^\w {re.escape(point.name)} +3/3 ", text, re.MULTILINE)
@@ -296,15 +294,15 @@ def test_the_terminal_has_a_row_for_every_run_and_a_picture(made: SweepReport) -
 @pytest.mark.parametrize(
     "text", ["", "{", '{"over": 3}', '{"over": {}, "settings": {}, "points": [], "schema": 2}']
 )
-def test_a_damaged_set_is_told(tmp_path: Path, text: str) -> None:
-    """The error names the path; a folder that points out of the set is refused in the same way."""
+def test_a_damaged_sweep_is_refused(tmp_path: Path, text: str) -> None:
+    """The error names the path; a folder that points outside the sweep is refused too."""
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(JournalCorrupt, match=r"sweep\.json"):
         load_run_set(tmp_path)
 
 
-def test_a_set_names_no_run_outside(tmp_path: Path) -> None:
-    """Folders are names, not paths."""
+def test_a_sweep_names_no_run_outside_its_folder(tmp_path: Path) -> None:
+    """Runs of a sweep are named by plain folder names, so no path leads outside."""
     point = '{"name": "x", "kind": "point", "values": {}, "folder": "../x"}'
     (tmp_path / "sweep.json").write_text(
         f'{{"over": {{}}, "settings": {{}}, "points": [{point}], "schema": 1}}'

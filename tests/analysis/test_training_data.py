@@ -1,4 +1,6 @@
-"""Exports hold what was recorded, token by token, and a trainer of few lines learns from them."""
+"""Tests of exports: they hold what was recorded, token by token, and a small trainer learns from
+them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from atts.servers import RemoteEngine
 from atts.testing import DialectServer, ScriptedEngine, ToyTokenizer, toy_problems
 from tests.importers.conftest import Import, run_import, write_lines
 
-__all__ = ["run_import"]  # a fixture
+__all__ = ["run_import"]  # a fixture; the import makes it known to pytest
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def read(run: Path, out: Path, kind: DataKind, **options: Any) -> list[dict[str,
 
 
 def outcomes(run: Path) -> dict[str, Outcome]:
-    """Return the problems of a run whole."""
+    """Return the complete problems of a run."""
     return {one.problem.id: one for one in open_run(run).outcomes()}
 
 
@@ -74,8 +76,12 @@ def test_records_have_the_documented_columns(
         assert len(record["target_weights"]) == 32
 
 
-def test_opd_is_the_record_token_by_token(recorded: Path, tmp_path: Path) -> None:
-    """Ids are those of the rollout; both log-probabilities are those that were recorded."""
+def test_opd_holds_the_recorded_tokens_and_log_probabilities(
+    recorded: Path, tmp_path: Path
+) -> None:
+    """Token ids are those of the rollout, and the log-probabilities of both models those that were
+    recorded.
+    """
     whole = outcomes(recorded)
     scored: dict[tuple[str, int, int], tuple[float, ...]] = {}
     last: Scored | None = None
@@ -103,7 +109,7 @@ def test_opd_is_the_record_token_by_token(recorded: Path, tmp_path: Path) -> Non
                 if known is not None:
                     assert record["teacher_logprobs"][place] == list(known)
                     checked += count
-                # a chunk that was scored for a sibling has that sibling's log-probabilities
+                # an equal chunk is scored once, so siblings share its log-probabilities
                 assert record["mask"][place] == [1] * count
             elif turn.chunks[0].author == "target":
                 assert set(record["mask"][place]) == {0}
@@ -111,8 +117,10 @@ def test_opd_is_the_record_token_by_token(recorded: Path, tmp_path: Path) -> Non
     assert checked > 50
 
 
-def test_opd_has_the_chunks_that_were_replaced(recorded: Path, tmp_path: Path) -> None:
-    """They were drawn by the draft and scored by the target, so they teach as well."""
+def test_opd_includes_replaced_chunks(recorded: Path, tmp_path: Path) -> None:
+    """Replaced chunks were drawn by the draft and scored by the target, so a student can learn from
+    them.
+    """
     replaced = {
         (problem, rollout.sample, turn.index): turn
         for problem, outcome in outcomes(recorded).items()
@@ -136,7 +144,9 @@ def taught(run: Path, out: Path, teacher: str, top: int) -> list[dict[str, Any]]
 
 
 def test_a_teacher_lists_its_likeliest_tokens(recorded: Path, tmp_path: Path) -> None:
-    """At every place, likeliest first; the drawn token has the log-probability that was recorded."""
+    """The likeliest token comes first at every position, and the drawn token has its recorded
+    log-probability.
+    """
     records = taught(recorded, tmp_path / "opd.jsonl", "embedded:target", 30)
     listed = 0
     for record in records:
@@ -153,8 +163,8 @@ def test_a_teacher_lists_its_likeliest_tokens(recorded: Path, tmp_path: Path) ->
     assert listed > 300
 
 
-def test_a_server_lists_the_same(tmp_path: Path) -> None:
-    """vLLM lists tokens with the scores of a prompt; here the target's own ones."""
+def test_a_vllm_teacher_lists_the_same_tokens(tmp_path: Path) -> None:
+    """vLLM returns the likeliest tokens with a prompt's scores; here they equal the local target's."""
     run = tmp_path / "run"
     policy = Policy(samples=1, max_tokens=12)
     setup = Setup(draft="scripted", target="scripted", rate=0.5, policy=policy)
@@ -184,17 +194,17 @@ def test_a_server_lists_the_same(tmp_path: Path) -> None:
 
 
 class Stranger:
-    """A teacher of another tokenizer."""
+    """A teacher with another tokenizer."""
 
     tokenizer = "another"
 
     def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
-        """Raise: this teacher cannot read the ids."""
+        """Raise an error, because this teacher cannot read the ids."""
         raise AssertionError("a teacher that cannot read the ids is not asked")
 
 
 def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> None:
-    """Before a file is written, with the reason."""
+    """The error states the reason before a file is written."""
     stranger: Teacher = Stranger()
     out = tmp_path / "data.jsonl"
     with pytest.raises(OptionError, match="its tokenizer is not that of the run's models"):
@@ -240,7 +250,9 @@ def planted(run_import: Import, tmp_path: Path) -> Path:
 
 
 def test_preferences_are_pairs_within_a_problem(run_import: Import, tmp_path: Path) -> None:
-    """A correct rollout is chosen over a wrong one; problems without both have no pair."""
+    """A correct rollout is preferred to a wrong one; a problem with only correct or only wrong
+    rollouts has no pair.
+    """
     run = planted(run_import, tmp_path)
     records = read(run, tmp_path, "preference", pairs=10)
     assert {(one["chosen_sample"], one["rejected_sample"]) for one in records} == {
@@ -254,8 +266,8 @@ def test_preferences_are_pairs_within_a_problem(run_import: Import, tmp_path: Pa
     assert all(one in records for one in some)
 
 
-def test_rewards_of_verifiers(run_import: Import, tmp_path: Path) -> None:
-    """Reward is the verdict, the answer the reference, and recorded scores are metrics."""
+def test_reward_records_have_the_columns_of_verifiers(run_import: Import, tmp_path: Path) -> None:
+    """The reward is the verdict, the answer is the reference, and recorded scores are metrics."""
     records = read(planted(run_import, tmp_path), tmp_path, "verifiers")
     assert [one["reward"] for one in records] == [1, 1, 0, 0, 1, 1, 1, 1]
     assert records[2]["answer"] == "0"
@@ -263,10 +275,10 @@ def test_rewards_of_verifiers(run_import: Import, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parquet_holds_the_same(
+def test_parquet_equals_json_lines(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: DataKind
 ) -> None:
-    """Both files have equal records, also over several groups of rows."""
+    """Both files hold equal records, also over several row groups."""
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr("atts.analysis.training_data._ROW_GROUP", 2)
     export_run(open_run(recorded), tmp_path / "data.parquet", ExportOptions(kind))
@@ -278,10 +290,10 @@ def test_parquet_holds_the_same(
     assert rows == expected
 
 
-def test_what_cannot_be_exported(
+def test_impossible_exports_are_refused(
     run_import: Import, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each refusal names the way out, and leaves no file."""
+    """Each error names a way out and leaves no file."""
     run = planted(run_import, tmp_path)
     with pytest.raises(UsageError, match="opd needs a draft and a target, and this run has only t"):
         read(run, tmp_path, "opd")
@@ -298,8 +310,10 @@ def test_what_cannot_be_exported(
     assert not list(tmp_path.glob("*data*"))
 
 
-def test_other_tokenizers_are_refused(tmp_path: Path, recorded: Path) -> None:
-    """Where the models read different tokens, the target has nothing to say about the draft's."""
+def test_models_with_different_tokenizers_are_refused(tmp_path: Path, recorded: Path) -> None:
+    """If the models have different tokenizers, the target has no log-probabilities of the draft's
+    tokens.
+    """
     run = open_run(recorded)
     other = tmp_path / "other"
     other.mkdir()
@@ -311,8 +325,8 @@ def test_other_tokenizers_are_refused(tmp_path: Path, recorded: Path) -> None:
         read(other, tmp_path, "opd")
 
 
-def test_an_open_run(tmp_path: Path, recorded: Path) -> None:
-    """A run of which no problem is finished has nothing to export."""
+def test_a_run_without_a_finished_problem_exports_nothing(tmp_path: Path, recorded: Path) -> None:
+    """The error says that no problem is finished."""
     cut = tmp_path / "cut"
     cut.mkdir()
     (cut / "manifest.json").write_bytes((recorded / "manifest.json").read_bytes())
@@ -322,8 +336,10 @@ def test_an_open_run(tmp_path: Path, recorded: Path) -> None:
         read(cut, tmp_path, "opd")
 
 
-def test_the_command(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It prints the file and what is in it."""
+def test_the_command_prints_the_file_and_its_contents(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`atts export` prints the path and the number of records."""
     out = tmp_path / "opd.jsonl"
     assert command(["export", str(recorded), "--as", "opd", "--out", str(out), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Small random models that share blocks, and the digests of folders."""
+"""Small random models that share blocks, and digests of folders."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def base(make_model: Make) -> Path:
-    """Make the model that others are tuned from, once a session."""
+    """Make the model that the others are tuned from, once a session."""
     return make_model("llama")
 
 
 @pytest.fixture
 def tune(base: Path, tmp_path: Path) -> Tune:
-    """Copy a model's folder, with noise on the tensors whose names hold one of these words."""
+    """Copy a model's folder and add noise to the tensors whose names contain one of these words."""
 
     def make(
         name: str, *words: str, source: Path | None = None, seed: int = 0, **config: Any
@@ -63,8 +63,8 @@ def tune(base: Path, tmp_path: Path) -> Tune:
 
 @pytest.fixture
 def make_zoo(base: Path, tune: Tune, tmp_path: Path) -> MakeZoo:
-    """Make zoos of the base, of models tuned in the named places, and of adapters of the named
-    matrices.
+    """Return a function that makes a zoo of the base, models tuned in the named places and
+    adapters.
     """
     from .test_adapters import save_adapter
 

@@ -1,5 +1,5 @@
-"""Adapters in peft's layout: a zoo's model of one is its base with what the adapter adds; it comes
-out as it was.
+"""Tests of adapters in peft's layout: a zoo serves the adapted base and exports the adapter
+unchanged.
 """
 
 from __future__ import annotations
@@ -116,12 +116,10 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         for kernel in ("auto", "torch")
     ],
 )
-def test_an_adapter_is_its_base_with_what_it_adds(
+def test_an_adapter_scores_as_merged_weights(
     case: str, kernel: Kernel, make_model: Make, tune: Tune, tmp_path: Path
 ) -> None:
-    """The zoo's model scores as merged weights do, far from its base; it is its base's blocks and
-    one more.
-    """
+    """The model scores as if its adapter were merged, and adds only one block to the base's blocks."""
     family, modules, changes = CASES[case]
     base = make_model(family, **({"pad_token_id": None} if family == "phi3" else {}))
     adapter = save_adapter(tmp_path / "lora", base, *modules, **changes)
@@ -142,11 +140,11 @@ def test_an_adapter_is_its_base_with_what_it_adds(
     assert contents(tmp_path / "out") == contents(adapter)
 
 
-def test_models_of_a_zoo_have_stages(
+def test_models_of_a_zoo_run_in_stages(
     here: type[StageHere], base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """Each says what its folder says in one process, an adapter what merged weights say, two
-    workers with a range.
+    """Two workers that hold half of the layers each give the same replies as one process, adapters
+    included.
     """
     zoo = Zoo(tmp_path / "zoo")
     adapter = save_adapter(tmp_path / "lora", base, "q_proj", "down_proj")
@@ -167,8 +165,8 @@ def test_models_of_a_zoo_have_stages(
         here.made.clear()
 
 
-def test_adapters_come_and_go(base: Path, tmp_path: Path) -> None:
-    """Two share one base; the base may go before them; what is left is what they need."""
+def test_adapters_can_be_added_and_removed_in_any_order(base: Path, tmp_path: Path) -> None:
+    """Two adapters share one base, and the base's blocks stay as long as an adapter needs them."""
     zoo = Zoo(tmp_path / "zoo")
     first, second = (
         save_adapter(tmp_path / name, base, "q_proj", seed=at) for at, name in enumerate(("a", "b"))
@@ -218,7 +216,9 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], s
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_adapter_of_a_base_is_refused(case: str, base: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_its_base_is_refused(
+    case: str, base: Path, tmp_path: Path
+) -> None:
     """The error is a message, and the zoo is unchanged."""
     settings, change, says, kind = BAD[case]
     adapter = save_adapter(tmp_path / "lora", base, "q_proj", "v_proj", **settings)
@@ -232,7 +232,7 @@ def test_what_is_no_adapter_of_a_base_is_refused(case: str, base: Path, tmp_path
 
 
 def test_an_adapter_alone_needs_its_base(base: Path, tmp_path: Path) -> None:
-    """An empty zoo says what to add first; an adapter's model is not a base."""
+    """Adding an adapter to an empty zoo names the base to add first; an adapter cannot be a base."""
     zoo = Zoo(tmp_path / "zoo")
     adapter = save_adapter(tmp_path / "lora", base, "q_proj")
     with pytest.raises(OptionError, match="add it first"):
@@ -245,8 +245,8 @@ def test_an_adapter_alone_needs_its_base(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_an_adapter_that_peft_wrote_is_what_peft_merges(base: Path, tmp_path: Path) -> None:
-    """The folder of save_pretrained, unchanged, against merge_and_unload."""
+def test_a_folder_written_by_peft_scores_as_peft_merges_it(base: Path, tmp_path: Path) -> None:
+    """The folder of peft's save_pretrained gives the scores of peft's merge_and_unload."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -264,7 +264,9 @@ def test_an_adapter_that_peft_wrote_is_what_peft_merges(base: Path, tmp_path: Pa
     model.save_pretrained(tmp_path / "lora")
     zoo = Zoo(tmp_path / "zoo")
     zoo.add("base", base)
-    assert zoo.add("tuned", tmp_path / "lora").base == "base"  # the folder that the adapter names
+    assert (
+        zoo.add("tuned", tmp_path / "lora").base == "base"
+    )  # the base folder that the adapter's configuration names
     whole = model.merge_and_unload().eval()
     with torch.inference_mode():
         wanted = whole(torch.tensor([IDS])).logits[0].log_softmax(-1)

@@ -1,5 +1,5 @@
-"""Models of a zoo in one loop: each says what it says alone, to the bit, and blocks that are shared
-run once.
+"""Tests of several models of a zoo in one step loop: outputs are equal to the bit, and shared
+blocks run once.
 """
 
 # pyright: reportPrivateUsage=false
@@ -61,8 +61,8 @@ SHARED = replace(OPTIONS, worker="thread")
 
 @pytest.fixture
 def family(make_zoo: MakeZoo) -> Zoo:
-    """Make a base, two adapters of it, and three models tuned at their end, in their middle and in
-    their head.
+    """Make a base, two adapters of it, and models tuned in the last layers, the middle and the
+    head.
     """
     wide = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     tuned = {"end": ("layers.2.",), "middle": ("layers.1.mlp",), "head": ("lm_head", "model.norm")}
@@ -70,7 +70,7 @@ def family(make_zoo: MakeZoo) -> Zoo:
 
 
 def config_of(zoo: Zoo, name: str, *, shares: bool = True, **stages: Any) -> WorkerConfig:
-    """Make the configuration of a loop for a model of a zoo."""
+    """Make the configuration of a loop for one model of a zoo."""
     folder = zoo.folder(name)
     pieces = ModelTokenizer(folder, name).pieces
     plan = LoopPlan(stages=StageOptions(**stages), is_shared=True)
@@ -79,7 +79,7 @@ def config_of(zoo: Zoo, name: str, *, shares: bool = True, **stages: Any) -> Wor
 
 
 def build(config: WorkerConfig, tell: Callable[[LoopReport], None]) -> tuple[StepLoop, WorkerReady]:
-    """Build the loop of such a configuration."""
+    """Build the loop of this configuration."""
     made = (
         build_loop(config, tell) if config.builder is None else config.builder.build(config, tell)
     )
@@ -88,7 +88,7 @@ def build(config: WorkerConfig, tell: Callable[[LoopReport], None]) -> tuple[Ste
 
 
 def requests(rng: random.Random, count: int) -> list[SampleRequest | ScoreRequest]:
-    """Make requests to continue or score prompts that have no first token in common."""
+    """Make requests that continue or score prompts with different first tokens."""
     made = list[SampleRequest | ScoreRequest]()
     for number in range(count):
         ids = (number + 3, *(rng.randrange(3, 300) for _ in range(rng.randrange(4, 40))))
@@ -105,7 +105,7 @@ def requests(rng: random.Random, count: int) -> list[SampleRequest | ScoreReques
 
 
 def run(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[int, Reply], object]:
-    """Return a loop's answers to commands that come step by step."""
+    """Return a loop's replies to commands that arrive step by step."""
     replies = dict[int, Reply]()
 
     def tell(report: LoopReport) -> None:
@@ -132,9 +132,9 @@ def schedule(
 @pytest.mark.parametrize(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
-def test_models_say_beside_others_what_they_say_alone(seed: int, family: Zoo) -> None:
-    """The output is equal to the bit in a loop on its own folder, alone in the zoo's loop, and with
-    five others under random schedules.
+def test_a_model_in_a_shared_loop_gives_its_own_replies(seed: int, family: Zoo) -> None:
+    """Replies are equal to the bit in a loop of the model's own folder, alone in the zoo's loop,
+    and with five other models.
     """
     rng = random.Random(seed)
     names = ["base", "end", "middle", "head", "narrow", "wide"]
@@ -151,7 +151,10 @@ def test_models_say_beside_others_what_they_say_alone(seed: int, family: Zoo) ->
             )
             if shares:
                 alone |= said
-            elif name not in ("narrow", "wide"):  # adapters are merged there: equal up to rounding
+            elif name not in (
+                "narrow",
+                "wide",
+            ):  # in a folder of its own an adapter is merged, which rounds differently
                 assert said == {number: alone[number] for number in mine}
     added = [AddModel(config_of(family, name)) for name in names[1:]]
     submits = {number: Submit(number, ask, chain) for number, (chain, ask) in chosen.items()}
@@ -160,12 +163,10 @@ def test_models_say_beside_others_what_they_say_alone(seed: int, family: Zoo) ->
         assert said == alone
 
 
-def test_a_step_is_laid_out_once_while_the_same_texts_go_on(
+def test_a_batch_is_laid_out_once_while_its_members_stay(
     family: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then only its tokens, places and slots are new; a model that comes meanwhile lays it out
-    again.
-    """
+    """Later steps only change tokens, positions and slots; a new model lays the batch out again."""
     laid = list[int]()
     inner = ChainModel._prepared
 
@@ -190,12 +191,14 @@ def test_a_step_is_laid_out_once_while_the_same_texts_go_on(
     )
     assert {n: found[n] for n in alone} == alone
     assert laid[:2] == [20, 4]
-    assert len(laid) <= 5  # out of about forty steps
+    assert len(laid) <= 5  # the run has about forty steps
 
 
 @pytest.mark.parametrize("most", [1, 7])
 def test_a_block_takes_no_more_rows_than_its_limit(most: int, family: Zoo) -> None:
-    """The same bits in more runs; a prompt that alone is longer goes in one."""
+    """Larger batches are split into several runs of a block with the same bits; a prompt longer
+    than the limit runs alone.
+    """
     asks = dict(enumerate(requests(random.Random(3), 16), 1))
     submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
     found = list[dict[int, Reply]]()
@@ -221,15 +224,15 @@ def chain_model(zoo: Zoo, *names: str) -> ChainModel:
     return model
 
 
-def test_blocks_that_are_shared_run_once(family: Zoo) -> None:
-    """Chains part where their blocks differ and come together again; adapters share every block of
+def test_shared_blocks_run_once_per_step(family: Zoo) -> None:
+    """Models part where their blocks differ and join again later; adapters share every block of
     their base.
     """
     model = chain_model(family, "base", "end", "middle", "head", "narrow", "wide")
 
     def stages(*chains: int) -> list[tuple[int, int, tuple[tuple[int, ...], ...]]]:
-        """Return the spans of layers without the cuts where no group changes; states are kept at
-        those cuts.
+        """Return the ranges of layers between changes of the grouping, without cuts made only to
+        keep states.
         """
         found = list[tuple[int, int, tuple[tuple[int, ...], ...]]]()
         for start, stop, groups in model.spans(chains):
@@ -244,10 +247,8 @@ def test_blocks_that_are_shared_run_once(family: Zoo) -> None:
     assert stages(0, 3) == [(0, 7, ((0, 3),)), (7, 8, ((0,), (3,)))]
 
 
-def test_models_that_share_blocks_are_neighbours(family: Zoo) -> None:
-    """The order does not depend on the order of opening, and no other order has the rows of shared
-    blocks in fewer pieces.
-    """
+def test_rows_of_shared_blocks_are_contiguous(family: Zoo) -> None:
+    """Models are ordered so that rows of shared blocks are adjacent, whatever the order of opening."""
     names = ["base", "end", "middle", "head", "narrow", "wide"]
     for seed in range(4):
         model = chain_model(family, *random.Random(seed).sample(names, len(names)))
@@ -259,8 +260,8 @@ def test_models_that_share_blocks_are_neighbours(family: Zoo) -> None:
         assert pieces(units) == min(map(pieces, permutations(units)))
 
 
-def test_weights_are_kept_once(family: Zoo) -> None:
-    """Six models take the room of their unique blocks: little more than one."""
+def test_six_models_take_the_memory_of_their_unique_blocks(family: Zoo) -> None:
+    """Six related models need little more memory than one."""
     model = chain_model(family, "base", "end", "middle", "head", "narrow", "wide")
     single = chain_model(family, "base")
     for loaded, count in ((model, 6), (single, 1)):
@@ -268,11 +269,11 @@ def test_weights_are_kept_once(family: Zoo) -> None:
     assert 1.4 * single.num_bytes < model.num_bytes < 2.4 * single.num_bytes
 
 
-def test_a_shallow_model_shares_the_trunk_of_a_deep_one(
+def test_a_draft_of_first_layers_runs_in_its_targets_blocks(
     base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """A draft that is the first layers of its target, with a head of its own, runs through the
-    target's blocks.
+    """A draft made of its target's first layers and a head of its own runs through the target's
+    blocks.
     """
     import json
 
@@ -306,8 +307,8 @@ def test_a_shallow_model_shares_the_trunk_of_a_deep_one(
     assert {n: both[n] for n in alone} == alone
 
 
-def test_cancelled_requests_of_one_model_leave_the_others_alone(family: Zoo) -> None:
-    """Those that continue say what they would have said."""
+def test_cancelling_requests_of_one_model_changes_no_other(family: Zoo) -> None:
+    """Requests of other models get the same replies as without the cancellation."""
     asks = dict(enumerate(requests(random.Random(7), 12), 1))
     submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
     added = [AddModel(config_of(family, "end"))]
@@ -321,9 +322,7 @@ def test_cancelled_requests_of_one_model_leave_the_others_alone(family: Zoo) -> 
 
 @pytest.mark.anyio
 async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
-    """Two engines, one loop, counters of their own; the one that stays continues when the other
-    leaves.
-    """
+    """Two engines share one loop but count separately, and one continues when the other is closed."""
     alone = {name: await asked(family.folder(name), kernel="native") for name in ("base", "end")}
     request = SampleRequest((5, 6, 7), 12, Sampling(0.8), seed=Seed(1, "p", 0, 0, "target", 0))
     async with accelerated(family.folder("base"), options=SHARED) as first:
@@ -351,8 +350,10 @@ async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("worker", ["thread", "process"])
-async def test_an_engine_of_a_zoo_keeps_every_promise(family: Zoo, worker: WorkerKind) -> None:
-    """The conformance suite, on an adapter's model next to another that is open in the same loop."""
+async def test_an_engine_of_a_zoo_passes_the_conformance_suite(
+    family: Zoo, worker: WorkerKind
+) -> None:
+    """An adapter's engine passes while another model is open in the same loop."""
     options = replace(SHARED, worker=worker, kv_tokens=8192)
     async with accelerated(family.folder("base"), options=options) as other:
         await check_engine(lambda: accelerated(family.folder("narrow"), options=options))
@@ -363,7 +364,7 @@ async def test_an_engine_of_a_zoo_keeps_every_promise(family: Zoo, worker: Worke
 async def test_engines_that_cannot_share_have_loops_of_their_own(
     family: Zoo, make_model: Make
 ) -> None:
-    """Other options, other shapes, torch operations: each works next to the others."""
+    """Engines with other options, shapes or kernels get a separate loop, and all of them work."""
     family.add("wider", make_model("llama", intermediate_size=128))
     others = {"base": SHARED, "end": replace(SHARED, kv_tokens=999), "wider": SHARED}
     engines = [
@@ -380,9 +381,7 @@ async def test_engines_that_cannot_share_have_loops_of_their_own(
 
 
 @pytest.mark.anyio
-async def test_a_model_that_is_lent_a_drafter_drafts_in_a_loop_of_its_own(
-    family: Zoo, base: Path
-) -> None:
+async def test_a_zoo_target_with_a_drafter_gets_its_own_loop(family: Zoo, base: Path) -> None:
     """A zoo's target uses the drafter that a run lends it, and writes the same text."""
     request = SampleRequest((5, 6, 7), 20, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
     async with accelerated(family.folder("base"), options=SHARED) as plain:
@@ -395,8 +394,8 @@ async def test_a_model_that_is_lent_a_drafter_drafts_in_a_loop_of_its_own(
 
 
 @pytest.mark.anyio
-async def test_a_damaged_block_keeps_only_its_own_models_out(family: Zoo) -> None:
-    """The engine that needs it says which block it is; the one next to it works."""
+async def test_a_damaged_block_stops_only_models_that_use_it(family: Zoo) -> None:
+    """The engine that needs the block names it in its error; another engine works."""
     digest = damaged(family, "end", "base")
     async with accelerated(family.folder("base"), options=SHARED) as engine:
         with pytest.raises(ZooError, match=digest):
@@ -409,12 +408,10 @@ async def test_a_damaged_block_keeps_only_its_own_models_out(family: Zoo) -> Non
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_a_loop_that_is_killed_while_it_serves_loses_no_model(
+async def test_a_killed_loop_leaves_the_zoo_whole(
     make_model: Make, tune: Tune, tmp_path: Path
 ) -> None:
-    """All its callers get the error; the zoo is whole, and engines that are opened again say what
-    the old ones said.
-    """
+    """All callers get the error, and engines that are opened again give the same replies as before."""
     zoo = Zoo(tmp_path / "zoo")
     endless = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     for name, word in (("first", "nothing"), ("second", "lm_head")):
@@ -452,8 +449,8 @@ async def test_a_loop_that_is_killed_while_it_serves_loses_no_model(
 
 
 @pytest.mark.anyio
-async def test_engines_are_opened_and_closed_at_once(family: Zoo) -> None:
-    """Five are opened at a time in one process, in any order, one of them twice."""
+async def test_engines_of_a_zoo_can_open_and_close_concurrently(family: Zoo) -> None:
+    """Five engines are opened at a time in one process, in any order, one of them twice."""
     found = dict[int, tuple[float, ...]]()
 
     async def use(number: int, name: str) -> None:

@@ -1,5 +1,5 @@
-"""Blocks that stand in for others: measured, kept, opened at a said loss alone, and verified where
-they draft.
+"""Tests of replaced blocks: their loss is measured, opened only with consent, and harmless in a
+drafter.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ MLP = "layers.1.mlp"
 
 @pytest.fixture
 def pair(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
-    """Make a base, and a model with two tuned blocks: one by a little, one in the lowest bit of a
-    number.
-    """
+    """Make a base, and a model with two tuned blocks, one of them in the lowest bit of one number."""
     zoo = Zoo(tmp_path / "zoo")
     folder = tune("tuned", f"{MLP}.up_proj")
     tensors = load_file(folder / "model.safetensors")
@@ -55,15 +53,17 @@ def loss_of(zoo: Zoo, nats: float, name: str = "tuned") -> Loss:
 
 
 def kept(zoo: Zoo, name: str = "lean", nats: float = 0.005) -> dict[str, str]:
-    """Keep the tuned model with its base's feed-forward block; which block stands in."""
+    """Replace the tuned model's feed-forward block by its base's, and return the digest of the
+    replacement.
+    """
     digests = {one.place: one.digest for one in zoo.likenesses("tuned") if one.place == MLP}
     zoo.keep(name, zoo.model("tuned"), digests, loss_of(zoo, nats))
     return digests
 
 
 def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
-    """Blocks of any model and place are compared by their parameters, without equal ones, up to a
-    count and a distance.
+    """Blocks of all models are compared by their parameters, without equal ones, up to a count and
+    a distance.
     """
     near = pair.likenesses("tuned", 1, 1.0)
     assert [(one.place, one.other) for one in near] == [
@@ -83,7 +83,7 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
         float((flat[0] - flat[1]).norm() / flat[0].norm()), rel=1e-5
     )
     wide = pair.likenesses("tuned", 2, 9.0)
-    # layers' halves; the base's embedding and head are this model's as well
+    # halves of layers; embedding and head are equal to the base's
     assert len(wide) == 2 * 6
     assert len({(one.place, one.digest) for one in wide}) == len(wide)
     pair.add("narrow", save_adapter(base.parent / "narrow-likeness", base, "q_proj"), "base")
@@ -98,8 +98,10 @@ def _ends(zoo: Zoo) -> list[list[str]]:
     ]
 
 
-def test_divergence_is_that_of_the_written_out_laws(pair: Zoo, base: Path, tmp_path: Path) -> None:
-    """The loss agrees with transformers on the exported folders, and is 0 for a model and itself."""
+def test_divergence_equals_that_of_transformers(pair: Zoo, base: Path, tmp_path: Path) -> None:
+    """The loss agrees with transformers on the exported folders, and is 0 between a model and
+    itself.
+    """
     texts = [(tuple(range(5, 60)), 20), (tuple(range(200, 90, -3)), 1)]
     folders = [pair.folder(name) for name in ("tuned", "base")]
     assert divergence(folders[0], folders[0], texts) == (35 + 36, 0.0, 0.0)
@@ -119,11 +121,11 @@ def test_divergence_is_that_of_the_written_out_laws(pair: Zoo, base: Path, tmp_p
     assert found.nats > 1e-4
 
 
-def test_a_chain_with_another_block_is_what_its_tensors_say(
+def test_a_variant_is_tried_outside_the_zoo_and_can_be_kept(
     pair: Zoo, base: Path, tmp_path: Path
 ) -> None:
-    """The variant lies next to the zoo while it is tried, and the zoo stays as it was; kept, it
-    comes out as a folder that says the same.
+    """A trial leaves the zoo unchanged; a kept variant is exported as a folder that gives the same
+    scores.
     """
     digests = kept(pair)
     texts = [(tuple(range(5, 60)), 1)]
@@ -144,10 +146,10 @@ def test_a_chain_with_another_block_is_what_its_tensors_say(
     assert pair.damage() == []
 
 
-def test_the_word_lossy_opens_what_loses_no_more(
+def test_the_lossy_setting_opens_a_variant_within_its_bound(
     pair: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The setting `lossy` opens the variant that shares most within the bound, and prints its loss."""
+    """`lossy` opens the variant that shares most blocks within the bound, and prints its loss."""
     kept(pair, "lean", 0.005)
     kept(pair, "leaner", 0.05)
     opened = {
@@ -177,9 +179,9 @@ def test_the_word_lossy_opens_what_loses_no_more(
     assert (Path(draft.model).name, lent) == ("leaner", "")
 
 
-def test_no_loss_is_taken_unsaid(pair: Zoo, base: Path) -> None:
-    """A stand-in is not an engine by its own name; what was measured of other weights, or loses more,
-    is not opened.
+def test_a_lossy_variant_opens_only_on_request(pair: Zoo, base: Path) -> None:
+    """A variant is refused by its name alone, and if its measured loss is above the bound or
+    belongs to other weights.
     """
     kept(pair)
     words = f"zoo:{pair.directory}"
@@ -213,11 +215,11 @@ def shallow(folder: Path, whole: Path, layers: int) -> Path:
 
 
 @pytest.mark.anyio
-async def test_stand_ins_draft_what_their_model_verifies(
+async def test_a_lossy_variant_can_draft_without_loss(
     pair: Zoo, base: Path, tmp_path: Path
 ) -> None:
-    """A chain with another block, and one that is cut short, propose; every word is the target's
-    own.
+    """A variant or a shortened model proposes tokens, and the text is the target's own because the
+    target verifies them.
     """
     kept(pair)
     pair.add("short", shallow(tmp_path / "short", base, 2), "tuned")
@@ -240,8 +242,10 @@ async def test_stand_ins_draft_what_their_model_verifies(
             assert found.accepted or drafter == "short"
 
 
-def test_a_folder_of_foreign_weights_is_no_cut(pair: Zoo, base: Path, tmp_path: Path) -> None:
-    """It holds weights that are not read: the base's are not taken for them."""
+def test_a_folder_with_other_weights_is_not_a_shortened_model(
+    pair: Zoo, base: Path, tmp_path: Path
+) -> None:
+    """The folder's weights would not be read, so it is not opened with the base's weights instead."""
     folder = shallow(tmp_path / "short", base, 2)
     (folder / "pytorch_model.bin").write_bytes(b"weights")
     with pytest.raises(ATTSError, match="safetensors"):
@@ -249,8 +253,8 @@ def test_a_folder_of_foreign_weights_is_no_cut(pair: Zoo, base: Path, tmp_path: 
 
 
 def test_relatives_of_the_embedded_target_are_measured(tmp_path: Path) -> None:
-    """One pair within reach: it is measured, kept, and reported with as many problems as were
-    asked.
+    """One pair of blocks is within reach, and its loss is measured, kept and reported with the
+    number of problems.
     """
     zoo = Zoo(tmp_path / "zoo")
     zoo.add("base", path("target"))

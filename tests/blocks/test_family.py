@@ -1,6 +1,4 @@
-"""Relatives of the embedded target: those that are shipped, and what the trainer calls a relative's
-own.
-"""
+"""Tests of the embedded target's relatives: the shipped ones, and the start of training one."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ OWN = {
 }
 
 
-def test_shipped_relatives_are_models_of_a_zoo(tmp_path: Path) -> None:
-    """Each adds few blocks to the target's; adapters are of the layers that they say."""
+def test_shipped_relatives_add_few_blocks_to_a_zoo(tmp_path: Path) -> None:
+    """Each relative adds few blocks to the target's, and adapters change the layers that they name."""
     zoo = Zoo(tmp_path / "zoo")
     base = zoo.add("base", path("target"))
     assert [folder.name for folder in sorted(FAMILY.iterdir())] == sorted(OWN)
@@ -44,7 +42,7 @@ def test_shipped_relatives_are_models_of_a_zoo(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_a_relative_begins_as_the_target(name: str) -> None:
-    """Before it has learned anything; what it may learn is its own alone."""
+    """Before training, a relative scores as the target, and only its own tensors can be trained."""
     model = relative(name)
     target = load_file(path("target") / "model.safetensors")
     own = {key for key, weight in model.named_parameters() if weight.requires_grad}
@@ -56,8 +54,8 @@ def test_a_relative_begins_as_the_target(name: str) -> None:
         assert len(model.model.layers) == TRUNK
 
 
-def test_another_wording_says_the_same() -> None:
-    """Numbers stay; whole words are exchanged."""
+def test_rewording_keeps_numbers() -> None:
+    """A reworded problem has the same numbers and other whole words."""
     assert (
         retold("Ana buys 3 more. Then Ana gives away 2.")
         == "Ana picks 3 extra. Then Ana hands out 2."

@@ -1,5 +1,5 @@
-"""A loop that lends keys and values while models come, memory ends or the cache is full writes what
-each model writes alone, to the bit.
+"""Tests that sharing keys and values among models changes no bit, with new models, little memory or
+a full cache.
 """
 
 # pyright: reportPrivateUsage=false
@@ -57,7 +57,7 @@ class Loop:
         self.replies.update({reply.request_id: reply for reply in report.replies})
 
     def submit(self, number: int, ask: Ask, chain: int = 0) -> None:
-        """Ask, and wait for nothing."""
+        """Submit a request without waiting for its reply."""
         self.loop._handle([Submit(number, ask, chain)])
 
     def finish(self) -> None:
@@ -80,13 +80,13 @@ class Loop:
 
 
 def sample(ids: Iterable[int], count: int = 1) -> SampleRequest:
-    """Request the most likely continuation."""
+    """Make a request for the most likely continuation."""
     return SampleRequest(tuple(ids), count, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
 
 
-def test_a_loan_begins_at_states_that_were_kept(relatives: Zoo) -> None:
-    """The last token of a known prompt, computed again for its logits, is not borrowed from where
-    it was decoded.
+def test_shared_slots_end_before_the_first_state_not_kept(relatives: Zoo) -> None:
+    """The last token of a known prompt is computed again for its logits, so its slot is not shared
+    with the decoded one.
     """
     loop = Loop(relatives, "base", "end")
     loop.answer(0, sample(OTHERS[:9]), 1)
@@ -99,8 +99,8 @@ def test_a_loan_begins_at_states_that_were_kept(relatives: Zoo) -> None:
     assert said(loop.answer(4, ask, 1)) == said(Loop(relatives, "end").answer(1, ask))
 
 
-def test_a_model_that_comes_takes_no_loan_from_those_that_use_it(relatives: Zoo) -> None:
-    """It parts before the others in the same layer, while one of them is in the middle of a prompt
+def test_a_new_model_shares_no_slot_that_is_itself_borrowed(relatives: Zoo) -> None:
+    """The new model differs in the same layer, while another model is in the middle of a prompt
     that it borrows.
     """
     loop = Loop(relatives, "base", "forward", "asks", chunk_tokens=16)
@@ -116,8 +116,8 @@ def test_a_model_that_comes_takes_no_loan_from_those_that_use_it(relatives: Zoo)
         assert said(loop.replies[number]) == said(Loop(relatives, name).answer(1, sample(ids, 8)))
 
 
-def test_states_are_not_read_by_slots_of_other_layers(relatives: Zoo) -> None:
-    """If a new model moves the place before which states are kept, the states of the old place are
+def test_a_new_model_that_moves_the_kept_layer_drops_old_states(relatives: Zoo) -> None:
+    """If a new model changes the layer at which states are kept, states of the old layer are
     dropped.
     """
     loop = Loop(relatives, "base", "end", "head", "forward")
@@ -130,8 +130,10 @@ def test_states_are_not_read_by_slots_of_other_layers(relatives: Zoo) -> None:
         assert said(loop.answer(number, ask, 2)) == said(Loop(relatives, "head").answer(1, ask))
 
 
-def test_a_ledger_without_memory_for_more_stays_as_it_was() -> None:
-    """States of that width are more than any machine holds."""
+def test_a_ledger_out_of_memory_stays_as_it_was() -> None:
+    """States of this width exceed any memory, so relating a second model fails and leaves the
+    ledger unchanged.
+    """
     ledger = SlotLedger(10, 2**50)
     one, other = (
         Lineage(("e", "a0", "m0", tail, "m1", "h"), ("k0", tail), 3) for tail in ("a1", "b1")
@@ -144,10 +146,10 @@ def test_a_ledger_without_memory_for_more_stays_as_it_was() -> None:
     assert (ledger.num_free, ledger.starts, ledger.kept) == (10, (0,), {})
 
 
-def test_a_model_without_memory_to_come_is_refused_alone(
+def test_a_model_that_finds_no_memory_fails_alone(
     relatives: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request fails; the others continue, and it comes when there is memory again."""
+    """Its request fails, other models continue, and the model is added once memory is free."""
     loop = Loop(relatives, "base", "end")
     loop.submit(1, sample(IDS, 8))
     loop.loop.step()
@@ -169,9 +171,9 @@ def _refuse(*_: object) -> None:
     raise MemoryError
 
 
-def test_slots_that_a_running_sequence_shares_are_not_room_for_another(relatives: Zoo) -> None:
-    """A relative's cached prompt is the running one's: letting it go frees nothing, so no request
-    is admitted for it.
+def test_slots_shared_with_a_running_sequence_do_not_count_as_free(relatives: Zoo) -> None:
+    """Evicting a cached prompt that a running sequence shares frees nothing, so no request is
+    admitted for it.
     """
     loop = Loop(relatives, "base", "head", kv_tokens=120)
     loop.answer(0, sample(OTHERS[:9]), 1)

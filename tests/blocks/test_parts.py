@@ -1,5 +1,5 @@
-"""Models of which a folder holds only what is their own: completed from a base, and used as a draft
-on its trunk.
+"""Tests of folders that hold only a part of a model: a base completes them, and they draft on its
+layers.
 """
 
 # pyright: reportPrivateUsage=false
@@ -36,7 +36,7 @@ FAMILY = path("target").parent / "family"
 
 
 def part_of(folder: Path, whole: Path, *words: str, **config: Any) -> Path:
-    """Make a folder with a model's configuration and the tensors whose names hold one of these
+    """Make a folder with a model's configuration and the tensors whose names contain one of these
     words.
     """
     folder.mkdir()
@@ -49,8 +49,8 @@ def part_of(folder: Path, whole: Path, *words: str, **config: Any) -> Path:
 
 
 def test_a_part_is_completed_from_its_base(base: Path, tune: Tune, tmp_path: Path) -> None:
-    """The blocks and the words of the folder that has everything; its source and its name are the
-    part's.
+    """The completed model has the blocks and the text of the whole folder, and the part's own
+    source and name.
     """
     zoo = Zoo(tmp_path / "zoo")
     whole = tune("whole", "layers.2.mlp", "lm_head")
@@ -68,11 +68,11 @@ def test_a_part_is_completed_from_its_base(base: Path, tune: Tune, tmp_path: Pat
 
 
 @pytest.mark.anyio
-async def test_a_shallow_part_is_opened_before_its_trunk(
+async def test_a_shallow_part_can_open_before_its_base(
     base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """The loop's cache is for the deepest model of the zoo, whichever is opened first; both say
-    what they say alone.
+    """The cache fits the deepest model of the zoo, whichever opens first, and both give their own
+    replies.
     """
     zoo = Zoo(tmp_path / "zoo")
     other = tune("other", "lm_head")
@@ -137,7 +137,7 @@ BAD: dict[str, tuple[Change, dict[str, Any], str, str, type[ATTSError]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_no_base_completes_is_refused(case: str, base: Path, tmp_path: Path) -> None:
+def test_a_part_that_no_base_completes_is_refused(case: str, base: Path, tmp_path: Path) -> None:
     """The error is a message, and the zoo is unchanged."""
     change, config, name, says, kind = BAD[case]
     folder = part_of(tmp_path / "part", base, "layers.2.mlp", **config)
@@ -155,8 +155,8 @@ def test_what_no_base_completes_is_refused(case: str, base: Path, tmp_path: Path
 
 @pytest.mark.parametrize("size", [0, 5, 300, 5000])
 def test_a_torn_part_is_refused(size: int, base: Path, tmp_path: Path) -> None:
-    """Wherever its file ends; and what a killed process left half written is gone with the next
-    change.
+    """A part cut at any byte is refused, and files half written by a killed process are removed by
+    the next change.
     """
     folder = part_of(tmp_path / "part", base, "layers.2.mlp")
     zoo = Zoo(tmp_path / "zoo")
@@ -191,9 +191,9 @@ PAIR = Setup(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_run_on_a_trunk_and_its_draft(tmp_path: Path) -> None:
-    """One loop, prompts prefilled once up to the parting; the words are those of the two models
-    apart.
+async def test_a_run_of_a_target_and_its_shallow_draft_shares_one_loop(tmp_path: Path) -> None:
+    """Prompts are prefilled once through the shared layers, and the text is that of two separate
+    models.
     """
     zoo = shipped(tmp_path)
     written = list[Any]()
@@ -211,7 +211,7 @@ async def test_a_run_on_a_trunk_and_its_draft(tmp_path: Path) -> None:
         )
         assert result.speculated is None
         lines = [line for outcome in result.outcomes() for line in outcome.rollouts]
-        # log-probabilities may differ in their last digit: prompts are cut into other steps
+        # prompts are cut into other steps, so log-probabilities may differ in the last digit
         words = [
             [[(c.author, c.text, c.draft_ids) for c in turn.chunks] for turn in line.turns]
             for line in lines
@@ -227,8 +227,8 @@ async def test_a_run_on_a_trunk_and_its_draft(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_trunk_and_its_draft_take_the_room_of_one(tmp_path: Path) -> None:
-    """Bytes on the disk: the target's and what is the draft's own. A prompt's first layers are
+async def test_a_shallow_draft_adds_only_its_own_bytes(tmp_path: Path) -> None:
+    """The disk holds the target and the draft's own blocks, and a prompt's first layers are
     computed once.
     """
     zoo = shipped(tmp_path)
@@ -251,8 +251,8 @@ async def test_a_trunk_and_its_draft_take_the_room_of_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.anyio
-async def test_a_model_is_drafted_for_by_its_own_first_layers(tmp_path: Path) -> None:
-    """The verifier keeps the target's words, token for token, whatever the shorter chain proposes."""
+async def test_a_target_can_speculate_with_its_own_first_layers(tmp_path: Path) -> None:
+    """The target verifies each token, so its text is the same whatever the shorter model proposes."""
     zoo = shipped(tmp_path)
     prompt = tuple(range(40, 70))
     laws = {1: Sampling(0.0), 2: Sampling(1.0)}

@@ -1,4 +1,6 @@
-"""Blocks are placed by costs, room and neighbours, and a virtual cluster decides in the same way."""
+"""Tests of placing blocks on servers by cost, memory and neighbours, and of a simulated cluster
+that uses it.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ SECONDS = st.floats(0, 10)
         max_size=6,
     )
 )
-def test_a_request_goes_where_it_is_through_first(instances: list[Instance]) -> None:
-    """The time is the sum of wait, run, keys and values, and hop; the owner wins a tie."""
+def test_a_request_goes_where_it_finishes_first(instances: list[Instance]) -> None:
+    """The time is the sum of waiting, computing, moving keys and values, and the next hop; the
+    owner wins a tie.
+    """
     chosen = instances[dispatched(instances)]
 
     def cost(one: Instance) -> float:
@@ -43,8 +47,8 @@ def test_a_request_goes_where_it_is_through_first(instances: list[Instance]) -> 
 
 
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 8))
-def test_blocks_are_placed_within_the_room(seed: int, count: int, servers: int) -> None:
-    """Every block has a server; no server holds more than fits, nor a block twice."""
+def test_blocks_are_placed_within_each_servers_memory(seed: int, count: int, servers: int) -> None:
+    """Every block has a server, and no server holds more than fits or one block twice."""
     rng = random.Random(seed)
     blocks = {str(at): Demand(rng.uniform(1, 3), rng.uniform(0, 3)) for at in range(count)}
     transitions = {
@@ -59,9 +63,9 @@ def test_blocks_are_placed_within_the_room(seed: int, count: int, servers: int) 
         assert sum(blocks[name].bytes for name, places in found.items() if at in places) <= room
 
 
-def test_a_busy_block_has_replicas_and_neighbours_stand_together() -> None:
-    """The trunk is on three servers, what follows it is placed next to it, a stranger where less is
-    to be done.
+def test_a_busy_block_is_replicated_near_its_neighbours() -> None:
+    """The shared block is on three servers, its successors next to it, and an unrelated block on a
+    less busy server.
     """
     blocks = {"trunk": Demand(4, 2.5), "own": Demand(1, 0.2), "else": Demand(4, 0.4)}
     found = placed(blocks, {("trunk", "own"): 9}, [6.0] * 4)
@@ -73,7 +77,9 @@ def test_a_busy_block_has_replicas_and_neighbours_stand_together() -> None:
 
 
 def test_one_request_takes_the_time_of_its_steps() -> None:
-    """Alone, whatever its model is cut into: the prompt, then a step for each further token."""
+    """A lone request takes the time of its prompt and of one step per further token, however its
+    model is cut.
+    """
     expected = COST.seconds(0, 0, VIRTUAL_PROMPT) + sum(
         COST.seconds(1, VIRTUAL_PROMPT + written) for written in range(4)
     )
@@ -86,8 +92,8 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
 
 
 def test_shared_blocks_take_less_memory_and_time() -> None:
-    """Twenty tenants that share four fifths need a third of the weights and less time than one
-    model a server.
+    """Twenty tenants that share four fifths of their blocks need a third of the memory, and less
+    time than one model per server.
     """
     found = dict(compared(12, 0.5, "even", (0.8, 0.0, 120, 0)))
     assert found["blocks"].once < found["models"].once / 3
@@ -95,8 +101,8 @@ def test_shared_blocks_take_less_memory_and_time() -> None:
     assert all(0 < one.busy <= 1 for one in found.values())
 
 
-def test_arrivals_keep_their_rate() -> None:
-    """Bursts keep it too, and a popular tenant sends more requests."""
+def test_simulated_arrivals_keep_their_rate() -> None:
+    """Even and bursty arrivals keep the requested rate, and a popular tenant sends more requests."""
     kinds: tuple[Arrivals, ...] = ("even", "bursts")
     for kind in kinds:
         requests = virtual_requests(4000, 10.0, kind, 1.0, 0)

@@ -1,5 +1,5 @@
-"""Several processes that hold a zoo's models: requests go where they cost least, and none is lost
-with a process.
+"""Tests of several processes with one zoo: a request goes where it costs least and survives a
+killed process.
 """
 
 # pyright: reportPrivateUsage=false
@@ -63,15 +63,15 @@ def asks(count: int, tokens: int = 12) -> list[SampleRequest]:
 
 
 @pytest.mark.anyio
-async def test_replicas_say_what_one_says(zoo: Zoo) -> None:
-    """Each has a loop of its own, which the zoo's other models share."""
+async def test_replicas_give_the_replies_of_one_engine(zoo: Zoo) -> None:
+    """Each replica has its own loop, which the zoo's other models share."""
     async with accelerated(zoo.folder("base"), options=SHARED) as one:
         wanted = await collect([partial(one.sample, ask) for ask in asks(8)])
         async with pool_of(zoo, "base") as pool, pool_of(zoo, "other") as other:
             assert len(shared_worker._HOSTS) == 2
             found = await collect([partial(pool.sample, ask) for ask in asks(8)])
             assert [done.ids for done in found] == [done.ids for done in wanted]
-            # how many each gets depends on which is quicker
+            # the share of each replica depends on its speed
             assert sum([load.requests for load in pool.load()]) == 8
             assert other.stats().requests == 0
             done = await other.sample(asks(1)[0])
@@ -81,7 +81,7 @@ async def test_replicas_say_what_one_says(zoo: Zoo) -> None:
 
 
 class Loop:
-    """A replica as the dispatch sees it."""
+    """A replica as the dispatcher sees it."""
 
     def __init__(self, in_loop: int, stats: EngineStats) -> None:
         self.in_loop = in_loop
@@ -89,8 +89,8 @@ class Loop:
 
 
 def dispatch_of(*in_loop: int, seconds: float = 10.0) -> tuple[Dispatch, list[ReplicaLoad]]:
-    """Make a dispatcher over replicas with so many requests in their loops; each has served ten
-    requests of a hundred tokens in `seconds`.
+    """Make a dispatcher over replicas with these queues, each of which served ten requests of a
+    hundred tokens in `seconds`.
     """
     stats = EngineStats(requests=10, sampled_tokens=400, prefilled_tokens=600, busy_seconds=seconds)
     loops = [Loop(count, stats) for count in in_loop]
@@ -99,13 +99,13 @@ def dispatch_of(*in_loop: int, seconds: float = 10.0) -> tuple[Dispatch, list[Re
 
 
 def turn(tokens: int, rollout: str = "p/0") -> ScoreRequest:
-    """Make the score request of a rollout with so many tokens."""
+    """Make the score request of a rollout with this number of tokens."""
     return ScoreRequest(tuple(range(tokens - 4)), (1, 2, 3, 4), rollout)
 
 
 def test_a_request_goes_where_it_costs_least() -> None:
-    """A rollout stays where it is cached, until more is waited for there than it takes to compute
-    it again.
+    """A rollout stays where it is cached, until waiting there takes longer than computing its
+    prefix again.
     """
     dispatch, loads = dispatch_of(0, 0)
     assert dispatch.choose(loads, turn(300)) == 0
@@ -120,20 +120,22 @@ def test_a_request_goes_where_it_costs_least() -> None:
     fresh, loads = dispatch_of(3, 1, 2)
     assert fresh.choose(loads, turn(50, "")) == 1
     assert fresh.choose(loads, turn(50, "alone")) == 1
-    # names without a problem have nothing in common
+    # rollouts without a problem share no prompt
     assert fresh.choose(loads, turn(50, "other")) == 1
     assert set(fresh._cached) == {("1", "alone"), ("1", "other")}
 
 
 def _with(dispatch: Dispatch, *in_loop: int) -> Dispatch:
-    """Return a dispatcher that knows the same caches, but has other loads."""
+    """Return a dispatcher that knows the same caches but other loads."""
     found, _ = dispatch_of(*in_loop)
     found._cached.update({key: tokens for key, tokens in dispatch._cached.items() if key[0] == "0"})
     return found
 
 
-def test_siblings_go_where_their_prompt_is() -> None:
-    """They do so while the prompt is much of the work; nothing is known of other rollouts."""
+def test_siblings_go_where_their_prompt_is_cached() -> None:
+    """A new sibling goes there while the prompt is most of its work; an unrelated rollout has no
+    such preference.
+    """
     dispatch, loads = dispatch_of(0, 1, 0)
     assert dispatch.choose(loads[2:], turn(200, "p/0")) == 0
     assert dispatch.choose(loads, turn(200, "p/1")) == 2
@@ -142,8 +144,8 @@ def test_siblings_go_where_their_prompt_is() -> None:
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
-    """They are asked again at the other; it is started again for those to come."""
+async def test_a_killed_replica_loses_no_request(zoo: Zoo) -> None:
+    """Its requests are sent to another replica, and it is started again for later ones."""
     from tests.local.test_engine import loop_process
 
     options = replace(SHARED, worker="process")
@@ -173,8 +175,8 @@ async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
         assert [(await pool.sample(ask)).ids for ask in longer] == [done.ids for done in wanted]
 
 
-def test_words_name_replicas(zoo: Zoo) -> None:
-    """`replicas` is a number of processes from 1 on, for models of zoos."""
+def test_replicas_is_a_positive_number_for_zoo_models(zoo: Zoo) -> None:
+    """The setting `replicas` is a number of processes from 1 on, and only models of zoos have it."""
     words = f"zoo:{zoo.directory}/base"
     assert isinstance(build_engine(f"{words}?replicas=1", "target"), LocalEngine)
     pool = build_engine(f"{words}?replicas=3&threads=1", "target")
@@ -187,6 +189,6 @@ def test_words_name_replicas(zoo: Zoo) -> None:
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_replicas_keep_every_promise(zoo: Zoo) -> None:
-    """They pass the conformance suite."""
+async def test_replicas_pass_the_conformance_suite(zoo: Zoo) -> None:
+    """A pool of replicas passes the checks that every engine must pass."""
     await check_engine(lambda: pool_of(zoo, "other", options=replace(SHARED, kv_tokens=8192)))

@@ -1,5 +1,5 @@
-"""Models of a zoo in ranges of layers: what is alike is held once and placed by what is counted;
-the same bits.
+"""Tests of zoo models whose layers are spread over workers: shared ranges are held once, with the
+same bits.
 """
 
 # pyright: reportPrivateUsage=false
@@ -61,7 +61,7 @@ def staged(zoo: Zoo, name: str, stages: int = 2, **settings: Any) -> WorkerConfi
 def driven(
     first: WorkerConfig, steps: Sequence[Sequence[Command]]
 ) -> tuple[dict[int, Reply], StageExecutor]:
-    """Return a loop's answers, and the executor of its ranges."""
+    """Return a loop's replies and the executor of its ranges."""
     replies = dict[int, Reply]()
 
     def tell(report: LoopReport) -> None:
@@ -75,11 +75,11 @@ def driven(
 
 
 @pytest.mark.parametrize(("stages", "replicas"), [(2, "1"), (3, "1"), (2, "2")])
-def test_models_share_ranges_and_say_what_they_say_alone(
+def test_models_that_share_ranges_keep_their_own_replies(
     stages: int, replicas: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, six of them under a random schedule, wherever the sequences go; what is alike is
-    held once.
+    """Six models under a random schedule give the bits they give alone, whichever worker is chosen;
+    equal ranges are held once.
     """
     rng = random.Random(stages)
     chosen = {
@@ -111,11 +111,11 @@ def test_models_share_ranges_and_say_what_they_say_alone(
     assert line.handed[names[0][0], names[0][1]] > line.handed[names[2][0], names[2][1]] > 0
 
 
-def test_every_range_is_in_as_many_workers_as_were_asked_for(
+def test_every_range_has_the_requested_number_of_workers(
     family: Zoo, here: type[StageHere]
 ) -> None:
-    """However busy each is: which is placed first decides what room is left in which worker for the
-    others.
+    """Placement keeps that number whatever the load, because each range placed leaves less room for
+    the next.
     """
     added = [AddModel(staged(family, name)) for name in NAMES[1:]]
     ask = SampleRequest((3, 4, 5), 2, Sampling(0.0))
@@ -135,11 +135,11 @@ def test_every_range_is_in_as_many_workers_as_were_asked_for(
 
 
 @pytest.mark.parametrize("spare", ["replaced", "not"])
-def test_a_worker_of_a_shared_range_that_is_gone_costs_no_answer(
+def test_losing_a_worker_of_a_shared_range_loses_no_reply(
     spare: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranges are loaded again, by another or where one is left; what two models had there is
-    computed again.
+    """Another worker loads the ranges again, or a remaining one serves them, and the lost sequences
+    are computed again.
     """
     asks = dict(enumerate(requests(random.Random(5), 16), 1))
     alone = dict[int, Reply]()
@@ -163,12 +163,10 @@ def test_a_worker_of_a_shared_range_that_is_gone_costs_no_answer(
     assert gone == ([] if spare == "replaced" else [1])
 
 
-def test_ranges_move_beside_those_that_they_hand_rows_to(
+def test_ranges_move_next_to_their_successors(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The placement is computed by the simulator's own function from counted rows, and no bit
-    changes.
-    """
+    """The simulator's placement function places ranges by counted rows, and no bit changes."""
     monkeypatch.setattr("atts.accel.zoo.stage_line._LOOKED_AT", 8)
     asks = dict(enumerate(requests(random.Random(7), 30), 1))
     alone, _ = run(config_of(family, "middle"), [[Submit(n, ask)] for n, ask in asks.items()])
@@ -187,7 +185,7 @@ def test_ranges_move_beside_those_that_they_hand_rows_to(
 def test_a_worker_that_dies_while_it_loads_is_replaced_once(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing was lost: another loads what it was to."""
+    """Nothing was computed yet, so another worker only loads the range."""
     made = list[int]()
 
     class Weak(StageHere):
@@ -203,8 +201,8 @@ def test_a_worker_that_dies_while_it_loads_is_replaced_once(
     assert len(made) == 2
 
 
-def test_a_model_that_cannot_be_loaded_hinders_no_other(family: Zoo, here: type[StageHere]) -> None:
-    """The request gets the error; ranges that only it had are gone, and others continue."""
+def test_a_model_that_cannot_load_stops_no_other(family: Zoo, here: type[StageHere]) -> None:
+    """Its request gets the error, its own ranges are dropped, and other models continue."""
     digest = unit_digests(family.folder("end"), 3)[-2]
     path = family.folder("end").parent.parent / "blocks" / f"{digest}.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
@@ -217,12 +215,10 @@ def test_a_model_that_cannot_be_loaded_hinders_no_other(family: Zoo, here: type[
     assert len(line.paths) == 1
 
 
-def test_a_worker_that_is_gone_while_a_damaged_model_is_loaded_costs_no_other_an_answer(
+def test_losing_a_worker_while_a_damaged_model_loads_loses_no_reply(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one in its place cannot load what both models need, and loads it again without the
-    damaged one.
-    """
+    """The new worker fails to load both models, and then loads again without the damaged one."""
     digest = next(block.digest for block in family.model("wide").blocks if block.place == "adapter")
     path = family.directory / "blocks" / f"{digest}.safetensors"
 
@@ -244,10 +240,12 @@ def test_a_worker_that_is_gone_while_a_damaged_model_is_loaded_costs_no_other_an
     assert len(here.made) == 2
 
 
-def test_a_range_that_could_not_be_loaded_again_is_loaded_for_all_of_its_models(
+def test_a_reloaded_range_has_the_adapters_of_all_its_models(
     family: Zoo, here: type[StageHere]
 ) -> None:
-    """The model that is opened then is not the only one whose adapter it has."""
+    """A range whose reload failed is loaded with the next model, and then holds the adapters of its
+    earlier models too.
+    """
     setups = [
         StageSetup(staged(family, name), range(1), 1, "a", at, is_shared=True)
         for at, name in enumerate(("narrow", "wide"))
@@ -283,12 +281,8 @@ def test_a_range_that_could_not_be_loaded_again_is_loaded_for_all_of_its_models(
     assert (len(here.made), line.ranges["a"].holders, joined) == (2, {0}, [0, 1])
 
 
-def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(
-    family: Zoo, here: type[StageHere]
-) -> None:
-    """Neither what it was asked before and answers later, nor the range while it is still to load
-    it once more.
-    """
+def test_a_released_range_leaves_nothing_in_its_worker(family: Zoo, here: type[StageHere]) -> None:
+    """Neither late replies nor a pending reload bring a released range back."""
     config = staged(family, "base", kv_tokens=64)
     line = StageExecutor(config, build_stage, 1, is_shared=True)
     line.start("one")
@@ -313,11 +307,11 @@ def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(
 
 
 @pytest.mark.parametrize("part", ["adapter", "layers.1.mlp"])
-def test_what_cannot_be_loaded_again_is_an_outage(
+def test_ranges_that_cannot_be_reloaded_fail_all_models(
     part: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker is gone whose ranges are damaged meanwhile: no model continues without its own, and
-    all get the error.
+    """If a lost worker's ranges are damaged on disk, no model continues without them, and all
+    requests get the error.
     """
     digest = next(block.digest for block in family.model("wide").blocks if block.place == part)
     path = family.directory / "blocks" / f"{digest}.safetensors"
@@ -342,12 +336,10 @@ def test_what_cannot_be_loaded_again_is_an_outage(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_engines_in_ranges_say_what_they_say_in_one_process(
+async def test_engines_in_ranges_give_the_replies_of_one_process(
     family: Zoo, here: type[StageHere]
 ) -> None:
-    """The model that comes second has its own adapter, or its own last layer, in the ranges that it
-    shares.
-    """
+    """A second model brings its own adapter or last layer into the ranges that it shares."""
     ask = SampleRequest((5, 6, 7), 20, Sampling(0.9), seed=Seed(1))
     for name in ("wide", "end"):
         found = list[Completion]()
@@ -360,16 +352,16 @@ async def test_engines_in_ranges_say_what_they_say_in_one_process(
                 ) as engine:
                     found.append(await engine.sample(ask))
         assert found[0] == found[1]
-    # a layer of one's own is where the busy share of either worker has it
+    # the own layer goes to whichever worker is less busy
     assert here.made[0].kinds["steps"] > 5
 
 
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_killed_process_of_two_models_costs_no_answer(family: Zoo) -> None:
-    """Two engines on one loop, kill -9 while both write: all answers are those of before, and it is
-    replaced.
+async def test_killing_a_worker_of_two_models_loses_no_reply(family: Zoo) -> None:
+    """Two engines share a loop whose worker gets kill -9 while both write; all replies are as
+    before, and it is replaced.
     """
     stages = StageOptions(stages=2)
     asks = [

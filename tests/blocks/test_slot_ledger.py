@@ -1,5 +1,5 @@
-"""Keys and values that models share: each (layer, position) is owned once, and no model's numbers
-change by a bit.
+"""Tests of shared keys and values: each (layer, position) has one owner, and no model's numbers
+change.
 """
 
 # pyright: reportPrivateUsage=false
@@ -34,7 +34,7 @@ Ask = SampleRequest | ScoreRequest
 
 
 def shallow(folder: Path, layers: int) -> Path:
-    """Keep a model's first layers alone."""
+    """Keep only a model's first layers."""
     cut = [f"layers.{at}." for at in range(layers, 9)]
     tensors = {
         key: part
@@ -52,8 +52,8 @@ def shallow(folder: Path, layers: int) -> Path:
 
 @pytest.fixture
 def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
-    """Make models that differ late: in the last layer, by an adapter of it, in the head, after two
-    layers, in attention.
+    """Make models that differ late: by the last layer, its adapter, the head, the depth, or
+    attention.
     """
     tuned = {
         "end": ("layers.2.mlp",),
@@ -66,9 +66,7 @@ def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
 
 
 def common_requests(rng: random.Random, count: int, longest: int = 25) -> list[Ask]:
-    """Make requests that share few beginnings; the texts to score end differently from those to
-    continue.
-    """
+    """Make requests that share few prefixes; texts to score end differently from those to continue."""
     begins = [tuple(rng.randrange(3, 300) for _ in range(rng.randrange(12, 40))) for _ in range(3)]
     ends = [
         (number + 3, *(rng.randrange(3, 300) for _ in range(rng.randrange(8, 20))))
@@ -110,7 +108,7 @@ def drive(
     rng: random.Random,
     each: Callable[[], None] = lambda: None,
 ) -> None:
-    """Let requests arrive at random, and now and then cancel one that `each` has not seen finished."""
+    """Let requests arrive at random, and sometimes cancel one that `each` has not seen finished."""
     while waiting or loop._scheduler.num_unfinished:
         while waiting and rng.random() < 0.4:
             loop._handle([waiting.pop()])
@@ -124,8 +122,8 @@ def drive(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_common_prompts_change_no_bit(seed: int, relatives: Zoo) -> None:
-    """Alone in a loop, each request in turn, and next to five relatives that have the same
-    beginnings.
+    """Replies are equal alone in a loop, one after the other, and with five relatives on the same
+    prompts.
     """
     rng = random.Random(seed)
     asks = [
@@ -147,13 +145,13 @@ def test_common_prompts_change_no_bit(seed: int, relatives: Zoo) -> None:
 
 
 def said(reply: Reply) -> tuple[object, ...]:
-    """Return the parts of a reply that do not depend on what was cached."""
+    """Return the parts of a reply that do not depend on the cache."""
     assert isinstance(reply, SampleReply | ScoreReply)
     return (reply.logprobs, *((reply.ids, reply.ended) if isinstance(reply, SampleReply) else ()))
 
 
 def path_ids(node: PrefixNode | None) -> tuple[int, ...]:
-    """Return the kind and the tokens of the text that ends with a node."""
+    """Return the kind and the tokens of the text that ends at a node."""
     found: tuple[int, ...] = ()
     while node is not None:
         found = node.ids + found
@@ -162,8 +160,8 @@ def path_ids(node: PrefixNode | None) -> tuple[int, ...]:
 
 
 def check_ledger(loop: StepLoop) -> int:
-    """Check that every holder of a slot is counted, and that equal values lie in one slot; return
-    the number of shared slots.
+    """Check that every holder of a slot is counted and equal values share a slot; return the number
+    of shared slots.
     """
     scheduler = loop._scheduler
     model = loop._model
@@ -199,8 +197,8 @@ def check_ledger(loop: StepLoop) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_layer_and_position_is_owned_once(seed: int, relatives: Zoo) -> None:
-    """The ledger is checked in every step of a random schedule with cancellations and a cache that
-    is too small.
+    """The ledger is checked at every step of a random schedule with cancellations and a small
+    cache.
     """
     rng = random.Random(seed)
     replies = dict[int, Reply]()
@@ -226,10 +224,8 @@ def test_every_layer_and_position_is_owned_once(seed: int, relatives: Zoo) -> No
     assert loop._scheduler.store.num_free == 130
 
 
-def test_a_common_prompt_is_prefilled_once_up_to_where_models_part(relatives: Zoo) -> None:
-    """The second of two models computes only what is its own of a prompt: the last units, of all
-    its rows.
-    """
+def test_a_common_prompt_is_prefilled_once_in_shared_layers(relatives: Zoo) -> None:
+    """For a known prompt the second model computes only its own last layers."""
     ids = tuple(range(5, 45))
     for name, unit in (("end", 5), ("late", 5), ("head", 5), ("shallow", 3), ("outputs", 3)):
         loop = open_loop(relatives, {}, names=["base", name])
@@ -244,9 +240,9 @@ def test_a_common_prompt_is_prefilled_once_up_to_where_models_part(relatives: Zo
         assert counts[1] - counts[0] == (units - unit) * len(ids), name
 
 
-def test_where_models_part() -> None:
-    """Keys and values of a layer are shared though its queries differ; the head's model restarts at
-    its last layer.
+def test_keys_and_values_are_shared_up_to_the_first_difference() -> None:
+    """A layer's keys and values are shared although its queries differ; a model with another head
+    restarts at its last layer.
     """
     base = Lineage(("e", "a0", "m0", "a1", "m1", "h"), ("k0", "k1"), 3)
     cases = {
@@ -264,8 +260,10 @@ def test_where_models_part() -> None:
     )
 
 
-def test_slots_are_free_when_nobody_holds_them() -> None:
-    """A relative's slots outlive its sequence; columns are divided with what is held."""
+def test_slots_are_freed_with_their_last_holder() -> None:
+    """A shared slot outlives the sequence that computed it, and is freed when no other model holds
+    it.
+    """
     ledger = SlotLedger(10, 4)
     one, other = (
         Lineage(("e", "a0", "m0", tail, "m1", "h"), ("k0", tail), 3) for tail in ("a1", "b1")

@@ -1,5 +1,5 @@
-"""A zoo gives back what was added, stores each block once, and loses nothing to crashes, refusals
-and damage.
+"""Tests of the zoo's directory: models come out unchanged, equal blocks are stored once, and
+nothing is lost.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ def blocks_of(zoo: Zoo) -> dict[str, str]:
         for f in FAMILIES
     ],
 )
-def test_every_family_comes_out_as_it_went_in(
+def test_export_returns_every_model_byte_for_byte(
     family: str, zoo: Zoo, make_model: Make, tmp_path: Path
 ) -> None:
-    """Whole and cut into blocks, byte for byte; two equal models are stored once."""
+    """A model of each architecture comes out as it was added, whole or cut into blocks, and equal
+    models are stored once.
+    """
     changes = next((changes for kind, changes in CASES.values() if kind == family), {})
     folder = make_model(family, **changes)
     assert zoo.add("first", folder).is_whole
@@ -67,8 +69,8 @@ def test_every_family_comes_out_as_it_went_in(
     assert zoo.damage() == []
 
 
-def test_one_bit_splits_one_block(zoo: Zoo, base: Path, tune: Tune) -> None:
-    """A model that differs in the lowest bit of one number has one block of its own; wherever that
+def test_a_changed_bit_adds_one_block(zoo: Zoo, base: Path, tune: Tune) -> None:
+    """A model that differs in the lowest bit of one number has one block of its own, wherever that
     number is.
     """
     known = zoo.add("base", base).digests
@@ -88,7 +90,7 @@ def test_one_bit_splits_one_block(zoo: Zoo, base: Path, tune: Tune) -> None:
 
 
 def _place(tensor: str) -> str:
-    """Return the block that a tensor of a Llama is in."""
+    """Return the block that holds a tensor of a Llama."""
     known = {
         "model.embed_tokens.weight": "embedding",
         "model.norm.weight": "head",
@@ -100,10 +102,10 @@ def _place(tensor: str) -> str:
     return f"layers.{layer}.{'attention' if part in ('self_attn', 'input_layernorm') else 'mlp'}"
 
 
-def test_equal_layers_are_one_block_wherever_they_stand(
-    zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
-) -> None:
-    """A model whose layers were exchanged shares all of its blocks, and comes out exchanged."""
+def test_exchanged_layers_are_stored_once(zoo: Zoo, base: Path, tune: Tune, tmp_path: Path) -> None:
+    """A model with two layers exchanged shares all blocks with the original, and comes out
+    exchanged.
+    """
     folder = tune("swapped")
     tensors = load_file(folder / "model.safetensors")
     places = {"layers.0.": "layers.2.", "layers.2.": "layers.0."}
@@ -117,10 +119,12 @@ def test_equal_layers_are_one_block_wherever_they_stand(
     assert contents(tmp_path / "out") == contents(folder)
 
 
-def test_a_model_stays_whole_until_another_shares_part_of_it(
+def test_a_model_is_cut_only_when_another_shares_a_part(
     zoo: Zoo, base: Path, make_model: Make, tune: Tune
 ) -> None:
-    """Strangers change nothing; a relative cuts the one it is related to, and only that one."""
+    """An unrelated model changes nothing; a related one cuts the model that it shares blocks with,
+    and no other.
+    """
     zoo.add("base", base)
     zoo.add("stranger", make_model("llama", seed=5))
     assert blocks_of(zoo) == {}
@@ -137,10 +141,10 @@ def test_a_model_stays_whole_until_another_shares_part_of_it(
     assert {"layers.2.mlp", "layers.2.attention", "head"} & shared == set()
 
 
-def test_removing_deletes_what_no_other_needs(
+def test_removing_a_model_deletes_only_unshared_blocks(
     zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """Models go in any order; those that stay come out as they went in, and no block is left
+    """Models can be removed in any order; the others come out unchanged, and no block is left
     without a model.
     """
     folders = {
@@ -171,8 +175,8 @@ def flat(parts: Iterable[SharedPart]) -> Iterator[SharedPart]:
         yield from flat(part.below)
 
 
-def test_bytes_stored_are_those_on_the_disk(zoo: Zoo, base: Path, tune: Tune) -> None:
-    """Four relatives take little more than one; the tree holds every block once."""
+def test_reported_bytes_are_those_on_disk(zoo: Zoo, base: Path, tune: Tune) -> None:
+    """Four related models take little more space than one, and the tree lists every block once."""
     for name, words in {
         "a": ["lm_head"],
         "b": ["layers.2.mlp"],
@@ -196,7 +200,7 @@ def test_bytes_stored_are_those_on_the_disk(zoo: Zoo, base: Path, tune: Tune) ->
 
 
 def damaged(zoo: Zoo, name: str, other: str) -> str:
-    """Change a byte of a block that one model has and another has not; the block's name."""
+    """Change a byte of a block that only one of the models has, and return the block's name."""
     manifest = {
         who: json.loads((zoo.directory / "models" / who / "blocks.json").read_text())
         for who in (name, other)
@@ -212,10 +216,10 @@ def damaged(zoo: Zoo, name: str, other: str) -> str:
     return str(digest)
 
 
-def test_a_damaged_block_is_named_and_spares_the_others(
+def test_a_damaged_block_is_named_and_stops_only_its_models(
     zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """Export and check say which; the model without it continues; adding the model again repairs
+    """Export and check name the block, other models still work, and adding the model again repairs
     it.
     """
     folder = tune("tuned", "layers.1.mlp")
@@ -233,8 +237,8 @@ def test_a_damaged_block_is_named_and_spares_the_others(
     assert zoo.damage() == []
 
 
-def test_a_damaged_manifest_costs_no_block(zoo: Zoo, base: Path, tune: Tune) -> None:
-    """Its model is named; blocks that may be its own are kept until it is removed."""
+def test_a_damaged_manifest_deletes_no_block(zoo: Zoo, base: Path, tune: Tune) -> None:
+    """The model is named, and blocks that may belong to it are kept until it is removed."""
     zoo.add("base", base)
     zoo.add("tuned", tune("tuned", "lm_head"))
     before = blocks_of(zoo)
@@ -290,7 +294,9 @@ BAD: dict[str, tuple[Callable[[Tune], Path], str, type[ATTSError]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_model_is_refused(case: str, zoo: Zoo, tune: Tune, base: Path) -> None:
+def test_a_folder_that_is_not_a_model_is_refused(
+    case: str, zoo: Zoo, tune: Tune, base: Path
+) -> None:
     """The error is a message, and the zoo is unchanged."""
     make, says, kind = BAD[case]
     folder = make(tune)
@@ -301,8 +307,10 @@ def test_what_is_no_model_is_refused(case: str, zoo: Zoo, tune: Tune, base: Path
     assert contents(zoo.directory) == before
 
 
-def test_a_newer_zoo_and_what_is_none(zoo: Zoo, base: Path, tmp_path: Path) -> None:
-    """Nothing of it is read or changed; a folder of other things does not become a zoo."""
+def test_a_newer_zoo_and_a_foreign_folder_are_refused(zoo: Zoo, base: Path, tmp_path: Path) -> None:
+    """A zoo of a later version is neither read nor changed, and a folder with other files does not
+    become a zoo.
+    """
     zoo.add("base", base)
     newer(zoo)
     before = contents(zoo.directory)
@@ -322,11 +330,11 @@ def test_a_newer_zoo_and_what_is_none(zoo: Zoo, base: Path, tmp_path: Path) -> N
         Zoo(tmp_path / "none").show()
 
 
-def test_a_disk_that_refuses_at_any_moment_loses_nothing(
+def test_a_disk_full_at_any_write_loses_nothing(
     zoo: Zoo, base: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full at every write in turn: the zoo says so, holds what it held, and takes the model when
-    there is room.
+    """Whichever write fails, the zoo reports it, keeps what it held, and takes the model once there
+    is space.
     """
     tuned = tune("tuned", "lm_head")
     zoo.add("base", base)
@@ -351,7 +359,7 @@ def test_a_disk_that_refuses_at_any_moment_loses_nothing(
         finally:
             monkeypatch.setattr(os, "fsync", real)
         assert "No space left" in said
-        if "tuned" in zoo.names():  # only the name of its folder was not yet on the disk
+        if "tuned" in zoo.names():  # only the folder's name was not yet on disk
             zoo.remove("tuned")
         assert zoo.names() == ["base"]
         assert zoo.damage() == []
@@ -383,10 +391,10 @@ eval(sys.argv[3])
     ["zoo.add('tuned', Path(sys.argv[4]))", "zoo.remove('tail')", "zoo.remove('base')"],
     ids=["add", "tail", "base"],
 )
-def test_killed_at_any_moment_a_zoo_loses_nothing(
+def test_a_kill_at_any_moment_loses_nothing(
     order: str, zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """SIGKILL at every few calls that change files: models are there whole or not at all; the next
+    """After SIGKILL between any two file changes a model is there whole or not at all, and the next
     change cleans up.
     """
     tail = tune("tail", "layers.2.")
@@ -430,10 +438,8 @@ Zoo(Path(sys.argv[1])).add(sys.argv[2], Path(sys.argv[3]))
 
 
 @pytest.mark.slow
-def test_processes_add_at_once(zoo: Zoo, tune: Tune, tmp_path: Path) -> None:
-    """Each waits for its turn, none is refused, and what they share is stored once; from the first
-    on.
-    """
+def test_several_processes_can_add_models(zoo: Zoo, tune: Tune, tmp_path: Path) -> None:
+    """Each process waits for its turn, none is refused, and shared blocks are stored once."""
     folders = {
         name: tune(name, word)
         for name, word in {"a": "lm_head", "b": "layers.0.", "c": "layers.2."}.items()
@@ -451,16 +457,18 @@ def test_processes_add_at_once(zoo: Zoo, tune: Tune, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "a b", "x" * 101, "ü"])
-def test_names_are_names_of_files(name: str, zoo: Zoo, base: Path) -> None:
-    """No name leads out of the zoo."""
+def test_model_names_cannot_leave_the_zoo(name: str, zoo: Zoo, base: Path) -> None:
+    """A name with a path in it is refused."""
     with pytest.raises(OptionError, match="cannot be a model's name"):
         zoo.add(name, base)
 
 
-def test_a_manifest_that_leads_elsewhere_is_refused(
+def test_a_manifest_with_foreign_paths_is_damaged(
     zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """Digests and file names of a manifest are what they should be, or it is damaged."""
+    """Digests and file names of a manifest must have their form; otherwise the manifest counts as
+    damaged.
+    """
     zoo.add("base", base)
     path = zoo.directory / "models/base/blocks.json"
     whole = path.read_text()
@@ -483,8 +491,8 @@ def test_a_manifest_that_leads_elsewhere_is_refused(
 def test_an_export_follows_no_link_out_of_the_zoo(
     zoo: Zoo, make_model: Make, tmp_path: Path
 ) -> None:
-    """A block that is a link out of the zoo is not copied: the export is refused, and nothing is
-    left behind.
+    """A block that is a link to a file outside is not copied; the export is refused and leaves
+    nothing behind.
     """
     secret = tmp_path / "secret.txt"
     secret.write_text("mine")

@@ -1,4 +1,6 @@
-"""Streams, arrays and the outside definition of the metrics."""
+"""Recorded streams of scores, published arrays, and a definition of the metrics from outside this
+project.
+"""
 
 import json
 import runpy
@@ -16,7 +18,7 @@ MATH = "ppls_math500_qwq_32B_rllama_8B_s16_t500_temp0.8__ec846181.npy"
 
 @pytest.fixture(scope="session")
 def arrivals(shared_data: Path) -> dict[str, Records]:
-    """Read the real streams by order: "sim" and "lock"."""
+    """Read the recorded streams by their order of arrival: "sim" and "lock"."""
     return {
         name: _read(shared_data / "traces" / f"arrivals_ct0_{name}.jsonl")
         for name in ("sim", "lock")
@@ -29,7 +31,7 @@ def _read(path: Path) -> Records:
 
 @pytest.fixture(scope="session")
 def array_of(shared_data: Path) -> Callable[[str], StoredScores]:
-    """Return a reader of a published calibration array by a part of its file name, sixteen scores a
+    """Return a reader of a published array by a part of its file name, with sixteen scores per
     question.
     """
 
@@ -43,7 +45,7 @@ def array_of(shared_data: Path) -> Callable[[str], StoredScores]:
 
 @pytest.fixture(scope="session")
 def reference_metrics(shared_data: Path) -> Callable[..., dict[str, float]]:
-    """Load the metrics as defined outside of this project."""
+    """Load the metrics as they are defined outside this project."""
     tool = shared_data.parent / "tools" / "rate_metrics.py"
     if not tool.exists():
         pytest.skip(f"no outside definition at {tool}")

@@ -1,4 +1,4 @@
-"""Live scores drawn from stored ones by whole questions, and how soon a drift monitor notices them."""
+"""Live scores drawn from stored ones by whole questions, and the delay of a drift monitor on them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def whole_questions(
 
 
 def noticed_after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
-    """Count the scores, of 300, after which a monitor of `stored` raises its alarm on questions of
-    `source`.
+    """Count the scores, of at most 300, before a monitor of `stored` raises an alarm on questions
+    of `source`.
     """
     monitor = DriftMonitor(stored)
     for nonconformity, question in whole_questions(source, seed):

@@ -1,4 +1,4 @@
-"""Certified policies and abstention against brute force, and whether they keep their promise."""
+"""Tests of certificates for policies and for abstention, against enumeration and simulation."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ EPSILON = 0.2
 
 @pytest.mark.parametrize("n", [1, 4, 9])
 def test_binomial_p_value_is_super_uniform_by_enumeration(n: int) -> None:
-    """P(p <= a) <= a over all 0/1 losses with mean exactly epsilon, and the p-value equals its
-    defining sum.
+    """P(p <= a) <= a holds over all 0/1 losses with mean exactly epsilon, and the p-value equals
+    its defining sum.
     """
     for level in (0.01, 0.05, 0.1, 0.3, 0.7):
         chance = 0.0
@@ -49,7 +49,7 @@ def test_binomial_p_value_is_super_uniform_by_enumeration(n: int) -> None:
 
 @pytest.mark.parametrize("values", [(0, 1), (0, 0.5, 1), (0, 0.25)])
 def test_betting_p_values_are_super_uniform_by_enumeration(values: tuple[float, ...]) -> None:
-    """P(p <= a) <= a for two- and three-valued losses with mean epsilon, over all sequences."""
+    """P(p <= a) <= a holds for two- and three-valued losses with mean epsilon, over all sequences."""
     laws: dict[tuple[float, ...], tuple[float, ...]] = {
         (0, 1): (0.8, 0.2), (0, 0.5, 1): (0.7, 0.2, 0.1), (0, 0.25): (0.2, 0.8)
     }  # fmt: skip
@@ -65,7 +65,9 @@ def test_betting_p_values_are_super_uniform_by_enumeration(values: tuple[float, 
 
 
 def test_betting_beats_hoeffding_on_fractions() -> None:
-    """Losses that are means of sixteen samples vary little: betting sees it."""
+    """Means of sixteen samples vary little, so betting certifies them with fewer problems than
+    Hoeffding's bound.
+    """
     losses = np.random.default_rng(0).binomial(16, 0.03, size=300) / 16
     mean = float(losses.mean())
     entropy = mean * math.log(mean / 0.05) + (1 - mean) * math.log((1 - mean) / 0.95)
@@ -74,7 +76,7 @@ def test_betting_beats_hoeffding_on_fractions() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7), st.sampled_from([0.05, 0.1, 0.4]))
 def test_fixed_sequence_testing_equals_its_definition(p_values: list[float], delta: float) -> None:
-    """A hypothesis is rejected with all those before it."""
+    """A hypothesis is rejected only if all hypotheses before it are rejected."""
     expected = [k for k in range(len(p_values)) if all(p <= delta for p in p_values[: k + 1])]
     assert rejected(p_values, delta) == expected
 
@@ -83,14 +85,14 @@ def test_fixed_sequence_testing_equals_its_definition(p_values: list[float], del
     ("epsilon", "delta", "n"), [(0.02, 0.05, 149), (0.05, 0.05, 59), (0.1, 0.05, 29)]
 )
 def test_known_sample_sizes_without_a_loss(epsilon: float, delta: float, n: int) -> None:
-    """One problem fewer does not certify."""
+    """The known number of problems without a loss certifies, and one problem fewer does not."""
     assert fewest_problems(epsilon, delta) == n
     assert binomial_p_value([0] * n, epsilon) <= delta < binomial_p_value([0] * (n - 1), epsilon)
 
 
 def test_problems_needed_grow_as_the_loss_nears_epsilon() -> None:
-    """The number of problems that is said to suffice certifies, and half as many do not; at or
-    above epsilon no number does.
+    """The stated number of problems certifies and half as many do not; at or above epsilon no
+    number does.
     """
     sizes = [problems_needed(risk, 0.05, 0.1) for risk in (0.0, 0.02, 0.04)]
     assert sizes[0] == 45
@@ -106,8 +108,10 @@ def _with_loss(risk: float, n: int) -> list[int]:
     return [1] * lost + [0] * (n - lost)
 
 
-def test_loss_is_target_right_and_policy_wrong_per_problem() -> None:
-    """Gains do not offset losses; samples of one problem are one unit."""
+def test_loss_counts_problems_that_only_the_target_solves() -> None:
+    """Problems that only the policy solves do not offset losses, and the samples of a problem count
+    as one unit.
+    """
     assert lost_answers([1, 1, 0, 0], [1, 0, 1, 0]).tolist() == [0, 1, 0, 0]
     assert lost_answers([[1, 1, 1, 1]], [[0, 1, 1, 1]]).tolist() == [0.25]
     with pytest.raises(CalibrationInputError):
@@ -117,11 +121,13 @@ def test_loss_is_target_right_and_policy_wrong_per_problem() -> None:
 def deployment(
     n: int, seed: int, rates: Sequence[float]
 ) -> tuple[list[Candidate], dict[float, float]]:
-    """Simulate a labelled run of problems that differ in hardness, sixteen samples each, and return
-    the true losses too.
+    """Simulate a labelled run of problems with different hardness and sixteen samples each, and its
+    true losses.
     """
     draw = np.random.default_rng(seed)
-    hardness = draw.beta(0.3, 1.5, size=n)  # how often a kept chunk loses an answer the target has
+    hardness = draw.beta(
+        0.3, 1.5, size=n
+    )  # probability that a kept chunk loses an answer of the target
     true = {rate: (1 - rate) ** 2 * 0.3 / 1.8 for rate in rates}
     candidates = list[Candidate]()
     for rate in rates:
@@ -132,9 +138,7 @@ def deployment(
 
 @pytest.mark.parametrize("epsilon", [0.02, 0.05])
 def test_certificates_are_valid_over_many_deployments(epsilon: float) -> None:
-    """The true loss is too high in at most a share delta of 150 runs of 300 problems (500 in the
-    study).
-    """
+    """The true loss exceeds epsilon in at most a share delta of 150 runs of 300 problems."""
     rates = [k / 20 for k in range(21)]
     wrong = 0
     found = 0
@@ -148,9 +152,9 @@ def test_certificates_are_valid_over_many_deployments(epsilon: float) -> None:
     assert wrong <= 150 * 0.1 + 2.4 * math.sqrt(150 * 0.1 * 0.9)
 
 
-def test_certificates_are_nearly_as_cheap_as_the_truth_allows() -> None:
-    """With 2,000 problems and epsilon 0.05 the policy is within 25 % of the cheapest that truly
-    satisfies it, in ten runs.
+def test_the_certified_policy_is_nearly_the_cheapest_safe_one() -> None:
+    """With 2,000 problems and epsilon 0.05 its cost is within 25 % of the cheapest policy that is
+    truly safe, in ten runs.
     """
     rates = [k / 40 for k in range(41)]
     for seed in range(10):
@@ -161,8 +165,8 @@ def test_certificates_are_nearly_as_cheap_as_the_truth_allows() -> None:
 
 
 def test_a_fixed_sequence_stops_at_the_first_failure() -> None:
-    """A cheap policy that looks safe behind one that fails is not certified: the order is not the
-    data's to choose.
+    """A cheap policy behind one that fails is not certified although it looks safe, because the
+    data may not choose the order.
     """
     candidates = [
         Candidate("g", 1.0, [0] * 100, 10), Candidate("g", 0.5, [1, 0] * 50, 5), Candidate("g", 0.1, [0] * 100, 1)
@@ -174,7 +178,9 @@ def test_a_fixed_sequence_stops_at_the_first_failure() -> None:
 
 
 def test_several_gates_share_delta_and_the_cheapest_certified_wins() -> None:
-    """Bonferroni among gates: each gets delta / 2."""
+    """With two gates each is tested at delta / 2, and the cheaper of the certified policies is
+    returned.
+    """
     n = fewest_problems(0.05, 0.05)
     both = [Candidate("a", 0.5, [0] * n, 4), Candidate("b", 0.3, [0] * n, 2)]
     assert _rate(certify(both, 0.05, 0.1)) == 0.3
@@ -188,9 +194,9 @@ def _rate(certificate: Certificate) -> float:
     return certificate.chosen.rate
 
 
-def test_nothing_certifiable_is_said_with_numbers() -> None:
-    """With n = 30 no loss below ten points can be certified, and the message gives the number of
-    problems needed or says that none suffices.
+def test_a_failed_certificate_says_how_many_problems_it_needs() -> None:
+    """Thirty problems cannot certify a loss below ten points; the message gives the number needed,
+    or says that none suffices.
     """
     short = certify([Candidate("g", 1.0, [0] * 30, 1)], 0.05, 0.1)
     assert short.chosen is None
@@ -220,13 +226,17 @@ def test_nothing_certifiable_is_said_with_numbers() -> None:
 def test_impossible_certificates_are_refused(
     candidates: list[Candidate], epsilon: float, delta: float
 ) -> None:
-    """No candidates, no problems, losses that are none, levels outside (0, 1)."""
+    """Missing candidates, missing problems, values that are not losses, and levels outside (0, 1)
+    are errors.
+    """
     with pytest.raises(CalibrationInputError):
         certify(candidates, epsilon, delta)
 
 
-def test_the_test_fits_the_kind_of_loss() -> None:
-    """Exact binomial for 0 and 1, betting for fractions, which the binomial refuses."""
+def test_binomial_for_zero_one_losses_and_betting_for_fractions() -> None:
+    """Losses of 0 and 1 get the exact binomial test and fractions get betting; the binomial test
+    refuses fractions.
+    """
     assert risk_p_value([0.0, 1.0], 0.1) == binomial_p_value([0.0, 1.0], 0.1)
     assert risk_p_value([0.5, 0.0], 0.1) == betting_p_value([0.5, 0.0], 0.1)
     with pytest.raises(CalibrationInputError, match="fraction"):
@@ -238,13 +248,14 @@ def test_the_test_fits_the_kind_of_loss() -> None:
 def test_the_net_p_value_is_super_uniform_by_enumeration(
     n: int, epsilon: float, differing: float
 ) -> None:
-    """P(p <= a) <= a over all outcomes of n problems whose mean net loss is exactly epsilon,
+    """P(p <= a) <= a holds over all outcomes of n problems whose mean net loss is exactly epsilon,
     fractions included.
     """
     law = {1.0: (differing + epsilon) / 2, 0.0: 1 - differing, -1.0: (differing - epsilon) / 2}
     fractions = {0.5: 0.4 + epsilon, -0.5: 0.4 - epsilon, 0.0: 0.2}
     exact: list[tuple[float, float]] = []
-    for losses in combinations_with_replacement(law, n):  # the order does not matter
+    # each multiset once, because the order does not matter
+    for losses in combinations_with_replacement(law, n):
         orders = math.factorial(n) / math.prod(math.factorial(losses.count(loss)) for loss in law)
         exact.append(
             (net_p_value(losses, epsilon), orders * math.prod(law[loss] for loss in losses))
@@ -262,8 +273,8 @@ def test_the_net_p_value_is_super_uniform_by_enumeration(
 def noisy(
     rate: float, draw: np.random.Generator, problems: int = 2000
 ) -> tuple[list[bool], list[bool]]:
-    """Draw the votes of the target and of a policy that is better by `rate`; each errs
-    independently on one problem in twelve.
+    """Draw votes of a target and of a policy that is better by `rate`; each errs independently on
+    one problem in twelve.
     """
     known = draw.random(problems) < 0.75
     target, policy = (np.where(draw.random(problems) < 1 / 12, ~known, known) for _ in range(2))
@@ -271,9 +282,9 @@ def noisy(
     return target.tolist(), np.where(mended, rate > 0, policy).tolist()
 
 
-def test_sampling_noise_is_not_a_loss() -> None:
-    """Two runs of the same models lose single answers to each other: only the net certificate says
-    they are alike.
+def test_only_the_net_certificate_calls_two_equal_runs_alike() -> None:
+    """Two runs of the same models lose single answers to each other, so the gross loss is large and
+    the net loss is not.
     """
     certified = 0
     old = 0
@@ -292,8 +303,8 @@ def test_sampling_noise_is_not_a_loss() -> None:
 
 
 def test_a_policy_like_the_embedded_default_is_certified_at_two_points() -> None:
-    """With 0.74 % lost and 0.62 % won of 2,000 measured problems, a loss of 0.02 is certified; a
-    net loss of 2.4 % is not.
+    """If 0.74 % of 2,000 problems are lost and 0.62 % won, a loss of 0.02 is certified; a net loss
+    of 2.4 % is not.
     """
     losses = [1.0] * 15 + [-1.0] * 12 + [0.0] * 1973
     found = certify_net([Candidate("aci", 0.19, losses, 143.6)], 0.02)
@@ -305,7 +316,9 @@ def test_a_policy_like_the_embedded_default_is_certified_at_two_points() -> None
 
 
 def test_a_worse_policy_is_hardly_ever_certified_and_a_better_one_is_superior() -> None:
-    """Errors of the certificate stay under delta; superiority is said in words where it is there."""
+    """A worse policy is certified in less than a share delta of runs, and a better one is reported
+    as superior.
+    """
     wrong = sum(
         certify_net(
             [
@@ -333,9 +346,9 @@ def test_a_worse_policy_is_hardly_ever_certified_and_a_better_one_is_superior() 
     assert "you need about" in few.guarantee
 
 
-def test_a_policy_that_never_differed_needs_more_problems_and_is_not_hopeless() -> None:
-    """Twenty problems without a loss do not certify five points; about as many as without a single
-    loss do.
+def test_a_policy_without_losses_is_asked_for_more_problems() -> None:
+    """Twenty problems without a loss do not certify five points, and the message gives a number
+    that would.
     """
     alike = certify_net([Candidate("a", 0.3, [0.0] * 20, 1.0)], 0.05)
     assert alike.chosen is None
@@ -345,7 +358,7 @@ def test_a_policy_that_never_differed_needs_more_problems_and_is_not_hopeless() 
 
 
 def labelled(n: int, seed: int, slope: float) -> tuple[list[float], list[bool]]:
-    """Draw confidences in eighths and verdicts; the more votes agree, the less often they are
+    """Draw confidences in eighths and verdicts; the more the votes agree, the less often they are
     wrong.
     """
     draw = np.random.default_rng([seed, n])
@@ -360,8 +373,8 @@ def true_risk(threshold: float, slope: float) -> float:
 
 
 @pytest.mark.parametrize("slope", [0.25, 0.5, 0.9])
-def test_the_risk_is_kept_with_the_probability_promised(slope: float) -> None:
-    """At most a tenth of 300 calibration runs have a threshold that answers wrongly more than one
+def test_abstention_keeps_its_risk_with_the_promised_probability(slope: float) -> None:
+    """At most a tenth of 300 calibration runs get a threshold that answers wrongly more than one
     time in ten.
     """
     broken = certified = 0
@@ -374,9 +387,9 @@ def test_the_risk_is_kept_with_the_probability_promised(slope: float) -> None:
     assert broken <= 0.1 * 300
 
 
-def test_counts_by_hand() -> None:
-    """Forty unanimous problems, all right: 29 are needed at half of a tenth; more are answered
-    while few are wrong.
+def test_thresholds_of_abstention_computed_by_hand() -> None:
+    """Of forty unanimous problems that are all correct, 29 suffice for a risk of a tenth; further
+    ones are answered while few are wrong.
     """
     found = certify_abstention([1.0] * 40 + [0.5] * 40, [False] * 40 + [True] * 40, 0.1)
     assert (found.threshold, found.answered, found.wrong) == (0.55, 40, 0)
@@ -388,9 +401,9 @@ def test_counts_by_hand() -> None:
     assert "none has votes that agree" in unsure.guarantee
 
 
-def test_one_that_may_answer_too_few_stops_where_it_fails() -> None:
-    """Twenty-eight right answers do not certify a tenth at a twentieth; it says how many problems
-    would.
+def test_too_few_correct_answers_certify_no_threshold() -> None:
+    """Twenty-eight correct answers do not certify a risk of a tenth, and the message says how many
+    problems would.
     """
     found = certify_abstention([1.0] * 28 + [math.nan] * 28, [False] * 56, 0.1)
     assert found.threshold is None
@@ -400,8 +413,10 @@ def test_one_that_may_answer_too_few_stops_where_it_fails() -> None:
     assert more.threshold == 0.0
 
 
-def test_where_no_number_would_do() -> None:
-    """The most certain answers are wrong a third of the time."""
+def test_answers_that_are_often_wrong_are_never_certified() -> None:
+    """If the most certain answers are wrong in two of three cases, the message says that no number
+    of problems suffices.
+    """
     found = certify_abstention([1.0] * 90, ([True] + [False] * 2) * 30, 0.1)
     assert (found.threshold, found.needed) == (None, None)
     assert "no number" in found.guarantee
@@ -417,9 +432,11 @@ def test_where_no_number_would_do() -> None:
         ([1], [True], 0.1, 1),
     ],
 )
-def test_what_is_refused(
+def test_impossible_abstention_data_is_refused(
     confidence: list[float], wrong: list[bool], risk: float, kept: float
 ) -> None:
-    """Nothing to learn from, no confidences, no fractions."""
+    """Empty data, confidences that are not shares, unequal lengths and impossible levels are
+    errors.
+    """
     with pytest.raises(CalibrationInputError):
         certify_abstention(confidence, wrong, risk, kept)

@@ -1,4 +1,6 @@
-"""P-values and thresholds by enumeration at small sizes, and what clustered scores are worth."""
+"""Tests of p-values and thresholds by enumeration at small sizes, and of the effective size of
+clustered scores.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ TIED = [
 
 @pytest.mark.parametrize("scores", [*(tuple(range(n + 1)) for n in range(6)), *TIED])
 def test_p_values_are_super_uniform_over_all_rank_orders(scores: tuple[float, ...]) -> None:
-    """P(p <= a) <= a exactly, whichever of the exchangeable scores comes last, ties and infinities
-    included.
+    """P(p <= a) <= a holds exactly, whichever of the exchangeable scores comes last, ties and
+    infinities included.
     """
     p_values = [p_value(order[:-1], order[-1]) for order in permutations(scores)]
     for level in LEVELS:
@@ -53,8 +55,8 @@ def test_p_values_are_super_uniform_over_all_rank_orders(scores: tuple[float, ..
 
 @pytest.mark.parametrize("scores", [*(tuple(range(n + 1)) for n in range(6)), *TIED])
 def test_smoothed_p_values_are_exactly_uniform(scores: tuple[float, ...]) -> None:
-    """Averaged over all orders, the coins with p <= a have measure a: found from p at theta 0 and
-    1.
+    """Over all orders and draws of the tie-breaker, P(p <= a) equals a; p is linear in the
+    tie-breaker, so two values suffice.
     """
     for level in LEVELS:
         total = Fraction(0)
@@ -69,7 +71,9 @@ def test_smoothed_p_values_are_exactly_uniform(scores: tuple[float, ...]) -> Non
 
 
 def test_paper_p_value_is_near_one_for_a_worse_score() -> None:
-    """Orientation: worse than all stored scores is 1, better than all 1 / (n + 1)."""
+    """A score worse than all n stored scores has p = 1, and one better than all has p = 1 / (n +
+    1).
+    """
     assert p_value([1, 2, 3], 9) == 1
     assert p_value([1, 2, 3], 0) == 0.25
 
@@ -78,12 +82,12 @@ def test_paper_p_value_is_near_one_for_a_worse_score() -> None:
     ("n", "alpha"), [(9, 0.7), (19, 0.85), (24, 0.44), (49, 0.42), (99, 0.29), (149, 0.18)]
 )
 def test_split_rank_is_exact_where_floats_fail(n: int, alpha: float) -> None:
-    """The rank is ceil((n + 1)(1 - alpha)) of the decimal numbers as written."""
+    """The rank is ceil((n + 1)(1 - alpha)) of the decimal numbers as the user wrote them."""
     assert split_rank(n, alpha) == math.ceil((n + 1) * (1 - Fraction(str(alpha))))
 
 
-def test_naive_float_ceilings_would_be_wrong_231_times() -> None:
-    """The planted bug of float arithmetic is visible, so the exact rank matters."""
+def test_float_ceilings_would_be_wrong_in_231_cases() -> None:
+    """Computed in floats, the rank is off by one in 231 cases, so the exact rank matters."""
     wrong = sum(
         math.ceil((n + 1) * (1 - a / 100)) != split_rank(n, Fraction(a, 100))
         for n in range(9, 400)
@@ -109,15 +113,17 @@ def test_split_threshold_escalates_at_most_the_rate() -> None:
     ("n", "marginal", "low", "high"),
     [(100, 91, 0.848, 0.945), (500, 451, 0.877, 0.921), (1000, 901, 0.884, 0.915)],
 )
-def test_training_conditional_table(n: int, marginal: int, low: float, high: float) -> None:
-    """The ranks and intervals are those of rate 0.1."""
+def test_the_table_of_training_conditional_rates(
+    n: int, marginal: int, low: float, high: float
+) -> None:
+    """Ranks and intervals equal those of the known table for rate 0.1."""
     assert split_rank(n, 0.1) == marginal
     assert list(coverage_interval(n, marginal)) == pytest.approx([low, high], abs=5e-4)
 
 
 @pytest.mark.parametrize("bad", [math.nan])
 def test_nan_is_refused_everywhere(bad: float) -> None:
-    """NaN is neither a stored score nor a new one."""
+    """NaN is refused as a stored score and as a new one."""
     with pytest.raises(CalibrationInputError):
         split_threshold([bad], 0.5)
     for scale in (PERPLEXITY, REAL):
@@ -132,9 +138,9 @@ def test_rates_outside_the_unit_interval_are_refused(rate: object) -> None:
         split_rank(10, rate)  # type: ignore[arg-type]  # the mistake under test
 
 
-def test_pooled_thresholds_are_overconfident_and_the_effective_size_says_so() -> None:
-    """Twenty questions of twenty scores that share an effect: the spread of true rates fits the
-    effective size.
+def test_effective_size_explains_the_spread_of_clustered_rates() -> None:
+    """With twenty questions of twenty dependent scores, the true rates spread as the effective size
+    predicts.
     """
     draw = np.random.default_rng(0)
     rates = list[float]()
@@ -151,8 +157,10 @@ def test_pooled_thresholds_are_overconfident_and_the_effective_size_says_so() ->
     assert np.std(rates) == pytest.approx(math.sqrt(0.24 / float(np.mean(sizes))), rel=0.25)
 
 
-def test_effective_sizes_of_real_arrays(array_of: Callable[..., StoredScores]) -> None:
-    """1,600 scores of 100 questions with ICC about 0.6 are worth about 160; 240 of 15 about 22."""
+def test_effective_sizes_of_published_arrays(array_of: Callable[..., StoredScores]) -> None:
+    """With a correlation of about 0.6 within questions, 1,600 scores of 100 questions are worth
+    about 160, and 240 of 15 about 22.
+    """
     for part, icc, effective in (
         ("ec846181", (0.57, 0.61), (155, 170)),
         ("7564d923", (0.55, 0.77), (19, 26)),
@@ -163,8 +171,8 @@ def test_effective_sizes_of_real_arrays(array_of: Callable[..., StoredScores]) -
         assert effective[0] <= summary.effective <= effective[1]
 
 
-def test_degenerate_clusterings() -> None:
-    """Independent scores are worth what they are, one question is worth one score, infinities carry
+def test_effective_size_of_extreme_clusterings() -> None:
+    """Independent scores count in full, one question counts as one score, and infinite scores carry
     no correlation.
     """
     assert summarise({at: [float(at)] for at in range(7)}).effective == 7

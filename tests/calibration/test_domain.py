@@ -1,4 +1,6 @@
-"""Questions unlike those of the stored scores are reported, and others as seldom as promised."""
+"""Tests of doubts about questions unlike the stored ones: they are raised, and rarely raised
+falsely.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ from atts.testing import toy_problems
 
 
 def question(random: Random, shift: float = 0.0) -> list[float]:
-    """Draw scores of one question: a level, and chunks around it."""
+    """Draw the scores of one question: a level, and chunks around it."""
     level = random.expovariate(1.0) + shift
     return [math.exp(random.expovariate(1.0) * level) for _ in range(random.randint(3, 9))]
 
 
 def stored(random: Random, questions: int) -> StoredScores:
-    """Draw the scores of so many questions."""
+    """Draw the scores of this number of questions."""
     rows = [(score, f"{name}") for name in range(questions) for score in question(random)]
     return StoredScores(
         tuple(row[0] for row in rows), tuple(row[1] for row in rows), (0,) * len(rows)
@@ -49,9 +51,9 @@ def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
     assert doubted / 1000 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
 
 
-def test_other_questions_are_doubted_with_their_numbers() -> None:
-    """Infinite scores too; a single wild chunk is none, nor are questions that score better than
-    any.
+def test_questions_with_worse_scores_raise_a_doubt() -> None:
+    """The doubt states its numbers; a single extreme chunk raises none, and neither do better
+    scores.
     """
     domain = DomainCheck.of(stored(Random(1), 100))
     assert domain is not None
@@ -62,16 +64,14 @@ def test_other_questions_are_doubted_with_their_numbers() -> None:
     assert domain.warning([math.inf] * 2) == ""
 
 
-def test_without_questions_nothing_is_said() -> None:
-    """Scores whose questions are not known, or too few of them, cannot tell."""
+def test_stored_scores_without_questions_raise_no_doubt() -> None:
+    """Scores with too few or unknown questions cannot show that a question is unlike them."""
     assert DomainCheck.of(StoredScores.of([1.0, 2.0] * 50)) is None
     assert DomainCheck.of(stored(Random(2), 18)) is None
 
 
-def test_the_embedded_pair_starts_informed() -> None:
-    """The pair starts from scores of its own weights and conditions; other conditions, gates,
-    scores or models start without.
-    """
+def test_the_embedded_pair_starts_with_shipped_scores() -> None:
+    """The shipped scores are used with the pair's own weights and conditions only."""
     shipped = embedded_scores()
     assert (len(set(shipped.questions)), len(shipped) < 2000) == (200, True)
     usual = Setup()
@@ -86,16 +86,14 @@ def test_the_embedded_pair_starts_informed() -> None:
 @pytest.mark.parametrize("role", EMBEDDED)
 @pytest.mark.anyio
 async def test_the_shipped_scores_are_of_the_shipped_weights(role: str) -> None:
-    """`python -m scripts.studies.models` makes them again after training."""
+    """The scores' digest names the shipped weights; `python -m scripts.studies.models` makes both."""
     options = LocalOptions(worker="thread", kv_tokens=256)
     async with LocalEngine(path(role), name=role, options=options) as engine:  # type: ignore[arg-type]
         assert embedded_scores().fingerprint[f"{role}.weights"] == engine.spec.weights
 
 
 @pytest.mark.parametrize(("scores", "doubts"), [((1.0, 1.1, 1.2), 0), ((1e9, 1e12, math.inf), 2)])
-def test_a_run_tells_it_in_its_outcomes_and_its_journal(
-    scores: tuple[float, ...], doubts: int, tmp_path: Path
-) -> None:
+def test_a_run_records_its_doubts(scores: tuple[float, ...], doubts: int, tmp_path: Path) -> None:
     """Each problem whose chunks score unlike the stored ones has a warning, and reports count the
     warnings by code.
     """

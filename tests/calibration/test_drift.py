@@ -1,4 +1,4 @@
-"""Drift: alarms where scores changed or repeat, and few where they did not."""
+"""Tests of drift alarms: they are raised if scores changed or were copied, and rarely otherwise."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def shifted(stored: StoredScores, by: float) -> StoredScores:
 
 
 def test_clean_streams_raise_few_alarms(array_of: ArrayOf) -> None:
-    """Fewer than 1 % alarm over whole questions of the same array; 80 streams here, 1,000 in the
-    study.
-    """
+    """Over whole questions of the same array fewer than 1 % of streams raise an alarm."""
     stored = array_of()
     alarms = sum(noticed_after(stored, stored, seed) is not None for seed in range(80))
     assert alarms <= 3
@@ -45,7 +43,7 @@ def test_clean_streams_raise_few_alarms(array_of: ArrayOf) -> None:
 
 @pytest.mark.parametrize("by", [0.5, -0.5])
 def test_a_shift_of_a_half_is_noticed_within_300_scores(by: float, array_of: ArrayOf) -> None:
-    """The shift is noticed early in every one of fifteen runs."""
+    """All fifteen runs whose log scores shifted by 0.5 raise an alarm within 300 scores."""
     stored = array_of()
     seen = [noticed_after(shifted(stored, by), stored, seed) for seed in range(15)]
     assert all(after is not None and after <= 160 for after in seen)
@@ -58,8 +56,8 @@ def test_a_shift_of_a_half_is_noticed_within_300_scores(by: float, array_of: Arr
 def test_scores_of_another_model_are_noticed_in_most_runs(
     part: str, least: int, array_of: ArrayOf
 ) -> None:
-    """Other models and benchmarks, the last three within about one standard deviation: the study
-    prints the power.
+    """Scores of other models and benchmarks raise an alarm in most runs; the last three differ by
+    only one standard deviation.
     """
     hits = sum(noticed_after(array_of(part), array_of(), seed) is not None for seed in range(12))
     assert hits >= least
@@ -68,10 +66,12 @@ def test_scores_of_another_model_are_noticed_in_most_runs(
 @pytest.mark.parametrize(
     ("part", "after"), [("67acab3f", 300), ("7564d923", 300), ("4334263d", 230), ("", None)]
 )
-def test_a_real_stream_is_told_from_another_array_by_its_first_300_scores_of_all_turns(
+def test_a_recorded_stream_differs_from_other_arrays_within_300_scores(
     part: str, after: int | None, arrivals: dict[str, list[dict[str, Any]]], array_of: ArrayOf
 ) -> None:
-    """Only eighty of these scores belong to the stored turn; the run's own array raises no alarm."""
+    """Only eighty of the 300 scores belong to the stored turn, and the run's own array raises no
+    alarm.
+    """
     for records in arrivals.values():
         monitor = DriftMonitor(array_of(part) if part else array_of())
         for record in records[:300]:
@@ -80,7 +80,9 @@ def test_a_real_stream_is_told_from_another_array_by_its_first_300_scores_of_all
 
 
 def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
-    """Uniform p-values: a 1/20 alarm in at most 5 % of runs; a change is found in about 50 steps."""
+    """Uniform p-values reach an alarm of 1/20 in at most 5 % of runs, and a change is found in
+    about 50 steps.
+    """
     draw = np.random.default_rng(0)
     alarms = 0
     delays = list[int]()
@@ -103,8 +105,10 @@ def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
     assert certain.log_value > 5000
 
 
-def test_martingale_state_round_trip_and_bad_p_values() -> None:
-    """Stopped and restored it continues exactly; p outside [0, 1] is refused."""
+def test_a_restored_martingale_continues_exactly() -> None:
+    """A restored martingale has the same values as one that was never stopped, and p outside [0, 1]
+    is refused.
+    """
     draw = random.Random(0)
     whole = SimpleJumper()
     half = SimpleJumper()
@@ -123,8 +127,8 @@ def test_martingale_state_round_trip_and_bad_p_values() -> None:
             whole.update(bad)
 
 
-def test_monitor_state_round_trip(array_of: ArrayOf) -> None:
-    """Stopped and restored in the middle, the alarm comes at the same score."""
+def test_a_restored_monitor_raises_its_alarm_at_the_same_score(array_of: ArrayOf) -> None:
+    """Saving and restoring in the middle of a stream does not move the alarm."""
     stored = shifted(array_of(), 0.3)
     whole = DriftMonitor(stored)
     half = DriftMonitor(stored)
@@ -141,8 +145,10 @@ def test_monitor_state_round_trip(array_of: ArrayOf) -> None:
     assert again.events == whole.events
 
 
-def test_few_samples_a_question_are_enough(array_of: ArrayOf) -> None:
-    """Live questions with one or two scores each are compared with stored questions of sixteen."""
+def test_questions_with_few_samples_are_compared_fairly(array_of: ArrayOf) -> None:
+    """Live questions with one or two scores are compared with stored questions of sixteen without a
+    false alarm.
+    """
     for samples in (1, 2):
         monitor = DriftMonitor(shifted(array_of(), 0.5))
         for place, (nonconformity, question) in enumerate(whole_questions(array_of(), 3, 1600)):
@@ -175,9 +181,9 @@ def stored_around(level: float) -> StoredScores:
     )
 
 
-def test_an_alarm_recalibrates() -> None:
-    """Stored scores far above the run: without action nothing escalates; with it the rate comes
-    back.
+def test_the_recalibrate_policy_restores_the_rate() -> None:
+    """If stored scores are far above the run's, nothing escalates without the policy; with it the
+    rate recovers.
     """
     silent = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="report")
     acting = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="recalibrate")
@@ -188,8 +194,8 @@ def test_an_alarm_recalibrates() -> None:
     assert "ALREADY" not in Calibrator(0.4, "marginal", stored=stored_around(4.0)).voided_by
 
 
-def test_an_alarm_escalates_everything_until_someone_looks() -> None:
-    """The careful policy, ended by `resume`, and it survives a restart."""
+def test_the_escalate_policy_lasts_until_resume() -> None:
+    """After an alarm everything escalates until `resume` is called, also after a restart."""
     calibrator = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="escalate")
     assert all(run(calibrator)[200:])
     again = Calibrator.restored(calibrator.state())
@@ -198,8 +204,8 @@ def test_an_alarm_escalates_everything_until_someone_looks() -> None:
     assert not again.decide(1.0).escalate
 
 
-def test_an_alarm_widens_for_a_while() -> None:
-    """Half as much again escalates for 500 decisions, then the old level."""
+def test_the_widen_policy_ends_after_500_decisions() -> None:
+    """After an alarm half as much again escalates for 500 decisions; then the old level returns."""
     wide = Calibrator(0.4, "split", stored=stored_around(1.4), drift="widen")
     plain = Calibrator(0.4, "split", stored=stored_around(1.4), drift="report")
     run(wide, 200, 1.9)
@@ -212,8 +218,8 @@ def test_an_alarm_widens_for_a_while() -> None:
     assert sum(wide.decide(s, "q", 0, 1).escalate for s in scores) == fewer
 
 
-def test_split_mode_learns_live_scores_once_its_stored_ones_are_disowned() -> None:
-    """Frozen as long as the stored scores are trusted."""
+def test_split_mode_learns_live_scores_after_an_alarm() -> None:
+    """While the stored scores are trusted, the threshold stays fixed."""
     calibrator = Calibrator(0.4, "split", stored=stored_around(4.0))
     assert sum(run(calibrator)[200:]) == pytest.approx(80, abs=25)
 
@@ -237,7 +243,7 @@ def law(
     scale: float = 1.0,
     noise: float = 0.5,
 ) -> Floats:
-    """Draw questions of six scores around a level each; as in perplexities, a higher level has a
+    """Draw questions of six scores around a level each; as with perplexities, a higher level has a
     wider spread.
     """
     level = scale * draw.gamma(2.0, size=count) + shift
@@ -259,7 +265,7 @@ def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> T
 
 
 def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
-    """p <= 0.1 holds in a tenth of clean runs, to within four binomial deviations."""
+    """A tenth of clean runs has p <= 0.1, within four binomial deviations."""
     draw = np.random.default_rng(0)
     stored = law(draw, 30)
     found = [
@@ -269,9 +275,9 @@ def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
     assert 0.02 <= np.mean(found) <= 0.2
 
 
-def test_draws_of_one_law_are_rarely_called_different() -> None:
-    """The stored questions are then a sample as well: the permutation test holds its level, the
-    other may not.
+def test_draws_of_one_distribution_are_rarely_called_different() -> None:
+    """If stored and live questions are both samples, the permutation test keeps its level, which
+    the first test need not.
     """
     draw = np.random.default_rng(1)
     found = [looked(law(draw, 12), law(draw, 8)).exchangeable <= 0.1 for _ in range(150)]
@@ -281,8 +287,8 @@ def test_draws_of_one_law_are_rarely_called_different() -> None:
 @pytest.mark.parametrize(
     "change", [{"shift": 3.5}, {"scale": 4.0}, {"scale": 0.15}, {"noise": 2.5}, {"noise": 0.1}]
 )
-def test_level_width_and_spread_are_all_seen(change: dict[str, float]) -> None:
-    """Each alone makes another distribution, recognised after twenty questions."""
+def test_a_change_of_level_width_or_spread_is_noticed(change: dict[str, float]) -> None:
+    """Each of the three alone is noticed after twenty questions."""
     draw = np.random.default_rng(2)
     found = looked(law(draw, 60, shift=1.0), law(draw, 20, **{"shift": 1.0, **change}))
     assert found.drawn <= 0.002
@@ -290,7 +296,7 @@ def test_level_width_and_spread_are_all_seen(change: dict[str, float]) -> None:
     assert found.questions == 20
 
 
-def test_the_order_of_live_questions_says_nothing() -> None:
+def test_the_p_value_does_not_depend_on_the_order_of_questions() -> None:
     """The p-value is the same forwards and backwards, and again for the same seed."""
     draw = np.random.default_rng(3)
     stored = law(draw, 20)
@@ -299,22 +305,24 @@ def test_the_order_of_live_questions_says_nothing() -> None:
     assert looked(stored, live) == looked(stored, live)
 
 
-def test_the_second_test_is_left_out_where_the_first_finds_nothing() -> None:
-    """It would not be asked."""
+def test_the_permutation_test_is_skipped_after_a_clean_first_test() -> None:
+    """If the first test finds nothing, the second cannot raise an alarm, so its time is saved."""
     draw = np.random.default_rng(4)
     stored = law(draw, 20)
     assert looked(stored, stored[:10], level=1e-4).exchangeable == 1.0
 
 
-def test_depth_weighs_many_shallow_questions_against_few_deep_ones() -> None:
-    """Forty single scores beat three full questions; twelve full ones beat thirteen single ones."""
+def test_questions_are_compared_at_the_depth_that_uses_most_scores() -> None:
+    """Forty single scores outweigh three full questions, and twelve full questions outweigh one
+    single score.
+    """
     stored = sample(law(np.random.default_rng(5), 50, noise=1.0))
     assert stored.depth([[1.0] * SIZE] * 3 + [[1.0]] * 40) == 1
     assert stored.depth([[1.0] * SIZE] * 12 + [[1.0]]) == SIZE
 
 
 def ratios(moved: Floats, runs: int = 400, count: int = 18) -> tuple[float, float]:
-    """Return the mean ratio of runs of two correlated standard columns, before and after `moved`
+    """Return the mean mixture ratio over runs of two correlated columns, before and after `moved`
     was added.
     """
     draw = np.random.default_rng(6)
@@ -326,22 +334,20 @@ def ratios(moved: Floats, runs: int = 400, count: int = 18) -> tuple[float, floa
     return float(clean.mean()), float(other.mean())
 
 
-def test_a_mixture_is_unlikely_where_nothing_changed_and_likely_where_something_did() -> None:
-    """Capital that is lost under the stored distribution, and won under others; soonest where level
-    and spread move together.
-    """
+def test_the_mixture_ratio_is_low_without_change_and_high_with_it() -> None:
+    """The mean log ratio is negative for unchanged columns and above 1.5 for moved ones."""
     clean, together = ratios(np.array([0.8, 0.8]))
     _, apart = ratios(np.array([0.8, -0.8]))
     assert clean < 0
     assert together > 1.5
-    # against the correlation of the two: farther away, in spite of the prior
+    # a move against the correlation of the columns is farther away, in spite of the prior
     assert apart > together
     assert ratios(np.array([0.0, 0.0]))[1] == clean
 
 
-def test_a_mixture_reads_one_column_and_constant_ones() -> None:
-    """Single scores have no spread, and equal scores no width: neither is an error, a move is still
-    seen.
+def test_the_mixture_accepts_single_scores_and_constant_columns() -> None:
+    """Single scores have no spread and equal scores no width; neither is an error, and a move is
+    still noticed.
     """
     one = np.arange(20.0)[:, None] / 6
     same = np.zeros((20, 2))
@@ -355,8 +361,10 @@ def test_a_mixture_reads_one_column_and_constant_ones() -> None:
 
 
 @pytest.mark.parametrize("direction", [1, -1])
-def test_a_near_law_is_seen_in_most_runs_of_eighteen_questions(direction: int) -> None:
-    """Level and spread both half a deviation off, as of another model: neither alone would be seen."""
+def test_a_small_joint_shift_is_noticed_in_most_runs(direction: int) -> None:
+    """Eighteen questions suffice if level and spread both move by half a deviation, which neither
+    column shows alone.
+    """
     draw = np.random.default_rng(7)
     stored = law(draw, 80, shift=1.0)
     level = stored.mean(axis=1).std()
@@ -377,7 +385,7 @@ def alike(seed: int, questions: int = 40, texts: int = 6) -> StoredScores:
 
 
 def watched(stored: StoredScores, live: StoredScores, most: int = 300) -> DriftMonitor:
-    """Return a monitor of the stored scores that has seen so many live scores of other questions."""
+    """Return a monitor of the stored scores that has seen live scores of other questions."""
     monitor = DriftMonitor(stored)
     for nonconformity, question in list(zip(live.nonconformity, live.questions, strict=True))[
         :most
@@ -402,9 +410,9 @@ def copies(stored: StoredScores, every: int) -> StoredScores:
     )
 
 
-def test_siblings_that_write_the_same_chunk_are_no_fault() -> None:
-    """Most scores repeat, in the calibration and in the run: no alarm; the report says what they
-    are worth.
+def test_scores_repeated_by_siblings_raise_no_alarm() -> None:
+    """If siblings write equal chunks in the calibration and in the run, nothing is wrong; the
+    report gives the effective size.
     """
     stored = alike(0)
     found = DuplicateScores.of(stored)
@@ -418,20 +426,18 @@ def test_siblings_that_write_the_same_chunk_are_no_fault() -> None:
 
 
 @pytest.mark.parametrize("every", [2, 10])
-def test_copied_draws_are_noticed_once_the_siblings_of_the_run_do_not_repeat(
+def test_copied_stored_scores_are_noticed_if_the_run_repeats_none(
     every: int, array_of: ArrayOf
 ) -> None:
-    """The first look notices copies of half of the draws, and copies of a tenth."""
+    """The first comparison notices copies of half of the draws, and copies of a tenth."""
     for seed in range(5):
         events = watched(copies(array_of(), every), whole(array_of(), seed)).events
         assert [(event.kind, event.scores) for event in events] == [("duplicates", 64)]
         assert "copied" in events[0].message
 
 
-def test_copies_of_whole_draws_in_few_questions_are_a_fault_at_once(array_of: ArrayOf) -> None:
-    """A published array: two of fifteen questions have two distinct scores of sixteen, the others
-    repeat nothing.
-    """
+def test_a_published_array_with_copied_questions_is_an_error(array_of: ArrayOf) -> None:
+    """Two of its fifteen questions have two distinct scores of sixteen, and the others repeat none."""
     found = DuplicateScores.of(array_of("e0abbf88"))
     assert found.within == pytest.approx(1 - 212 / 240)
     assert found.distinct == pytest.approx(13 / 15)
@@ -439,8 +445,8 @@ def test_copies_of_whole_draws_in_few_questions_are_a_fault_at_once(array_of: Ar
     assert not DriftMonitor(array_of()).events
 
 
-def test_a_score_of_two_questions_is_a_fault_at_once() -> None:
-    """Questions read twice under two names; chunks that were certain meet by nature."""
+def test_scores_shared_by_two_questions_are_an_error() -> None:
+    """They mean a question under two names; chunks of perplexity 1 may coincide by chance."""
     scores = [1.1 + k**0.5 / 7 for k in range(320)]
     twice = StoredScores.of([*scores, *scores], 16)
     assert DuplicateScores.of(twice).across == 1
@@ -450,28 +456,28 @@ def test_a_score_of_two_questions_is_a_fault_at_once() -> None:
     assert not DriftMonitor(certain).events
 
 
-def test_repeats_of_unknown_questions_are_a_fault_at_once() -> None:
-    """Nothing could explain them."""
+def test_repeated_scores_without_questions_are_an_error() -> None:
+    """If the questions are unknown, siblings cannot explain repeated scores."""
     events = DriftMonitor(StoredScores.of(list(alike(1).scores))).events
     assert "not known" in events[0].message
 
 
-def test_without_a_run_to_compare_with_a_doubt_is_a_fault() -> None:
-    """The check of a file alone says both explanations; the scores of a run settle it."""
+def test_repeats_in_a_file_alone_are_an_error_with_both_explanations() -> None:
+    """A file alone cannot tell copies from equal chunks; a run's scores can."""
     stored = alike(2)
     assert "siblings" in first_alarm(stored).events[0].message
     assert not first_alarm(stored, whole(stored, 0)).events
 
 
 def test_scores_on_a_coarse_grid_are_not_called_repeats() -> None:
-    """Marks out of ten tie by nature."""
+    """Scores such as marks out of ten tie naturally, so ties are not taken for copies."""
     marks = [1.0 + (k * 7 % 10) / 2 for k in range(400)]
     assert DuplicateScores.of(StoredScores.of(marks, 16)).within == 0
 
 
-def test_single_samples_of_questions_cannot_tell(array_of: ArrayOf) -> None:
-    """A run with one sample a question repeats nothing by nature: copied draws are not read into
-    that.
+def test_a_run_of_single_samples_does_not_show_copies(array_of: ArrayOf) -> None:
+    """A run with one sample per question repeats nothing anyway, so it does not prove that stored
+    scores were copied.
     """
     live: Iterator[float] = iter(whole(array_of(), 3).nonconformity)
     monitor = DriftMonitor(copies(array_of(), 2))

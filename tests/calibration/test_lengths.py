@@ -1,4 +1,6 @@
-"""Ranks by length: no short run leans because its short chunks are known first, in any mode."""
+"""Tests of ranking by length: the rate of a short run stays unbiased although short chunks finish
+first.
+"""
 
 import heapq
 import json
@@ -18,8 +20,8 @@ Records = list[dict[str, Any]]
 
 
 def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
-    """Draw lengths and scores whose logarithms correlate by 0.54, as on a real pair; a limit cuts
-    some.
+    """Draw lengths and scores with a correlation of 0.54 in logarithms, as on a real pair; a limit
+    cuts some.
     """
     found: list[tuple[float, float]] = []
     for _ in range(number):
@@ -76,22 +78,22 @@ def realised(in_flight: int, by_length: bool, number: int = 400, **options: Any)
 def test_marginal_mode_keeps_its_rate_when_long_chunks_score_worse_and_come_later(
     in_flight: int,
 ) -> None:
-    """Ranks among all lean; ranks by length are within 0.01 of nominal."""
+    """Ranks among all chunks are biased, but ranks by length give a rate within 0.01 of the nominal
+    one.
+    """
     assert realised(in_flight, by_length=False) > 0.22
     assert realised(in_flight, by_length=True) == pytest.approx(0.2, abs=0.01)
 
 
-def test_without_a_link_of_time_and_length_nothing_leans() -> None:
-    """The bias is one of arrival: with durations dealt out again, ranks among all hold, and ranks
-    by length as well.
-    """
+def test_ranks_are_unbiased_if_time_does_not_depend_on_length() -> None:
+    """With durations shuffled, both kinds of ranks keep the rate, so arrival order causes the bias."""
     assert realised(256, by_length=False, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
     assert realised(256, by_length=True, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
 
 
-def test_every_length_escalates_alike() -> None:
-    """The shorter and the longer half escalate equally often; ranked among all, the longer ones
-    escalate more.
+def test_short_and_long_chunks_escalate_equally_often() -> None:
+    """Ranked by length both halves escalate equally often; ranked among all, the longer half
+    escalates more.
     """
     run = arrivals(1200, 64, 3)
     middle = sorted(record["length"] for record in run)[600]
@@ -117,8 +119,10 @@ def stored() -> StoredScores:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_calibrator_restored_half_way_goes_on_alike_in_every_mode(mode: Mode) -> None:
-    """Through JSON, with scores held for their issue, and its promise says what it ranks by."""
+def test_a_restored_calibrator_continues_equally_in_every_mode(mode: Mode) -> None:
+    """It survives JSON even with scores that wait for their issue number, and its guarantee names
+    the ranking by length.
+    """
     run = arrivals(240, 64, 1)
     random.Random(2).shuffle(run)
     start = stored() if mode == "split" else ()
@@ -146,7 +150,7 @@ def test_a_calibrator_restored_half_way_goes_on_alike_in_every_mode(mode: Mode) 
     assert "about the same length" in again.guarantee
 
 
-def test_merged_calibrators_know_the_lengths_of_both_and_the_stored_ones_once() -> None:
+def test_merging_counts_common_stored_scores_once() -> None:
     """Scores that both calibrators started from are not counted twice."""
     one, other = (
         Calibrator(0.3, "marginal", stored=stored(), by_length=True, drift="report")
@@ -160,15 +164,15 @@ def test_merged_calibrators_know_the_lengths_of_both_and_the_stored_ones_once() 
 
 
 @pytest.mark.parametrize("length", [None, 0, -3.0, math.inf, math.nan])
-def test_a_length_that_is_none_is_refused_where_it_counts(length: float | None) -> None:
-    """Named; where it does not count it is not needed."""
+def test_an_impossible_length_is_refused_if_lengths_are_used(length: float | None) -> None:
+    """The error names the length; without ranking by length it is not needed."""
     with pytest.raises(CalibrationInputError, match="length"):
         Calibrator(0.2, "aci", by_length=True).decide(1.5, length=length)
     assert Calibrator(0.2, "aci").decide(1.5, length=length).length is None
 
 
 def test_stored_scores_without_lengths_are_refused() -> None:
-    """Ranks by length cannot start from them; half of the lengths is none either."""
+    """Ranking by length cannot start from stored scores of which some or all lack a length."""
     with pytest.raises(CalibrationInputError, match="without lengths"):
         Calibrator(0.2, "split", stored=[1.2, 1.5], by_length=True)
     with pytest.raises(CalibrationInputError, match="lengths"):
@@ -177,7 +181,7 @@ def test_stored_scores_without_lengths_are_refused() -> None:
 
 
 def test_equal_lengths_stay_one_stratum_and_infinite_scores_rank_worst() -> None:
-    """A limit makes many chunks equally long: they are ranked among each other, all of them."""
+    """Chunks cut at the limit have equal lengths, so they are ranked among each other."""
     strata = LengthStrata()
     for place in range(500):
         strata.add(float(place), 128.0)

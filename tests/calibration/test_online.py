@@ -1,5 +1,5 @@
-"""The calibrator's contract: pure decisions, honest feedback, bounds for any sequence, bad input
-refused.
+"""Tests of the calibrator's contract: pure decisions, true feedback, bounds for any sequence, bad
+input refused.
 """
 
 import math
@@ -40,7 +40,7 @@ def fresh(mode: Mode, rate: float = 0.4, **options: Any) -> Calibrator:
 
 
 def play(calibrator: Calibrator, scores: Sequence[float], questions: int = 3) -> list[bool]:
-    """Decide and observe in turn."""
+    """Decide on the scores one after the other, and observe each decision."""
     done = list[bool]()
     for place, score in enumerate(scores):
         decision = calibrator.decide(score, f"q{place % questions}", place % 2, place)
@@ -50,8 +50,8 @@ def play(calibrator: Calibrator, scores: Sequence[float], questions: int = 3) ->
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_deciding_only_reads(mode: Mode) -> None:
-    """Asked twice, or about chunks that are dropped, the answer is the same and nothing is stored."""
+def test_deciding_changes_no_state(mode: Mode) -> None:
+    """Asking twice gives the same decision, and a decision that is never observed leaves no trace."""
     asked = fresh(mode)
     quiet = fresh(mode)
     draw = random.Random(1)
@@ -71,7 +71,7 @@ def test_deciding_only_reads(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_decision_carries_what_audits_it(mode: Mode) -> None:
+def test_a_decision_records_what_an_audit_needs(mode: Mode) -> None:
     """It has question, turn, sample, issue, score, p in [0, 1], the nominal rate and a reason."""
     decision = fresh(mode).decide(1.3, "q7", 2, 5, 11)
     assert (decision.question, decision.turn, decision.sample, decision.issue) == ("q7", 2, 5, 11)
@@ -83,8 +83,8 @@ def test_a_decision_carries_what_audits_it(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rates_zero_and_one_are_kept_to_the_letter(mode: Mode) -> None:
-    """Nothing escalates at rate 0, everything at rate 1, the best and worst scores included."""
+def test_rate_zero_escalates_nothing_and_rate_one_everything(mode: Mode) -> None:
+    """This holds for the best and the worst scores too."""
     scores = [1.0, math.inf, 1.2, 9.0] * 20
     assert not any(play(fresh(mode, 0.0), scores))
     assert all(play(fresh(mode, 1.0), scores))
@@ -95,7 +95,9 @@ def test_rates_zero_and_one_are_kept_to_the_letter(mode: Mode) -> None:
     st.lists(SCORES, min_size=1, max_size=150), st.sampled_from([0.1, 0.4, 0.75]), st.integers(0, 3)
 )
 def test_aci_bound_holds_for_any_sequence(scores: list[float], rate: float, seed: int) -> None:
-    """The bound is |realised - rate| <= (max(rate, 1 - rate) + step) / (step T), at every T."""
+    """After each number T of decisions, |realised - rate| <= (max(rate, 1 - rate) + step) / (step
+    T).
+    """
     calibrator = Calibrator(rate, "aci", seed=seed, tuning=Tuning(aci_step=0.02))
     bound = (max(rate, 1 - rate) + 0.02) / 0.02
     total = 0
@@ -106,10 +108,8 @@ def test_aci_bound_holds_for_any_sequence(scores: list[float], rate: float, seed
         assert abs(total - rate * count) <= bound + 1e-9
 
 
-def test_a_hard_problem_moves_the_level_alike_with_any_number_of_rollouts() -> None:
-    """Its siblings share one step; were each to take a whole one, 64 would close the gate on
-    themselves.
-    """
+def test_siblings_share_one_step_of_the_level() -> None:
+    """If each of 64 siblings took a whole step, a hard problem would close the gate for itself."""
     levels: list[float] = []
     for samples in (1, 8, 64):
         calibrator = Calibrator(0.2, "aci", tuning=Tuning.for_rollouts(samples))
@@ -130,8 +130,8 @@ def test_a_hard_problem_moves_the_level_alike_with_any_number_of_rollouts() -> N
 def test_aci_bound_holds_against_an_adversary_and_delay(
     wishes: list[bool], step: float, delay: int
 ) -> None:
-    """An adversary answers as it likes wherever 0 < level < 1; decisions are observed `delay`
-    decisions late.
+    """The adversary chooses every score for which the level is strictly between 0 and 1, and
+    decisions are observed late.
     """
     rate = 0.4
     waiting = list[bool]()
@@ -156,7 +156,7 @@ def aci_bound(rate: float, step: float, decisions: int) -> float:
 
 
 def test_aci_bound_is_nearly_reached() -> None:
-    """A wrong constant would show: the worst adversary comes within a step of it."""
+    """The worst adversary comes within one step of the bound, so a wrong constant would fail."""
     controller = Adaptive(0.4, 0.05)
     total = 0
     while (level := controller.current_rate(0.0, "", 0)) > 0:
@@ -176,9 +176,7 @@ def test_aci_bound_is_nearly_reached() -> None:
 def test_question_modes_bound_every_question(
     mode: Mode, stream: list[tuple[float, int]], rate: float
 ) -> None:
-    """The count of each question stays within its limit and within 1 of rate * n, at every n and
-    for any scores.
-    """
+    """For any scores and any n, a question's count stays within its limit and within 1 of rate * n."""
     calibrator = Calibrator(rate, mode)
     sums = defaultdict[int, list[bool]](list)
     for place, (score, question) in enumerate(stream):
@@ -192,8 +190,8 @@ def test_question_modes_bound_every_question(
 
 
 def test_marginal_decisions_are_independent_coins_on_exchangeable_scores() -> None:
-    """The p-values are uniform and uncorrelated, so the escalations of T decisions are Binomial(T,
-    rate).
+    """The p-values are uniform and uncorrelated, so T decisions have a Binomial(T, rate) number of
+    escalations.
     """
     draw = np.random.default_rng(3)
     p_values = list[float]()
@@ -213,10 +211,8 @@ def test_marginal_decisions_are_independent_coins_on_exchangeable_scores() -> No
     assert np.var(counts) == pytest.approx(8.4, rel=0.3)
 
 
-def test_the_first_sample_of_a_new_question_is_placed_by_the_others() -> None:
-    """A score far above anything seen escalates in a question never met before; without any score a
-    coin decides.
-    """
+def test_a_new_question_is_ranked_among_all_questions() -> None:
+    """An extreme score escalates in a question without scores; before any score a coin decides."""
     calibrator = Calibrator(0.4, "question-turn")
     firsts = [
         Calibrator(0.4, "question-turn", seed=s).decide(1.5, "q", 0, 0).escalate for s in range(400)
@@ -230,8 +226,10 @@ def test_the_first_sample_of_a_new_question_is_placed_by_the_others() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_infinite_scores_are_worst_and_do_not_poison(mode: Mode) -> None:
-    """An infinite perplexity ranks above all; a hundred of them leave later decisions working."""
+def test_infinite_scores_rank_worst_and_do_no_harm(mode: Mode) -> None:
+    """An infinite perplexity ranks above all others, and later decisions work after a hundred of
+    them.
+    """
     calibrator = fresh(mode)
     draw = random.Random(0)
     play(calibrator, [1 + 0.6 * draw.random() for _ in range(100)])
@@ -242,10 +240,8 @@ def test_infinite_scores_are_worst_and_do_not_poison(mode: Mode) -> None:
     assert all(math.isfinite(calibrator.decide(s, "q0").p or 0) for s in (1.0, 2.0, math.inf))
 
 
-def test_what_was_really_done_is_what_counts() -> None:
-    """Overruled decisions move the feedback: all accepted in spite of it, the calibrator asks for
-    ever more.
-    """
+def test_overruled_decisions_count_as_what_was_done() -> None:
+    """If every chunk is accepted despite the decisions, the calibrator escalates more and more."""
     calibrator = Calibrator(0.4, "question-turn")
     draw = random.Random(0)
     wanted = list[bool]()
@@ -258,7 +254,7 @@ def test_what_was_really_done_is_what_counts() -> None:
 
 
 def test_decisions_without_a_score_count_for_the_rate_alone() -> None:
-    """A skipped verification is a decision, and teaches the pools nothing."""
+    """A skipped verification counts as a decision and adds no score to the pools."""
     calibrator = Calibrator(0.5, "aci")
     skipped = Decision("accept", 0.5, "q")
     for _ in range(60):
@@ -285,8 +281,8 @@ def test_scores_join_the_pools_in_order_of_issue() -> None:
 
 
 def test_completion_order_biases_pools_and_issue_order_does_not() -> None:
-    """Score rises with length, short chunks finish first, hundreds are in flight: only issue order
-    is unbiased.
+    """If longer chunks score worse, the short ones that finish first bias the pools; the order of
+    requests does not.
     """
     draw = np.random.default_rng(5)
     biased = list[float]()
@@ -312,8 +308,8 @@ def test_completion_order_biases_pools_and_issue_order_does_not() -> None:
 
 
 def test_a_missing_issue_is_skipped_or_given_up() -> None:
-    """A skipped issue releases what waited for it; a lost one does after 64 later scores, and may
-    still come.
+    """A skipped issue releases the scores that waited for it; a lost one is given up after 64 later
+    scores.
     """
     calibrator = Calibrator(0.4, "marginal")
     decisions = [calibrator.decide(1.5, "q", 0, k, k) for k in range(80)]
@@ -327,17 +323,17 @@ def test_a_missing_issue_is_skipped_or_given_up() -> None:
     assert len(calibrator.state()["pool"]["live"]) == 76
     calibrator.observe(decisions[11])
     assert len(calibrator.state()["pool"]["live"]) == 77
-    calibrator.observe(replace(decisions[78], score=None))  # never scored: not waited for
+    calibrator.observe(replace(decisions[78], score=None))  # never scored, so no score waits for it
     calibrator.observe(decisions[79])
     assert len(calibrator.state()["pool"]["live"]) == 78
 
 
 @pytest.mark.parametrize("mode", ["marginal", "aci", "question-turn"])
 @pytest.mark.parametrize("memory", [{"window": 50}, {"decay": 0.95}])
-def test_windows_and_forgetting_follow_a_jump(mode: Mode, memory: dict[str, Any]) -> None:
-    """After a jump of all scores a memory that ends or fades is back at the rate, one that keeps
-    all is not.
-    """
+def test_windows_and_fading_memories_recover_from_a_jump(
+    mode: Mode, memory: dict[str, Any]
+) -> None:
+    """After a jump of all scores they return to the rate; a memory that keeps everything does not."""
     draw = random.Random(4)
     before = [1 + draw.random() for _ in range(600)]
     after = [5 + draw.random() for _ in range(300)]
@@ -353,7 +349,7 @@ def test_windows_and_forgetting_follow_a_jump(mode: Mode, memory: dict[str, Any]
      (PERPLEXITY, None), (PERPLEXITY, True), (PERPLEXITY, [2.0]), (LOG_PROB, 0.5), (REAL, math.nan)],
 )  # fmt: skip
 def test_what_is_not_a_score_is_refused(scale: Scale, bad: Any) -> None:
-    """A clear error from decide, p_value and observe; nothing is stored."""
+    """The methods decide, p_value and observe raise a clear error and store nothing."""
     calibrator = Calibrator(0.4, scale=scale)
     with pytest.raises(CalibrationInputError, match="score"):
         calibrator.decide(bad)
@@ -370,9 +366,9 @@ def test_what_is_not_a_score_is_refused(scale: Scale, bad: Any) -> None:
     assert calibrator.decided == 0
 
 
-def test_scales_orient_scores() -> None:
-    """A lower log-prob is worse; rounding just outside a closed end is forgiven, numpy's numbers
-    are numbers.
+def test_scales_say_which_scores_are_worse() -> None:
+    """A lower log-probability is worse; rounding errors just outside the domain and numpy's numbers
+    are accepted.
     """
     calibrator = Calibrator(0.5, "marginal", scale=LOG_PROB, stored=[-1.0, -2.0, -3.0])
     assert calibrator.decide(-9.0).escalate
@@ -398,7 +394,7 @@ def test_scales_orient_scores() -> None:
     ],
 )
 def test_impossible_options_are_refused(call: Any, error: type[Exception], words: str) -> None:
-    """Each error says which option."""
+    """Each error names the option."""
     with pytest.raises(error, match=words):
         call()
 

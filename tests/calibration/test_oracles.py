@@ -1,4 +1,4 @@
-"""Our numbers equal those of independent libraries."""
+"""Tests that p-values, thresholds and tests equal those of independent libraries."""
 
 import importlib
 import warnings
@@ -24,7 +24,7 @@ def oracle(name: str) -> Any:
 
 
 def test_plain_p_values_equal_crepes() -> None:
-    """The p-values of new scores equal those of crepes, and are near 0 for worse scores."""
+    """The p-values of new scores equal those of crepes, where worse scores are near 0."""
     base = oracle("crepes.base")
     draw = np.random.default_rng(1)
     stored = draw.random(100)
@@ -32,13 +32,13 @@ def test_plain_p_values_equal_crepes() -> None:
     theirs = base.p_values_batch(stored, new, smoothing=False)
     mirrored = Window()
     for score in stored:
-        mirrored.add(-float(score))  # theirs are near 0 for a worse score
+        mirrored.add(-float(score))  # crepes gives p near 0 to a worse score
     assert [mirrored.rank(-float(s)).p(1.0) for s in new] == pytest.approx(list(theirs))
 
 
 @pytest.mark.parametrize("law", ["uniform", "changed"])
 def test_simple_jumper_equals_crepes(law: str) -> None:
-    """They agree step by step, under the null and after a change."""
+    """Both martingales agree at each step, before and after a change."""
     martingales = oracle("crepes.martingales")
     p_values = np.random.default_rng(2).random(400) ** (1 if law == "uniform" else 1.5)
     theirs = martingales.SimpleJumper().apply(p_values)
@@ -52,7 +52,7 @@ def test_simple_jumper_equals_crepes(law: str) -> None:
 
 @pytest.mark.parametrize("n", [20, 57, 400])
 def test_split_thresholds_equal_mapie(n: int) -> None:
-    """The same order statistic wherever its floating point agrees with the decimal rate."""
+    """Both take the same order statistic wherever MAPIE's floating point gives the exact rank."""
     utils = oracle("mapie.utils")
     scores = np.random.default_rng(n).random(n)
     for rate in (0.05, 0.1, 0.25, 0.4, 0.5):
@@ -61,7 +61,7 @@ def test_split_thresholds_equal_mapie(n: int) -> None:
 
 
 def test_fixed_sequence_testing_equals_mapie() -> None:
-    """The same hypotheses are rejected."""
+    """Both reject the same hypotheses."""
     control = oracle("mapie.risk_control.fwer_control")
     draw = np.random.default_rng(4)
     for _ in range(50):

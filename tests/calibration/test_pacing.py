@@ -1,5 +1,5 @@
-"""Runs of known size land on their rate, however small they are and however their problems are
-sorted.
+"""Tests of pacing: runs of known size end at their rate, whatever their size and the order of
+problems.
 """
 
 import heapq
@@ -80,9 +80,11 @@ def error(records: Records, rate: float, samples: int, seed: int) -> float:
 @pytest.mark.parametrize(
     ("problems", "samples", "bar"), [(20, 8, 0.010), (30, 16, 0.010), (40, 8, 0.008)]
 )
-def test_a_small_run_lands_on_its_rate(problems: int, samples: int, bar: float, order: str) -> None:
-    """Root mean square over runs at three rates: within the bar, which the same runs of unknown
-    size are not.
+def test_a_small_run_of_known_size_ends_at_its_rate(
+    problems: int, samples: int, bar: float, order: str
+) -> None:
+    """The root mean square error over runs at three rates is within the limit, which runs of
+    unknown size exceed.
     """
     runs = [arrivals(problems, samples, order, seed) for seed in range(2)]
     unknown = [[{**record, "left": None} for record in run] for run in runs]
@@ -101,11 +103,11 @@ def test_a_small_run_lands_on_its_rate(problems: int, samples: int, bar: float, 
     st.floats(0, 9),
     st.data(),
 )
-def test_any_sequence_ends_within_a_decision_if_what_is_left_is_known_to_a_factor_of_two(
+def test_a_rough_forecast_keeps_any_sequence_within_a_decision(
     wishes: list[bool], rate: float, slack: float, data: st.DataObject
 ) -> None:
-    """An adversary answers as it likes wherever the level is between 0 and 1, and errs about what
-    is left.
+    """An adversary chooses the scores, and the forecast of remaining decisions is wrong by at most
+    a factor of two.
     """
     controller = Adaptive(rate, 0.002)
     total = 0
@@ -124,11 +126,11 @@ def test_any_sequence_ends_within_a_decision_if_what_is_left_is_known_to_a_facto
     st.sampled_from([0.1, 0.4]),
     st.integers(0, 40),
 )
-def test_every_decision_that_was_expected_in_vain_adds_at_most_one(
+def test_decisions_that_never_come_add_at_most_one_each(
     wishes: list[bool], rate: float, extra: int
 ) -> None:
-    """The sum of errors is at most 1 + (1 - rate) extra, with `extra` decisions beyond twice the
-    truth.
+    """If `extra` decisions beyond twice the truth were forecast, errors sum to at most 1 + (1 -
+    rate) extra.
     """
     controller = Adaptive(rate, 0.002)
     total = 0
@@ -150,10 +152,8 @@ def steps(calibrator: Calibrator, records: Records) -> Iterator[bool]:
         yield decision.escalate
 
 
-def test_a_restored_calibrator_paces_on() -> None:
-    """The pace comes from what was decided and the share that is left: nothing else needs to be
-    kept.
-    """
+def test_a_restored_calibrator_keeps_its_pace() -> None:
+    """The pace depends on past decisions and the remaining share, so nothing else must be saved."""
     records = arrivals(12, 8, "random", 4)
     whole = Calibrator(0.2, "aci")
     half = Calibrator(0.2, "aci")
@@ -178,9 +178,9 @@ def early(left: float | None, stored: int) -> float:
     return fmean(found)
 
 
-def test_a_run_of_known_size_keeps_escalations_back_while_few_scores_are_known() -> None:
-    """Ranks among a handful say little, and what is kept back is spent later; stored scores make up
-    for it.
+def test_a_run_of_known_size_escalates_little_at_first() -> None:
+    """Ranks among a handful of scores are unreliable, so escalations are saved for later, unless
+    there are stored scores.
     """
     assert early(left=0.99, stored=0) < 0.15
     assert early(left=0.99, stored=40) == pytest.approx(0.5, abs=0.1)
@@ -190,10 +190,10 @@ def test_a_run_of_known_size_keeps_escalations_back_while_few_scores_are_known()
 def run_of_coins(
     rate: float, rollouts: int, together: int, seed: int, mode_known: bool
 ) -> tuple[int, int, str]:
-    """Decide on exchangeable scores while rollouts end at random, several at once at the end;
-    return escalations, decisions and promise.
+    """Decide on exchangeable scores while rollouts end at random; return escalations, decisions and
+    the guarantee.
 
-    The promise is the one stated half-way.
+    Several rollouts end at once at the end. The guarantee is the one stated half-way.
     """
     draw = random.Random(seed)
     calibrator = Calibrator(rate, "aci", seed=seed)
@@ -209,7 +209,7 @@ def run_of_coins(
 
 
 def likely(promise: str) -> float:
-    """Return the number that is promised with probability 0.95."""
+    """Return the distance that is guaranteed with probability 0.95."""
     found = re.search(r"[Ww]ith probability 0.95 .*? is within ([0-9.]+) of ", promise)
     assert found is not None, promise
     return float(found[1])
@@ -217,11 +217,11 @@ def likely(promise: str) -> float:
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.6])
-def test_the_band_of_a_small_run_holds_as_often_as_it_says_and_is_worth_printing(
+def test_the_guarantee_of_a_small_run_holds_in_95_percent_and_is_narrow(
     rate: float, known: bool
 ) -> None:
-    """Runs of 20 problems: at most one in twenty outside, where chance alone may make it one in ten
-    of so few.
+    """Of runs with 20 problems at most one in twenty ends outside its band; the test allows for
+    chance over so few.
     """
     outside = 0
     widths = list[float]()
@@ -235,9 +235,7 @@ def test_the_band_of_a_small_run_holds_as_often_as_it_says_and_is_worth_printing
 
 @pytest.mark.parametrize("worst", ["random", "all at once", "never"])
 def test_a_cap_is_exact_at_every_moment(worst: str) -> None:
-    """At most ceil(cap n) of any first n decisions escalate, under modes that want more and after a
-    restored calibrator too.
-    """
+    """At most ceil(cap n) of the first n decisions escalate, in every mode and after a restart."""
     draw = random.Random(3)
     calibrator = Calibrator(0.5, "marginal", cap=0.2)
     for count in range(1, 200):
@@ -255,10 +253,8 @@ def test_a_cap_is_exact_at_every_moment(worst: str) -> None:
 
 
 @pytest.mark.parametrize("cap", [0.0, 0.1, 0.25])
-def test_a_capped_run_is_taken_again_from_its_journal(cap: float, tmp_path: Path) -> None:
-    """The cap holds in the order of decisions, the audit finds the same ones, and other gates
-    refuse one.
-    """
+def test_the_audit_repeats_the_decisions_of_a_capped_run(cap: float, tmp_path: Path) -> None:
+    """The cap holds in the order of decisions, and gates without a cap refuse the option."""
     setup = Setup(draft="scripted", target="scripted", rate=0.5, cap=cap)
     evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
     held = build_report(tmp_path / "run").report.calibration
@@ -272,7 +268,7 @@ def test_a_capped_run_is_taken_again_from_its_journal(cap: float, tmp_path: Path
         replace(setup, cap=1.5)
 
 
-def test_a_share_that_is_none_is_refused() -> None:
-    """The error names it with its value."""
+def test_an_impossible_remaining_share_is_refused() -> None:
+    """The error names the argument with its value."""
     with pytest.raises(CalibrationInputError, match="left"):
         Calibrator(0.2, "aci").decide(1.5, left=1.5)

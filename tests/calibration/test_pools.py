@@ -1,4 +1,4 @@
-"""The rank structure and the memories agree with a sorted list."""
+"""Tests of the structures that rank scores, against a sorted list."""
 
 import math
 import random
@@ -29,7 +29,7 @@ VALUES = st.one_of(
 
 @given(st.lists(VALUES, max_size=60), VALUES)
 def test_counts_and_selection_match_a_sorted_list(values: list[float], probe: float) -> None:
-    """Ties and infinities are ordinary values."""
+    """This holds with ties and infinities as well."""
     pool = Ranks()
     ordered = sorted(values)
     for value in values:
@@ -41,7 +41,7 @@ def test_counts_and_selection_match_a_sorted_list(values: list[float], probe: fl
 
 @pytest.mark.parametrize("kinds", [3, 10_000])
 def test_large_pools_split_and_shrink_correctly(kinds: int) -> None:
-    """Across many block splits, ties that span blocks, and removals down to nothing."""
+    """Pools match a sorted list while blocks split, ties span blocks, and all scores are removed."""
     draw = random.Random(kinds)
     pool = Ranks()
     ordered = list[float]()
@@ -64,8 +64,8 @@ def test_large_pools_split_and_shrink_correctly(kinds: int) -> None:
     assert pool.counts(1.0) == (0, 0)
 
 
-def test_a_stored_score_is_a_number_and_no_object() -> None:
-    """A long run stores as many scores as it judges chunks, in ten bytes each."""
+def test_a_stored_score_takes_ten_bytes() -> None:
+    """A long run stores a score per chunk, so scores are kept as raw numbers instead of objects."""
     count = 30_000
     tracemalloc.start()
     pool = Ranks(place / count for place in range(count // 2))
@@ -76,8 +76,10 @@ def test_a_stored_score_is_a_number_and_no_object() -> None:
     assert held < 10 * len(pool)
 
 
-def test_what_is_not_there_cannot_be_removed_or_selected() -> None:
-    """The error is a KeyError for an absent score, an IndexError for a rank outside the pool."""
+def test_absent_scores_and_ranks_are_errors() -> None:
+    """Removing an absent score raises KeyError, and selecting a rank outside the pool raises
+    IndexError.
+    """
     pool = Ranks([1.0])
     with pytest.raises(KeyError):
         pool.remove(2.0)
@@ -108,8 +110,10 @@ def test_a_window_is_the_last_scores(values: list[float], width: int, probe: flo
     st.sampled_from([0.5, 0.9, 0.99]),
     st.integers(0, 4),
 )
-def test_fading_is_geometric_weights(values: list[float], decay: float, probe: float) -> None:
-    """WeightedRank and size equal the sums of decay^age, to the billionth that is dropped."""
+def test_a_fading_memory_has_geometric_weights(
+    values: list[float], decay: float, probe: float
+) -> None:
+    """Its weighted rank and size equal sums of decay^age, up to a billionth that is dropped."""
     memory = Fading(decay)
     for value in values:
         memory.add(value)
@@ -124,7 +128,7 @@ def test_fading_is_geometric_weights(values: list[float], decay: float, probe: f
 
 @pytest.mark.parametrize("memory", [Window(), Window(5), Fading(0.8)])
 def test_memories_are_rebuilt_from_their_scores(memory: ScoreHistory) -> None:
-    """Adding them to an empty memory of the same kind gives the same places."""
+    """Adding a memory's scores to an empty one of the same kind gives the same ranks."""
     draw = random.Random(0)
     for _ in range(300):
         memory.add(draw.choice([draw.random(), 0.5]))
@@ -146,13 +150,13 @@ def test_memory_of_a_fading_pool_is_bounded() -> None:
     ("build", "value"), [(Window, 0), (Fading, 0.0), (Fading, 1.0), (Fading, math.nan)]
 )
 def test_impossible_memories_are_refused(build: type[Window] | type[Fading], value: float) -> None:
-    """A window of nothing and a decay outside (0, 1) are refused."""
+    """A window of size 0 and a decay outside (0, 1) are errors."""
     with pytest.raises(CalibrationInputError):
         build(value)  # type: ignore[arg-type]  # the mistake under test
 
 
 def test_only_a_mode_that_asks_by_turn_keeps_pools_of_turns() -> None:
-    """Scope `question` ranks among all turns, so pools of turns would only take memory."""
+    """Scope `question` ranks among all turns, so pools by turn would only take memory."""
     turns: dict[str, int] = {}
     modes: tuple[Mode, ...] = ("question", "question-turn")
     for mode in modes:
@@ -179,12 +183,14 @@ def test_a_turn_is_ranked_among_all_turns_until_its_pool_is_large_enough() -> No
         alone.add(4.0 + place / 10, f"q{place}", 1)
     assert by_turn.rank(5.0, "new", 1) == alone.rank(5.0, "new", 1)
     assert by_turn.rank(5.0, "new", 1) != everything.rank(5.0, "new", 1)
-    # a turn without scores, and none at all
+    # a turn without scores, and no turn
     assert by_turn.rank(5.0, "new", 9) == by_turn.rank(5.0, "new", None)
 
 
 def test_siblings_count_for_their_question_alone() -> None:
-    """The same score ranks otherwise where its siblings were all worse, and without a question."""
+    """The same score ranks lower if its siblings were all worse, and siblings change no other
+    question.
+    """
     calibrator = Calibrator(0.3, "question-turn")
     for place in range(40):
         question = f"q{place % 8}"
@@ -196,9 +202,9 @@ def test_siblings_count_for_their_question_alone() -> None:
     assert hard < unknown < easy
 
 
-def test_a_question_s_own_residuals_count_next_to_those_of_all() -> None:
-    """With a prior, a question whose scores vary more ranks an outlier lower; other questions are
-    unchanged.
+def test_a_question_with_wide_scores_ranks_its_outliers_lower() -> None:
+    """With a prior, a question's own spread counts next to that of all questions; other questions
+    are unchanged.
     """
 
     def pool(prior: float) -> Residuals:

@@ -1,4 +1,6 @@
-"""A realised rate is called held, unclear or left: by coins, and by how much the questions differ."""
+"""Tests of the verdict on a realised rate (on target, unclear or off), given how much questions
+differ.
+"""
 
 import numpy as np
 import pytest
@@ -10,27 +12,28 @@ from atts.errors import CalibrationInputError
 def runs(
     draw: np.random.Generator, questions: int, rate: float, alike: float
 ) -> list[tuple[int, int]]:
-    """Draw twenty decisions a question at the question's own rate; the larger `alike`, the nearer
-    the rates are to `rate`.
+    """Draw twenty decisions a question at the question's own rate; a larger `alike` brings the
+    rates closer to `rate`.
     """
     own = draw.beta(rate * alike, (1 - rate) * alike, size=questions)
     return [(20, int(escalated)) for escalated in draw.binomial(20, own)]
 
 
 @pytest.mark.parametrize(("questions", "alike"), [(6, 3.0), (30, 3.0), (30, 1000.0), (200, 1.0)])
-def test_a_rate_that_is_right_is_rarely_called_left(questions: int, alike: float) -> None:
+def test_a_correct_rate_is_rarely_called_off_target(questions: int, alike: float) -> None:
     """The test errs in about one run of a hundred, however strongly the decisions of a question
-    move together.
+    depend on each other.
     """
     draw = np.random.default_rng(0)
     found = [check_rate(0.3, runs(draw, questions, 0.3, alike)).standing for _ in range(150)]
     assert found.count("left") <= 5
     if alike < 10:
-        assert found.count("unclear") > 30  # coins would have called these wrong
+        # a test that assumes independent decisions would call these off target
+        assert found.count("unclear") > 30
 
 
 @pytest.mark.parametrize(("questions", "alike"), [(30, 1000.0), (200, 3.0)])
-def test_a_wrong_rate_is_called_left_once_there_are_enough_questions(
+def test_a_wrong_rate_is_called_off_target_given_enough_questions(
     questions: int, alike: float
 ) -> None:
     """A rate that is half too high is found over independent decisions and over many questions."""
@@ -39,8 +42,10 @@ def test_a_wrong_rate_is_called_left_once_there_are_enough_questions(
     assert found.count("left") >= 48
 
 
-def test_few_decisions_say_what_they_allow() -> None:
-    """Held or not is not all there is to say about ten chunks; of a thousand it is."""
+def test_few_decisions_report_the_range_that_they_allow() -> None:
+    """About ten chunks the verdict adds the range of rates that fits them; about a thousand it does
+    not.
+    """
     assert "so few allow [0.000, 0.500]: on target" in str(check_rate(0.2, [(5, 1), (5, 1)]))
     assert str(check_rate(0.2, [(50, 10)] * 20)).endswith("nominal rate 20 %: on target")
     # one question shows nothing about others
@@ -50,7 +55,7 @@ def test_few_decisions_say_what_they_allow() -> None:
 
 
 @pytest.mark.parametrize("questions", [[], [(0, 0)], [(3, 4)], [(3, -1)]])
-def test_what_is_no_count_is_refused(questions: list[tuple[int, int]]) -> None:
-    """No decisions, more escalations than decisions, and negative numbers are refused."""
+def test_impossible_counts_are_refused(questions: list[tuple[int, int]]) -> None:
+    """No decisions, more escalations than decisions, and negative numbers are errors."""
     with pytest.raises(CalibrationInputError):
         check_rate(0.2, questions)

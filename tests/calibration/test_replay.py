@@ -1,4 +1,6 @@
-"""Replay by call and by command, guarantees in words, health of stored scores."""
+"""Tests of replaying scores by call and by command, of worded guarantees, and of checks of stored
+scores.
+"""
 
 import io
 import json
@@ -57,8 +59,8 @@ def lines_of(records: Records) -> str:
     return "\n".join(json.dumps(record) for record in records)
 
 
-def test_replay_is_the_calibrator_in_a_loop() -> None:
-    """Every decision is the same."""
+def test_replay_equals_the_calibrator_in_a_loop() -> None:
+    """Each replayed decision equals that of a calibrator that is called by hand."""
     done = replay_scores(FEW, rate=0.4, mode="question-turn", seed=3)
     calibrator = Calibrator(0.4, "question-turn", seed=3)
     for record, decision in zip(FEW, done.decisions, strict=True):
@@ -71,8 +73,8 @@ def test_replay_is_the_calibrator_in_a_loop() -> None:
     assert done.escalated == calibrator.realised
 
 
-def test_short_streams_have_no_rolling_number_and_empty_ones_none() -> None:
-    """NaN is said where a number does not exist; a replay of nothing is nothing."""
+def test_undefined_metrics_of_a_short_stream_are_nan() -> None:
+    """A short stream has no rolling rate, and an empty one has no metric at all."""
     assert math.isnan(replay_scores(FEW, rate=0.4).metrics["worst_rolling_500"])
     empty = replay_scores([], rate=0.4)
     assert empty.decisions == ()
@@ -94,20 +96,22 @@ def test_short_streams_have_no_rolling_number_and_empty_ones_none() -> None:
     ],
 )
 def test_bad_records_are_refused(record: dict[str, Any]) -> None:
-    """A missing field, an impossible turn, something that is not a score."""
+    """A missing field, an impossible turn and a value that is not a score are errors."""
     with pytest.raises(CalibrationInputError):
         replay_scores([*FEW, record], rate=0.4)
 
 
-def test_numpy_columns_will_do() -> None:
-    """Whole numbers and floats of numpy are whole numbers and floats."""
+def test_numpy_columns_are_accepted() -> None:
+    """numpy's integers and floats count as integers and floats."""
     records = [{**r, "turn": np.int64(r["turn"]), "score": np.float64(r["score"])} for r in FEW]
     assert replay_scores(records, rate=0.4).decisions == replay_scores(FEW, rate=0.4).decisions
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_words_its_promise_with_its_numbers(mode: Mode) -> None:
-    """The promise has the rate, the counts so far and what voids it, and leaves nothing unfilled."""
+def test_every_mode_states_its_guarantee_with_numbers(mode: Mode) -> None:
+    """The text has the rate, the counts so far and what voids it, and leaves no placeholder
+    unfilled.
+    """
     stored = StoredScores.of([1.1 + 0.01 * k for k in range(64)], 16)
     done = replay_scores(FEW, rate=0.35, mode=mode, stored=stored, drift="report")
     count = sum(decision.escalate for decision in done.decisions)
@@ -119,7 +123,7 @@ def test_every_mode_words_its_promise_with_its_numbers(mode: Mode) -> None:
         assert "64 stored" in done.guarantee
         assert "4 questions" in done.voided_by
     if mode == "aci":
-        assert " / T" not in done.guarantee  # 40 decisions are fewer than the bound allows errors
+        assert " / T" not in done.guarantee  # the bound exceeds 1 for 40 decisions
         many = replay_scores([*FEW] * 20, rate=0.35, mode=mode, stored=stored, drift="report")
         bound = (0.65 + DEFAULTS.aci_step) / DEFAULTS.aci_step
         assert f"{bound:.2f} / T of 0.35, so here within {bound / 800:.4f}" in many.guarantee
@@ -129,7 +133,7 @@ def test_every_mode_words_its_promise_with_its_numbers(mode: Mode) -> None:
 
 def test_bounds_that_exclude_no_rate_are_not_printed() -> None:
     """After two decisions neither bound of `aci` excludes a rate; a question's bound is printed
-    once it does.
+    once it excludes one.
     """
     calibrator = Calibrator(0.2, "aci")
     assert "there is no bound yet" in calibrator.guarantee
@@ -144,7 +148,7 @@ def test_bounds_that_exclude_no_rate_are_not_printed() -> None:
 def test_replay_command_prints_one_object_per_decision_then_a_summary(
     tmp_path: Path, atts: Atts
 ) -> None:
-    """Decisions and metrics are those of the call, as strict JSON, from a file or from stdin."""
+    """Decisions and metrics equal those of the call, as strict JSON, from a file or from stdin."""
     path = tmp_path / "scores.jsonl"
     path.write_text(
         lines_of([*FEW, {"question": 9, "turn": 0, "score": math.inf}]).replace("Infinity", "1e999")
@@ -185,10 +189,10 @@ def test_replay_command_prints_one_object_per_decision_then_a_summary(
         (("--rate-scope", "split"), lines_of(FEW), "stored"),
     ],
 )
-def test_replay_command_refuses_bad_input_in_words(
+def test_replay_command_refuses_bad_input_in_one_line(
     words: tuple[str, ...], text: str, said: str, atts: Atts
 ) -> None:
-    """The exit code is 2, one line names the trouble, and there is no traceback."""
+    """The exit code is 2, one line names the problem, and there is no traceback."""
     done = atts("replay", "-", *words, text=text)
     assert done.returncode == 2
     assert said in done.stderr
@@ -205,8 +209,8 @@ def test_replay_command_refuses_bad_input_in_words(
         ('{"ppl": 1.2}', "record 3"),
     ],
 )
-def test_stored_records_name_the_one_that_is_wrong(line: str, said: str, tmp_path: Path) -> None:
-    """No value is rounded or cast silently."""
+def test_a_bad_stored_record_is_named(line: str, said: str, tmp_path: Path) -> None:
+    """The error names the record, and no value is rounded or converted silently."""
     file = tmp_path / "scores.jsonl"
     file.write_text('{"score": 1.5}\n{"score": 1.6}\n' + line)
     with pytest.raises(CalibrationInputError, match=said):
@@ -214,13 +218,15 @@ def test_stored_records_name_the_one_that_is_wrong(line: str, said: str, tmp_pat
 
 
 def test_a_bad_score_in_a_stream_is_named_by_its_record() -> None:
-    """One among many lines can be found."""
+    """The error gives the record's number, so that it can be found among many lines."""
     with pytest.raises(CalibrationInputError, match="score of record 41 is nan"):
         replay_scores([*FEW, {"question": 1, "turn": 0, "score": float("nan")}], rate=0.4)
 
 
-def test_files_that_hold_no_scores_are_refused_in_words(tmp_path: Path, atts: Atts) -> None:
-    """Empty, not text, no numbers, a calibrator without its content, a folder that is not there."""
+def test_files_without_scores_are_refused(tmp_path: Path, atts: Atts) -> None:
+    """Empty files, binary files, files without numbers, empty calibrators and missing folders each
+    get a message.
+    """
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "broken.npy").write_text("hello")
@@ -310,7 +316,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
 
 
 @pytest.mark.parametrize("bad", ["abc", [3], True, 10**400])
-def test_lengths_and_shares_that_are_no_numbers_are_refused(bad: Any) -> None:
+def test_impossible_lengths_and_shares_are_refused(bad: Any) -> None:
     """The error names the record that holds them."""
     rows = [{"question": 1, "turn": 0, "score": 1.5, "length": length} for length in (3, bad)]
     with pytest.raises(CalibrationInputError, match="length of record 2"):
@@ -321,9 +327,9 @@ def test_lengths_and_shares_that_are_no_numbers_are_refused(bad: Any) -> None:
         replay_scores([{"question": 1, "turn": 0, "score": 1.5, "left": bad}], 0.5)
 
 
-def test_health_of_a_real_array(array_of: Callable[..., StoredScores]) -> None:
-    """Sixteen hundred scores are worth about 160; half of the questions set the other half's rate
-    with SD 0.06 to 0.07.
+def test_check_of_a_published_array(array_of: Callable[..., StoredScores]) -> None:
+    """Sixteen hundred scores are worth about 160, and half of the questions set the other half's
+    rate with SD 0.06 to 0.07.
     """
     health = examine(array_of(), 0.4)
     assert health.threshold == pytest.approx(1.64, abs=0.01)

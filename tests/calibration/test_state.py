@@ -1,4 +1,4 @@
-"""States continue where they stopped, add up, and are refused when damaged."""
+"""Tests of saved calibrators: they continue exactly, merge, and are refused when damaged."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def stream(count: int, seed: int = 0) -> list[tuple[float, str, int]]:
 
 
 def play(calibrator: Calibrator, part: list[tuple[float, str, int]], first: int = 0) -> list[Any]:
-    """Decide on a part of a stream; issue numbers come slightly out of order."""
+    """Decide on a part of a stream whose issue numbers are slightly out of order."""
     decisions = list[Any]()
     for place, (score, question, turn) in enumerate(part, first):
         decision = calibrator.decide(score, question, turn, place, place ^ 1)
@@ -46,10 +46,10 @@ def play(calibrator: Calibrator, part: list[tuple[float, str, int]], first: int 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"decay": 0.9}])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_saved_calibrator_goes_on_as_if_never_stopped(
+def test_a_saved_calibrator_continues_exactly(
     mode: Mode, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Through a file, with scores in flight, every later decision is the same."""
+    """All later decisions are the same after a save to a file with scores in flight."""
     whole = Calibrator(0.3, mode, stored=STORED, seed=7, **options)
     half = Calibrator(0.3, mode, stored=STORED, seed=7, **options)
     scores = stream(301)
@@ -65,8 +65,8 @@ def test_a_saved_calibrator_goes_on_as_if_never_stopped(
 
 
 @pytest.mark.parametrize("mode", ["marginal", "aci", "question", "question-turn"])
-def test_shards_merge_into_one(mode: Mode) -> None:
-    """Pools and counts of two shards add up to those of both streams, and the result continues
+def test_calibrators_of_two_shards_can_be_merged(mode: Mode) -> None:
+    """Pools and counts add up to those of both streams, and the merged calibrator continues
     deciding.
     """
     left, right = (Calibrator(0.4, mode, stored=STORED) for _ in range(2))
@@ -92,8 +92,8 @@ def test_shards_merge_into_one(mode: Mode) -> None:
     )
 
 
-def test_only_like_calibrators_merge() -> None:
-    """Another rate, mode, stored scores or conditions are refused by name."""
+def test_calibrators_with_different_settings_are_not_merged() -> None:
+    """The error names the difference: rate, mode, stored scores or conditions."""
     mine = Calibrator(0.4, "marginal", stored=STORED)
     other = StoredScores.of([1.5] * 32, 16, fingerprint=STORED.fingerprint)
     for strange, words in (
@@ -139,7 +139,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_state_of_other_conditions_is_refused(tmp_path: Path) -> None:
-    """The fingerprint must match field by field, in both directions."""
+    """Each field of the fingerprint must be equal, and neither side may lack one."""
     Calibrator(0.4, stored=STORED).save(tmp_path / "c.json")
     with pytest.raises(FingerprintError, match="limits"):
         Calibrator.load(tmp_path / "c.json", fingerprint={"model": "m"})
@@ -148,7 +148,7 @@ def test_a_state_of_other_conditions_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_old_state_survives_a_failed_write(tmp_path: Path) -> None:
-    """A disk that refuses is a StorageError, and what was there stays."""
+    """A failed write raises StorageError and leaves the earlier file unchanged."""
     path = tmp_path / "c.json"
     Calibrator(0.4, stored=STORED).save(path)
     before = path.read_text()
@@ -161,7 +161,7 @@ def test_an_old_state_survives_a_failed_write(tmp_path: Path) -> None:
 
 
 def test_scores_are_read_from_every_supported_file(tmp_path: Path, shared_data: Path) -> None:
-    """JSON Lines, {question: [scores]}, our own file and a published array give stored scores;
+    """JSON Lines, {question: [scores]}, atts' own file and a published array give stored scores;
     pickles are refused.
     """
     import numpy as np
@@ -186,8 +186,8 @@ def test_scores_are_read_from_every_supported_file(tmp_path: Path, shared_data: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_question_that_is_over_leaves_nothing_but_its_scores(mode: Mode) -> None:
-    """Decisions on other questions are the same, also after a save, and what is kept next to scores
+def test_an_ended_question_keeps_only_its_scores(mode: Mode) -> None:
+    """Decisions on other questions do not change, also after a save, and memory beyond the scores
     does not grow.
     """
     stored = [1.0 + number / 50 for number in range(100)]
@@ -219,8 +219,8 @@ def test_a_question_that_is_over_leaves_nothing_but_its_scores(mode: Mode) -> No
     assert sizes == [0] * 60
 
 
-def test_a_score_that_waits_for_its_issue_is_let_go_with_its_question() -> None:
-    """Scores that would join the pools after the question is over are forgotten with it."""
+def test_scores_that_wait_are_dropped_with_their_question() -> None:
+    """A score that would join the pools after its question ended is forgotten."""
     calibrator = Calibrator(0.3, "question-turn", hold=8)
     late = calibrator.decide(1.5, "slow", issue=0)
     early = calibrator.decide(1.2, "quick", issue=1)
@@ -242,7 +242,7 @@ def test_a_score_that_waits_for_its_issue_is_let_go_with_its_question() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_state_with_wrong_fields_is_refused(change: dict[str, Any]) -> None:
-    """Each field is changed or left out by itself."""
+    """Each field in turn is changed or left out, and the error is a message."""
     calibrator = Calibrator(0.3, "aci", stored=STORED)
     play(calibrator, stream(20))
     state = json.loads(json.dumps(strict(calibrator.state())))
@@ -258,11 +258,11 @@ def test_a_state_with_wrong_fields_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", [*MODES, "by length"])
-def test_a_long_run_costs_a_few_numbers_a_score(mode: Mode | Literal["by length"]) -> None:
-    """Questions come and go; what stays of a chunk is its score a few times over, eight bytes each."""
+def test_memory_per_chunk_is_a_few_numbers(mode: Mode | Literal["by length"]) -> None:
+    """Questions come and go; only the score of a chunk is kept, a few times in eight bytes each."""
     by_length = mode == "by length"
     draw = random.Random(5)
-    stored = STORED if mode == "split" else ()  # which learns nothing, and nothing else
+    stored = STORED if mode == "split" else ()  # split mode stores no live score
     calibrator = Calibrator(
         0.3, "marginal" if mode == "by length" else mode, by_length=by_length, stored=stored
     )
@@ -280,12 +280,12 @@ def test_a_long_run_costs_a_few_numbers_a_score(mode: Mode | Literal["by length"
         if issue % 1200 == 1199:
             held.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    # with its length it is there three times
+    # with lengths each score is kept three times
     assert held[1] - held[0] < (60 if by_length else 36) * 1200
 
 
 def test_merged_levels_add_up_as_distances_from_the_rate() -> None:
-    """Two shards that both fell short catch up for both, and opposite ones cancel."""
+    """If both shards fell short, the merged calibrator catches up for both; opposite errors cancel."""
 
     def level(deficits: list[bool]) -> tuple[Adaptive, float]:
         controller = Adaptive(0.2, 0.01)

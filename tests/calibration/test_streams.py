@@ -1,6 +1,4 @@
-"""The promises on real score streams, in both arrival orders, at three rates, with one
-configuration.
-"""
+"""Tests of the guarantees on recorded score streams, in two orders of arrival and at three rates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +23,12 @@ QUESTION_RMS = {"sim": (0.060, 0.036, 0.024), "lock": (0.050, 0.036, 0.024)}
 
 @pytest.mark.parametrize("order", ["sim", "lock"])
 @pytest.mark.parametrize("rate", RATES)
-def test_question_turn_mode_holds_every_bar_at_once(
+def test_question_turn_mode_meets_every_limit_at_once(
     order: str, rate: float, arrivals: dict[str, Records]
 ) -> None:
-    """Overall, by turn, by question, rolling; and it is still the score that decides."""
+    """The rate is on target overall, by turn, by question and in rolling windows, and scores still
+    decide.
+    """
     done = replay_scores(arrivals[order], rate=rate, mode="question-turn", seed=0)
     at = RATES.index(rate)
     for name, bars in AT_MOST.items():
@@ -39,10 +39,10 @@ def test_question_turn_mode_holds_every_bar_at_once(
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "split"])
-def test_metrics_are_those_defined_outside(
+def test_metrics_equal_an_outside_definition(
     mode: Mode, arrivals: dict[str, Records], reference_metrics: Callable[..., dict[str, float]]
 ) -> None:
-    """Names and numbers are equal."""
+    """Names and values equal those of a definition outside this project."""
     records = arrivals["sim"]
     done = replay_scores(records, rate=0.2, mode=mode, seed=1)
     columns = [[record[name] for record in records] for name in ("question", "turn", "score")]
@@ -51,10 +51,12 @@ def test_metrics_are_those_defined_outside(
     )
 
 
-def test_question_names_and_sample_numbers_are_optional_detail(
+def test_question_names_and_sample_numbers_are_free(
     arrivals: dict[str, Records],
 ) -> None:
-    """Numbers or strings name questions alike, and no sample number costs nothing but the coin."""
+    """Numbers and strings name questions equally well, and a missing sample number changes only the
+    coin.
+    """
     records = arrivals["lock"]
     named = [{**record, "question": str(record["question"])} for record in records]
     without = [{name: record[name] for name in ("question", "turn", "score")} for record in records]
@@ -66,9 +68,7 @@ def test_question_names_and_sample_numbers_are_optional_detail(
 
 
 def test_a_replay_depends_on_its_seed_alone(arrivals: dict[str, Records]) -> None:
-    """Twice the same is the same; another seed flips the coins it may flip, and few decisions with
-    them.
-    """
+    """The same seed repeats all decisions; another seed changes only the few that a coin decides."""
     records = arrivals["sim"][:1500]
     first, again, other = (
         replay_scores(records, rate=0.4, seed=seed).decisions for seed in (0, 0, 1)
@@ -89,15 +89,15 @@ def test_a_replay_depends_on_its_seed_alone(arrivals: dict[str, Records]) -> Non
         *((broken, "report") for broken in ("shifted up", "another model")),
     ],
 )
-def test_adaptive_modes_end_at_the_rate_under_broken_calibration(
+def test_adaptive_modes_recover_from_wrong_stored_scores(
     mode: Mode,
     broken: str,
     drift: Any,
     arrivals: dict[str, Records],
     array_of: Callable[..., StoredScores],
 ) -> None:
-    """Within 0.01 overall, whether the alarm acts or only reports; aci moves slowly, so it pays for
-    an ignored one.
+    """The rate ends within 0.01 of the nominal one, whether the drift alarm acts or only reports,
+    except for the slow `aci`.
     """
     good = array_of().scores
     scores = {
@@ -116,20 +116,18 @@ def test_adaptive_modes_end_at_the_rate_under_broken_calibration(
 def test_good_stored_scores_raise_no_alarm_and_help_the_start(
     arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
 ) -> None:
-    """With the run's own calibration array nothing is noticed over the whole run, and every bar is
-    still met.
-    """
+    """With the run's own calibration array no drift is reported, and each limit is still met."""
     done = replay_scores(arrivals["lock"], rate=0.4, mode="question-turn", stored=array_of())
     assert done.events == ()
     assert done.metrics["overall_error"] <= 0.004
     assert done.metrics["question_rms"] <= 0.060
 
 
-def test_the_published_rule_and_the_sort_are_where_they_were(
+def test_the_published_rule_has_its_known_errors(
     arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
 ) -> None:
-    """The frozen pooled array has errors of 0.41 overall, 0.066 by turn and 0.27 by question, as is
-    known of this run.
+    """On this run a frozen pooled array misses the rate by 0.41 overall, 0.066 by turn and 0.27 by
+    question.
     """
     metrics = replay_scores(arrivals["lock"], rate=0.4, mode="split", stored=array_of()).metrics
     assert metrics["overall_error"] == pytest.approx(0.012, abs=2e-3)

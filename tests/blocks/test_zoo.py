@@ -333,8 +333,8 @@ def test_a_newer_zoo_and_a_foreign_folder_are_refused(zoo: Zoo, base: Path, tmp_
 def test_a_disk_full_at_any_write_loses_nothing(
     zoo: Zoo, base: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever write fails, the zoo reports it, keeps what it held, and takes the model once there
-    is space.
+    """If any write fails, the zoo reports it, keeps what it held, and takes the model once there is
+    space.
     """
     tuned = tune("tuned", "lm_head")
     zoo.add("base", base)

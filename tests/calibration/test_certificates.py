@@ -388,8 +388,8 @@ def test_abstention_keeps_its_risk_with_the_promised_probability(slope: float) -
 
 
 def test_thresholds_of_abstention_computed_by_hand() -> None:
-    """Of forty unanimous problems that are all correct, 29 suffice for a risk of a tenth; further
-    ones are answered while few are wrong.
+    """Twenty-nine unanimous and correct problems suffice for a risk of a tenth; further ones are
+    answered while few are wrong.
     """
     found = certify_abstention([1.0] * 40 + [0.5] * 40, [False] * 40 + [True] * 40, 0.1)
     assert (found.threshold, found.answered, found.wrong) == (0.55, 40, 0)

@@ -220,8 +220,8 @@ def likely(promise: str) -> float:
 def test_the_guarantee_of_a_small_run_holds_in_95_percent_and_is_narrow(
     rate: float, known: bool
 ) -> None:
-    """Of runs with 20 problems at most one in twenty ends outside its band; the test allows for
-    chance over so few.
+    """At most one in twenty runs of 20 problems ends outside its band; the test allows for chance
+    over so few.
     """
     outside = 0
     widths = list[float]()

@@ -1,4 +1,4 @@
-"""The command line in this process, and run directories to misuse."""
+"""Fixtures that run the command line in this process, and small recorded runs."""
 
 from __future__ import annotations
 

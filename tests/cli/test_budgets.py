@@ -1,4 +1,6 @@
-"""Budgets follow the models that a method asks; what is cut is reported in the same words."""
+"""Tests of token budgets: they follow the models that a method asks, and every output words cuts
+alike.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ def lengths(engines: dict[str, str], *pairs: str, folder: Path) -> list[Any]:
 def test_lengths_follow_the_models(
     draft: str, target: str, tokens: int, chunk: int, tmp_path: Path
 ) -> None:
-    """A reasoning model gets thousands of tokens and long chunks; a model whose name says nothing
-    is taken for one.
+    """A reasoning model gets thousands of tokens and long chunks, and so does a model whose name
+    shows nothing.
     """
     found = lengths({"draft": draft, "target": target}, folder=tmp_path)
     assert (found[0], found[2], found[3]) == (tokens, chunk, chunk)
@@ -66,7 +68,7 @@ def test_lengths_follow_the_models(
 
 @pytest.mark.parametrize("engines", [{}, R1])
 def test_more_tokens_make_more_turns(engines: dict[str, str], tmp_path: Path) -> None:
-    """Turns never end a rollout before its tokens do, unless they are given."""
+    """The number of turns is large enough for all tokens, unless the user sets it."""
     found = [
         lengths(engines, f"max_tokens={n}", folder=tmp_path)[1]
         for n in (512, 8_000, 16_000, 64_000)
@@ -79,8 +81,8 @@ def test_more_tokens_make_more_turns(engines: dict[str, str], tmp_path: Path) ->
     )
 
 
-def test_what_a_policy_does_not_say_is_as_the_models_need_it() -> None:
-    """One more given field changes that field alone, in code and in files."""
+def test_unset_lengths_of_a_policy_follow_the_models() -> None:
+    """Setting one field of a policy changes that field alone, in code and in files."""
     plain = Setup(R1["draft"], R1["target"]).run_policy
     some = Setup(R1["draft"], R1["target"], policy=Policy(samples=4)).run_policy
     assert (some.bounds(), some.score, some.samples) == (plain.bounds(), plain.score, 4)
@@ -93,8 +95,10 @@ def test_what_a_policy_does_not_say_is_as_the_models_need_it() -> None:
     assert made.run_policy.bounds() == Setup().run_policy.bounds()
 
 
-def test_the_context_caps_what_models_are_given(tmp_path: Path) -> None:
-    """A folder's configuration and a server's `context` are known before anything is loaded."""
+def test_the_context_limits_lengths_before_models_load(tmp_path: Path) -> None:
+    """A folder's configuration and a server's `context` limit the lengths before anything is
+    loaded.
+    """
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
     found = lengths({"draft": f"hf:{tmp_path}", "target": R1["target"]}, folder=tmp_path / "none")
     assert 1024 <= found[0] < 2048
@@ -103,8 +107,8 @@ def test_the_context_caps_what_models_are_given(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
-    """Models, flags, and turns that follow; a warning where they look too small, on stderr of a run
-    as well.
+    """The dry run names the model or flag behind each length, and warns of small ones as a run
+    does.
     """
     words = [
         "eval",
@@ -138,15 +142,13 @@ def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
     "words", ["openai:localhost:8000", "vllm:Qwen/QwQ-32B", "ray:vllm:QwQ", "hf:a/b?devise=cpu"]
 )
 def test_a_dry_run_refuses_what_a_run_would_refuse(atts: Any, words: str) -> None:
-    """Engines are named as they must be, or the dry run ends as the run would."""
+    """A misspelt engine ends the dry run with the error of the run."""
     said = atts("eval", "arithmetic[:1]", "--draft", words, "--dry-run")
     assert (said.code, said.out) == (2, "")
 
 
 def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Terminal, summary for programs, report and `solve` say the same words; cut rollouts are
-    reported once.
-    """
+    """Terminal, JSON summary, report and `solve` word it alike, and cut rollouts are reported once."""
     run = (
         "eval",
         "arithmetic[:4]",
@@ -193,8 +195,8 @@ def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, .
     assert whole["truncation"]["warning"] == ""
 
 
-def test_a_file_of_ones_own_is_evaluated_by_flags(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Columns have any name, a benchmark comes from a file, and problems lack a reference."""
+def test_flags_evaluate_a_users_file(atts: Any, scripted: tuple[str, ...]) -> None:
+    """Flags name the columns, replace a benchmark by a file, and allow problems without reference."""
     Path("mine.csv").write_text(
         "Q,A\nStart at 4. +3. What is the result?,7\nStart at 1. +1. What is the result?,\n"
     )
@@ -255,7 +257,9 @@ def served() -> Iterator[DialectServer]:
 @pytest.mark.parametrize(("method", "used"), ONE_MODEL.items())
 @pytest.mark.anyio
 async def test_only_the_model_that_is_asked_is_opened(method: str, used: Role) -> None:
-    """The run, its budget and its manifest know one model."""
+    """A method that asks one model opens it alone; the run, its budget and its manifest name no
+    other.
+    """
     made = engines(used)
     policy = Policy(samples=2, max_tokens=2000)
     setup = Setup(draft=made["draft"], target=made["target"], method=method, policy=policy)
@@ -269,8 +273,8 @@ async def test_only_the_model_that_is_asked_is_opened(method: str, used: Role) -
 
 @pytest.mark.parametrize(("method", "used"), ONE_MODEL.items())
 @pytest.mark.anyio
-async def test_the_other_context_sets_no_budget(method: str, used: Role) -> None:
-    """Lengths that nothing sets come from the model that is asked, before and after it is opened."""
+async def test_an_unused_models_context_sets_no_budget(method: str, used: Role) -> None:
+    """Unset lengths come from the model that is asked, before and after it is opened."""
     words = {used: "openai:http://a/v1/m", "draft" if used == "target" else "target": "embedded"}
     setup = Setup(**words, method=method)  # type: ignore[arg-type]  # engines by role
     assert setup.run_policy.bounds().max_tokens == 16_000
@@ -286,7 +290,7 @@ async def test_the_other_context_sets_no_budget(method: str, used: Role) -> None
 
 @pytest.mark.anyio
 async def test_a_served_target_needs_no_draft(served: DialectServer, tmp_path: Path) -> None:
-    """Without --draft the embedded draft neither cuts rollouts nor appears in the output."""
+    """Without `--draft` the embedded draft neither cuts rollouts nor appears in the output."""
     target = f"chat:{served.url}/v1/toy?context=40000"
     for method, role in (("target-only", "target"), ("draft-only", "draft")):
         configuration = configure(
@@ -304,7 +308,7 @@ async def test_a_served_target_needs_no_draft(served: DialectServer, tmp_path: P
 
 @pytest.mark.anyio
 async def test_an_engine_that_is_not_asked_may_be_down() -> None:
-    """A dead draft server does not stop a run of the target alone."""
+    """A run of the target alone works although the draft's server is down."""
     dead = "vllm:http://127.0.0.1:9/none"
     result = await evaluate(
         toy_problems(1), Setup(draft=dead, target="scripted", method="target-only")
@@ -315,7 +319,7 @@ async def test_an_engine_that_is_not_asked_may_be_down() -> None:
 
 
 def test_each_method_says_which_models_it_asks() -> None:
-    """One model where every chunk stays as it is; both where a gate or a stream needs both."""
+    """A method that never changes a chunk asks one model; a gate or a merged stream needs both."""
     both = ("draft", "target")
     for row in PRESETS:
         policy = row.policy(Policy())
@@ -328,8 +332,8 @@ def test_each_method_says_which_models_it_asks() -> None:
     assert replace(alone, method="atts", gate=FixedGate("accept")).roles == ("draft",)
 
 
-def test_a_rollout_that_nothing_reads_is_one_request() -> None:
-    """Chunks end where somebody looks; else a rollout is asked for whole, unless lengths are set."""
+def test_a_rollout_without_a_gate_is_one_request() -> None:
+    """If no gate looks at chunks, a rollout is requested whole, unless the user sets chunk lengths."""
     model = "openai:http://a/v1/{}"
     for name, request, chunk in (("o-large", 4096, 500), ("Small-Instruct", 4096, 128)):
         words = model.format(name)
@@ -348,7 +352,7 @@ def test_a_rollout_that_nothing_reads_is_one_request() -> None:
     assert Setup(method="target-only").run_policy.bounds().target_tokens == 64
 
 
-def test_the_report_names_one_model(atts: Any) -> None:
+def test_the_report_names_the_unused_model(atts: Any) -> None:
     """The report and the list of runs say which model was not used."""
     run = ("eval", "arithmetic[:2]", "--samples", "1", "--target", "scripted", "--out", "alone")
     assert atts(*run, "--method", "target-only", "--report", "none").code == 0
@@ -358,8 +362,8 @@ def test_the_report_names_one_model(atts: Any) -> None:
     assert "embedded" not in atts("runs", ".").out
 
 
-def test_a_dry_run_speaks_of_one_model(atts: Any) -> None:
-    """No line names the model that is not asked, nor the length of its chunks."""
+def test_a_dry_run_of_one_model_names_no_other(atts: Any) -> None:
+    """No line names the model that is not asked or the length of its chunks."""
     run = ("eval", "arithmetic[:1]", "--dry-run")
     alone = atts(*run, "--method", "target-only", "--target", "scripted").out
     assert "  target    scripted" in alone
@@ -371,8 +375,8 @@ def test_a_dry_run_speaks_of_one_model(atts: Any) -> None:
     assert "proposed" not in drafted
 
 
-def test_words_of_a_model_that_is_not_asked_are_still_read(atts: Any) -> None:
-    """A typing error in a flag is refused whether or not the method uses it."""
+def test_flags_of_an_unused_model_are_still_checked(atts: Any) -> None:
+    """A misspelt flag is refused whether or not the method uses the model."""
     run = ("eval", "arithmetic[:1]", "--method", "target-only", "--target", "scripted", "--dry-run")
     assert atts(*run, "--draft", "vlm:http://a/m").code == 2
 
@@ -387,10 +391,12 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_folder_tells_by_its_template_whether_its_model_reasons(
+def test_a_chat_template_shows_whether_a_model_reasons(
     template: str, place: str, tmp_path: Path
 ) -> None:
-    """The folder's name says nothing; steps of a model that answers at once end at blank lines."""
+    """A folder's name shows nothing, so atts reads its template; chunks of other models end at
+    blank lines.
+    """
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 32_768}))
     text = template if place.endswith("jinja") else json.dumps({"chat_template": template})
     (tmp_path / place).write_text(text)
@@ -404,10 +410,10 @@ def test_a_folder_tells_by_its_template_whether_its_model_reasons(
     assert (whole.draft_tokens, whole.stop) == (4096, ())
 
 
-def test_a_run_whose_chunks_are_whole_rollouts_says_so(
-    atts: Any, scripted: tuple[str, ...]
-) -> None:
-    """The warning names the setting to change; a run with steps prints no warning."""
+def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str, ...]) -> None:
+    """The warning names the setting to change, and a run with several chunks per rollout prints
+    none.
+    """
     run = ("eval", "arithmetic[:6]", *scripted, "--samples", "2", "--set", "early_stop=none")
     long = ("--set", "chunking.draft_tokens=500", "--set", "chunking.stop=[]")
     coarse = atts(*run, *long, "--report", "markdown", "--out", "coarse")

@@ -1,4 +1,6 @@
-"""Caps on the command line: a run stops at one, and the same command continues it."""
+"""Tests of spending limits on the command line: a run stops at a limit, and the same command
+continues it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def prices(tmp_path: Path) -> str:
 
 
 def test_a_run_stops_at_its_cost_and_prints_money(atts: Any, tmp_path: Path, prices: str) -> None:
-    """Exit code 130, a reason, and what was spent is within the cap; then the rest is run."""
+    """The exit code is 130 and spending stays within the limit; the same command then runs the
+    rest.
+    """
     words = (*RUN, "--out", str(tmp_path / "run"), "--set", prices, "--json")
     stopped = atts(*words, "--max-cost", "0.001")
     assert stopped.code == 130
@@ -50,24 +54,22 @@ def test_a_run_stops_at_its_cost_and_prints_money(atts: Any, tmp_path: Path, pri
 def test_wrong_caps_are_usage_errors(
     atts: Any, tmp_path: Path, words: tuple[str, ...], problem: str
 ) -> None:
-    """One message and exit code 2, before anything is run."""
+    """An impossible limit ends with one message and exit code 2 before anything runs."""
     result = atts(*RUN, "--out", str(tmp_path / "run"), *words)
     assert result.code == 2
     assert problem in result.err
     assert "Traceback" not in result.err
 
 
-def test_caps_leave_the_run_directory_the_same(atts: Any, tmp_path: Path) -> None:
-    """A cap decides no result, so the same run continues with another one."""
+def test_limits_do_not_change_the_run_directory(atts: Any, tmp_path: Path) -> None:
+    """A limit decides no result, so the same run continues under another limit."""
     words = (*RUN, "--out", str(tmp_path / "run"))
     assert atts(*words, "--max-total-tokens", "500").code == 130
     assert atts(*words).code == 0
 
 
-def test_money_stands_beside_tokens_wherever_prices_are_known(
-    atts: Any, tmp_path: Path, prices: str
-) -> None:
-    """Reports, compare, plan and sweep print dollars of priced runs, and of no others."""
+def test_runs_with_prices_print_dollars(atts: Any, tmp_path: Path, prices: str) -> None:
+    """Reports, compare, plan and sweep print dollars for runs with prices, and only for these."""
     words = ("--draft", "scripted", "--target", "scripted", "--samples", "2", "--report", "none")
     for name, more in (("priced", ("--set", prices)), ("dear", ("--set", prices)), ("free", ())):
         method = "target-only" if name == "dear" else "atts"

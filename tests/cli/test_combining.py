@@ -1,5 +1,5 @@
-"""`atts eval --combine` and `atts combine`: where votes split the target is asked, also afterwards
-and over a chat API.
+"""Tests of `atts eval --combine` and `atts combine`: if votes split, the target chooses or writes
+the answer.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def summary(said: Any) -> Any:
     return json.loads(said.out.splitlines()[-1])
 
 
-def test_a_recorded_run_combines_as_the_run_itself_would(
+def test_combining_a_recorded_run_equals_combining_during_the_run(
     atts: Any, scripted: tuple[str, ...], dataset: str
 ) -> None:
-    """The comparisons of `atts combine` are those of `atts eval --combine`: same answers and costs,
-    but for the draft's tokens, which were paid before.
+    """`atts combine` gives the answers and costs of `atts eval --combine`, except for draft tokens,
+    which were paid before.
     """
     words = (dataset, *scripted, *WORDS, "--json")
     at_once = summary(
@@ -64,7 +64,7 @@ def test_a_recorded_run_combines_as_the_run_itself_would(
     entries = open_run(Path("after")).entries({Sampled})
     calls = [entry for entry in entries if isinstance(entry.event, Sampled)]
     assert len(calls) == afterwards["combined"]["usage"]["calls"]
-    # it is a run like any other
+    # the result is a run, so `compare` reads it
     report = atts("report", "after", "--format", "markdown")
     assert report.code == 0
     text = (Path("after") / "report.md").read_text()
@@ -74,24 +74,28 @@ def test_a_recorded_run_combines_as_the_run_itself_would(
     assert compared.code == 0
 
 
-def test_the_same_command_continues_and_another_is_refused(
+def test_the_same_combine_command_continues_and_others_are_refused(
     atts: Any, scripted: tuple[str, ...], dataset: str
 ) -> None:
-    """A finished combination is not asked again; other settings in its directory are an error."""
+    """A finished combination is not requested again, and other settings in its directory are an
+    error.
+    """
     assert atts("eval", dataset, *scripted, *WORDS, "--out", "voted").code == 0
     words = ("combine", "voted", "--target", "scripted", "--report", "none", "--out", "after")
     first = atts(*words)
     assert "combined            select on" in first.out
     size = (Path("after") / "journal.jsonl").stat().st_size
     assert atts(*words).code == 0
-    assert (Path("after") / "journal.jsonl").stat().st_size < size + 600  # a session, no call
+    assert (
+        Path("after") / "journal.jsonl"
+    ).stat().st_size < size + 600  # the second command adds a session but no call
     other = atts(*words, "--combine", "synthesize")
     assert other.code == 2
     assert "combine" in other.err
 
 
-def test_misuse_is_explained(atts: Any, scripted: tuple[str, ...], dataset: str) -> None:
-    """A run that is not over, its own directory, and prompts that cannot be used."""
+def test_misused_combine_is_refused(atts: Any, scripted: tuple[str, ...], dataset: str) -> None:
+    """Unfinished runs, the run's own directory and unusable prompts each get a message."""
     stopped = atts(
         "eval", dataset, *scripted, *WORDS, "--max-total-tokens", "4000", "--out", "part"
     )
@@ -110,10 +114,10 @@ def test_misuse_is_explained(atts: Any, scripted: tuple[str, ...], dataset: str)
     assert "lacks {solutions}" in short.err
 
 
-def test_a_prompt_of_ones_own_is_asked_and_recorded(
+def test_a_users_prompt_is_sent_and_recorded(
     atts: Any, scripted: tuple[str, ...], dataset: str
 ) -> None:
-    """The file's text stands in the manifest, so that a resume finds a changed file."""
+    """The prompt's text is in the manifest, so a resume notices a changed file."""
     Path("mine.txt").write_text("{problem}\n\n{solutions}\n\nSay Correct: 1 or Correct: 2!")
     words = ("eval", dataset, *scripted, *WORDS, "--combine", "select", "--out", "mine")
     given = ("--set", "select_prompt=@mine.txt")
@@ -128,10 +132,8 @@ def test_a_prompt_of_ones_own_is_asked_and_recorded(
 
 
 @pytest.mark.parametrize("combine", ["select", "synthesize"])
-def test_a_chat_api_without_log_probabilities_combines(combine: Any) -> None:
-    """Selection needs neither scores nor likely tokens: a hosted target gains what its skill
-    allows.
-    """
+def test_a_chat_api_can_combine(combine: Any) -> None:
+    """Selecting an answer needs no log-probabilities, so a hosted target can do it."""
     pytest.importorskip("aiohttp", reason="needs the extra servers")
     from atts.testing import DialectServer, ServerQuirks
 
@@ -161,8 +163,8 @@ def test_a_chat_api_without_log_probabilities_combines(combine: Any) -> None:
         anyio.run(main, server.url)
 
 
-def test_a_run_cannot_combine_itself_in_a_program(tmp_path: Path) -> None:
-    """The Python verb has the command's checks."""
+def test_the_python_verb_refuses_to_combine_a_run_into_itself(tmp_path: Path) -> None:
+    """`atts.combine` makes the same checks as the command."""
     result = library.evaluate_sync(
         toy_problems(3), Setup(draft="scripted", target="scripted", method="draft-only"),
         directory=tmp_path / "run",

@@ -1,4 +1,6 @@
-"""Commands that weigh recorded runs: compared numbers checked by hand, advice with its bounds."""
+"""Tests of the commands that compare and plan: numbers are checked by hand, and advice states its
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def results(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def test_accuracy_costs_and_problems_needed_by_hand(tmp_path: Path) -> None:
-    """Ten problems are better on four and worse on one, with half the target's tokens on every one."""
+    """Four of ten problems are gained and one is lost, with half of the target's tokens on each;
+    all numbers were computed by hand.
+    """
     before = results(
         tmp_path / "a.jsonl",
         [
@@ -58,8 +62,8 @@ def test_accuracy_costs_and_problems_needed_by_hand(tmp_path: Path) -> None:
     assert found.vote.problems_needed == 42
 
 
-def test_a_ratio_has_its_interval_over_problems(tmp_path: Path) -> None:
-    """Problems of unlike cost widen it; it holds the ratio of the means."""
+def test_a_cost_ratio_has_an_interval_over_problems(tmp_path: Path) -> None:
+    """Problems of unequal cost widen the interval, and it contains the ratio of the means."""
     costs = [(10, 5), (1000, 100), (20, 19), (500, 400), (30, 3), (70, 70)] * 4
     a = results(
         tmp_path / "a.jsonl",
@@ -74,8 +78,8 @@ def test_a_ratio_has_its_interval_over_problems(tmp_path: Path) -> None:
     assert 0.05 < target.low < 597 / 1630 < target.high < 0.9
 
 
-def test_a_cost_of_nothing_is_no_number(tmp_path: Path) -> None:
-    """The draft alone asks the target for nothing: a ratio over it is infinite, and shown in words."""
+def test_a_ratio_over_zero_cost_is_put_into_words(tmp_path: Path) -> None:
+    """The draft alone uses no target tokens, so a ratio over it is infinite and shown in words."""
     a = results(
         tmp_path / "a.jsonl", [{"id": n, "correct": 1, "target_tokens": 0} for n in range(3)]
     )
@@ -85,12 +89,8 @@ def test_a_cost_of_nothing_is_no_number(tmp_path: Path) -> None:
     assert math.isinf(compare(a, b).costs[0].ratio)
 
 
-def test_what_could_not_be_scored_stands_beside_what_it_could_change(
-    atts: Any, tmp_path: Path
-) -> None:
-    """Votes that could not be scored count as wrong; the difference, were they right, is in the
-    table.
-    """
+def test_unscored_votes_are_shown_with_their_possible_effect(atts: Any, tmp_path: Path) -> None:
+    """Unscored votes count as wrong, and the table adds the difference if they were correct."""
     verdicts = {
         "a": ["correct", "wrong", "unscored", "wrong"],
         "b": ["unscored", "unscored", "correct", "wrong"],
@@ -120,20 +120,18 @@ def test_what_could_not_be_scored_stands_beside_what_it_could_change(
 
 
 def test_lines_of_one_problem_are_its_rollouts(tmp_path: Path) -> None:
-    """Several lines with one id count as one problem: intervals are over problems, not lines."""
+    """Lines with equal ids are rollouts of one problem, so intervals are over problems."""
     rows = [{"id": "x", "correct": right} for right in (True, False, True)] + [
         {"id": "y", "correct": False}
     ]
     found = compare(results(tmp_path / "a.jsonl", rows), results(tmp_path / "b.jsonl", rows))
     assert found.problems == 2
     assert found.vote.first == pytest.approx((2 / 3 + 0) / 2)
-    assert found.mcnemar is None  # shares are neither right nor wrong
+    assert found.mcnemar is None  # a share of correct rollouts is neither correct nor wrong
 
 
-def test_the_accuracy_of_single_rollouts_says_which_are_missing(
-    atts: Any, scripted: tuple[str, ...]
-) -> None:
-    """Settled votes cancel slow rollouts, so those that ended lean towards the quick."""
+def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[str, ...]) -> None:
+    """A settled vote cancels slow rollouts, so those that ended are biased towards quick ones."""
     command = ("eval", "arithmetic[:3]", "--samples", "8", *scripted)
     some = atts(*command, "--out", "runs/some").out
     every = atts(*command, "--early-stop", "none", "--out", "runs/every").out
@@ -143,7 +141,7 @@ def test_the_accuracy_of_single_rollouts_says_which_are_missing(
 
 
 def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path: Path) -> None:
-    """An exact test next to the interval could contradict it; its counts stay.
+    """McNemar's test next to the interval could contradict it, so only its counts are printed.
 
     Six problems won and none lost of 12: the interval leaves out 0, and McNemar's p is 0.031; with
     five it is 0.062.
@@ -157,7 +155,7 @@ def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path:
 
 
 def test_shares_without_a_vote_are_called_accuracy(atts: Any, tmp_path: Path) -> None:
-    """Lines of single rollouts tell no vote: their mean is printed once, and not as a vote."""
+    """Files of single rollouts have no vote, so their mean is printed once, as accuracy."""
     rows = [{"id": n, "correct": (n + m) % 3 == 0} for n in range(5) for m in range(4)]
     a = results(tmp_path / "a.jsonl", rows)
     printed = atts("compare", str(a), str(a)).out
@@ -166,18 +164,18 @@ def test_shares_without_a_vote_are_called_accuracy(atts: Any, tmp_path: Path) ->
 
 
 def test_one_problem_has_a_ratio_without_an_interval(atts: Any, tmp_path: Path) -> None:
-    """No "nan" is printed."""
+    """With one problem the ratio is printed without an interval instead of with "nan"."""
     a = results(tmp_path / "a.jsonl", [{"id": 1, "correct": True, "target_tokens": 7}])
     printed = atts("compare", str(a), str(a)).out
     assert "1.000 (one problem has no interval)" in printed
     assert "nan" not in printed
 
 
-def test_a_directory_and_what_eval_printed_are_the_same_run(
+def test_printed_json_compares_like_the_run_directory(
     atts: Any, runs: Path, tmp_path: Path, scripted: tuple[str, ...]
 ) -> None:
-    """`atts eval --json > file` holds what the run directory holds, seconds of single problems
-    apart.
+    """`atts eval --json > file` holds what the run directory holds, except seconds of single
+    problems.
     """
     printed = atts(
         "eval", "arithmetic[:3]", "--samples", "3", *scripted, "--out", "runs/atts", "--json"
@@ -193,8 +191,10 @@ def test_a_directory_and_what_eval_printed_are_the_same_run(
     } == pytest.approx({"draft_tokens": 1.0, "scored_tokens": 1.0, "target_tokens": 1.0})
 
 
-def test_the_words_say_who_and_how_much(atts: Any, runs: Path) -> None:
-    """Both runs with their methods, the difference, the ratios; JSON has the same numbers."""
+def test_a_comparison_names_both_runs_and_all_numbers(atts: Any, runs: Path) -> None:
+    """The text names both runs with methods, difference and ratios, and the JSON has the same
+    numbers.
+    """
     said = atts("compare", "runs/alone", "runs/atts")
     assert said.code == 0
     assert "runs/alone (target-only) → runs/atts (atts)" in said.out
@@ -209,7 +209,7 @@ def test_the_words_say_who_and_how_much(atts: Any, runs: Path) -> None:
 def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
     atts: Any, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """The coin may be either run; a comparison without a coin has another name."""
+    """Either run may be the coin's; a comparison without a coin has another name."""
     coin = ("--method", "coin", "--out", "runs/coin")
     assert atts("eval", "arithmetic[:3]", "--samples", "3", *scripted, *coin).code == 0
     said = atts("compare", "runs/coin", "runs/atts").out
@@ -219,8 +219,8 @@ def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
     assert "coin" not in atts("compare", "runs/alone", "runs/atts").out
 
 
-def test_problems_of_one_side_only_are_left_out_aloud(atts: Any, tmp_path: Path) -> None:
-    """No problem is compared with nothing, and none is dropped in silence."""
+def test_problems_of_one_run_only_are_left_out_with_a_message(atts: Any, tmp_path: Path) -> None:
+    """Only common problems are compared, and the message counts the others."""
     results(tmp_path / "a.jsonl", [{"id": n, "correct": 1} for n in range(5)])
     results(tmp_path / "b.jsonl", [{"id": n, "correct": 0} for n in range(3)])
     said = atts("compare", "a.jsonl", "b.jsonl")
@@ -247,8 +247,8 @@ def record(recorded: Path) -> PlanData:
     return read_plan_data(recorded)
 
 
-def test_all_rollouts_at_all_turns_are_the_run_itself(record: PlanData, recorded: Path) -> None:
-    """The largest option costs what the run cost, and its vote is as often right."""
+def test_the_largest_option_of_a_plan_is_the_run_itself(record: PlanData, recorded: Path) -> None:
+    """The option with all rollouts and turns has the cost and the accuracy of the run."""
     largest = list(options(record))[-1]
     outcomes = list(read_outcomes(read_entries(recorded / JOURNAL)))
     assert largest.samples == 5
@@ -278,7 +278,9 @@ def _longest(record: PlanData) -> int:
 
 
 def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
-    """Two of five: the mean over the ten pairs, ties as halves, the longest wait of each pair."""
+    """For two of five rollouts the plan averages over the ten pairs, with ties as halves and the
+    longer wait of each pair.
+    """
     found = next(
         option
         for option in options(record)
@@ -300,9 +302,9 @@ def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
     assert found.seconds == pytest.approx(sum(waits) / len(waits))
 
 
-def test_what_could_not_be_scored_is_told_with_every_option(record: PlanData) -> None:
-    """Rollouts that could not be scored count as wrong; the rate if they were correct is next to
-    it.
+def test_each_option_reports_its_unscored_rollouts(record: PlanData) -> None:
+    """Unscored rollouts count as wrong, and the rate if they were correct is printed with each
+    option.
     """
     data = replace(record, cases=[_unscored(case) for case in record.cases])
     for option, known in zip(options(data), options(record), strict=True):
@@ -321,8 +323,10 @@ def _unscored(case: GradedCase) -> GradedCase:
     )
 
 
-def test_fewer_turns_cost_what_was_written_in_them(record: PlanData) -> None:
-    """One turn of one rollout costs the mean of the first steps, and has no answer that came later."""
+def test_fewer_turns_cost_only_their_tokens(record: PlanData) -> None:
+    """One turn of one rollout costs the mean of the first turns, and answers that came later do not
+    count.
+    """
     found = next(option for option in options(record) if (option.samples, option.turns) == (1, 1))
     firsts = [line.turns[0] for case in record.cases for line in case.rollouts]
     assert found.draft_tokens == pytest.approx(
@@ -336,8 +340,8 @@ def test_fewer_turns_cost_what_was_written_in_them(record: PlanData) -> None:
     assert found.accuracy.value == pytest.approx(sum(right) / len(right))
 
 
-def test_a_cap_is_kept_and_the_best_below_it_is_advised(recorded: Path, record: PlanData) -> None:
-    """No option below the cap is more often right; one that nothing fits is said to be so."""
+def test_a_plan_advises_the_best_option_below_a_cap(recorded: Path, record: PlanData) -> None:
+    """No option below the cap is more accurate; if none is below it, the plan says so."""
     every = list(options(record))
     middle = sorted(option.target_tokens for option in every)[len(every) // 2]
     found = plan(recorded, target_tokens=middle)
@@ -351,16 +355,16 @@ def test_a_cap_is_kept_and_the_best_below_it_is_advised(recorded: Path, record: 
     assert both is None or both.seconds <= found.best.seconds / 2
 
 
-def test_nothing_on_the_frontier_is_beaten(record: PlanData) -> None:
-    """Dearer is better along it, and everything left out costs at least as much for no more,
-    rounding aside.
+def test_the_frontier_is_pareto_optimal(record: PlanData) -> None:
+    """Along the frontier cost and accuracy rise, and each option left out costs at least as much
+    for no more accuracy.
     """
     every = list(options(record))
     kept = frontier(every, "target_tokens")
     assert all(a.accuracy.value < b.accuracy.value for a, b in itertools.pairwise(kept))
 
     def is_beaten(option: Option) -> bool:
-        value = option.accuracy.value - 1e-12  # means of the same answers, added in another order
+        value = option.accuracy.value - 1e-12  # means of the same answers may differ in rounding
         return any(
             k.target_tokens <= option.target_tokens and k.accuracy.value >= value for k in kept
         )
@@ -368,10 +372,8 @@ def test_nothing_on_the_frontier_is_beaten(record: PlanData) -> None:
     assert all(is_beaten(option) for option in every)
 
 
-def test_a_rate_nobody_ran_is_bounded(recorded: Path) -> None:
-    """More strays mean wider bounds; the recorded rate is not guessed at; more escalations cost
-    more.
-    """
+def test_a_rate_that_was_not_run_gets_bounds(recorded: Path) -> None:
+    """The bounds widen with the distance from the recorded rate, which itself is not estimated."""
     guesses = plan(recorded).other_rates
     assert [guess.rate for guess in guesses] == [0.05, 0.1, 0.2, 0.4, 0.6]
     assert all(0 <= guess.low <= guess.high <= 1 for guess in guesses)
@@ -381,8 +383,8 @@ def test_a_rate_nobody_ran_is_bounded(recorded: Path) -> None:
     assert all(abs(guess.realised - guess.rate) < 0.1 for guess in guesses)
 
 
-def test_the_bounds_hold_what_a_run_at_that_rate_came_to(recorded: Path, tmp_path: Path) -> None:
-    """The same problems and seeds really run at another rate end between the bounds."""
+def test_a_run_at_another_rate_ends_within_its_bounds(recorded: Path, tmp_path: Path) -> None:
+    """A real run with the same problems and seeds at another rate ends between the plan's bounds."""
     policy = Policy(samples=5, turns=8, max_tokens=300, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy, rate=0.1)
     result = evaluate_sync(toy_problems(PROBLEMS), setup, directory=tmp_path / "other")
@@ -391,10 +393,8 @@ def test_the_bounds_hold_what_a_run_at_that_rate_came_to(recorded: Path, tmp_pat
     assert guess.low <= right <= guess.high
 
 
-def test_a_plan_says_what_the_score_gains_and_what_a_run_can_show(
-    recorded: Path, tmp_path: Path
-) -> None:
-    """Without a coin's run the plan asks for one; with it the gain is that of `compare`."""
+def test_a_plan_reports_the_gain_over_a_coin_and_the_power(recorded: Path, tmp_path: Path) -> None:
+    """Without a run of a coin the plan asks for one; with it the gain equals that of `compare`."""
     alone = "\n".join(plan(recorded).notes)
     assert "plan with a run of --method coin --rate 0.3 as well" in alone
     assert "Power: " in alone
@@ -409,8 +409,8 @@ def test_a_plan_says_what_the_score_gains_and_what_a_run_can_show(
     assert "the spread of the difference is that between the first two runs" in both
 
 
-def test_several_runs_bring_several_rates(recorded: Path, tmp_path: Path) -> None:
-    """Rates of given runs are measured, so nothing is guessed; runs over other problems are
+def test_a_plan_reads_runs_at_several_rates(recorded: Path, tmp_path: Path) -> None:
+    """Rates of the given runs are measured instead of estimated, and runs over other problems are
     refused.
     """
     policy = Policy(samples=5, turns=8, max_tokens=300, early_stop="none")
@@ -424,10 +424,8 @@ def test_several_runs_bring_several_rates(recorded: Path, tmp_path: Path) -> Non
         plan([recorded, tmp_path / "stranger"])
 
 
-def test_chunk_lengths_are_recounted_from_whole_steps(recorded: Path) -> None:
-    """Twice the limit cannot take more turns, half of it not fewer; nothing is claimed about
-    accuracy.
-    """
+def test_other_chunk_limits_are_estimated_in_turns_only(recorded: Path) -> None:
+    """Twice the limit takes no more turns and half of it no fewer; no accuracy is claimed."""
     found = plan(recorded).chunks
     assert found is not None
     turns = [choice.turns for choice in found.choices]
@@ -436,8 +434,8 @@ def test_chunk_lengths_are_recounted_from_whole_steps(recorded: Path) -> None:
     assert all(math.isclose(c.seconds, 1 + found.fixed * (c.turns - 1)) for c in found.choices)
 
 
-def test_the_words_name_the_choice_and_how_it_was_found(atts: Any, runs: Path) -> None:
-    """People get flags to copy and what the estimate rests on; programs get the same numbers."""
+def test_a_plan_prints_flags_to_copy_and_its_basis(atts: Any, runs: Path) -> None:
+    """The text has flags to copy and the data behind them, and the JSON has the same numbers."""
     said = atts("plan", "runs/atts", "--tokens", "100000")
     assert said.code == 0
     best = json.loads(atts("plan", "runs/atts", "--tokens", "100000", "--json").out)["best"]
@@ -449,8 +447,8 @@ def test_the_words_name_the_choice_and_how_it_was_found(atts: Any, runs: Path) -
     assert "no recorded setting stays below" in atts("plan", "runs/atts", "--tokens", "1").out
 
 
-def test_a_rate_nobody_ran_is_held_below_the_runs_cap(tmp_path: Path) -> None:
-    """The gate that decides again has the cap of the run's own: no rate escalates more than that."""
+def test_estimated_rates_respect_the_runs_cap(tmp_path: Path) -> None:
+    """The replayed gate has the cap of the run, so no rate escalates more."""
     setup = Setup(
         draft="scripted",
         target="scripted",

@@ -1,6 +1,4 @@
-"""Settings come from documented places in a documented order, and mean the same in code and on the
-command line.
-"""
+"""Tests of the configuration: documented places in a documented order, with one meaning everywhere."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def test_a_named_file_replaces_the_usual_one(tmp_path: Path) -> None:
 
 
 def test_the_defaults_are_those_of_the_python_api(tmp_path: Path) -> None:
-    """Nothing said on the command line is `Setup()` in code."""
+    """An empty command line equals `Setup()` in code."""
     made = configure(environment={}, folder=tmp_path).setup()
     plain = Setup()
     names = [field.name for field in fields(Setup) if field.name not in ("provenance", "stored")]
@@ -68,7 +66,7 @@ def test_the_defaults_are_those_of_the_python_api(tmp_path: Path) -> None:
     }
 
 
-def test_every_field_of_a_policy_has_a_key_with_words() -> None:
+def test_every_field_of_a_policy_has_a_documented_key() -> None:
     """A file can set everything that Python can, and every key has a description."""
     spoken = {name.partition(".")[0] for name in config_keys()}
     assert {field.name for field in fields(Policy)} <= spoken
@@ -76,7 +74,7 @@ def test_every_field_of_a_policy_has_a_key_with_words() -> None:
 
 
 def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
-    """The flags' help and the configuration agree."""
+    """The defaults in the help of the flags are those of the configuration."""
     from atts.cli import options
 
     for flag in (
@@ -93,7 +91,7 @@ def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
     ):
         shown = options.OPTIONS[flag].default.show_default
         default = config_keys()[flag].default
-        if default is None:  # as the models need it
+        if default is None:  # the default depends on the models
             assert "none: " in config_keys()[flag].help
             continue
         assert shown == str(default) or (flag == "target" and shown == default), flag
@@ -104,8 +102,8 @@ SCALARS = {int: st.integers(0, 10**6), float: st.floats(0, 1), bool: st.booleans
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_value_survives_file_variable_and_flag_alike(data: st.DataObject) -> None:
-    """Words and typed values of a key mean the same wherever they stand."""
+def test_a_value_means_the_same_in_file_variable_and_flag(data: st.DataObject) -> None:
+    """The text of a flag and the typed value of a file give the same setting."""
     plain = [key for key in config_keys().values() if key.kind in SCALARS]
     key = data.draw(st.sampled_from(plain))
     value = data.draw(SCALARS[key.kind])
@@ -127,13 +125,13 @@ def test_a_value_survives_file_variable_and_flag_alike(data: st.DataObject) -> N
     ],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
-    """Nothing is rounded, guessed or turned into text."""
+    """A value is never rounded, guessed or turned into text."""
     with pytest.raises(OptionError):
         config_keys()[name].read(value, name)
 
 
-def test_lists_and_none_can_be_said(tmp_path: Path) -> None:
-    """Texts that end a chunk, none of them, and a value that means "no such thing"."""
+def test_lists_and_none_can_be_written(tmp_path: Path) -> None:
+    """A list of delimiters, an empty list and "none" can be written in each place."""
     found = configure(
         {}, ['chunking.stop=["\\n\\n", "Wait"]', "limit=none"], environment={}, folder=tmp_path
     )
@@ -148,15 +146,15 @@ def test_lists_and_none_can_be_said(tmp_path: Path) -> None:
 
 
 def test_a_target_with_some_sampling_of_its_own_shares_the_rest(tmp_path: Path) -> None:
-    """One key of `target_sampling` is enough."""
+    """A single key of `target_sampling` can be set, and the others follow `sampling`."""
     pairs = ["sampling.top_p=0.9", "target_sampling.temperature=0.1"]
     sampling = configure({}, pairs, environment={}, folder=tmp_path).setup().policy.target_sampling
     assert sampling is not None
     assert (sampling.temperature, sampling.top_p) == (0.1, 0.9)
 
 
-def test_what_a_method_settles_is_its_own(tmp_path: Path) -> None:
-    """The method shows as the origin, may be repeated, and cannot be contradicted."""
+def test_settings_of_a_method_cannot_be_contradicted(tmp_path: Path) -> None:
+    """The method appears as their origin; repeating a setting is allowed."""
     found = configure({"method": "top-b"}, environment={}, folder=tmp_path).settings["barrier"]
     assert (found.value, found.origin) == (True, "method top-b")
     assert (
@@ -167,8 +165,8 @@ def test_what_a_method_settles_is_its_own(tmp_path: Path) -> None:
         configure({"method": "top-b"}, ["barrier=false"], environment={}, folder=tmp_path)
 
 
-def test_the_directory_belongs_to_what_decides_the_results(tmp_path: Path) -> None:
-    """Another seed is another run; more in flight, or another report, is the same one."""
+def test_only_settings_that_change_results_change_the_directory(tmp_path: Path) -> None:
+    """Another seed is another run, but another concurrency or report is the same run."""
 
     def directory(*pairs: str) -> Path:
         return configure({}, pairs, environment={}, folder=tmp_path).directory
@@ -184,8 +182,8 @@ def test_the_directory_belongs_to_what_decides_the_results(tmp_path: Path) -> No
 
 
 def test_origins_are_in_the_manifest(atts: Any, scripted: tuple[str, ...], tmp_path: Path) -> None:
-    """A reader of the run finds every key, its value and who set it; a resume may be said in
-    another way.
+    """The manifest has each key, its value and its origin; a resume may set the same value
+    elsewhere.
     """
     (tmp_path / "atts.toml").write_text("samples = 2\n")
     words = ("eval", "arithmetic[:1]", *scripted, "--out", "run")
@@ -203,8 +201,8 @@ def test_origins_are_in_the_manifest(atts: Any, scripted: tuple[str, ...], tmp_p
     assert atts(*words, "--samples", "3").code == UsageError.exit_code
 
 
-def test_a_setup_changed_by_code_says_so(tmp_path: Path) -> None:
-    """Origins never claim a value that is no longer theirs."""
+def test_code_that_changes_a_setup_becomes_the_origin(tmp_path: Path) -> None:
+    """If a program changes a value, the old origin is no longer reported for it."""
     from dataclasses import replace
 
     made = configure({"rate": 0.3, "seed": 5}, environment={}, folder=tmp_path).setup()
@@ -227,10 +225,10 @@ def test_show_prints_every_key_with_its_origin(atts: Any, monkeypatch: pytest.Mo
     assert atts("config", "show", "growth").out.split() == ["growth", "2.5", "ATTS_GROWTH"]
 
 
-def test_a_dry_run_runs_nothing_and_says_how_it_knows(
+def test_a_dry_run_names_the_basis_of_its_estimate(
     atts: Any, scripted: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Before there is anything to go by: bounds. Afterwards: what earlier runs took."""
+    """Without earlier runs it prints bounds; with them it prints what they took."""
     words = ("eval", "arithmetic[:4]", *scripted, "--samples", "2")
     first = json.loads(atts(*words, "--dry-run", "--json").out)
     assert (first["problems"], first["rollouts"], first["done"], first["expected"]) == (
@@ -248,13 +246,13 @@ def test_a_dry_run_runs_nothing_and_says_how_it_knows(
     assert larger["expected"]["draft"] == pytest.approx(10 * again["expected"]["draft"])
     assert again["expected"]["draft"] <= again["at_most"]["draft"]
     assert first["directory"] in larger["basis"]
-    # scripted models get none of these right, so no power can be computed from that run
+    # scripted models solve none of these, so that run gives no power
     assert first["power"] == []
     assert larger["power"][0].startswith("no variance: all rollouts of 4 problems ended alike")
 
 
-def test_a_dry_run_prints_what_the_run_can_show(atts: Any, tmp_path: Path) -> None:
-    """Power comes from the graded rollouts of an earlier run of the same models."""
+def test_a_dry_run_prints_the_detectable_difference(atts: Any, tmp_path: Path) -> None:
+    """Power is computed from the graded rollouts of an earlier run of the same models."""
     problems = tmp_path / "toy.jsonl"
     rows = ({"id": one.id, "problem": one.text, "answer": one.answer} for one in toy_problems(30))
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -266,8 +264,8 @@ def test_a_dry_run_prints_what_the_run_can_show(atts: Any, tmp_path: Path) -> No
     assert "of the variance of single rollouts lies between problems" in text
 
 
-def test_a_sweeps_dry_run_lists_its_runs_for_machines(atts: Any) -> None:
-    """Every run with its values and its directory, one object per line; nothing is made."""
+def test_a_sweeps_dry_run_prints_one_object_per_run(atts: Any) -> None:
+    """Each object has the values and the directory of a run, and nothing is created."""
     words = ("--draft", "scripted", "--target", "scripted", "--over", "rate=.1,.3", "--out", "set")
     said = atts("sweep", "arithmetic[:2]", *words, "--dry-run", "--json")
     assert said.code == 0, said.err
@@ -277,10 +275,8 @@ def test_a_sweeps_dry_run_lists_its_runs_for_machines(atts: Any) -> None:
     assert not Path("set").exists()
 
 
-def test_a_shards_dry_run_is_of_its_part(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Its problems and its directory are those that the same command would run; an empty part is
-    refused.
-    """
+def test_a_dry_run_of_a_shard_covers_its_part(atts: Any, scripted: tuple[str, ...]) -> None:
+    """The problems and the directory are those of the real command, and an empty shard is refused."""
     words = ("eval", "arithmetic[:5]", *scripted, "--dry-run", "--json", "--shard")
     whole = json.loads(atts(*words[:-1]).out)
     part = json.loads(atts(*words, "2/2").out)
@@ -289,8 +285,8 @@ def test_a_shards_dry_run_is_of_its_part(atts: Any, scripted: tuple[str, ...]) -
     assert "6/6 of 5 problems is empty" in atts(*words, "6/6").err
 
 
-def test_the_embedded_pair_can_be_foretold(atts: Any, tmp_path: Path) -> None:
-    """Without an earlier run, the forecast uses the worked solutions of the generated problems."""
+def test_a_dry_run_of_the_embedded_pair_needs_no_earlier_run(atts: Any, tmp_path: Path) -> None:
+    """Without an earlier run, the estimate uses the worked solutions of the generated problems."""
     said = json.loads(atts("eval", "--dry-run", "--json").out)
     assert 20 * said["rollouts"] < said["expected"]["draft"] < said["at_most"]["draft"]
     assert "worked solutions" in said["basis"]
@@ -319,7 +315,7 @@ def test_usual_settings_are_flags(
     key: str,
     read: object,
 ) -> None:
-    """Each sets its key, and the run's manifest says by which flag."""
+    """Each flag sets its key, and the manifest names the flag as the origin."""
     run = tmp_path / "run"
     said = atts(
         "eval", "arithmetic[:1]", *scripted, flag, value, "--out", str(run), "--report", "none"
@@ -336,7 +332,7 @@ def test_usual_settings_are_flags(
 def test_impossible_sampling_is_refused_by_its_flag_before_models_load(
     atts: Any, flag: str, value: str
 ) -> None:
-    """The message begins with what was typed."""
+    """The message begins with the flag that was typed."""
     said = atts("eval", "arithmetic[:1]", flag, value)
     assert said.code == 2
     assert f"atts: {flag}: " in said.err
@@ -346,7 +342,7 @@ def test_impossible_sampling_is_refused_by_its_flag_before_models_load(
 def test_another_setting_in_the_same_directory_is_refused_by_its_flag(
     atts: Any, scripted: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """The refusal comes before models load, with both values."""
+    """The refusal names the flag and both values before models load."""
     run = ("--out", str(tmp_path / "run"), "--report", "none")
     assert atts("eval", "arithmetic[:1]", *scripted, *run).code == 0
     said = atts("eval", "arithmetic[:1]", *scripted, *run, "--temperature", "0.9")
@@ -370,7 +366,7 @@ def test_progress_and_summary_print_one_share(atts: Any, scripted: tuple[str, ..
 
 
 def test_the_text_that_ends_the_thinking_may_be_in_a_file(tmp_path: Path) -> None:
-    """The configuration holds the text itself, so that a run does not depend on the file."""
+    """The configuration stores the text itself, so a run does not depend on the file."""
     file = tmp_path / "end.txt"
     file.write_text("\n</think>\nThe answer: ")
     found = configure({"thinking_tokens": 50}, [f"thinking_end=@{file}"], environment={})

@@ -1,4 +1,4 @@
-"""`atts pairs` and `atts doctor`: what is known of pairs, and what is found out before a long run."""
+"""Tests of `atts pairs` and `atts doctor`: the table of pairs, and checks before a long run."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def serve() -> Iterator[Serve]:
 
 
 def test_every_pair_can_be_run_and_placed(tmp_path: Path) -> None:
-    """Each of at least twelve pairs sets existing keys with values that make a policy, and has
-    models of known size.
+    """Each of at least twelve pairs sets existing keys to valid values and has models of known
+    size.
     """
     assert len(known_pairs()) >= 12
     for pair in known_pairs().values():
@@ -66,10 +66,8 @@ def test_every_pair_can_be_run_and_placed(tmp_path: Path) -> None:
     assert configure({"pair": "r1-1.5b/r1-70b"}, environment={}, folder=tmp_path)["system"] == ""
 
 
-def test_an_opened_server_lowers_what_rollouts_get(serve: Serve, tmp_path: Path) -> None:
-    """Lengths that follow from the models end where the shorter context does, with turns to match;
-    said ones do not.
-    """
+def test_a_servers_short_context_lowers_unset_lengths(serve: Serve, tmp_path: Path) -> None:
+    """Lengths that the user did not set end at the shorter context, with turns to match."""
     setup = Setup(
         draft=serve("draft"), target=serve("target"), policy=Policy(samples=1), method="draft-only"
     )
@@ -77,7 +75,7 @@ def test_an_opened_server_lowers_what_rollouts_get(serve: Serve, tmp_path: Path)
     context = min(int(str(engine["context_length"])) for engine in result.manifest.engines.values())
     policy = open_run(tmp_path / "run").policy
     assert setup.run_policy.max_tokens == 16_000
-    room = context - context // 4  # the rest is the problem's
+    room = context - context // 4  # the rest of the context is for the problem
     assert policy["max_tokens"] == room < 16_000
     assert policy["turns"] * policy["chunking"]["draft_tokens"] >= policy["max_tokens"]
     told = [str(entry.event) for entry in open_run(tmp_path / "run").entries({Warned})]
@@ -91,15 +89,15 @@ def test_an_opened_server_lowers_what_rollouts_get(serve: Serve, tmp_path: Path)
 def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(
     flags: dict[str, Any], most: int, tmp_path: Path
 ) -> None:
-    """A user's own value stays, with a warning."""
+    """Lengths of a pair are lowered to the context; a user's own value stays, with a warning."""
     found = configure({"pair": "r1-1.5b/r1-70b", **flags}, environment={}, folder=tmp_path)
     bounds = found.setup().policy_within(8192).bounds()
     assert bounds.max_tokens == most
     assert bounds.turns * bounds.draft_tokens >= most
 
 
-def test_what_is_said_wins_over_the_pair(tmp_path: Path) -> None:
-    """A file may name the servers, a flag the tokens; turns follow; the origin is reported."""
+def test_files_and_flags_win_over_the_pair(tmp_path: Path) -> None:
+    """A file may name the servers and a flag the tokens; turns follow, and the origin is reported."""
     (tmp_path / "atts.toml").write_text(
         'pair = "r1-8b/qwq-32b"\ntarget = "sglang:http://gpu7:8000/Qwen/QwQ-32B"\n'
     )
@@ -130,9 +128,7 @@ def test_what_is_said_wins_over_the_pair(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None:
-    """Both servers' shares, their weights and a whole rollout's cache fit on every card, and no
-    fewer cards would do.
-    """
+    """Shares, weights and one rollout's cache fit on every card, and fewer cards would not do."""
     for pair in known_pairs().values():
         found = gpu_placement(pair, card, 16_000)
         if pair.name == "embedded":
@@ -164,7 +160,9 @@ def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None
 
 
 def test_pairs_are_listed(atts: Any) -> None:
-    """A table, one object each, and one pair with the commands that serve it."""
+    """`atts pairs` prints a table, one object per pair, or one pair with the commands that serve
+    it.
+    """
     table = atts("pairs").out
     objects = [json.loads(line) for line in atts("pairs", "--json").out.splitlines()]
     assert [pair["name"] for pair in objects] == list(known_pairs())
@@ -184,7 +182,7 @@ def test_pairs_are_listed(atts: Any) -> None:
 def test_commands_have_only_flags_that_the_version_knows(
     atts: Any, version: str, has: bool
 ) -> None:
-    """A flag from 0.30 is not printed for an older server, and what that costs is."""
+    """A flag of 0.30 is not printed for an older server, and the printed note says what is lost."""
     words = ("pairs", "r1-1.5b/r1-7b", "--card", "h100")
     said = atts(*words, *(("--server-version", version) if version else ()))
     commands = [line for line in said.out.splitlines() if "vllm serve" in line]
@@ -196,7 +194,7 @@ def test_commands_have_only_flags_that_the_version_knows(
 
 @pytest.mark.parametrize("version", ["0.9.1", "0.10.1", "new", ""])
 def test_a_version_that_cannot_be_used_is_refused(atts: Any, version: str) -> None:
-    """One that returns no token ids, and a text that is not a version."""
+    """A version that returns no token ids and a text that is not a version are errors."""
     said = atts("pairs", "r1-1.5b/r1-7b", "--card", "h100", f"--server-version={version or ' '}")
     assert said.code == 2
     assert "--server-version" in said.err
@@ -204,7 +202,7 @@ def test_a_version_that_cannot_be_used_is_refused(atts: Any, version: str) -> No
 
 @pytest.mark.checkout
 def test_the_pages_have_the_commands_and_versions_that_are_printed(atts: Any) -> None:
-    """The two-servers page repeats `atts pairs`, the servers page the table of versions."""
+    """The two-servers page repeats `atts pairs`, and the servers page has the table of versions."""
     docs = Path(__file__).parents[2] / "docs"
     printed = atts("pairs", "qwen3-1.7b/qwen3-14b", "--card", "l40s").out.splitlines()
     commands = [line for line in printed if "vllm serve" in line]
@@ -215,9 +213,7 @@ def test_the_pages_have_the_commands_and_versions_that_are_printed(atts: Any) ->
 
 
 def test_a_share_of_memory_is_larger_than_the_weights_in_it() -> None:
-    """The share that the command prints holds the weights, on every card, for every pair, alone or
-    together.
-    """
+    """On each card and for each pair, the printed share of memory holds the weights."""
     roles: list[tuple[Role, ...]] = [("draft", "target"), ("target",), ("draft",)]
     for pair in known_pairs().values():
         for card in CARDS:
@@ -269,16 +265,18 @@ def test_a_cache_of_one_rollout_is_written_in_the_singular(atts: Any) -> None:
     assert "the cache holds 1 rollout;" in memory
 
 
-def test_the_doctor_places_models_of_this_process_as_opening_them_does(
+def test_the_doctor_predicts_the_memory_of_local_models(
     atts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory by part where it fits; where it does not, a failure with what would."""
+    """The prediction equals that of opening the models; if they do not fit, the failure names what
+    would.
+    """
     cards = [("h100", 80.0)]
     monkeypatch.setattr("atts.api.preflight._cards_here", lambda: iter(cards))
 
     def memory(pair: str) -> dict[str, str]:
         words = ("--pair", pair, "--backend", "local", "--json")
-        # The models are not here, so their own checks fail as well.
+        # The models are not on this machine, so their own checks fail as well.
         checks: list[dict[str, str]] = json.loads(atts("doctor", *words).out)["checks"]
         (found,) = [check for check in checks if check["name"] == "memory"]
         return found
@@ -292,8 +290,8 @@ def test_the_doctor_places_models_of_this_process_as_opening_them_does(
     assert "atts pairs r1-1.5b/r1-70b --card h100" in large["advice"]
 
 
-def test_pairs_and_cards_are_a_table(atts: Any) -> None:
-    """A line for each pair on each card, with its parts, or the word that it takes a server."""
+def test_local_pairs_are_a_table_of_pairs_and_cards(atts: Any) -> None:
+    """Each line has a pair on a card with its memory by part, or says that it needs a server."""
     table = atts("pairs", "--local").out
     objects = [json.loads(line) for line in atts("pairs", "--local", "--json").out.splitlines()]
     assert {(each["name"], each["card"]) for each in objects} == {
@@ -320,9 +318,9 @@ def statuses(said: Any) -> dict[str, list[str]]:
     return found
 
 
-def test_two_good_servers_pass_and_the_settings_are_kept(atts: Any, serve: Serve) -> None:
-    """Exit 0; the file runs what was looked at, and is written again by the same command, but no
-    other file is.
+def test_two_good_servers_pass_and_the_settings_are_saved(atts: Any, serve: Serve) -> None:
+    """The saved file runs the checked servers; the same command overwrites it, but not a file of
+    other origin.
     """
     words = (
         "--draft",
@@ -385,17 +383,15 @@ def thinking(folder: Path) -> Path:
         ("think", 0, "templates", "warn", "the template of the draft alone opens"),
     ],
 )
-def test_what_is_wrong_is_one_line_that_says_what_to_do(
+def test_each_problem_of_a_server_is_one_line_with_advice(
     atts: Any, serve: Serve, case: str, code: int, name: str, status: str, told: str, tmp_path: Path
 ) -> None:
-    """Each trouble by itself: the line, its status, the exit code; everything else is looked at all
-    the same.
-    """
+    """Each fault has its line, status and exit code, and the other checks still run."""
     words = {"--max-tokens": "900", "--draft": serve("draft", "sglang" if case == "processed" else "vllm", **(
         {"logprobs": "processed"} if case == "processed" else {}))}  # fmt: skip
     words["--target"] = serve("target", "llamacpp" if case == "scores" else "vllm")
     if case == "processed":
-        # Only a score of the draft's own log-probs asks for them.
+        # Only a score made of the draft's log-probs needs them.
         words["--set"] = "score.kind=speculative"
     elif case == "context":
         del words["--max-tokens"]

@@ -1,4 +1,4 @@
-"""Help, completion and codes: what a newcomer meets first."""
+"""Tests of help texts, shell completion and exit codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_command_has_help_with_an_example(words: tuple[str, ...], atts: An
 
 
 def test_every_error_has_a_documented_code() -> None:
-    """No class of the tree returns what the help does not explain."""
+    """The help explains the exit code of each error class."""
 
     def tree(kind: type[errors.ATTSError]) -> Iterator[type[errors.ATTSError]]:
         yield kind

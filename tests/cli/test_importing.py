@@ -1,4 +1,4 @@
-"""The commands import and export, as a person calls them."""
+"""Tests of the commands `import` and `export`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cli.conftest import Atts
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """Write rollouts of another tool: two problems of the dataset below, three rollouts each."""
+    """Write rollouts of another tool: three for each of two problems of the dataset below."""
     rows = [
         {"prompt": f"What is {n} + 1?", "out": f"\\boxed{{{n + 1 if s else 0}}}", "price": 0.5}
         for n in range(1, 3)
@@ -28,8 +28,8 @@ def theirs(tmp_path: Path) -> Path:
 WORDS = ("--column", "text=out", "--column", "cost=price", "--out", "run")
 
 
-def test_an_import_says_what_it_found(atts: Atts, theirs: Path) -> None:
-    """Counts, what the tool recorded, the cost, and what is missing for grades."""
+def test_an_import_prints_what_it_read(atts: Atts, theirs: Path) -> None:
+    """It prints counts, recorded columns, the cost, and what is missing for grades."""
     said = atts("import", "jsonl", str(theirs), *WORDS)
     assert said.code == 0
     assert said.out.splitlines() == [
@@ -44,8 +44,8 @@ def test_an_import_says_what_it_found(atts: Atts, theirs: Path) -> None:
     assert "imported before: 2 problems" in again.out
 
 
-def test_an_import_with_a_dataset(atts: Atts, theirs: Path) -> None:
-    """Its ids and references replace those of the files; problems that it lacks keep their own."""
+def test_an_import_takes_ids_and_references_from_a_dataset(atts: Atts, theirs: Path) -> None:
+    """Problems that the dataset lacks keep the files' own ids and references."""
     words = (*WORDS, "--dataset", "mine.jsonl", "--json")
     said = atts("import", "jsonl", str(theirs), *words)
     facts = json.loads(said.out)
@@ -66,7 +66,7 @@ def test_an_import_with_a_dataset(atts: Atts, theirs: Path) -> None:
         (("jsonl", "--column", "text=no"), "line 1: it has no column 'no'; it has prompt, out, price"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_imported(
+def test_impossible_imports_are_refused(
     atts: Atts, theirs: Path, words: tuple[str, ...], problem: str
 ) -> None:
     """Each mistake ends with exit code 2 and names what was typed."""
@@ -76,16 +76,16 @@ def test_what_cannot_be_imported(
     assert problem in said.err
 
 
-def test_another_run_is_in_the_way(atts: Atts, theirs: Path) -> None:
-    """A directory with an import of other columns is refused, and the difference named."""
+def test_an_import_into_another_import_is_refused(atts: Atts, theirs: Path) -> None:
+    """A directory with an import of other columns is refused, and the message names the difference."""
     assert atts("import", "jsonl", str(theirs), *WORDS).code == 0
     said = atts("import", "jsonl", str(theirs), "--column", "text=out", "--out", "run")
     assert said.code == 2
     assert "configuration.imported.columns" in said.err
 
 
-def test_an_export(atts: Atts, theirs: Path) -> None:
-    """It prints the file, the records, and what was left out."""
+def test_an_export_prints_file_and_counts(atts: Atts, theirs: Path) -> None:
+    """It prints the file, the number of records, and what was left out."""
     atts("import", "jsonl", str(theirs), *WORDS, "--dataset", "mine.jsonl")
     said = atts("export", "run", "--as", "sft", "--out", "sft.jsonl")
     assert said.out.splitlines() == [

@@ -1,4 +1,4 @@
-"""Users' mistakes end in one or two helpful lines on stderr and the documented exit code."""
+"""Tests of users' mistakes: one or two helpful lines on stderr, and the documented exit code."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def an_array(folder: Path) -> None:
 
 
 def drafter(kind: str) -> Callable[[Path], None]:
-    """Return a function that makes a folder "drafter" that cannot draft for the embedded target: no
-    model, another tokenizer, or far too large.
+    """Return a function that makes a folder that cannot draft for the embedded target.
+
+    The folder "drafter" holds no model, has another tokenizer, or is far too large.
     """
 
     def write(folder: Path) -> None:
@@ -98,7 +99,7 @@ SCORED = text(SCORES, '{"score": 1.5}\n{"score": 1.7}\n')
 
 
 class Case(NamedTuple):
-    """A command line, what it finds, and what must be said about it."""
+    """A command line, the files that it finds, and what its message must contain."""
 
     name: str
     words: str
@@ -786,10 +787,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_misuse(
+def test_a_mistake_is_named_with_a_remedy(
     case: Case, atts: Any, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One or two lines on stderr name the trouble and the remedy, stdout is empty, and the exit
+    """One or two lines on stderr name the problem and the remedy, stdout is empty, and the exit
     code is documented.
     """
     if "runs/" in case.words:
@@ -800,7 +801,7 @@ def test_misuse(
     said = atts(*case.words.split(" "))
     assert (said.code, said.out) == (case.code, "")
     assert case.code in EXIT_CODES
-    # on a busy machine progress may have been printed before
+    # progress may have been printed before on a busy machine
     _, mark, message = said.err.rpartition("atts: ")
     assert mark
     assert len(message.splitlines()) <= 2
@@ -809,13 +810,13 @@ def test_misuse(
     assert all(words in message for words in case.says), message
 
 
-def test_there_are_enough_of_them() -> None:
-    """No case is there twice."""
+def test_no_case_is_listed_twice() -> None:
+    """There are enough cases, and each is different."""
     assert len({case.name for case in CASES}) == len(CASES) >= 30
 
 
-def test_two_runs_in_one_directory(atts: Any, runs: Path) -> None:
-    """The second is refused while the first holds the directory, and learns which process that is."""
+def test_a_second_process_in_a_run_directory_is_refused(atts: Any, runs: Path) -> None:
+    """The message names the process that holds the directory."""
     words = "eval arithmetic[:3] --samples 3 --draft scripted --target scripted --report none --out runs/atts"
     with locked(runs / "atts/lock", runs / "atts"):
         said = atts(*words.split(" "))
@@ -840,7 +841,7 @@ def test_two_runs_in_one_directory(atts: Any, runs: Path) -> None:
 def test_other_settings_are_refused_before_a_model_is_loaded(
     atts: Any, runs: Path, words: str, named: str
 ) -> None:
-    """The error uses the flags that were typed, although neither engine can be reached."""
+    """The error names the flags that were typed, although neither engine can be reached."""
     before = (runs / "atts/journal.jsonl").read_bytes()
     run = "eval arithmetic[:3] --samples 3 --report none --out runs/atts"
     dead = "--draft vllm:http://127.0.0.1:9/d --target vllm:http://127.0.0.1:9/t"
@@ -862,6 +863,6 @@ MISSING = (
 
 @pytest.mark.parametrize("words", MISSING)
 def test_a_missing_run_has_one_exit_code(atts: Any, runs: Path, words: str) -> None:
-    """Wherever a run may be named: 4, and the path."""
+    """Each command that reads a run exits with 4 and names the path."""
     said = atts(*[word.replace("runs/atts", str(runs / "atts")) for word in words.split()])
     assert (said.code, "nope" in said.err) == (4, True), said.err

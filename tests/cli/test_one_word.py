@@ -1,4 +1,4 @@
-"""Printed text has one word for each idea, one form of percentages, and singulars."""
+"""Tests that printed text has one word for each concept, one form of percentages, and singulars."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ def test_no_surface_has_a_rival_word(surfaces: dict[str, str]) -> None:
 
 
 def test_no_help_has_a_rival_word() -> None:
-    """The help of every command, and the tables of exit codes and keys."""
+    """The help of each command and the tables of exit codes and keys use the words of the glossary."""
     faults = rivals(cli_page())
     assert faults == [], "\n".join(faults)
 
 
 def test_the_first_screen_names_dataset_models_and_method(surfaces: dict[str, str]) -> None:
-    """They come before anything else in HTML and in Markdown."""
+    """The names come before anything else in HTML and in Markdown."""
     for name in ("first/report.html", "first.md"):
         opening = " ".join(surfaces[name].split())[:700]
         assert "atts on arithmetic" in opening, opening
@@ -142,7 +142,7 @@ def test_the_first_screen_names_dataset_models_and_method(surfaces: dict[str, st
         assert "target toy" in opening, opening
 
 
-def test_a_rival_is_reported() -> None:
-    """The check names the words and what to say instead."""
+def test_the_check_reports_a_rival_word() -> None:
+    """The check quotes the words and names the replacement."""
     assert rivals("6.2% of the steps were handed over to the large model") != []
     assert rivals("6.2 % of the chunks were escalated") == []

@@ -1,4 +1,4 @@
-"""Effects that need a separate process: closed pipes, full disks, no terminal."""
+"""Tests that need a separate process: closed pipes, full disks, no terminal."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def atts(
     )
 
 
-def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
-    """`| head` is not an error of anybody's: not a word, and the code of a broken pipe."""
+def test_a_closed_pipe_ends_the_command_quietly(tmp_path: Path) -> None:
+    """A command piped into `head` prints no error and exits with the code of a broken pipe."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -56,8 +56,8 @@ def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_output_that_cannot_be_written(tmp_path: Path) -> None:
-    """A full disk behind stdout is said, not hidden in a traceback."""
+def test_a_full_disk_behind_stdout_is_an_error(tmp_path: Path) -> None:
+    """The command prints a message instead of a traceback."""
     with Path("/dev/full").open("wb") as full:
         done = atts("--help", cwd=tmp_path, stdout=full)
     assert done.returncode == 4
@@ -65,7 +65,7 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_no_space_for_the_journal(tmp_path: Path, scripted: tuple[str, ...]) -> None:
-    """A disk that refuses ends the run with the file's name; the directory can be taken up again."""
+    """A full disk ends the run with the file's name, and the directory can be resumed."""
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "run")
     done = atts(*words, cwd=tmp_path, file_bytes=20_000)
     said = done.stderr.decode().splitlines()
@@ -76,15 +76,15 @@ def test_no_space_for_the_journal(tmp_path: Path, scripted: tuple[str, ...]) -> 
 
 
 def test_without_a_terminal_there_are_no_escapes(tmp_path: Path, scripted: tuple[str, ...]) -> None:
-    """A pipe gets plain text: data on stdout, words on stderr."""
+    """A pipe gets plain text, with data on stdout and messages on stderr."""
     done = atts("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--json", cwd=tmp_path)
     assert done.returncode == 0
     assert ESCAPE not in done.stdout.decode() + done.stderr.decode()
     assert all(line.startswith("{") for line in done.stdout.decode().splitlines())
 
 
-def test_no_color_is_heeded(tmp_path: Path) -> None:
-    """NO_COLOR wins over a terminal that could."""
+def test_no_color_turns_colours_off(tmp_path: Path) -> None:
+    """NO_COLOR wins over a terminal that supports colours."""
     plain = atts("--help", cwd=tmp_path, environment={"FORCE_COLOR": "1", "NO_COLOR": "1"})
     bright = atts("--help", cwd=tmp_path, environment={"FORCE_COLOR": "1"})
     assert f"{ESCAPE}[3" not in plain.stdout.decode()

@@ -1,4 +1,4 @@
-"""Commands over run directories: list, report, replay, trace, check, calibrate from and merge them."""
+"""Tests of commands over run directories: list, report, replay, trace, check, calibrate and merge."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def lines(said: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.both
-def test_the_recorded_policy_replays_to_itself(atts: Atts, runs: Path) -> None:
-    """Nothing said, nothing changed: every decision comes out as it did, on the same scores."""
+def test_a_replay_without_changes_repeats_every_decision(atts: Atts, runs: Path) -> None:
+    """With the recorded settings the replay gives each recorded decision on the same scores."""
     *found, summary = lines(atts("replay", str(runs / "atts"), "--json"))
     decisions = [line for line in found if line["type"] == "decision"]
     assert decisions
@@ -73,8 +73,8 @@ def test_the_recorded_policy_replays_to_itself(atts: Atts, runs: Path) -> None:
     assert summary["recorded"] == summary["replayed"]
 
 
-def test_another_rate_is_replayed_and_its_strays_are_flagged(atts: Atts, runs: Path) -> None:
-    """Turns after a changed decision are off the record, and the output says so."""
+def test_a_replay_at_another_rate_flags_unrecorded_turns(atts: Atts, runs: Path) -> None:
+    """Turns after a changed decision were never run, and the output says so."""
     *found, summary = lines(atts("replay", str(runs / "atts"), "--rate", "0.7", "--json"))
     decisions = [line for line in found if line["type"] == "decision"]
     assert summary["nominal"] == 0.7
@@ -90,8 +90,8 @@ def test_another_rate_is_replayed_and_its_strays_are_flagged(atts: Atts, runs: P
     assert summary["off_policy"] > 0
 
 
-def test_columns_stay_apart_however_long_their_numbers_are(runs: Path) -> None:
-    """A run of many problems has counts that are wider than the first column of a small one."""
+def test_columns_stay_separate_for_large_counts(runs: Path) -> None:
+    """The counts of a run with many problems may be wider than the first column of a small run."""
     found = replay(runs / "atts")
     wide = replace(found.recorded, rate=share_estimate([(148_597, 742_662)] * 2))
     rows = list(_replay_lines(replace(found, recorded=wide)))
@@ -103,8 +103,8 @@ def _differs(line: dict[str, Any]) -> bool:
     return bool(line["action"] != line["recorded"])
 
 
-def test_a_budget_is_never_exceeded(runs: Path) -> None:
-    """Takeovers per problem, whatever the rate asks for."""
+def test_a_replay_never_exceeds_the_budget_per_problem(runs: Path) -> None:
+    """At rate 1 each problem escalates at most as many chunks as its budget allows."""
     for budget in (0, 1, 3):
         found = replay(runs / "atts", rate=1.0, budget=budget)
         spent: dict[str, int] = {}
@@ -115,10 +115,8 @@ def test_a_budget_is_never_exceeded(runs: Path) -> None:
         assert max(spent.values()) == budget
 
 
-def test_fewer_samples_are_a_smaller_run(runs: Path) -> None:
-    """Two of three rollouts, those whose end is known first, cost and decide less; nine cannot be
-    had.
-    """
+def test_a_replay_with_fewer_samples_costs_less(runs: Path) -> None:
+    """The replay takes the rollouts that ended first, and refuses more samples than were recorded."""
     whole = replay(runs / "atts")
     less = replay(runs / "atts", samples=2)
     assert (less.replayed.draft_tokens or 0) < (whole.replayed.draft_tokens or 0)
@@ -134,8 +132,8 @@ def test_fewer_samples_are_a_smaller_run(runs: Path) -> None:
         replay(runs / "atts", budget=-1)
 
 
-def test_the_replay_of_a_run_is_a_table(atts: Atts, runs: Path) -> None:
-    """People see both sides, and how far the second can be believed."""
+def test_a_replay_prints_a_table_of_both_runs(atts: Atts, runs: Path) -> None:
+    """The table has both sides and says how far the replay can be trusted."""
     said = atts("replay", str(runs / "atts"), "--rate", "0.7")
     assert said.code == 0
     for words in ("recorded", "replayed", "nominal rate 0.7", "left the recorded path"):
@@ -145,12 +143,10 @@ def test_the_replay_of_a_run_is_a_table(atts: Atts, runs: Path) -> None:
     assert all(line.endswith("this run cannot tell") for line in tokens)
 
 
-def test_a_list_of_runs_tells_what_could_not_be_scored(
+def test_a_list_of_runs_reports_unscored_problems(
     atts: Atts, tmp_path: Path, scripted: tuple[str, ...]
 ) -> None:
-    """A reference in unknown words: what it could change is printed next to the accuracy, here as
-    in a set of runs.
-    """
+    """The possible effect of unscored answers is printed next to the accuracy, also for a sweep."""
     rows = [{"problem": "Start at 4. +3. What is the result?", "answer": "7 of whatever it may be"}]
     (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert atts("eval", "odd.jsonl", "--samples", "2", *scripted, "--out", "odd/run").code == 0
@@ -160,7 +156,7 @@ def test_a_list_of_runs_tells_what_could_not_be_scored(
 
 
 def test_a_trace_holds_every_call(atts: Atts, runs: Path) -> None:
-    """It has one slice per engine call on its engine's slots, in a file or on stdout."""
+    """A trace has one slice per engine call, in a file or on stdout."""
     said = atts("trace", str(runs / "atts"), "--json")
     (made,) = lines(said)
     events = json.loads(Path(made["trace"]).read_text())["traceEvents"]
@@ -177,8 +173,8 @@ def test_a_trace_holds_every_call(atts: Atts, runs: Path) -> None:
     assert atts("trace", str(runs / "atts"), "--out", "-").out == Path(made["trace"]).read_text()
 
 
-def test_a_run_is_a_source_of_scores(atts: Atts, runs: Path) -> None:
-    """Report, fit and replay read a run directory like a file of scores; the conditions come along."""
+def test_a_run_directory_is_read_like_a_file_of_scores(atts: Atts, runs: Path) -> None:
+    """Report, fit and replay read a run's scores together with their conditions."""
     run = str(runs / "atts")
     assert "warning" in atts("calibration", "report", run).out
     fitted = atts("calibration", "fit", run, "--rate", "0.3", "--out", "fitted.json")
@@ -192,9 +188,9 @@ def test_a_run_is_a_source_of_scores(atts: Atts, runs: Path) -> None:
     assert atts("calibration", "replay", run, "--json").code == 0
 
 
-def test_check_says_whether_a_run_kept_its_promise(atts: Atts, runs: Path) -> None:
-    """The exit code is 0 if the rate is met, and 5 with the reason for a rate outside its band or
-    an alarm.
+def test_check_exits_with_5_if_the_rate_was_missed(atts: Atts, runs: Path) -> None:
+    """The exit code is 0 if the rate is on target, and 5 with the reason for a missed rate or a
+    drift alarm.
     """
     run = runs / "atts"
     assert "on target; no alarm" in atts("calibration", "check", str(run)).out
@@ -220,10 +216,8 @@ def _bent(journal: bytes) -> bytes:
     return b"".join(found)
 
 
-def test_a_run_of_which_nothing_came_says_why(atts: Atts) -> None:
-    """Every problem failed: "failed", an engine's exit code, the first reason, how to continue;
-    results are printed.
-    """
+def test_a_run_whose_problems_all_failed_says_why(atts: Atts) -> None:
+    """It prints "failed", the first reason and how to continue, and exits with an engine's code."""
     engine = f"hf:{model_path('draft')}?kv_tokens=40&worker=thread"
     run = (
         "eval",
@@ -263,11 +257,11 @@ def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:
     assert atts("calibration", "check", "same.json", "--live", str(runs / "atts")).code in (0, 5)
 
 
-def test_a_run_starts_from_scores_of_its_own_conditions_only(
+def test_scores_of_other_conditions_need_consent(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """Others end it before a model is asked, unless they are taken on purpose: then the report
-    warns of them.
+    """They end the run before a model is asked, unless the user accepts them; then the report
+    warns.
     """
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "own", "--scores")
     assert atts(*words, str(runs / "atts")).code == 0
@@ -293,7 +287,7 @@ def test_a_run_starts_from_scores_of_its_own_conditions_only(
 def test_a_fitted_calibrator_starts_a_run(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """--scores reads the output of `calibration fit`; the rate is the run's own unless another is
+    """`--scores` reads the output of `calibration fit`; the rate is the run's own unless another is
     given.
     """
     assert atts("calibration", "fit", str(runs / "atts"), "--out", "fitted.json").code == 0
@@ -327,10 +321,10 @@ def test_a_fitted_calibrator_starts_a_run(
         ("chunking", "chunking.stop"),
     ],
 )
-def test_a_condition_that_no_run_records_is_refused_at_once(
+def test_an_unknown_condition_is_refused_before_models_load(
     atts: Atts, runs: Path, name: str, near: str
 ) -> None:
-    """The error comes before the models are loaded, and names the nearest condition."""
+    """The error names the nearest condition."""
     said = atts(
         "calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", f"{name}=x"
     )
@@ -339,7 +333,7 @@ def test_a_condition_that_no_run_records_is_refused_at_once(
     assert not Path("s.json").exists()
 
 
-def test_scores_without_conditions_are_taken_with_a_warning(
+def test_scores_without_conditions_are_accepted_with_a_warning(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
     """Conditions that are not recorded cannot be checked, and the report says so."""
@@ -362,10 +356,8 @@ def test_scores_without_conditions_are_taken_with_a_warning(
     assert "do not say what they were made under" in warned["conditions"]
 
 
-def test_calibrate_is_the_draft_alone_scored(tmp_path: Path) -> None:
-    """Every chunk is scored and kept, none is handed over; the scores are a later run's to start
-    from.
-    """
+def test_calibrate_scores_chunks_and_escalates_none(tmp_path: Path) -> None:
+    """Each chunk is scored and kept, so a later run can start from the scores."""
     setup = Setup(draft="scripted", target="scripted")
     scores = calibrate_sync(toy_problems(3), setup, directory=tmp_path / "fit")
     events = [entry.event for entry in read_entries(tmp_path / "fit" / JOURNAL)]
@@ -384,7 +376,7 @@ def test_calibrate_is_the_draft_alone_scored(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Evaluate once by one process and once by three: whole, 1, 2, 3."""
+    """Evaluate once in one process and once in three shards; the folders are whole, 1, 2 and 3."""
     folder = tmp_path_factory.mktemp("shards")
     evaluate_sync(toy_problems(7), FROZEN, directory=folder / "whole")
     for number in (1, 2, 3):
@@ -406,10 +398,8 @@ def numbers(run: Path) -> dict[str, Any]:
     return {**kept, "rows": rows, "rates": rates}
 
 
-def test_shards_together_are_the_whole(shards: Path, tmp_path: Path) -> None:
-    """With a frozen gate the report of the union is that of one run: accuracy, tokens, rates, every
-    problem's row.
-    """
+def test_merged_shards_equal_one_run(shards: Path, tmp_path: Path) -> None:
+    """With a frozen gate the merged report has the accuracy, tokens, rates and rows of one run."""
     made = merge([shards / "2", shards / "3", shards / "1"], tmp_path / "all")
     assert made.problems == 7
     union = numbers(made.directory)
@@ -431,8 +421,8 @@ def _outcomes(run: Path) -> list[Any]:
     return list(read_outcomes(read_entries(run / JOURNAL)))
 
 
-def test_a_union_is_a_run_like_any_other(atts: Atts, shards: Path) -> None:
-    """It is reported, replayed, traced and compared; it cannot be gone on with."""
+def test_a_merged_run_can_be_read_but_not_resumed(atts: Atts, shards: Path) -> None:
+    """Reports, replays, traces and comparisons read it; evaluating into it is refused."""
     parts = [str(shards / str(number)) for number in (1, 2, 3)]
     assert atts("merge", *parts, "--out", "all").code == 0
     assert atts("report", "all", "--json").code == 0
@@ -447,8 +437,10 @@ def test_a_union_is_a_run_like_any_other(atts: Atts, shards: Path) -> None:
         evaluate_sync(toy_problems(7), FROZEN, directory="all")
 
 
-def test_calibrators_that_learnt_apart_are_put_together(atts: Atts, tmp_path: Path) -> None:
-    """Their decisions add up, the report audits each one, and a run can start from the union."""
+def test_merging_shards_merges_their_calibrators(atts: Atts, tmp_path: Path) -> None:
+    """Their decisions add up, the report audits each one, and a run can start from the merged
+    calibrator.
+    """
     setup = Setup(draft="scripted", target="scripted", rate=0.3)
     for number in (1, 2):
         evaluate_sync(toy_problems(6), setup, directory=tmp_path / str(number), shard=f"{number}/2")
@@ -465,8 +457,8 @@ def test_calibrators_that_learnt_apart_are_put_together(atts: Atts, tmp_path: Pa
 
 
 def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path) -> None:
-    """Certified: 0 and the words; none: 5 and how many problems it would take; other problems are
-    refused.
+    """The exit code is 0 if certified, otherwise 5 with the number of problems needed; runs of
+    other problems are refused.
     """
     for method, rate, problems in (
         ("target-only", 0.2, 12),
@@ -494,12 +486,8 @@ def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", ["marginal", "question-turn"])
-def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(
-    mode: Any, tmp_path: Path
-) -> None:
-    """Its decisions hold the lengths, so a resume, an audit and a later run that starts from its
-    scores know them.
-    """
+def test_a_run_that_ranks_by_length_can_be_resumed_and_audited(mode: Any, tmp_path: Path) -> None:
+    """Its decisions record the lengths, so a resume, an audit and a later run can repeat the ranks."""
     setup = Setup(
         draft="scripted",
         target="scripted",
@@ -533,9 +521,9 @@ def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(
     assert not Setup(rate_scope="marginal", stored=[1.5]).ranks_by_length
 
 
-def test_what_is_no_evaluation_in_parts_is_refused(shards: Path, tmp_path: Path) -> None:
-    """A missing shard, one twice, other settings, an unfinished one, a union over a run: each says
-    so.
+def test_shards_that_do_not_fit_together_are_refused(shards: Path, tmp_path: Path) -> None:
+    """A missing, repeated or unfinished shard, other settings, and an existing target folder each
+    get a message.
     """
     one, two, three = (shards / str(number) for number in (1, 2, 3))
     out = tmp_path / "out"
@@ -566,12 +554,10 @@ def test_what_is_no_evaluation_in_parts_is_refused(shards: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("given", ["argument", "file", "stdin"])
-def test_a_problem_is_solved_before_ones_eyes(
+def test_solve_shows_the_reasoning_as_it_is_written(
     atts: Atts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    """Each piece says who wrote it, and what became of it; the answer, the votes and the price come
-    last.
-    """
+    """Each line names its writer and the decision; the answer, votes and cost come last."""
     import io
 
     text = toy_problems(1)[0].text
@@ -598,10 +584,8 @@ def test_a_problem_is_solved_before_ones_eyes(
     assert "votes" in said.out
 
 
-def test_solving_tells_machines_everything(atts: Atts) -> None:
-    """Every rollout's chunks, decisions and end, then the outcome; what enters a turn was written
-    in it.
-    """
+def test_solve_json_holds_every_chunk_and_decision(atts: Atts) -> None:
+    """Each rollout's chunks, decisions and end come first and the outcome last; tokens add up."""
     said = atts(
         "solve", toy_problems(1)[0].text, "--draft", "scripted", "--target", "scripted", "--samples", "3", "--json",
         "--set", "early_stop=none",
@@ -617,7 +601,9 @@ def test_solving_tells_machines_everything(atts: Atts) -> None:
                 if (one.get("sample"), one.get("turn")) == (line["sample"], line["turn"])
             ]
             written = "".join(one["text"] for one in here if one["type"] in ("draft", "target"))
-            assert written.endswith(line["text"])  # what was thrown away came before
+            assert written.endswith(
+                line["text"]
+            )  # discarded chunks come before those that replaced them
 
 
 @pytest.mark.parametrize(
@@ -632,7 +618,9 @@ def test_solving_tells_machines_everything(atts: Atts) -> None:
         (("eval", "--shard", "0/2"), "2/3"),
     ],
 )
-def test_nonsense_is_a_line_and_a_code(atts: Atts, words: tuple[str, ...], why: str) -> None:
+def test_bad_arguments_give_one_line_and_an_exit_code(
+    atts: Atts, words: tuple[str, ...], why: str
+) -> None:
     """The error is about usage or the run directory, without a traceback."""
     said = atts(*words)
     assert said.code in (2, 4)
@@ -641,7 +629,7 @@ def test_nonsense_is_a_line_and_a_code(atts: Atts, words: tuple[str, ...], why: 
 
 
 def test_terminal_codes_are_shown_not_obeyed(atts: Atts) -> None:
-    """A foreign text cannot clear the screen, ring, or turn a line round."""
+    """Control codes in a text are shown as characters, so it cannot clear the screen or ring."""
     Path("mine.jsonl").write_text(
         json.dumps({"question": "2 + 2?\x1b[2J\x07\u202e", "answer": "4"}) + "\n"
     )
@@ -649,10 +637,8 @@ def test_terminal_codes_are_shown_not_obeyed(atts: Atts) -> None:
     assert "2 + 2?␛[2J␇\\u202e" in said.out
 
 
-def test_what_was_written_is_what_was_paid_for(tmp_path: Path) -> None:
-    """A rollout that a settled vote cut short paid for its unfinished turn too: progress and result
-    count alike.
-    """
+def test_cancelled_turns_count_as_spent(tmp_path: Path) -> None:
+    """A rollout cancelled by a settled vote spent its unfinished turn too, in progress and result."""
     setup = Setup(draft="scripted", target="scripted", seed=3, policy=Policy(samples=6))
     result = evaluate_sync(toy_problems(6), setup, directory=tmp_path / "run")
     written = dict.fromkeys(("draft", "target", "scored"), 0)
@@ -664,7 +650,7 @@ def test_what_was_written_is_what_was_paid_for(tmp_path: Path) -> None:
     usage = result.usage
     assert usage.drawn_tokens > 0
     assert any(sample.finish == "settled" for line in result.problems for sample in line.samples)
-    # what a takeover kept of a scoring call was not asked for again
+    # tokens that a takeover kept from a scoring call were not written again
     decoded = usage.target_tokens - usage.drawn_tokens
     assert written == {
         "draft": usage.draft_tokens,
@@ -673,8 +659,8 @@ def test_what_was_written_is_what_was_paid_for(tmp_path: Path) -> None:
     }
 
 
-def test_runs_are_listed_with_what_they_came_to(atts: Any, runs: Path) -> None:
-    """The numbers are those of the run's own summary."""
+def test_listed_runs_show_the_numbers_of_their_summaries(atts: Any, runs: Path) -> None:
+    """The list has the numbers that the run printed at its end."""
     lines = [json.loads(line) for line in atts("runs", str(runs), "--json").out.splitlines()]
     assert [(Path(line["directory"]).name, line["method"]) for line in lines] == [
         ("atts", "atts"),
@@ -697,8 +683,8 @@ def test_runs_are_listed_with_what_they_came_to(atts: Any, runs: Path) -> None:
         }
 
 
-def test_each_status_has_its_word(runs: Path) -> None:
-    """A run without a last word was killed, unless its lock is held: then it is being written."""
+def test_the_list_tells_killed_runs_from_running_ones(runs: Path) -> None:
+    """A run without an end was killed, unless its lock is taken: then it is being written."""
     cut = runs / "cut"
     shutil.copytree(runs / "atts", cut)
     lines = (cut / JOURNAL).read_bytes().splitlines(keepends=True)
@@ -710,7 +696,7 @@ def test_each_status_has_its_word(runs: Path) -> None:
 
 
 def test_a_run_that_cannot_be_read_is_listed_with_the_reason(atts: Any, runs: Path) -> None:
-    """It keeps no other run from being listed."""
+    """An unreadable run does not keep others from being listed."""
     (runs / "atts" / "manifest.json").write_text("{")
     said = atts("runs", str(runs))
     assert said.code == 0
@@ -728,8 +714,8 @@ def test_a_folder_without_runs_says_so(atts: Any, tmp_path: Path) -> None:
 
 
 class GrowingRun:
-    """A run that is being written: every wait adds lines, torn ones too, until it is whole and its
-    lock is free.
+    """A run that is being written: each wait adds lines, torn ones too, until it ends and its lock
+    is free.
     """
 
     def __init__(self, recorded: Path, folder: Path, steps: int) -> None:
@@ -755,12 +741,8 @@ class GrowingRun:
             self._lock.close()
 
 
-def test_it_is_written_while_the_run_goes_on_and_once_when_it_has_ended(
-    runs: Path, tmp_path: Path
-) -> None:
-    """Every so many seconds if something happened, each time with what is there by then; the last
-    is of the whole.
-    """
+def test_report_follow_rewrites_the_report_while_a_run_grows(runs: Path, tmp_path: Path) -> None:
+    """The report is written at each interval if something happened, and once more at the end."""
     from atts.analysis import build_report
 
     run = GrowingRun(runs / "atts", tmp_path / "growing", 16)
@@ -777,8 +759,8 @@ def test_it_is_written_while_the_run_goes_on_and_once_when_it_has_ended(
     assert (done[0] < 3, done[-1]) == (True, 3)
 
 
-def test_a_run_that_does_nothing_is_not_reported_anew(runs: Path, tmp_path: Path) -> None:
-    """However long it does nothing."""
+def test_report_follow_writes_nothing_for_an_idle_run(runs: Path, tmp_path: Path) -> None:
+    """An idle run is not reported again, however long it is idle."""
     run = GrowingRun(runs / "atts", tmp_path / "idle", 40)
     times = list[int]()
     run._write = lambda length: None  # type: ignore[method-assign]
@@ -786,15 +768,15 @@ def test_a_run_that_does_nothing_is_not_reported_anew(runs: Path, tmp_path: Path
     assert times == [0, 40]
 
 
-def test_a_run_that_is_over_is_reported_once(atts: Any, runs: Path) -> None:
-    """The command says where, as without --follow."""
+def test_report_follow_of_a_finished_run_writes_once(atts: Any, runs: Path) -> None:
+    """The command prints the path, as without `--follow`."""
     said = atts("report", str(runs / "atts"), "--follow", "--out", "page.html")
     assert (said.code, said.out) == (0, "page.html\n")
     assert Path("page.html").read_text().startswith("<!doctype html>")
 
 
-def test_a_run_that_is_taken_away_is_told(runs: Path, tmp_path: Path) -> None:
-    """The error names its directory."""
+def test_report_follow_of_a_deleted_run_is_an_error(runs: Path, tmp_path: Path) -> None:
+    """The error names the run's directory."""
     run = GrowingRun(runs / "atts", tmp_path / "gone", 9)
     with pytest.raises(JournalError, match="there is no run here"):
         follow(run.folder, lambda: shutil.rmtree(run.folder), wait=lambda seconds: None)
@@ -802,7 +784,9 @@ def test_a_run_that_is_taken_away_is_told(runs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["scores.jsonl", "scores.json", "scores"])
 def test_imported_scores_are_read_everywhere(atts: Any, name: str) -> None:
-    """`import` writes one format; `report`, `replay`, `check` and `fit` know it by its content."""
+    """`import` writes one format; `report`, `replay`, `check` and `fit` recognise it by its
+    content.
+    """
     np.save("ppls.npy", np.linspace(1.1, 9.0, 64))
     assert (
         atts("calibration", "import", "ppls.npy", "--per-question", "16", "--out", name).code == 0
@@ -819,8 +803,8 @@ def test_imported_scores_are_read_everywhere(atts: Any, name: str) -> None:
     assert whole["decisions"] == 64
 
 
-def test_a_record_without_a_score_is_told_shortly(atts: Any) -> None:
-    """The fields it has, not all that they hold; a long value is shortened."""
+def test_a_record_without_a_score_is_quoted_briefly(atts: Any) -> None:
+    """The error lists the fields of the record and shortens long values."""
     with open("wrong.jsonl", "w") as file:
         file.write(json.dumps({"scores": list(range(5000)), "text": "x" * 5000}) + "\n")
     with open("long.jsonl", "w") as file:
@@ -832,7 +816,7 @@ def test_a_record_without_a_score_is_told_shortly(atts: Any) -> None:
         assert len(said.err) < 400
 
 
-def test_many_rollouts_have_the_names_of_benchmarks(atts: Any, scripted: tuple[str, ...]) -> None:
+def test_benchmark_names_of_metrics_are_printed(atts: Any, scripted: tuple[str, ...]) -> None:
     """avg@16 and cons@16 are pass@1 and the vote; a run that cancelled rollouts has no avg."""
     words = ("eval", "arithmetic[:2]", "--samples", "16", *scripted, "--method", "draft-only")
     said = atts(*words, "--early-stop", "none", "--out", "all")
@@ -852,9 +836,7 @@ def odd(answer, problem):
 """
 
 
-def test_a_grader_of_the_user_s_own_decides(
-    atts: Any, scripted: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_users_grader_decides(atts: Any, scripted: tuple[str, ...], tmp_path: Path) -> None:
     """It is imported from the working directory, named in the verdicts, and part of the run."""
     (tmp_path / "graders_of_mine.py").write_text(GRADER)
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--json")
@@ -863,7 +845,7 @@ def test_a_grader_of_the_user_s_own_decides(
     lines = [json.loads(line) for line in said.out.splitlines()]
     rules = {one["rule"] for line in lines[:-1] for one in line["samples"] if one["answer"]}
     assert rules <= {"strict"}
-    assert atts(*words, "--out", "strict").code == 2  # another grader is another run
+    assert atts(*words, "--out", "strict").code == 2  # another grader makes another run
     said = atts(*words, "--grader", "graders_of_mine:odd", "--out", "odd")
     statuses = {
         one["verdict"]

@@ -1,4 +1,4 @@
-"""The options of `atts serve` and `atts view` that are read before anything is served."""
+"""Tests of options of `atts serve` and `atts view` that are checked before anything is served."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.cli.conftest import Atts
         (("--share", "ann=0"), "is not a share above 0"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(
+def test_impossible_serving_options_are_refused(
     atts: Atts, words: tuple[str, ...], problem: str
 ) -> None:
-    """The option is named, and nothing is served."""
+    """The message names the option, and nothing is served."""
     pytest.importorskip("starlette", reason="needs the extra serve")
     done = atts("serve", *words)
     assert done.code == 2
@@ -40,13 +40,13 @@ def test_options_that_mean_nothing_are_refused(
     ],
 )
 def test_a_source_that_cannot_be_viewed_is_named(atts: Atts, source: str, problem: str) -> None:
-    """Neither a folder without a run nor an address without a server is shown."""
+    """A folder without a run and an address without a server are named in the error."""
     done = atts("view", source)
     assert done.code != 0
     assert problem in done.err
 
 
-def test_a_run_is_printed_as_the_page_has_it(
+def test_view_json_prints_the_status_of_the_page(
     atts: Atts, scripted: tuple[str, ...], tmp_path: Path
 ) -> None:
     """`--json` prints the status once, for programs."""

@@ -1,6 +1,4 @@
-"""The key `speculate`: whom it lets propose, what a dry run says of it, and that no run's text
-depends on it.
-"""
+"""Tests of the key `speculate`: which model proposes tokens, and that no run's text depends on it."""
 
 from __future__ import annotations
 
@@ -36,13 +34,13 @@ EMBEDDED = Setup(
 @pytest.mark.parametrize(
     ("method", "rollouts", "ways"), [("target-only", 8, ("auto", "suffix")), ("atts", 1, ("auto",))]
 )
-async def test_a_run_writes_the_same_whoever_proposes(
+async def test_speculation_changes_no_token_of_a_run(
     method: str, rollouts: int, ways: Sequence[Any], tmp_path: Path
 ) -> None:
-    """Every token, score and decision; one rollout at a time where the gate learns from their
-    order.
+    """Tokens, scores and decisions are equal, one rollout at a time, because the gate learns from
+    their order.
 
-    The result, the run's journal and its report say what was proposed.
+    The result, the run's journal and its report have the numbers of proposals.
     """
     setup = replace(EMBEDDED, method=method, concurrency=rollouts, rate=0.5)
     written = list[Any]()
@@ -125,11 +123,11 @@ async def proposals(target: Engine) -> int | None:
         (replace(EMBEDDED, draft=f"embedded:target?{HERE}"), False),
     ],
 )
-async def test_the_key_says_who_proposes_and_the_targets_own_words_go_before_it(
+async def test_the_key_chooses_the_proposer_unless_the_engine_does(
     setup: Setup, does: bool
 ) -> None:
-    """A method that has the target write nothing lends it no drafter, and no model is a drafter of
-    its own.
+    """Options in the target's address win; a method whose target writes nothing, and a model
+    itself, get no drafter.
     """
     assert ((await proposals(setup.engines()[1])) is not None) == does
 
@@ -137,10 +135,10 @@ async def test_the_key_says_who_proposes_and_the_targets_own_words_go_before_it(
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("flaw", ["tokenizer", "missing", "weights", "memory"])
-async def test_a_lent_draft_that_does_not_fit_is_left_out(
+async def test_a_draft_that_cannot_propose_is_left_out(
     flaw: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run continues as it would have without; asked for by name, the same draft is an error."""
+    """By default the run continues without it; requested by name, the same draft is an error."""
     from atts.models import path
 
     folder = tmp_path / "draft"
@@ -184,7 +182,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
     monkeypatch.setattr(build, "load_weights", load)
 
 
-def test_a_dry_run_says_who_proposes(atts: Callable[..., Any]) -> None:
+def test_a_dry_run_names_the_proposer(atts: Callable[..., Any]) -> None:
     """The output names the setting that chose the proposer; the run's directory does not depend on
     it.
     """
@@ -206,8 +204,8 @@ def test_a_dry_run_says_who_proposes(atts: Callable[..., Any]) -> None:
     assert "as the target's own words say" in own.out
 
 
-def test_an_engine_made_by_a_program_has_its_own_options() -> None:
-    """It is handed nothing, and asking for it by the key is an error."""
+def test_the_key_does_not_change_an_engine_object() -> None:
+    """An engine made by a program gets no drafter, and requesting one by the key is an error."""
     from atts.errors import OptionError
     from atts.models import path
 

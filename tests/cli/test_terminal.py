@@ -1,4 +1,4 @@
-"""A person at a terminal: watches a run load and continue, presses Ctrl-C, and loses nothing."""
+"""Tests with a pseudo-terminal: progress, Ctrl-C, signals, and runs that lose nothing."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ CTRL_C = b"\x03"
 
 
 class Terminal:
-    """`atts` on a pseudo-terminal of its own, as a shell would start it; killed when the block
-    ends.
-    """
+    """`atts` on a pseudo-terminal of its own, killed when the block ends."""
 
     def __init__(self, *words: str, cwd: Path) -> None:
         self.shown = b""
@@ -87,7 +85,7 @@ class Terminal:
         os.write(self._keys, keys)
 
     def until(self, true: Callable[[], bool], seconds: float = 120) -> None:
-        """Watch until something is true."""
+        """Read the output until the condition is true."""
         end = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < end, self.shown.decode(errors="replace")
@@ -95,7 +93,7 @@ class Terminal:
                 assert self._process.poll() is None, self.shown.decode(errors="replace")
 
     def end(self) -> int:
-        """Watch to the end; the exit code."""
+        """Read to the end and return the exit code."""
         end = time.monotonic() + 100
         while self._watch(max(0.0, end - time.monotonic())):
             pass
@@ -106,7 +104,7 @@ class Terminal:
             return False
         try:
             more = os.read(self._keys, 1 << 16)
-        except OSError:  # how a terminal says that no process writes to it any more
+        except OSError:  # the terminal's end-of-file: no process writes to it any more
             return False
         self.shown += more
         return bool(more)
@@ -166,8 +164,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -> None:
-    """Once: calls in flight end and are saved. Twice: it ends at once. Either way the same command
-    continues.
+    """The first Ctrl-C saves the calls in flight, the second ends at once; after both the same
+    command continues.
     """
     run = tmp_path / "run"
     words = ("eval", "arithmetic[:14]", *FROZEN, "--out", str(tmp_path / "run"))
@@ -197,10 +195,8 @@ def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -
     assert closings == ["interrupted", "finished"]
 
 
-def test_a_terminal_shows_the_run_as_it_goes(tmp_path: Path) -> None:
-    """A table is drawn over itself: problems, rollouts by stage, chunks, the rate, tokens of both
-    models.
-    """
+def test_a_terminal_shows_a_table_that_is_redrawn(tmp_path: Path) -> None:
+    """The table has problems, rollouts by stage, chunks, the rate and the tokens of both models."""
     with Terminal("eval", "arithmetic[:3]", *FROZEN, "--out", "run", cwd=tmp_path) as terminal:
         assert terminal.end() == 0
         text = terminal.shown.decode()
@@ -219,7 +215,9 @@ def test_a_terminal_shows_the_run_as_it_goes(tmp_path: Path) -> None:
 
 
 def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
-    """No terminal: no escape, no redrawing, and stdout holds the results alone."""
+    """Without a terminal nothing is redrawn, there are no escapes, and stdout holds only the
+    results.
+    """
     command = [
         sys.executable,
         "-m",
@@ -244,10 +242,10 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "unit"), [("cascade", "problems"), ("coin", "chunks")])
-def test_what_is_escalated_is_called_by_its_name(
+def test_progress_names_what_the_gate_judges(
     atts: Any, scripted: tuple[str, ...], method: str, unit: str
 ) -> None:
-    """A cascade judges problems, every other gate chunks; both lines say which."""
+    """A cascade judges problems and each other gate chunks, and the progress says which."""
     said = atts(
         "eval", "arithmetic[:6]", *scripted, "--method", method, "--rate", "0.5", "--samples", "4",
         "--report", "none",
@@ -259,8 +257,8 @@ def test_what_is_escalated_is_called_by_its_name(
     assert re.search(rf"; {unit} \d+ accepted, \d+ escalated", said.err)
 
 
-def test_a_polite_kill_is_a_ctrl_c(tmp_path: Path) -> None:
-    """A cluster's scheduler asks by SIGTERM: what is in flight is saved, and the exit code says so."""
+def test_sigterm_saves_calls_in_flight(tmp_path: Path) -> None:
+    """A cluster's scheduler sends SIGTERM, so it acts like Ctrl-C, with an exit code of its own."""
     command = [sys.executable, "-m", "atts", "eval", "arithmetic[:40]", *FROZEN, "--out", "run"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=CLEAN, stderr=subprocess.PIPE, text=True
@@ -276,7 +274,7 @@ def test_a_polite_kill_is_a_ctrl_c(tmp_path: Path) -> None:
 
 
 class Clock:
-    """Seconds that pass on command."""
+    """A clock whose seconds pass on command."""
 
     now = 0.0
 
@@ -284,9 +282,9 @@ class Clock:
         return self.now
 
 
-def test_loading_is_a_stage_of_its_own() -> None:
-    """The models by name from the first second on, in lines and in the table; never problems before
-    there are any.
+def test_progress_names_models_while_they_load() -> None:
+    """Loading models are named from the first second on, in lines and in the table, before any
+    problem is counted.
     """
     clock = Clock()
     said = io.StringIO()
@@ -305,8 +303,8 @@ def test_loading_is_a_stage_of_its_own() -> None:
     assert Progress(clock, loading=("embedded", "embedded")).snapshot().note == "loading embedded"
 
 
-def test_what_was_done_is_told_of_what_there_is(atts: Any, runs: Path) -> None:
-    """After Ctrl-C the summary says "2 of 3 problems", after the end "3 problems"."""
+def test_the_summary_counts_finished_of_all_problems(atts: Any, runs: Path) -> None:
+    """After Ctrl-C the summary says "2 of 3 problems", and after the end "3 problems"."""
     manifest = open_run(runs / "atts").manifest
     configuration = configure({}, environment={}, folder=runs)
     whole = RunResult("finished", (), manifest, 1.0)
@@ -318,7 +316,7 @@ def test_what_was_done_is_told_of_what_there_is(atts: Any, runs: Path) -> None:
 
 
 class Heavy(ScriptedEngine):
-    """A toy that says it is as heavy as a model of 0.3 billion weights, computed here."""
+    """A toy engine that claims 0.3 billion weights on this machine's processor."""
 
     kernel = "native, 2 threads"
 
@@ -329,8 +327,10 @@ class Heavy(ScriptedEngine):
 
 
 @pytest.mark.anyio
-async def test_a_model_that_would_take_hours_here_says_so(tmp_path: Path) -> None:
-    """Before anything is written, in words that name what to do; a run of minutes says nothing."""
+async def test_a_run_that_would_take_hours_warns_first(tmp_path: Path) -> None:
+    """The warning comes before anything is written and names a remedy; a run of minutes prints
+    none.
+    """
     said = io.StringIO()
     for policy, told in (
         (Policy(samples=8, max_tokens=16_000, turns=1), True),
@@ -361,16 +361,14 @@ def workers() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("presses", [1, 2, 3])
-def test_presses_while_the_loop_cleans_up_leave_no_thread_behind(presses: int) -> None:
-    """The first press cancels; the others come in the middle of the clean-up, which continues to
-    its end.
-    """
+def test_ctrl_c_during_clean_up_leaves_no_thread(presses: int) -> None:
+    """The first press cancels the work; later ones arrive during the clean-up, which still ends."""
     before = workers()
     cleaned = False
 
     async def work() -> None:
         nonlocal cleaned
-        # a worker thread, which waits for more until the loop is closed
+        # starts a worker thread, which lives until the loop is closed
         await anyio.to_thread.run_sync(int)
         try:
             press()
@@ -390,8 +388,8 @@ def test_presses_while_the_loop_cleans_up_leave_no_thread_behind(presses: int) -
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_press_after_the_work_is_done_changes_nothing() -> None:
-    """The loop is closing, and the result is there already."""
+def test_ctrl_c_after_the_work_changes_nothing() -> None:
+    """The loop is closing, and the result is already there."""
 
     async def late() -> None:
         try:
@@ -408,8 +406,10 @@ def test_a_press_after_the_work_is_done_changes_nothing() -> None:
     assert run_async(work) == 7
 
 
-def test_after_signals_were_watched_the_handlers_from_before_are_back() -> None:
-    """Python's own handler, which raises anywhere in the loop, is not put in their place."""
+def test_signal_handlers_are_restored() -> None:
+    """Python's default handler would raise anywhere in the loop, so the earlier handler is put back
+    instead.
+    """
 
     async def work() -> None:
         before = signal.getsignal(signal.SIGINT)
@@ -424,12 +424,10 @@ def test_after_signals_were_watched_the_handlers_from_before_are_back() -> None:
     run_async(work)
 
 
-def test_a_press_while_handlers_change_leaves_no_thread_behind(
+def test_ctrl_c_while_handlers_change_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-C comes at every change of its handler in turn while a run ends, and none raises in the
-    loop.
-    """
+    """Ctrl-C arrives at each change of the handler while a run ends, and none raises in the loop."""
     before = workers()
     real = signal.signal
     chosen = 0
@@ -445,7 +443,7 @@ def test_a_press_while_handlers_change_leaves_no_thread_behind(
         return replaced
 
     async def work() -> None:
-        # a worker thread, which waits for more until the loop is closed
+        # starts a worker thread, which lives until the loop is closed
         await anyio.to_thread.run_sync(int)
         with monkeypatch.context() as patch:
             async with concurrency.task_group() as group:
@@ -455,7 +453,7 @@ def test_a_press_while_handlers_change_leaves_no_thread_behind(
                 group.cancel_scope.cancel()
         await anyio.lowlevel.checkpoint()
 
-    # until the run makes fewer changes than that
+    # ends once the run makes fewer changes than `chosen`
     while changes >= chosen:
         chosen += 1
         changes = 0
@@ -467,8 +465,8 @@ def test_a_press_while_handlers_change_leaves_no_thread_behind(
     assert chosen > 1
 
 
-def test_many_presses_kill() -> None:
-    """The keyboard ends the process even if the clean-up hangs."""
+def test_repeated_ctrl_c_kills_a_hanging_process() -> None:
+    """The keyboard can end the process even if the clean-up hangs."""
     code = (
         "import signal, anyio\n"
         "from atts.interrupts import run_async\n"
@@ -479,9 +477,9 @@ def test_many_presses_kill() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGINT
 
 
-def test_a_press_while_the_interpreter_ends_keeps_the_exit_code() -> None:
-    """It is ignored once the command has its code: the interpreter would die of the signal
-    otherwise.
+def test_ctrl_c_at_exit_keeps_the_exit_code() -> None:
+    """Once the command has its exit code the signal is ignored; otherwise the interpreter would die
+    of it.
     """
     code = (
         "import atexit, signal, sys\n"

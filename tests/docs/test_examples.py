@@ -1,4 +1,4 @@
-"""Every example of the pages runs, or says on the page why it is not run."""
+"""Tests that run every example of the pages, or find the reason why it is not run."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ FENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One fenced block: what it is written in, and what the comment above it says."""
+    """One fenced block with its language and the comment above it."""
 
     kind: str
     text: str
     line: int
-    skipped: str = ""  # why it is not run
+    skipped: str = ""  # the reason why it is not run
     exit: int = 0
 
 
@@ -83,7 +83,9 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
 def test_every_example_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
 ) -> None:
-    """The blocks of a page in order, in one folder and one namespace, as a reader would type them."""
+    """The blocks of a page run in order, in one folder and one namespace, as a reader would type
+    them.
+    """
     if page.name == "two_servers.md":
         request.getfixturevalue("two_servers")
     # a reader has engines in processes of their own, which start later: tests/cli and tests/local
@@ -118,14 +120,14 @@ def test_every_example_runs(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_is_not_run_says_why(page: Path) -> None:
-    """A reason is a few words, not a mark."""
+def test_a_block_that_is_not_run_states_the_reason(page: Path) -> None:
+    """The reason has at least a few words."""
     assert [it.line for it in examples(page) if it.skipped and len(it.skipped.split()) < 3] == []
 
 
 def run_python(example: Example, where: str, namespace: dict[str, Any]) -> None:
-    """Run a block, `await` at its top included; a last comment `# prints: ...` is what it must
-    print.
+    """Run a block, with `await` at its top level; a last comment `# prints: ...` is the expected
+    output.
     """
     code: CodeType = compile(
         example.text, where, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
@@ -147,7 +149,7 @@ async def _awaited(code: CodeType, namespace: dict[str, Any]) -> None:
 
 
 def run_console(example: Example, where: str) -> None:
-    """Run each command and compare its output with the page, where `...` is for anything.
+    """Run each command and compare its output with the page, where `...` matches anything.
 
     A page shows at least one line of what a command prints.
     """
@@ -157,13 +159,13 @@ def run_console(example: Example, where: str) -> None:
         shown = [line for line in promised.splitlines() if line.strip() not in ("", "...")]
         assert shown or not said.strip(), f"{where}: show lines of what `{words}` prints:\n{said}"
         if promised:
-            # pages show a real run's output; its numbers vary with the machine and its load
+            # numbers in a real run's output vary with the machine and its load
             expect(NUMBER.sub("0", promised), NUMBER.sub("0", said), f"{where}: `{words}`")
 
 
 def run_command(words: str) -> tuple[int, str]:
-    """Run `atts` and its engines in this process, which is quicker, and anything else in a shell."""
-    words = words.partition("  # ")[0]  # the page's comment on the command
+    """Run `atts` in this process, which is quicker, and anything else in a shell."""
+    words = words.partition("  # ")[0]  # drops the page's comment on the command
     plain = re.sub(r"\$\(cat (\w+)\)", lambda found: Path(found[1]).read_text().strip(), words)
     if plain.startswith("atts ") and not SHELL & set(plain):
         said = io.StringIO()
@@ -181,9 +183,7 @@ def run_command(words: str) -> tuple[int, str]:
 
 
 def in_thread(word: str) -> str:
-    """Give the name of an in-process engine a worker in a thread; leave other words, and stages,
-    unchanged.
-    """
+    """Give a local engine's address a worker in a thread; leave other words and stages unchanged."""
     if "stages=" in word or not re.match(r"(zoo:[^?]+/\w+|embedded)(\?|$)", word):
         return word
     return f"{word}{'&' if '?' in word else '?'}worker=thread"
@@ -212,8 +212,8 @@ def leaf_commands() -> dict[str, str]:
 
 
 def test_every_command_is_shown_by_an_example() -> None:
-    """Each has an example in its help, and one on a page: run with that page, or with the reason
-    why it is not.
+    """Each command has an example in its help and one on a page, which is run or says why it is
+    not.
     """
     shown = "\n".join(example.text for page in PAGES for example in examples(page))
     commands_ = leaf_commands()
@@ -224,7 +224,7 @@ def test_every_command_is_shown_by_an_example() -> None:
     ] == []
 
 
-def test_the_collector_sees_and_the_checker_can_fail(tmp_path: Path) -> None:
+def test_the_checker_reads_blocks_and_notices_wrong_output(tmp_path: Path) -> None:
     """Blocks, reasons, exit codes and continued commands are read; a wrong output and a wrong exit
     code are noticed.
     """

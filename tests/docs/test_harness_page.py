@@ -1,4 +1,4 @@
-"""The page on other harnesses gives things their places, whether or not the harness is installed."""
+"""Tests of the page on other harnesses that work whether or not the harness is installed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ pytestmark = pytest.mark.checkout
 PAGE = Path(__file__).resolve().parents[2] / "docs/harnesses.md"
 
 
-def test_the_solver_is_given_as_a_solver() -> None:
-    """The second place of an inspect_ai Task is its set-up: the page names the solver by keyword."""
+def test_the_page_passes_the_solver_by_keyword() -> None:
+    """The second positional argument of an inspect_ai Task is its set-up, so the solver needs its
+    keyword.
+    """
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
     [block] = [text for text in blocks if "atts_solver" in text]
     calls = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]

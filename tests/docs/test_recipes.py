@@ -1,4 +1,4 @@
-"""The recipes of docs/servers.md put servers where `--pair` looks for them."""
+"""Tests that the recipes of docs/servers.md start servers where `--pair` looks for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site has every page, a place in the menu for each, and links that lead somewhere."""
+"""Tests of the docs site: every page has a place in the menu, and every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def written_pages() -> dict[str, str]:
 
 
 def test_every_page_has_one_place_in_the_menu() -> None:
-    """The menu lists the gathered and the generated pages, each once, and nothing else."""
+    """The menu lists each page once, and nothing else."""
     project = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
     listed = list(menu(project["nav"]))
     pages = [name for name in sources().values() if name.endswith(".md")]
@@ -76,7 +76,7 @@ def test_links_follow_pages_to_the_site() -> None:
 
 
 def test_gathering_writes_every_page_and_picture(tmp_path: Path) -> None:
-    """Earlier files are gone from the folder, and every relative link of a page has its file."""
+    """Earlier files of the folder are removed, and every relative link of a page has its file."""
     folder = tmp_path / "pages"
     folder.mkdir()
     (folder / "old.md").write_text("gone")
@@ -122,9 +122,7 @@ NOT_MEASURED = (
 
 
 def test_pages_that_speak_of_gpus_say_that_none_was_measured() -> None:
-    """Every page with a command or an option for GPUs has the sentence, as long as no figure of
-    the study of GPUs is there.
-    """
+    """Pages with GPU commands or options say so as long as no result of a GPU is published."""
     assert "Not run yet" in (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
     texts = {name: (ROOT / name).read_text() for name in (*written_pages(), "README.md")}
     about = {
@@ -140,9 +138,9 @@ def test_pages_that_speak_of_gpus_say_that_none_was_measured() -> None:
     assert not missing
 
 
-def test_what_is_slower_or_not_built_is_said_where_it_is_described() -> None:
-    """EasySpec's row says with its study's numbers that it loses on a processor; what BlockLLM
-    describes and this project lacks is listed.
+def test_pages_admit_what_is_slower_or_missing() -> None:
+    """EasySpec's row says that it is slower on a processor, and the BlockLLM page lists what this
+    project lacks.
     """
     study = (ROOT / "docs" / "benchmarks" / "overlap.md").read_text()
     grouped, serial = re.findall(
@@ -161,15 +159,15 @@ def test_what_is_slower_or_not_built_is_said_where_it_is_described() -> None:
         assert mechanism in " ".join(lacking.split())
 
 
-def test_the_pages_are_short_enough_to_be_read() -> None:
-    """All pages that people write have at most 45,000 words, the output of commands left out."""
+def test_the_pages_have_at_most_45000_words() -> None:
+    """The limit counts all pages that people write, without the output of commands."""
     texts = [
         re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S) for text in written_pages().values()
     ]
     assert sum(len(text.split()) for text in texts) <= LONGEST
 
 
-# Next to an installed package there are no pages, and this file is imported all the same.
+# An installed package has no pages, but pytest still imports this file.
 @pytest.mark.parametrize("name", sorted(written_pages()) if (ROOT / "docs").exists() else [])
 def test_a_page_says_for_whom_it_is_and_begins_with_a_command(name: str) -> None:
     """The opening names its readers and has a command or a program."""

@@ -1,4 +1,4 @@
-"""Examples as modules."""
+"""A fixture that imports examples as modules."""
 
 import importlib.util
 import sys

@@ -1,4 +1,6 @@
-"""The round trip of the example: what a run exports brings the draft nearer to the target."""
+"""Tests of the distillation example: training on a run's export brings the draft closer to the
+target.
+"""
 
 import re
 from collections.abc import Callable
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.checkout
 def test_the_divergence_falls_on_problems_left_out(
     example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A draft with disturbed weights learns: the interval of the difference is below zero."""
+    """A draft with disturbed weights learns, and the interval of the change lies below zero."""
     example("distil").main(["--problems", "12", "--epochs", "4", "--noise", "0.15"])
     printed = capsys.readouterr().out
     found = re.search(r"KL .*difference (\S+) \[(\S+), (\S+)\], n = (\d+)", printed)
@@ -26,7 +28,7 @@ def test_the_divergence_falls_on_problems_left_out(
 
 
 def test_the_interval_is_over_problems(example: Callable[[str], ModuleType]) -> None:
-    """One problem with many places does not make the interval narrow."""
+    """One problem with many positions does not narrow the interval."""
     interval = example("distil").interval
     rows = np.array([[10.0, 10, 0, 10]] + [[0.0, 10, 0, 10]] * 9)
     difference, low, high = interval(rows)

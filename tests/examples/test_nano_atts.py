@@ -1,4 +1,4 @@
-"""The method in one file and the real pipeline come to the same outcomes."""
+"""Tests that the method in one file and the real pipeline reach the same outcomes."""
 
 import ast
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ def nano(example: Callable[[str], ModuleType]) -> Any:
     ("rate", "seed", "tokens", "stop"),
     [(0.2, 0, 12, ()), (0.4, 1, 12, ()), (0.1, 2, 64, ("\n",)), (0.3, 3, 7, ())],
 )
-def test_same_outcomes(
+def test_nano_atts_reaches_the_outcomes_of_the_pipeline(
     nano: Any, rate: float, seed: int, tokens: int, stop: tuple[str, ...]
 ) -> None:
-    """Tokens, escalations, answers and votes of 40 rollouts, one after the other so that the gate
-    sees one order.
+    """Tokens, escalations, answers and votes of 40 rollouts are equal; they run one by one because
+    the gate depends on order.
     """
     problems = toy_problems(10, seed)
     settings = nano.Settings(rate, chunk_tokens=tokens, stop=stop, seed=seed)
@@ -94,10 +94,10 @@ def _facts(outcome: Outcome) -> object:
     return outcome.answer, dict(outcome.votes), rollouts
 
 
-def test_it_stands_alone() -> None:
-    """It has at most 200 lines of text, and takes only the engine protocol and values from atts.
+def test_nano_atts_has_200_lines_and_few_imports() -> None:
+    """It has at most 200 lines of text, and imports only the engine protocol and values from atts.
 
-    Its demonstration at the end takes more.
+    Its demonstration at the end imports more.
     """
     text = NANO.read_text()
     assert sum(1 for line in text.splitlines() if line.strip()) <= 200
@@ -106,7 +106,7 @@ def test_it_stands_alone() -> None:
     assert ours == {"atts.core", "atts.engine", "atts.sampling"}
 
 
-def test_it_runs(nano: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nano_atts_runs(nano: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The program prints how many problems it solved."""
     run_virtual(nano.main)
     assert "of 8 right" in capsys.readouterr().out

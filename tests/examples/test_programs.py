@@ -1,4 +1,4 @@
-"""Every example runs and says what its text promises."""
+"""Tests that every example program runs and prints what its text promises."""
 
 import re
 from collections.abc import Callable
@@ -25,10 +25,10 @@ SAYS = {
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_it_runs(
+def test_example_runs(
     name: str, example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The program's own `main`, and what it prints."""
+    """The program's own `main` runs and prints the expected text."""
     main = example(name).main
     if iscoroutinefunction(main):
         anyio.run(main)
@@ -38,6 +38,6 @@ def test_it_runs(
 
 
 def test_every_example_is_tried() -> None:
-    """A new file says here what it prints."""
+    """A new example must be listed here with the text that it prints."""
     found = {path.stem for path in (Path(__file__).parents[2] / "examples").glob("*.py")}
     assert found == {*SAYS, "nano_atts", "distil"}

@@ -1,5 +1,5 @@
-"""Answers changed in one place so that they mean something else: none is equal to what it was made
-from.
+"""Answers changed in one place so that their meaning changes, to test that the grader tells them
+apart.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _FOLDED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """An answer, another that differs from it in meaning, and how."""
+    """An answer, another that differs from it in meaning, and the kind of change."""
 
     kind: str
     gold: str
@@ -81,8 +81,8 @@ class Mutant:
 
 
 def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
-    """Make that many different mutants, equally many of each kind, or fewer if the answers do not
-    suffice.
+    """Make this number of different mutants, equally many of each kind, or fewer if the answers do
+    not suffice.
     """
     random = Random(f"mutants:{seed}")
     found = dict[tuple[str, str], Mutant]()
@@ -112,7 +112,7 @@ def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
             or _is_same(mutant.gold, mutant.answer)
         ):
             idle[kind] += 1
-            if idle[kind] > 2_000:  # it gives no more
+            if idle[kind] > 2_000:  # this kind gives no more mutants
                 kinds.remove(kind)
             continue
         found[mutant.gold, mutant.answer] = mutant
@@ -145,8 +145,8 @@ def _framed(kind: str, numbers: Sequence[int], random: Random) -> tuple[str, str
 
 
 def _is_same(gold: str, made: str) -> bool:
-    """Decide by an independent oracle whether two numbers, fractions or powers have one value;
-    unreadable texts are different.
+    """Decide by a separate computation whether two numbers, fractions or powers are equal;
+    unreadable texts differ.
     """
     one = _value(gold)
     two = _value(made)
@@ -179,7 +179,7 @@ def _put(text: str, found: re.Match[str], new: str, group: int = 0) -> str:
 
 
 def _is_single(text: str) -> bool:
-    """Return whether the text is one value: no list, relation, set or words."""
+    """Return whether the text is one value: not a list, relation, set or words."""
     return not _SEVERAL.search(text.replace("sqrt", "").replace("frac", ""))
 
 

@@ -1,4 +1,6 @@
-"""Hostile answers cost little, crash nothing, run nothing and fool no one."""
+"""Tests of hostile answers: they cost little, crash nothing, run nothing and are not graded as
+correct.
+"""
 
 import json
 import random
@@ -54,8 +56,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_answers_are_not_equal(answer: str) -> None:
-    """None of them is 1 or x, from either side, and extraction survives them as well."""
+def test_hostile_answers_equal_no_reference(answer: str) -> None:
+    """No hostile answer equals 1 or x from either side, and extraction survives all of them."""
     for gold in ("1", "x"):
         assert not equivalent(gold, answer).is_equal
         assert not equivalent(answer, gold).is_equal
@@ -63,13 +65,13 @@ def test_hostile_answers_are_not_equal(answer: str) -> None:
 
 
 def test_redundant_brackets_are_free() -> None:
-    """However many brackets surround a value, it is that value."""
+    """A value in any number of brackets equals the value."""
     for left, right in (("(", ")"), ("{", "}"), (r"\left(", r"\right)")):
         assert equivalent("1", left * 5_000 + "1" + right * 5_000).is_equal
 
 
 def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text that would leave a file behind when evaluated leaves none."""
+    """A text that would create a file if it were evaluated as code creates none."""
     monkeypatch.chdir(tmp_path)
     for code in (
         "__import__('os').system('touch MARK')",
@@ -86,8 +88,8 @@ def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_caps_are_said() -> None:
-    """A text that a cap stops is unscored with the cap's name, not different."""
+def test_a_text_beyond_a_limit_is_unscored() -> None:
+    """The verdict names the limit instead of calling the answer different."""
     verdict = equivalent("1", "+".join(["x"] * 15_000))
     assert (verdict.status, verdict.rule) == ("unscored", "limits")
     small = Limits(characters=10)
@@ -96,7 +98,7 @@ def test_caps_are_said() -> None:
 
 
 def test_shared_adversarial_answers(shared_data: Path) -> None:
-    """No hostile answer passes for the reference, and they can be voted on."""
+    """No answer of the shared list passes for the reference, and all of them can be voted on."""
     lines = (shared_data / "equivalence/adversarial.jsonl").read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines if line]
     false_equal = [
@@ -117,15 +119,13 @@ PIECES = ["\\frac", "{", "}", "^", "_", "\\sqrt", "\\left(", "\\right)", "|", "1
 
 @pytest.mark.parametrize("inside", ["3", "3}", "frt{"])
 def test_nested_fractions_after_integers_are_read_once(inside: str) -> None:
-    """2 1/(2 1/(2 ...)), 25 deep: an attempt at each level that is read again would take 2^25
-    steps.
-    """
+    """In 2 1/(2 1/(2 ...)), 25 deep, reading each level twice would take 2^25 steps."""
     nested = r"2\frac{1}{" * 25 + inside + "}" * 25
     assert equivalent(nested, "5").status == "different"
 
 
-def test_a_short_fuzz_run() -> None:
-    """Random strings of maths crash nothing and stay within the evaluation cap."""
+def test_random_maths_crashes_nothing() -> None:
+    """Random strings of maths raise nothing and stay within the limit on evaluation."""
     draw = random.Random(11)
     for _ in range(1_500):
         gold, answer = ("".join(draw.choices(PIECES, k=draw.randrange(1, 14))) for _ in range(2))
@@ -136,7 +136,7 @@ def test_a_short_fuzz_run() -> None:
 
 
 def test_memory_stays_small() -> None:
-    """After the whole of the hostile list this process has not grown by a hundred megabytes."""
+    """Grading the whole hostile list adds less than a hundred megabytes to this process."""
     before = psutil.Process().memory_info().rss
     for answer in HOSTILE.values():
         equivalent("1", answer)

@@ -1,4 +1,4 @@
-"""sympy settles the pairs that evaluation leaves open, in a process that can be killed."""
+"""Tests of sympy as a second opinion, in a process that can be killed."""
 
 import asyncio
 import os
@@ -77,38 +77,36 @@ def worker() -> Iterator[algebra.Worker]:
 
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL.values(), ids=EQUAL)
-def test_equal(gold: str, answer: str) -> None:
-    """Texts that sympy proves equal are equal, whichever is the reference, and form one class of a
-    vote.
-    """
+def test_sympy_proves_answers_equal(gold: str, answer: str) -> None:
+    """Either side may be the reference, and a vote puts equal texts into one class."""
     verdicts = [equivalent(gold, answer), equivalent(answer, gold)]
     assert [verdict.status for verdict in verdicts] == ["equal", "equal"]
     assert group([gold, answer]) == [0, 0]
 
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT.values(), ids=DIFFERENT)
-def test_different(gold: str, answer: str) -> None:
-    """Clearly different texts are different, and the rule is named."""
+def test_sympy_proves_answers_different(gold: str, answer: str) -> None:
+    """Clearly different texts are different, and the verdict names the rule."""
     verdicts = [equivalent(gold, answer), equivalent(answer, gold)]
     assert [verdict.status for verdict in verdicts] == ["different", "different"]
     assert group([gold, answer]) == [0, 1]
 
 
-def test_the_rule_is_named() -> None:
-    """A verdict that sympy gave says so."""
+def test_a_verdict_of_sympy_names_its_rule() -> None:
+    """The verdict shows that sympy decided."""
     assert equivalent(*EQUAL["integral"]).rule == "algebra"
     assert equivalent(*DIFFERENT["integral"]).rule == "algebra"
 
 
 def test_a_timeout_is_unscored(worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verdict says what ended it, and the worker continues to the next question."""
+    """The verdict names the time-out, and the worker takes the next question."""
     monkeypatch.setattr(algebra, "SECONDS", 1.0)
     assert equivalent(*SLOW).rule == "time"
     assert equivalent(*EQUAL["integral"]).is_equal
 
 
 def test_a_killed_worker_is_replaced(worker: algebra.Worker) -> None:
-    """The next question starts another."""
+    """The next question starts another worker."""
     assert equivalent(*EQUAL["integral"]).is_equal
     assert worker.process is not None
     worker.process.kill()
@@ -120,20 +118,20 @@ def test_a_killed_worker_is_replaced(worker: algebra.Worker) -> None:
 def test_a_worker_that_cannot_start_leaves_pairs_unscored(
     program: str, worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing raises without sympy, or without the right to start a process."""
+    """Without sympy, or without the right to start a process, nothing raises."""
     monkeypatch.setattr(sys, "executable", program)
     assert equivalent(*EQUAL["integral"]).status == "unscored"
 
 
 def test_any_thread_may_ask() -> None:
-    """Eight threads at once get the verdicts of one."""
+    """Eight threads at once get the verdicts of one thread."""
     pairs = [*EQUAL.values(), *EQUAL.values()]
     with ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(lambda pair: equivalent(*pair).status, pairs))
     assert set(statuses) == {"equal"}
 
 
-def test_inside_event_loops() -> None:
+def test_the_worker_runs_inside_event_loops() -> None:
     """The worker works inside asyncio and trio too."""
     trio = pytest.importorskip("trio")
 
@@ -147,13 +145,13 @@ def test_inside_event_loops() -> None:
 def test_a_fork_starts_its_own_worker(worker: algebra.Worker) -> None:
     """A child process does not use its parent's pipes."""
     assert equivalent(*EQUAL["integral"]).is_equal
-    worker.owner = os.getpid() - 1  # as it is in a child
+    worker.owner = os.getpid() - 1  # as in a forked child
     assert equivalent(*EQUAL["limit"]).is_equal
     assert worker.owner == os.getpid()
 
 
 def test_sympy_stays_in_its_process() -> None:
-    """Grading, algebra included, imports neither sympy nor torch nor anyio."""
+    """Grading in this process imports neither sympy nor torch nor anyio."""
     code = (
         "import sys; from atts.evaluators import equivalent;"
         rf"assert equivalent({EQUAL['integral'][0]!r}, {EQUAL['integral'][1]!r}).is_equal;"
@@ -164,14 +162,14 @@ def test_sympy_stays_in_its_process() -> None:
 
 
 def test_simple_answers_start_no_worker(worker: algebra.Worker) -> None:
-    """Only what evaluation leaves open is asked."""
+    """Only pairs that evaluation cannot decide are sent to the worker."""
     for gold, answer in (("1/2", "0.5"), ("x^2-1", "(x-1)(x+1)"), ("12", "21"), ("(1,2)", "(2,1)")):
         equivalent(gold, answer)
     assert worker.process is None
 
 
-def test_sympy_is_told_which_letters_are_sizes() -> None:
-    """The integral of a size's root is settled where the size is positive, and only then."""
+def test_sympy_knows_which_letters_are_positive() -> None:
+    """An integral of a square root is settled only if its letter is known to be positive."""
     gold = r"\int_0^1 2x\sqrt{\rho^2 L}\,dx"
     assert equivalent(gold, r"\rho\sqrt{L}").rule == "sizes"
     assert not equivalent(gold, r"\rho\sqrt{L}", grading=Grading(variables="real")).is_equal

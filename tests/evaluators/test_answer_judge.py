@@ -1,4 +1,6 @@
-"""A model is asked about unscored answers alone, and its verdicts are marked."""
+"""Tests of a model as judge of unscored answers: it judges nothing else, and its verdicts are
+marked.
+"""
 
 import json
 from functools import partial
@@ -21,7 +23,7 @@ CLOSED = {"gold": "5", "answer": "6"}
 
 
 class Letters:
-    """A tokenizer of code points."""
+    """A tokenizer whose tokens are code points."""
 
     def render(self, messages: list[Message]) -> tuple[int, ...]:
         """Return the letters of all messages."""
@@ -29,7 +31,7 @@ class Letters:
 
 
 class Judge:
-    """An engine that replies with one text and keeps the prompts that it was given."""
+    """An engine that always replies with the same text and records its prompts."""
 
     def __init__(self, reply: str, *, ended: str = "end", context_length: int = 100_000) -> None:
         self.reply = reply
@@ -39,7 +41,7 @@ class Judge:
         self.spec = EngineSpec("judge", "judge", "letters", context_length, (), 1 << 20)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Return the reply; keep the prompt."""
+        """Record the prompt and return the reply."""
         self.prompts.append("".join(map(chr, request.ids)))
         return Completion((), self.reply, self.ended, ())
 
@@ -68,7 +70,7 @@ def judged(engine: Judge, *records: dict[str, Any], prompt: str = "") -> list[Gr
     ],
 )
 def test_a_verdict_of_the_model_is_marked(reply: str, status: str) -> None:
-    """The rule is `judged`; the detail names the model and the rule that left the pair open."""
+    """The rule is `judged`, and the detail names the model and the rule that decided nothing."""
     engine = Judge(reply)
     one, two = judged(engine, OPEN, CLOSED)
     assert (one.verdict.status, one.verdict.rule) == (status, "judged")
@@ -104,14 +106,14 @@ def test_a_reply_without_a_verdict_leaves_the_answer_unscored(engine: Judge, rea
 
 
 def test_no_model_is_asked_without_an_answer_or_a_reference() -> None:
-    """Neither an empty reference nor a missing answer is a question."""
+    """A pair with an empty side needs no judge."""
     engine = Judge("EQUAL")
     judged(engine, {"gold": "", "answer": "5"}, {"gold": "5", "answer": None})
     assert engine.prompts == []
 
 
-def test_a_prompt_of_the_users(tmp_path: Path) -> None:
-    """Both texts are filled in once, braces of an answer included."""
+def test_a_users_judge_prompt_is_filled_in_once(tmp_path: Path) -> None:
+    """Braces inside an answer are not filled in again."""
     file = tmp_path / "prompt.txt"
     file.write_text("{answer} against {reference}: {x}")
     engine = Judge("EQUAL")
@@ -121,8 +123,8 @@ def test_a_prompt_of_the_users(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{answer} alone", None])
-def test_a_prompt_that_cannot_serve_is_an_option_error(tmp_path: Path, text: str | None) -> None:
-    """It names the file and what it lacks."""
+def test_a_judge_prompt_without_its_fields_is_refused(tmp_path: Path, text: str | None) -> None:
+    """The error names the file and what it lacks."""
     file = tmp_path / "prompt.txt"
     if text is not None:
         file.write_text(text)
@@ -130,8 +132,10 @@ def test_a_prompt_that_cannot_serve_is_an_option_error(tmp_path: Path, text: str
         read_judge_prompt(file)
 
 
-def test_the_command_asks_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The toy model states no verdict: the record stays unscored, and the summary says so."""
+def test_the_grade_command_can_ask_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The toy model states no verdict, so the record stays unscored and the summary says so."""
     file = tmp_path / "answers.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in (OPEN, {}, CLOSED)))
     assert run(["grade", str(file), "--json", "--judge", "scripted"]) == 0
@@ -143,7 +147,7 @@ def test_the_command_asks_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_detail_names_the_model_as_the_user_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine built for the judge has the name of a role, which says nothing to the user."""
+    """The internal name of the judge's engine would mean nothing to the user."""
     from atts.api import answer_judge
 
     engine = Judge("EQUAL")
@@ -166,7 +170,7 @@ def test_the_detail_names_the_model_as_the_user_wrote_it(monkeypatch: pytest.Mon
 def test_misused_judge_options_are_usage_errors(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A prompt without a judge, and a model that does not exist."""
+    """A prompt without a judge and a missing model are errors."""
     file = tmp_path / "answers.jsonl"
     file.write_text(json.dumps(OPEN) + "\n")
     assert run(["grade", str(file), *words]) == 2

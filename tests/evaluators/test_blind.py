@@ -1,4 +1,4 @@
-"""Five sets of pairs and texts, each written before the code was read and scored once before."""
+"""Tests on five sets of pairs and texts that were written before the code was read."""
 
 import json
 from collections import Counter
@@ -35,8 +35,8 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
-def test_pairs(number: int) -> None:
-    """No pair of different answers is equal but by policy; few equal ones are missed."""
+def test_blind_pairs_are_graded_correctly(number: int) -> None:
+    """Different answers are equal only if a policy says so, and few equal ones are missed."""
     pairs = [row for row in rows("blind_pairs.jsonl") if row["set"] == number]
     counts = Counter[str]()
     false_equal = list[tuple[str, str]]()
@@ -54,7 +54,7 @@ def test_pairs(number: int) -> None:
 
 
 def test_verdicts_are_symmetric_and_group_agrees() -> None:
-    """A verdict does not depend on which side is the reference, and a vote has the same classes."""
+    """Either side may be the reference, and a vote forms the same classes."""
     for row in rows("blind_pairs.jsonl"):
         gold = row["gold"]
         answer = row["answer"]
@@ -65,8 +65,8 @@ def test_verdicts_are_symmetric_and_group_agrees() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
-def test_texts(number: int) -> None:
-    """The answer of nearly every text is found where the model put it."""
+def test_answers_of_blind_texts_are_found(number: int) -> None:
+    """Nearly every text's answer is extracted as its author marked it."""
     texts = [row for row in rows("blind_texts.jsonl") if row["set"] == number]
     right = 0
     for row in texts:
@@ -246,8 +246,8 @@ def test_texts(number: int) -> None:
         ),
     ],
 )
-def test_kinds_of_failure_that_the_sets_showed(gold: str, answer: str, equal: bool) -> None:
-    """Each kind with examples that are in neither set."""
+def test_kinds_of_mistakes_found_by_the_sets(gold: str, answer: str, equal: bool) -> None:
+    """Each kind of mistake has examples that are in none of the sets."""
     assert is_equal(gold, answer) is equal
 
 
@@ -279,28 +279,32 @@ def test_kinds_of_failure_that_the_sets_showed(gold: str, answer: str, equal: bo
         ("She will earn 90 dollars in 4 weeks.", "90"),
     ],
 )
-def test_places_that_the_sets_showed(text: str, answer: str | None) -> None:
-    """Answers are where models put them, and plans or unfinished thoughts are not answers."""
+def test_positions_of_answers_found_by_the_sets(text: str, answer: str | None) -> None:
+    """Answers are found where models put them; plans and unfinished thoughts are not answers."""
     assert extract(text) == answer
 
 
 def test_several_letters_are_one_choice() -> None:
-    """A question with several correct options has them all in its answer."""
+    """The answer to a question with several correct options holds all of their letters."""
     assert extract("B is false.\n\nAnswer: A, C", "choice") == "A, C"
     assert extract("Answer: A and D.", "choice") == "A, D"
     assert extract("Answer: A, because B is false", "choice") == "A"
 
 
-def test_an_answer_may_say_of_which_modulus_a_remainder_is() -> None:
-    """The reference is that remainder; the other way round a class lacks its modulus."""
+def test_a_remainder_may_name_its_modulus() -> None:
+    """The answer may add the modulus to the reference's remainder; a reference with a modulus needs
+    it in the answer.
+    """
     assert matches_reference("4", r"4 \pmod{9}").is_equal
     assert not matches_reference("4", r"13 \pmod{9}").is_equal
     assert not matches_reference(r"4 \pmod{9}", "4").is_equal
     assert not matches_reference("x=4", r"4 \pmod{9}").is_equal
 
 
-def test_a_problem_says_that_its_numbers_are_positive() -> None:
-    """Then letters are positive, in a run and in a record, and nowhere else."""
+def test_positive_letters_come_from_the_problem() -> None:
+    """If a problem says that its numbers are positive, its letters are positive in grading, and
+    nowhere else.
+    """
     gold = r"\sqrt{p^2q}"
     answer = r"p\sqrt{q}"
     said = "Let p and q be positive real numbers."
@@ -313,7 +317,9 @@ def test_a_problem_says_that_its_numbers_are_positive() -> None:
 
 
 def test_a_vote_counts_constants_of_any_letter_together() -> None:
-    """Also among so many answers that only those with a common key are compared."""
+    """Integration constants of different letters are one class, even among many answers that are
+    compared by keys.
+    """
     others = [f"{number}x^{number}+C" for number in range(3, 40)]
     classes = group(["x^2+C", *others, "x^2+k", "x^2+1+C", "Dora", "Dora wins"])
     assert classes[0] == classes[-4] == classes[-3]

@@ -1,4 +1,4 @@
-"""The contents page offers what it lists, and opens nothing before it is asked for."""
+"""Tests of the package's public names: they are complete, and nothing heavy is imported for them."""
 
 import ast
 import importlib
@@ -13,8 +13,8 @@ import atts.evaluators as evaluators
 PAGE = ast.parse(Path(str(evaluators.__file__)).read_text())
 
 
-def test_the_list_is_sorted_and_is_what_checkers_see() -> None:
-    """`__all__` names exactly what the block for type checkers imports."""
+def test_all_equals_the_type_checkers_imports() -> None:
+    """`__all__` is sorted and lists exactly what the block for type checkers imports."""
     (block,) = [
         node
         for node in PAGE.body
@@ -32,19 +32,19 @@ def test_the_list_is_sorted_and_is_what_checkers_see() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    """A misspelt name fails as in any module."""
+    """A misspelt name raises AttributeError, as in any module."""
     with pytest.raises(AttributeError, match="'equivalents'"):
         getattr(evaluators, "equivalents")  # noqa: B009
 
 
 def test_no_name_is_hidden_by_a_folder() -> None:
-    """A folder imported first would otherwise stand where the function should."""
+    """Importing a folder first must not replace the function of that name."""
     folders = {path.stem for path in Path(str(evaluators.__file__)).parent.iterdir()}
     assert not folders & set(evaluators.__all__)
 
 
-def test_grading_opens_no_statistics() -> None:
-    """A command that only grades does not wait for numpy, scipy or sympy."""
+def test_grading_imports_no_numpy_scipy_or_sympy() -> None:
+    """A command that only grades need not wait for these imports."""
     code = (
         "import sys; from atts.evaluators import GradeTally, equivalent, extract, grade, group;"
         "assert equivalent('1/2', '0.5').status == 'equal';"

@@ -1,4 +1,6 @@
-"""Files become problems, or a message that says what is wrong and what to do."""
+"""Tests of loading problems from files: problems, or a message that says what is wrong and what to
+do.
+"""
 
 import csv
 import gzip
@@ -33,7 +35,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows as spreadsheets export them: byte order mark, CRLF."""
+    """Write rows as spreadsheets export them, with byte order mark and CRLF."""
     with path.open("w", encoding="utf-8-sig", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -79,7 +81,7 @@ Writer = Callable[[Path, list[dict[str, Any]]], Path]
 def test_every_kind_of_file_gives_the_same_problems(
     tmp_path: Path, name: str, write: Writer
 ) -> None:
-    """Ids aside (they carry the file's name), content and digest do not depend on the kind of file."""
+    """Content and digest do not depend on the kind of file; only ids carry the file's name."""
     found = load_dataset(write(tmp_path / name, ROWS))
     assert [(it.text, it.answer, it.level, it.subject) for it in found] == [
         ("1 + 1?", "2", 1, "Addition"),
@@ -92,10 +94,8 @@ def test_every_kind_of_file_gives_the_same_problems(
     assert found.source == str(tmp_path / name)
 
 
-def test_the_digest_sees_content_and_order_and_nothing_else(tmp_path: Path) -> None:
-    """Another key order or an unread column changes the file's hash, not the digest; an answer or
-    the order does.
-    """
+def test_the_digest_depends_on_content_and_order_only(tmp_path: Path) -> None:
+    """Key order and unread columns do not change it; an answer or the order of problems does."""
     plain = load_dataset(write_jsonl(tmp_path / "x.jsonl", ROWS))
     (tmp_path / "sub").mkdir()
     reordered = [{"extra": 1, **dict(reversed(row.items()))} for row in ROWS]
@@ -108,7 +108,7 @@ def test_the_digest_sees_content_and_order_and_nothing_else(tmp_path: Path) -> N
 
 
 def test_a_column_mapping_reads_any_naming(tmp_path: Path) -> None:
-    """Explicit names win over guesses; a lead column precedes the text."""
+    """Explicit column names win over guesses, and a lead column precedes the text."""
     path = write_csv(
         tmp_path / "odd.csv", [{"Frage": "wie viel?", "Lösung": "7", "Vorspann": "Es war einmal."}]
     )
@@ -121,7 +121,7 @@ def test_a_column_mapping_reads_any_naming(tmp_path: Path) -> None:
     ("given_answer", "read"), [(27, "27"), (27.0, "27"), (0.5, "0.5"), (["1", "2"], "1, 2")]
 )
 def test_answers_of_any_type_become_text(tmp_path: Path, given_answer: object, read: str) -> None:
-    """Numbers lose an empty fraction, lists are joined."""
+    """Numbers lose an empty fraction, and lists are joined."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "p", "answer": given_answer}])
     assert load_dataset(path).problems[0].answer == read
 
@@ -193,15 +193,15 @@ def test_bad_files_say_what_is_wrong_and_where(
 
 
 def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
-    """The likely typo is visible."""
+    """The error lists similar names, which shows a typing error."""
     write_jsonl(tmp_path / "maths.jsonl", ROWS)
     words = message(lambda: load_dataset(tmp_path / "math.jsonl"))
     assert "there is no file" in words
     assert "maths.jsonl" in words
 
 
-def test_an_asked_column_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
-    """The nearest one is suggested."""
+def test_a_missing_column_lists_the_existing_ones(tmp_path: Path) -> None:
+    """The error suggests the nearest column."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"Question": "p", "Answer": "1"}])
     words = message(lambda: load_dataset(path, options=LoadOptions(columns={"text": "Qestion"})))
     assert "Columns found: Question, Answer" in words
@@ -211,7 +211,7 @@ def test_an_asked_column_that_is_not_there_lists_those_that_are(tmp_path: Path) 
 def test_parquet_without_pyarrow_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The extra's name is in the message."""
+    """The message names the extra to install."""
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(cast(dict[str, object], __import__("sys").modules), "pyarrow", None)
     assert "pip install 'atts-llm[parquet]'" in message(
@@ -220,7 +220,7 @@ def test_parquet_without_pyarrow_says_how_to_install_it(
 
 
 def test_problems_without_reference_are_kept_only_when_asked(tmp_path: Path) -> None:
-    """And noted, because they cannot be graded."""
+    """Kept problems are noted, because they cannot be graded."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "p"}, {"problem": "q"}])
     found = load_dataset(path, options=LoadOptions(answers="optional"))
     assert [it.answer for it in found] == [None, None]
@@ -228,7 +228,7 @@ def test_problems_without_reference_are_kept_only_when_asked(tmp_path: Path) -> 
 
 
 def test_repeated_texts_are_noted(tmp_path: Path) -> None:
-    """They are not an error: ids differ."""
+    """Repeated texts are not an error, because their ids differ."""
     rows = [{"problem": "same  text", "answer": "1"}, {"problem": "Same text", "answer": "1"}]
     assert load_dataset(write_jsonl(tmp_path / "x.jsonl", rows)).notes == (
         "1 problems repeat another's text",
@@ -240,7 +240,7 @@ def test_repeated_texts_are_noted(tmp_path: Path) -> None:
     [("answers", "maybe"), ("network", "sometimes"), ("kind", "maths"), ("columns", {"txt": "q"})],
 )
 def test_an_unknown_option_is_an_error(tmp_path: Path, option: str, value: object) -> None:
-    """It is never ignored."""
+    """A misspelt option is refused instead of ignored."""
     path = write_jsonl(tmp_path / "x.jsonl", ROWS)
     with pytest.raises(OptionError):
         load_dataset(path, options=LoadOptions(**cast(Any, {option: value})))
@@ -256,7 +256,7 @@ def test_an_unknown_name_suggests_a_known_one() -> None:
 
 
 def test_choices_are_read_from_positions_letters_and_words(tmp_path: Path) -> None:
-    """The answer becomes the letter of the right choice; the choices follow the question."""
+    """The answer becomes the letter of the correct choice; the choices follow the question."""
     options = ["red", "green", "blue"]
     rows = [
         {"question": "Which?", "choices": options, "answer": given}
@@ -269,8 +269,8 @@ def test_choices_are_read_from_positions_letters_and_words(tmp_path: Path) -> No
     assert found.problems[0].text == "Which?\n\n(A) red\n(B) green\n(C) blue"
 
 
-def test_an_answer_that_is_no_choice_is_an_error(tmp_path: Path) -> None:
-    """Instead of a question that has no right answer."""
+def test_an_answer_outside_the_choices_is_an_error(tmp_path: Path) -> None:
+    """Without the error the question would have no correct answer."""
     path = write_jsonl(
         tmp_path / "x.jsonl", [{"question": "q", "choices": ["a1", "b1"], "answer": "c1"}]
     )
@@ -291,10 +291,8 @@ GPQA_ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_gpqa_puts_the_right_choice_anywhere_by_seed_and_question(tmp_path: Path) -> None:
-    """The correct choice is kept, has every letter about a quarter of the time, and moves with the
-    seed.
-    """
+def test_gpqa_shuffles_the_choices_by_seed(tmp_path: Path) -> None:
+    """The correct choice gets each letter about a quarter of the time, and moves with the seed."""
     path = write_csv(tmp_path / "gpqa_diamond.csv", GPQA_ROWS)
     found = load_dataset("gpqa", options=LoadOptions(file=path))
     for problem in found:
@@ -304,7 +302,7 @@ def test_gpqa_puts_the_right_choice_anywhere_by_seed_and_question(tmp_path: Path
     letters = Counter(problem.answer for problem in found)
     # binomial(198, 1/4): 4 deviations
     assert all(25 < letters[letter] < 75 for letter in "ABCD"), letters
-    # as commands that name no column do
+    # as commands without a column mapping load it
     again = load_dataset("gpqa", options=LoadOptions(columns={}, file=path))
     other = load_dataset("gpqa", options=LoadOptions(file=path, seed=1))
     assert again.digest == found.digest != other.digest
@@ -312,7 +310,7 @@ def test_gpqa_puts_the_right_choice_anywhere_by_seed_and_question(tmp_path: Path
 
 
 def test_the_order_of_choices_belongs_to_the_question(tmp_path: Path) -> None:
-    """Leaving questions out, or loading them in another order, moves no choice."""
+    """Leaving questions out or loading them in another order moves no choice."""
     whole = load_dataset(
         "gpqa", options=LoadOptions(file=write_csv(tmp_path / "all.csv", GPQA_ROWS))
     )
@@ -324,7 +322,7 @@ def test_the_order_of_choices_belongs_to_the_question(tmp_path: Path) -> None:
 
 
 def test_choice_orders_are_fixed_for_all_time() -> None:
-    """Numbers already published must stay reproducible: these are recorded, not computed."""
+    """Published numbers must stay reproducible, so these orders are recorded instead of computed."""
     assert [letter_order(0, f"gpqa/{number}", 4) for number in range(3)] == [
         (0, 3, 2, 1),
         (3, 0, 1, 2),
@@ -336,7 +334,7 @@ def test_choice_orders_are_fixed_for_all_time() -> None:
 
 
 def problems(count: int) -> list[Problem]:
-    """Make plain problems."""
+    """Make problems without special columns."""
     return [
         Problem(f"set/{at}", f"text {at}", str(at), level=at % 5 + 1, subject="AB"[at % 2])
         for at in range(count)
@@ -344,14 +342,16 @@ def problems(count: int) -> list[Problem]:
 
 
 def test_a_seeded_draw_is_pythons_own_sample() -> None:
-    """So that anyone can repeat it with two lines of Python."""
+    """The draw equals `random.sample`, so anyone can repeat it with two lines of Python."""
     expected = random.Random(42).sample(range(500), 100)
     drawn = select(problems(500), Selection(sample=100, seed=42))
     assert [it.id for it in drawn] == [f"set/{at}" for at in expected]
 
 
 def test_filters_then_draw_then_slice() -> None:
-    """The steps follow this order, and ids keep the requested order, with or without their prefix."""
+    """Selections apply in this order, and ids keep the requested order, with or without their
+    prefix.
+    """
     chosen = select(
         problems(100), Selection(levels=(2, 3), subjects=("a",), sample=10, seed=1, stop=4)
     )
@@ -375,7 +375,7 @@ def test_filters_then_draw_then_slice() -> None:
     ],
 )
 def test_a_selection_that_selects_nothing_says_why(selection: Selection, says: str) -> None:
-    """With what there is to choose from."""
+    """The error lists what there is to choose from."""
     assert says in message(lambda: select(problems(10), selection))
 
 
@@ -387,7 +387,7 @@ def test_a_selection_that_selects_nothing_says_why(selection: Selection, says: s
 def test_a_slice_in_a_name_is_pythons_slice(
     start: int | None, stop: int | None, step: int | None
 ) -> None:
-    """Negative ends are allowed too."""
+    """A slice in brackets follows Python's rules, negative ends included."""
     words = ":".join(
         "" if end is None else str(end) for end in (start, stop, *([step] if step else []))
     )
@@ -397,7 +397,7 @@ def test_a_slice_in_a_name_is_pythons_slice(
     assert not expected or select(problems(10), selection) == expected
 
 
-def test_selected_parts_say_so(tmp_path: Path) -> None:
+def test_a_selection_changes_notes_and_digest(tmp_path: Path) -> None:
     """Notes and digest follow the selection; the revision stays the file's."""
     path = write_jsonl(tmp_path / "x.jsonl", ROWS)
     whole = load_dataset(path)
@@ -407,7 +407,7 @@ def test_selected_parts_say_so(tmp_path: Path) -> None:
     assert (part.revision, part.digest != whole.digest) == (whole.revision, True)
 
 
-def test_a_line_separator_inside_a_string_is_no_new_line(tmp_path: Path) -> None:
+def test_a_line_separator_inside_a_string_does_not_split_the_row(tmp_path: Path) -> None:
     """JSON allows U+2028 in strings; splitting there would break the row."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"problem": "a\u2028b", "answer": "1"}\n', encoding="utf-8")
@@ -429,7 +429,7 @@ def test_any_text_survives_the_way_through_a_file(
 
 
 def test_the_generated_benchmark_loads_by_name() -> None:
-    """With count, seed and levels from the selection, and a digest that repeats."""
+    """It takes count, seed and levels from the selection, and has a digest that repeats."""
     one = load_dataset("arithmetic", Selection(sample=6, seed=3, levels=(2, 4)))
     again = load_dataset("arithmetic", Selection(sample=6, seed=3, levels=(2, 4)))
     assert len(one) == 6
@@ -440,6 +440,6 @@ def test_the_generated_benchmark_loads_by_name() -> None:
         load_dataset("arithmetic", options=LoadOptions(split="validation"))
 
 
-def test_columns_may_be_given_whole() -> None:
-    """Python can pass columns as a value that a mapping of names cannot express."""
+def test_columns_may_be_an_object() -> None:
+    """In Python, columns can be a value that a mapping of names cannot express."""
     assert Columns.of({"text": "q"}) == Columns(text="q")

@@ -1,6 +1,4 @@
-"""Every known benchmark loads from a file and from a hub-shaped cache, quirks and all; the network
-is never used.
-"""
+"""Tests that every known benchmark loads from a file and from the hub's cache, without the network."""
 
 import hashlib
 import json
@@ -42,19 +40,19 @@ def from_file(name: str, shared: Path) -> Dataset:
 
 @pytest.mark.parametrize("name", FILES)
 def test_real_files_load_whole(name: str, shared_data: Path) -> None:
-    """The size it should have, every text and reference there, ids unique, no note but the
-    expected.
+    """Each file has the known size, complete texts and references, unique ids, and only the
+    expected notes.
     """
     found = from_file(name, shared_data)
-    extra = name == "olympiadbench"  # this file's source has one more than the hub's
+    extra = name == "olympiadbench"  # this file has one problem more than the hub's copy
     assert len(found) == BENCHMARKS[name].size + extra
     assert all(it.text and it.answer and it.kind == "math" for it in found)
     assert len({it.id for it in found}) == len(found)
     assert [note for note in found.notes if "has" in note and not extra] == []
 
 
-def test_olympiadbench_says_tolerances_and_units_by_row(shared_data: Path) -> None:
-    """One row tolerates a tenth, eight are in a unit: it may be left out, and contradicts another."""
+def test_olympiadbench_rows_have_tolerances_and_units(shared_data: Path) -> None:
+    """One row tolerates a tenth; in eight rows the unit may be left out, but another unit is wrong."""
     found = from_file("olympiadbench", shared_data)
     assert {it.grading for it in found} == {
         Grading(rounding="none"),
@@ -72,7 +70,7 @@ def test_olympiadbench_says_tolerances_and_units_by_row(shared_data: Path) -> No
 
 @pytest.mark.parametrize("name", ["aime24", "aime25", "amc23", "gsm8k"])
 def test_whole_number_benchmarks_have_whole_number_references(name: str, shared_data: Path) -> None:
-    """No leading zero, no ".0", no comma; the rare other answer stays as it is."""
+    """References have no leading zero, ".0" or comma; the few other answers stay as they are."""
     answers = [it.answer for it in from_file(name, shared_data)]
     assert all(answer == str(int(answer)) for answer in answers if answer)
 
@@ -89,7 +87,7 @@ def test_math100_is_the_reference_hundred_in_its_order(shared_data: Path) -> Non
     assert {it.id for it in found} <= {it.id for it in from_file("math500", shared_data)}
 
 
-def test_math500_can_be_picked_apart(shared_data: Path) -> None:
+def test_math500_can_be_selected_by_level_and_subject(shared_data: Path) -> None:
     """Level and subject select its problems."""
     options = LoadOptions(file=shared_data / "benchmarks" / "math500.jsonl")
     hard = load_dataset("math500", Selection(levels=(5,), subjects=("algebra",)), options)
@@ -97,19 +95,19 @@ def test_math500_can_be_picked_apart(shared_data: Path) -> None:
     assert len(load_dataset("MATH-500", Selection(levels=(5,)), options)) == 134
 
 
-def test_a_part_of_math500_cannot_stand_for_the_hundred(tmp_path: Path, shared_data: Path) -> None:
-    """Its indices would mean other problems."""
+def test_math100_is_refused_from_a_part_of_math500(tmp_path: Path, shared_data: Path) -> None:
+    """In a part of MATH-500 the indices of the hundred would name other problems."""
     lines = (shared_data / "benchmarks" / "math500.jsonl").read_text().splitlines()[:499]
     (tmp_path / "part.jsonl").write_text("\n".join(lines))
     with pytest.raises(DatasetError, match="drawn from 500 problems in order, this source has 499"):
         load_dataset("math100", options=LoadOptions(file=tmp_path / "part.jsonl"))
 
 
-# A cache shaped as huggingface_hub shapes it
+# a cache as huggingface_hub writes it
 
 
 def hub_copy(cache: Path, repo: str, files: dict[str, bytes], branch: str = "main") -> str:
-    """Write blobs, a snapshot of links to them, and a branch that names the snapshot; return the
+    """Write blobs, a snapshot of links to them and a branch that names the snapshot; return the
     commit.
     """
     root = cache / f"datasets--{repo.replace('/', '--')}"
@@ -140,7 +138,7 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 
 
 def cached(name: str, cache: Path, **options: Any) -> Dataset:
-    """Load what can be loaded without a network."""
+    """Load without a network."""
     return load_dataset(name, options=LoadOptions(cache=cache, network="never", **options))
 
 
@@ -308,10 +306,10 @@ QUIRKS: list[tuple[str, str, str, Callable[[], bytes], Problem]] = [
     QUIRKS,
     ids=[f"{quirk[0]}-{quirk[1]}" for quirk in QUIRKS],
 )
-def test_each_hub_copy_reads_with_its_quirks(
+def test_each_benchmark_reads_from_the_hubs_cache(
     tmp_path: Path, name: str, repo: str, file: str, content: Callable[[], bytes], expected: Problem
 ) -> None:
-    """The benchmark's name and the hub's load the same problems from the recorded commit."""
+    """The benchmark's name and the hub's name load the same problems from the recorded commit."""
     commit = hub_copy(tmp_path, repo, {file: content(), "README.md": b"# card"})
     for asked in (name, f"hub:{repo}", repo):
         found = cached(asked, tmp_path)
@@ -332,7 +330,7 @@ def test_each_hub_copy_reads_with_its_quirks(
 
 
 def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
-    """opencompass/AIME2025 has no ids and two files; a degree sign is not part of a whole number."""
+    """opencompass/AIME2025 has no ids and two files; a degree sign is dropped from a whole number."""
     files = {
         "aime2025-II.jsonl": lines([{"question": "II", "answer": "336^\\circ"}]),
         "aime2025-I.jsonl": lines([{"question": "I", "answer": "70"}]),
@@ -346,8 +344,8 @@ def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
     assert "AIME 2025 has 30 problems, this source 2" in found.notes
 
 
-def test_a_copy_that_lost_a_side_column_still_loads_and_says_so(tmp_path: Path) -> None:
-    """Hub copies are edited; without text or reference they do not load."""
+def test_a_copy_without_an_optional_column_loads_with_a_note(tmp_path: Path) -> None:
+    """Copies on the hub are edited; without text or reference they do not load."""
     hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "answer": "1"}])})
     found = cached("aime25", tmp_path)
     assert found.problems[0].id == "aime25/0"
@@ -360,7 +358,7 @@ def test_a_copy_that_lost_a_side_column_still_loads_and_says_so(tmp_path: Path) 
 
 
 def test_half_of_two_configurations_is_not_the_benchmark(tmp_path: Path) -> None:
-    """A partial cache is not a cache."""
+    """If only one of two files is cached, the benchmark counts as not cached."""
     hub_copy(
         tmp_path,
         "opencompass/AIME2025",
@@ -371,7 +369,7 @@ def test_half_of_two_configurations_is_not_the_benchmark(tmp_path: Path) -> None
 
 
 def test_amc_keeps_2023_of_a_mixed_source(tmp_path: Path) -> None:
-    """Told apart by url; its answers are floats."""
+    """The url of a problem gives its year, and answers that are floats become whole numbers."""
     rows = [
         {
             "id": at,
@@ -388,7 +386,7 @@ def test_amc_keeps_2023_of_a_mixed_source(tmp_path: Path) -> None:
 
 
 def test_a_missing_shard_is_not_overlooked(tmp_path: Path) -> None:
-    """Two of three shards are not a dataset."""
+    """Two of three shards are not accepted as the dataset."""
     shards = {
         f"data/train-{at:05d}-of-00003.parquet": parquet(
             [{"problem": "p", "answer": "1", "id": at}]
@@ -424,7 +422,7 @@ def test_revisions_are_configurable_and_recorded(tmp_path: Path) -> None:
 
 
 def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> None:
-    """Split and configuration are read from file names; what is not clear is an error that lists
+    """Split and configuration are read from file names; an ambiguous choice is an error that lists
     the files.
     """
     files = {
@@ -452,10 +450,10 @@ def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> Non
         cached("hub:some/thing", tmp_path, split="dev", columns=Columns(text="q"))
 
 
-def test_what_is_not_cached_says_how_to_get_it(
+def test_an_uncached_benchmark_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The network is forbidden by our setting, or by huggingface_hub's own switch."""
+    """The network may be off by atts' setting or by huggingface_hub's own."""
     with pytest.raises(
         DatasetError,
         match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or name a file of it with "
@@ -471,12 +469,12 @@ def test_what_is_not_cached_says_how_to_get_it(
         cached("hub:-bad-/..name", tmp_path)
 
 
-# A hub on this machine: what is not cached is fetched once
+# a hub on this machine, from which missing data is fetched once
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The few answers of the hub that a dataset needs: one public repository, one gated, and 404
-    for the rest.
+    """The answers of the hub that a dataset needs: a public and a gated repository, and 404 for
+    others.
     """
 
     commit = "c" * 40
@@ -551,7 +549,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_a_missing_dataset_is_fetched_once(tmp_path: Path, hub: list[str]) -> None:
-    """The second load does not ask the hub for anything."""
+    """The second load requests nothing from the hub."""
     options = LoadOptions(cache=tmp_path)
     found = load_dataset("hub:math-ai/aime25", options=options)
     assert (found.problems[0].text, found.revision) == ("fetched", Hub.commit)
@@ -573,7 +571,7 @@ def test_a_missing_dataset_is_fetched_once(tmp_path: Path, hub: list[str]) -> No
         ("hub:no/such", "main", "could not be fetched"),
     ],
 )
-def test_what_the_hub_refuses_says_what_to_do(
+def test_each_refusal_of_the_hub_gives_advice(
     tmp_path: Path, hub: list[str], name: str, revision: str, says: str
 ) -> None:
     """Gated, absent and unknown datasets each get their own advice."""
@@ -585,8 +583,8 @@ def test_what_the_hub_refuses_says_what_to_do(
 @pytest.mark.parametrize(
     "cut", ["[:3]", "[2:9:3]", "[-2:]", "[:-7]", "[8:3:-2]", "[-4::-1]", "[:]", "[10:]"]
 )
-def test_a_slice_of_what_is_generated_is_one_of_the_whole(cut: str) -> None:
-    """The note and the revision are of the whole set, although only a part is generated."""
+def test_a_slice_of_a_generated_benchmark_names_the_whole(cut: str) -> None:
+    """The note and the revision describe the whole set, although only a part is generated."""
     of_twelve = Selection(sample=12, seed=5)
     whole = load_dataset("arithmetic", of_twelve)
     start, stop, step = (int(end) if end else None for end in f"{cut[1:-1]}::".split(":")[:3])
@@ -596,8 +594,8 @@ def test_a_slice_of_what_is_generated_is_one_of_the_whole(cut: str) -> None:
     assert found.notes == ((f"selected: slice {cut} ({len(found)} of 12)",) if cut != "[:]" else ())
 
 
-def test_no_more_is_generated_than_a_slice_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A benchmark has hundreds of problems, each drawn until its split and its level fit."""
+def test_only_the_slice_of_a_benchmark_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing hundreds of problems until split and level fit would take time for nothing."""
     asked = list[int]()
     make = arithmetic.problems
 

@@ -1,4 +1,4 @@
-"""`atts datasets` lists and shows, for people and for programs."""
+"""Tests of `atts datasets`, which lists benchmarks and shows problems."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_show_prints_the_record_and_the_problems(tmp_path: Path, rows: Path) -> 
 def test_errors_are_one_message_and_code_two(
     tmp_path: Path, rows: Path, words: list[str], says: str
 ) -> None:
-    """Nothing is printed on stdout, and no traceback anywhere."""
+    """Nothing is printed on stdout, and there is no traceback."""
     done = atts(tmp_path, "show", *(word.format(rows=rows) for word in words))
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr

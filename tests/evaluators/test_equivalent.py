@@ -1,4 +1,4 @@
-"""An answer is graded as a careful reader would, by the written policy."""
+"""Tests of the grader on pairs of answers, by the documented grading policy."""
 
 import json
 import threading
@@ -104,29 +104,29 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL.values(), ids=EQUAL)
-def test_equal(gold: str, answer: str) -> None:
-    """The same value in another dress, whichever of the two is the reference."""
+def test_equal_values_in_different_notation_are_equal(gold: str, answer: str) -> None:
+    """Either of the two may be the reference."""
     assert [equivalent(gold, answer).status, equivalent(answer, gold).status] == ["equal", "equal"]
 
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT.values(), ids=DIFFERENT)
-def test_different(gold: str, answer: str) -> None:
-    """Another value, however close it looks, whichever of the two is the reference."""
+def test_similar_looking_values_are_different(gold: str, answer: str) -> None:
+    """Different values are distinguished however close they look, whichever is the reference."""
     assert [equivalent(gold, answer).status, equivalent(answer, gold).status] == [
         "different",
         "different",
     ]
 
 
-def test_what_cannot_be_told_is_unscored() -> None:
-    """No reference, and what no algebra settles, are not called wrong."""
+def test_undecided_pairs_are_unscored() -> None:
+    """A missing reference and a pair that no algebra settles are not called wrong."""
     assert equivalent("", "5").rule == "no reference"
     assert equivalent("0", r"\boxed{}").rule == "no answer"
     assert equivalent("5", r"\sum_{p \text{ prime}} \frac{1}{p^2}").status == "unscored"
 
 
-def test_kinds() -> None:
-    """Text is compared as text, choices by their letter; an unknown kind raises."""
+def test_the_kind_decides_how_answers_are_compared() -> None:
+    """Texts are compared as text and choices by their letter; an unknown kind raises."""
     assert equivalent("an ellipse", "Ellipse.", "text").is_equal
     assert not equivalent("0.5", "1/2", "text").is_equal
     assert equivalent("B", "(B) 42", "choice").is_equal
@@ -135,16 +135,16 @@ def test_kinds() -> None:
         equivalent("1", "1", "number")  # type: ignore[arg-type]
 
 
-def test_limits_are_the_callers() -> None:
-    """With a smaller cap the same pair is left undecided, not called different."""
+def test_the_caller_sets_the_limits() -> None:
+    """With a smaller limit the same pair is undecided instead of different."""
     gold = "(x+1)^{9}+1"
     answer = "1+(1+x)^{9}+0"
     assert equivalent(gold, answer).is_equal
     assert equivalent(gold, answer, limits=Limits(tokens=5)).status == "unscored"
 
 
-def test_any_thread_and_any_number_of_them() -> None:
-    """Verdicts in eight threads at once are those of one thread."""
+def test_threads_do_not_change_verdicts() -> None:
+    """Eight threads at once get the verdicts of one thread."""
     pairs = list(EQUAL.values()) * 4
     with ThreadPoolExecutor(8) as pool:
         found = list(
@@ -153,8 +153,8 @@ def test_any_thread_and_any_number_of_them() -> None:
     assert set(found) == {"equal"}
 
 
-def test_little_stack_is_no_crash() -> None:
-    """Deep in someone else's recursion an answer is undecided rather than an exception."""
+def test_little_stack_leaves_an_answer_undecided() -> None:
+    """Deep in a caller's recursion the grader gives no verdict instead of raising."""
     verdicts: list[str] = []
 
     def deep(levels: int) -> None:
@@ -175,8 +175,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def test_shared_core_cases(shared_data: Path) -> None:
-    """Every undisputed pair of other checkers' own tests is right, in both directions."""
+def test_cases_of_other_checkers(shared_data: Path) -> None:
+    """Each undisputed pair of other checkers' tests gets its verdict in both directions."""
     rows = [row for row in _rows(shared_data / "equivalence/cases.jsonl") if row["tag"] == "core"]
     rows = [row for row in rows if row["kind"] == "answer"]
     wrong = [
@@ -190,15 +190,15 @@ def test_shared_core_cases(shared_data: Path) -> None:
         if equivalent(row["pred"], row["gold"]).is_equal != row["expected"]
     ]
     assert len(rows) > 700
-    # 17 "any text": words that are not a unit leave it unscored
+    # 17 "any text": words that are not a unit leave the pair unscored
     assert (wrong, turned) == (
         ["eq0406"],
         ["eq0406"],
     )
 
 
-def test_shared_model_answers(shared_data: Path) -> None:
-    """Real models' answers are judged as a reader judged them, in at least 99 of 100."""
+def test_answers_of_real_models(shared_data: Path) -> None:
+    """At least 99 of 100 answers get the verdict of a human reader."""
     rows = list(_rows(shared_data / "traces/answer_pairs.jsonl"))
     right = sum(
         equivalent(row["gold"], row["pred"]).is_equal == row["judged_equal"] for row in rows
@@ -208,7 +208,7 @@ def test_shared_model_answers(shared_data: Path) -> None:
 
 @pytest.mark.parametrize("count", [3, 40, 200])
 def test_long_lists_are_compared_member_by_member(count: int) -> None:
-    """A set may have any order; one changed or missing member makes it different."""
+    """The order of a set does not matter, and one changed or missing member makes it different."""
     numbers = list(range(1, count + 1))
     gold = f"\\{{{','.join(map(str, numbers))}\\}}"
 
@@ -222,7 +222,7 @@ def test_long_lists_are_compared_member_by_member(count: int) -> None:
 
 @pytest.mark.parametrize(("last", "status"), [(160, "equal"), (161, "different")])
 def test_long_lists_of_other_spellings_are_compared_by_value(last: int, status: str) -> None:
-    """None of 80 fractions is spelt alike on both sides."""
+    """Eighty fractions that are each written differently on both sides are equal."""
     gold = ",".join(f"\\frac{{{place}}}{{83}}" for place in range(1, 81))
     others = [2 * place for place in range(1, 80)] + [last]
     answer = ",".join(f"\\frac{{{top}}}{{166}}" for top in reversed(others))

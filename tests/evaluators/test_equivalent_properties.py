@@ -1,5 +1,5 @@
-"""Grading does not care how a value is dressed, and does care what it is: expressions with known
-values, two by two.
+"""Property tests of grading: notation does not matter and values do, on random expressions of known
+value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Written:
 
     text: str
     value: Fraction
-    is_atom: bool  # needs no brackets as a factor
+    is_atom: bool  # true if it needs no brackets as a factor
 
 
 def numbers() -> st.SearchStrategy[Written]:
@@ -81,16 +81,14 @@ EXPRESSIONS = st.recursive(numbers(), combined, max_leaves=6)
 @CASES
 @given(EXPRESSIONS, EXPRESSIONS)
 def test_arithmetic_is_graded_by_value(one: Written, two: Written) -> None:
-    """Two expressions are equal exactly when their values are: Python's own fractions are the
-    oracle.
-    """
+    """Two expressions are equal exactly if Python's fractions are equal."""
     assert equivalent(one.text, two.text).is_equal == (one.value == two.value)
 
 
 @CASES
 @given(EXPRESSIONS)
-def test_an_expression_is_its_value(item: Written) -> None:
-    """Any spelling of a value equals its lowest terms, and no neighbour of it."""
+def test_an_expression_equals_its_lowest_terms(item: Written) -> None:
+    """Every spelling of a value equals its lowest terms and no neighbouring value."""
     value = item.value
     assert equivalent(item.text, rf"\frac{{{value.numerator}}}{{{value.denominator}}}").is_equal
     assert equivalent(str(value), item.text).is_equal
@@ -134,7 +132,7 @@ UNITS = st.sampled_from(
 @CASES
 @given(ANSWERS, WRAPPERS, WRAPPERS)
 def test_wrapping_changes_nothing(answer: str, inner: str, outer: str) -> None:
-    """Delimiters, boxes, brackets, spaces and announcements are not part of a value."""
+    """Delimiters, boxes, brackets, spaces and phrases around a value do not change it."""
     assume(not (answer.startswith("-") and "+{}" in (inner, outer)))
     assume(
         not ("approx" in inner and outer in ("({})", "{}+0", r"\left({}\right)", r"{} \approx 3.2"))
@@ -148,7 +146,7 @@ def test_wrapping_changes_nothing(answer: str, inner: str, outer: str) -> None:
 @CASES
 @given(VALUES, UNITS)
 def test_units_may_be_left_out(value: str, unit: str) -> None:
-    """A unit the reference lacks, or has alone, is passed over."""
+    """A unit on one side only is ignored."""
     assert equivalent(value, value + unit).is_equal
     assert equivalent(value + unit, value).is_equal
 
@@ -156,7 +154,7 @@ def test_units_may_be_left_out(value: str, unit: str) -> None:
 @CASES
 @given(ANSWERS, ANSWERS)
 def test_distinct_answers_stay_distinct(one: str, two: str) -> None:
-    """No two of these answers are equal, and the verdict does not depend on which is the reference."""
+    """No two of these answers are equal, and either may be the reference."""
     same = one == two or {one, two} == {"0.75", r"\frac{3}{4}"}
     assert (equivalent(one, two).status == "equal") == same
     assert equivalent(one, two).status == equivalent(two, one).status
@@ -165,7 +163,7 @@ def test_distinct_answers_stay_distinct(one: str, two: str) -> None:
 @CASES
 @given(ANSWERS)
 def test_every_answer_equals_itself_and_differs_from_its_negative(answer: str) -> None:
-    """Reflexive; and minus it is something else."""
+    """Equality is reflexive and respects the sign."""
     assert equivalent(answer, answer).is_equal
     assert equivalent(answer, f" {answer} ").is_equal
     assert equivalent(answer, f"-({answer})").status == "different"
@@ -182,7 +180,7 @@ TERMS = st.lists(
 @CASES
 @given(TERMS, st.randoms(use_true_random=False))
 def test_sums_commute(terms: list[str], order: object) -> None:
-    """The order of terms is free."""
+    """The order of terms does not matter."""
     shuffled = sorted(terms, key=lambda term: hash((term, str(order))))
     assert equivalent("+".join(terms), " + ".join(shuffled)).is_equal
 
@@ -212,10 +210,8 @@ def test_intervals_keep_their_ends(low: Written, high: Written, one: str, two: s
 
 
 @pytest.mark.parametrize("index", range(12))
-def test_decimals_round_values_that_have_no_end(index: int) -> None:
-    """Five digits of a value no decimal reaches stand for it; a wrong last digit, or four digits,
-    do not.
-    """
+def test_five_correct_digits_stand_for_an_endless_decimal(index: int) -> None:
+    """Five correct digits equal the value; four digits or a wrong last digit do not."""
     text = "1.41421356237309504880"[: index + 2]
     verdict = equivalent(r"\sqrt{2}", text).is_equal
     assert verdict == (len(text.replace(".", "")) >= 5)

@@ -1,4 +1,4 @@
-"""The final answer is taken out of a reasoning text, and never invented."""
+"""Tests of extraction: the final answer is found in a reasoning text, and never invented."""
 
 import json
 from pathlib import Path
@@ -37,8 +37,8 @@ BOXES = [
 
 
 @pytest.mark.parametrize(("text", "answer"), BOXES)
-def test_boxes(text: str, answer: str) -> None:
-    """The last box that says something counts, or the last few that the text joins."""
+def test_the_last_box_counts(text: str, answer: str) -> None:
+    """The last box with content counts, or the last few if the text joins them."""
     assert extract(text) == answer
 
 
@@ -53,13 +53,13 @@ def test_boxes(text: str, answer: str) -> None:
         r"I put it in \boxed{}. Let me think",
     ],
 )
-def test_a_cut_or_empty_box_is_no_answer(text: str) -> None:
-    """A box that was begun and not closed gives nothing, however hard one asks."""
+def test_a_cut_or_empty_box_gives_no_answer(text: str) -> None:
+    """A box that is never closed gives nothing under any fallback."""
     assert extract(text, fallback="number") is None
 
 
-def test_a_cut_box_is_told_from_no_box() -> None:
-    """The rule says why there is no answer."""
+def test_a_cut_box_differs_from_a_missing_one() -> None:
+    """The rule of the result says why there is no answer."""
     assert extraction(r"so \boxed{12").rule == "cut"
     assert extraction("hm").rule == "none"
 
@@ -79,13 +79,13 @@ def test_a_cut_box_is_told_from_no_box() -> None:
         ("the answer is $12$ and $13$.", "12, 13"),
     ],
 )
-def test_explicit_marks(text: str, answer: str) -> None:
-    """Without a box an explicit mark counts, with no fallback asked for."""
+def test_an_explicit_mark_counts_without_a_box(text: str, answer: str) -> None:
+    """Marks such as "final answer" count without any fallback."""
     assert extract(text, fallback="none") == answer
 
 
-def test_fallbacks_are_asked_for() -> None:
-    """A last number alone is taken only on request; a stated value by default; neither with "none"."""
+def test_fallbacks_need_a_setting() -> None:
+    """A stated value counts by default, a last number only on request, and neither with "none"."""
     text = "We tried 3 and 4 of 17 ways without success"
     assert extract(text) is None
     assert extract(text, fallback="number") == "17"
@@ -104,23 +104,23 @@ def test_fallbacks_are_asked_for() -> None:
         "Answer: D because B fails",
     ],
 )
-def test_choices(text: str) -> None:
-    """A choice is found in the ways models write it."""
+def test_choices_are_found(text: str) -> None:
+    """A choice is found in each form in which models write it."""
     found = extract(text, "choice")
     assert found is not None
     assert equivalent("D", found, "choice").is_equal
 
 
 def test_unknown_options_are_errors() -> None:
-    """A misspelt kind or fallback raises, naming what is known."""
+    """A misspelt kind or fallback raises an error that names the known ones."""
     with pytest.raises(OptionError, match="math"):
         extract("5", "maths")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="statement"):
         extract("5", fallback="last")  # type: ignore[arg-type]
 
 
-def test_shared_extraction_cases(shared_data: Path) -> None:
-    """Every undisputed case is found as a reader finds it."""
+def test_extraction_agrees_with_a_reader(shared_data: Path) -> None:
+    """Each undisputed case gives the answer that a human reader found."""
     text = (shared_data / "equivalence/extract_cases.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.split("\n") if line]
     wrong = [row["id"] for row in rows if row["tag"] == "core" and not _is_right(row)]
@@ -138,17 +138,13 @@ def _is_right(row: dict[str, str | None]) -> bool:
 
 
 def test_a_box_may_follow_a_letter() -> None:
-    """With its backslash it is a box wherever it stands; without, a word that ends in "boxed" is
-    none.
-    """
+    """ "\\boxed" counts directly after a letter; a word that ends in "boxed" does not."""
     assert extract(r"so x\boxed{7}") == "7"
     assert extract("it was unboxed{7}", fallback="none") is None
 
 
-def test_what_holds_no_answer_yet_need_not_be_read_again() -> None:
-    """Wherever a text is cut, its lines that hold no answer however it continues may be left out of
-    the longer text.
-    """
+def test_lines_without_an_answer_can_be_dropped() -> None:
+    """If lines hold no answer whatever follows, dropping them from a longer text changes no result."""
     rng = Random(4)
     pieces = [
         "Let us compute the sum of the digits of n, which we call s.\n",

@@ -1,4 +1,4 @@
-"""Answers are found in the words, tags, boxes and languages that models write them in."""
+"""Tests of extraction from the words, tags, boxes and languages that models write."""
 
 import re
 from pathlib import Path
@@ -32,12 +32,12 @@ def is_found(kind: AnswerKind, text: str, answer: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_extraction(kind: str) -> None:
-    """Every text of the kind gives the answer a reader takes."""
+def test_each_kind_of_text_gives_its_answer(kind: str) -> None:
+    """Every text gives the answer that a reader takes from it."""
     asked: AnswerKind = "choice" if kind.startswith("choice") else "math"
     assert [text for text, answer in KINDS[kind] if not is_found(asked, text, answer)] == []
 
 
-def test_the_texts_are_many() -> None:
-    """No kind is empty, none is misspelt."""
+def test_no_kind_of_text_is_empty_or_misspelt() -> None:
+    """Each kind in the list has texts, and each text has a known kind."""
     assert all(re.match("math: |choice: ", kind) and len(rows) > 5 for kind, rows in KINDS.items())

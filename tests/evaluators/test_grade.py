@@ -1,4 +1,4 @@
-"""Records are graded one verdict per line, then a summary that hides nothing."""
+"""Tests of `atts grade` and its Python twin: a verdict per record, then a summary."""
 
 import io
 import json
@@ -60,7 +60,7 @@ def lines(records: list[dict[str, Any]]) -> str:
 def test_json_is_one_verdict_per_line_then_a_summary(
     tmp_path: Path, atts: Callable[..., Done]
 ) -> None:
-    """Every record has its line, in order; the summary counts them and what was not an answer."""
+    """Each record has its line in order, and the summary counts all of them."""
     file = tmp_path / "answers.jsonl"
     file.write_text(lines(RECORDS))
     done = atts(str(file), "--json")
@@ -76,8 +76,8 @@ def test_json_is_one_verdict_per_line_then_a_summary(
     assert summary["interval"][0] < 0.5 < summary["interval"][1]
 
 
-def test_stdin_and_words(atts: Callable[..., Done]) -> None:
-    """A dash reads stdin; for people there is a line each and a summary with its interval."""
+def test_a_dash_reads_stdin(atts: Callable[..., Done]) -> None:
+    """For people there is a line per record, and a summary with its interval."""
     done = atts("-", stdin=lines(RECORDS[:1]))
     assert done.returncode == 0, done.stderr
     assert "equal" in done.stdout.splitlines()[0]
@@ -95,10 +95,10 @@ def test_stdin_and_words(atts: Callable[..., Done]) -> None:
         ('{"gold": "5", "answer": ["5"]}\n', "list"),
     ],
 )
-def test_what_is_no_record_is_a_usage_error_when_strict(
+def test_a_bad_record_is_a_usage_error_under_strict(
     stdin: str, word: str, atts: Callable[..., Done]
 ) -> None:
-    """Exit code 2 and a message that names the record and what is wrong with it."""
+    """The exit code is 2, and the message names the record and its fault."""
     done = atts("-", "--json", "--strict", stdin=stdin)
     assert done.returncode == 2
     assert word in done.stderr
@@ -106,7 +106,7 @@ def test_what_is_no_record_is_a_usage_error_when_strict(
 
 
 def test_a_bad_record_is_reported_and_the_rest_is_graded(atts: Callable[..., Done]) -> None:
-    """Each keeps its index; the summary counts what was not graded, outside of the accuracy."""
+    """Records keep their index, and the summary counts ungraded ones outside the accuracy."""
     stdin = 'not json\n{"gold": "5"}\n{"gold": "5", "answer": "5"}\n'
     done = atts("-", "--json", stdin=stdin)
     assert done.returncode == 0
@@ -122,14 +122,16 @@ def test_a_bad_record_is_reported_and_the_rest_is_graded(atts: Callable[..., Don
 
 
 def test_nothing_but_bad_records_is_a_usage_error(atts: Callable[..., Done]) -> None:
-    """A file of another format does not pass as graded."""
+    """A file of another format must not pass as graded."""
     done = atts("-", stdin='{"gold": "5"}\n')
     assert done.returncode == 2
     assert "no record could be graded" in done.stderr
 
 
 def test_explain_shows_what_was_compared(atts: Callable[..., Done]) -> None:
-    """References, the answer with how it was found, the rule in words, and both as read."""
+    """It shows references, the extracted answer, the rule in words, and both sides as the grader
+    read them.
+    """
     record = {"gold": ["3", r"\dfrac{1}{2}"], "text": "The answer is 0.5."}
     plain = atts("-", stdin=lines([record]))
     assert "reference" not in plain.stdout
@@ -143,7 +145,7 @@ def test_explain_shows_what_was_compared(atts: Callable[..., Done]) -> None:
 
 
 def test_every_rule_is_explained() -> None:
-    """A rule that the grader writes anywhere has its words for --explain."""
+    """Each rule in the grader's source has an explanation for `--explain`."""
     written = set[str]()
     for path in Path(atts_evaluators.__file__).parent.rglob("*.py"):
         pattern = r'(?:ruled|Verdict|_verdict)\((?:[^"()]|\([^()]*\))*(?:"(?:equal|different|unscored)", )?"([a-z ]+)"'
@@ -159,8 +161,8 @@ def test_a_missing_file_and_a_misspelt_option(atts: Callable[..., Done]) -> None
     assert atts("-", "--fallback", "last", stdin="").returncode == 2
 
 
-def test_python_twin() -> None:
-    """Python gives the same verdicts and a tally of them."""
+def test_the_python_function_equals_the_command() -> None:
+    """`atts.grade` gives the same verdicts and their counts."""
     tally = GradeTally()
     found = list(grade(RECORDS))
     for each in found:
@@ -172,7 +174,7 @@ def test_python_twin() -> None:
 
 
 def test_expected_verdicts_are_compared() -> None:
-    """A record that knows better is counted, and an answer wrongly called equal above all."""
+    """If records bring an expected verdict, disagreements are counted, false equals first."""
     tally = GradeTally()
     for each in grade(
         [
@@ -185,13 +187,13 @@ def test_expected_verdicts_are_compared() -> None:
 
 
 def test_a_worked_solution_serves_as_reference() -> None:
-    """Its box is the reference; a short reference is left alone."""
+    """The box of a worked solution is the reference; a short reference is used as it is."""
     assert reference(r"Adding gives $2x=6$, so $x=\boxed{3}$.") == "3"
     assert reference("The Answer Is Blue") == "The Answer Is Blue"
 
 
-def test_shared_text_cases(shared_data: Path) -> None:
-    """Undisputed pairs that need extraction are right through the grader."""
+def test_undisputed_texts_are_graded_correctly(shared_data: Path) -> None:
+    """Pairs that need extraction get their verdict through the grader."""
     text = (shared_data / "equivalence/cases.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.split("\n") if line]
     rows = [row for row in rows if row["tag"] == "core" and row["kind"] == "text"]
@@ -205,8 +207,8 @@ def test_shared_text_cases(shared_data: Path) -> None:
     assert wrong == []
 
 
-def test_several_references() -> None:
-    """Any of them is right; one that cannot be read leaves the others."""
+def test_any_of_several_references_is_correct() -> None:
+    """An unreadable reference does not affect the others."""
     records: list[dict[str, object]] = [
         {"gold": ["1/2", "2"], "answer": "0.5"},
         {"gold": ["1/2", 2], "text": "The answer is 2."},
@@ -218,6 +220,6 @@ def test_several_references() -> None:
 
 
 def test_a_verdict_shows_what_was_read() -> None:
-    """Both answers in their plain spelling, after the reason where there is one."""
+    """The verdict quotes both answers in plain spelling, after the reason if there is one."""
     (graded,) = grade([{"gold": r"\dfrac{1}{2}", "answer": "$0.25$"}])
     assert graded.verdict.detail == r"read as \dfrac{1}{2} and 0.25"

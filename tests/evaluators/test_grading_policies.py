@@ -1,4 +1,4 @@
-"""The page of disputed pairs says what the grader says."""
+"""Tests that the page of grading policies agrees with the grader."""
 
 import re
 from collections import Counter
@@ -34,7 +34,7 @@ CHOICES = ("nucleus", "mitochondria", "ribosome")
 
 
 def test_the_examples_of_policies_hold() -> None:
-    """Three for each that can be set, both ways, and the page shows them."""
+    """Each policy that can be set has three examples on the page, with verdicts for both settings."""
     from scripts.studies.grading import TARGET
 
     page = TARGET.read_text(encoding="utf-8")
@@ -53,8 +53,8 @@ def test_the_examples_of_policies_hold() -> None:
         )
 
 
-def test_the_examples_of_what_is_not_set_hold() -> None:
-    """Domains, repeats and counts as the page shows them, whichever side is the reference."""
+def test_the_examples_of_fixed_rules_hold() -> None:
+    """Domains, repeats and counts are graded as the page shows, whichever side is the reference."""
     from scripts.studies.grading import TARGET
 
     section = (
@@ -72,7 +72,7 @@ def test_the_examples_of_what_is_not_set_hold() -> None:
 
 
 def test_the_page_is_current(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regenerating it changes nothing; every disputed pair has its row."""
+    """Generating the page again changes nothing, and each disputed pair has its row."""
     from scripts.studies.grading import TARGET, document
 
     monkeypatch.setenv("ATTS_SHARED_DATA", str(shared_data))

@@ -1,6 +1,4 @@
-"""Answers are sorted into classes of equal ones, whatever their order, and distinct ones stay
-apart.
-"""
+"""Tests of grouping: equal answers form one class, in any order, and different ones stay separate."""
 
 import json
 import random
@@ -40,8 +38,10 @@ def partition(answers: Sequence[str | None]) -> set[frozenset[str | None]]:
     }
 
 
-def test_one_question_worth_of_answers() -> None:
-    """Spellings of one value share a number, counted from the first; no answer abstains."""
+def test_answers_of_one_question_are_grouped() -> None:
+    """Spellings of one value share a class number, counted from the first; a missing answer
+    abstains.
+    """
     assert group(["0.5", "x", r"\frac12", None, "1/2", " "]) == [0, 1, 0, -1, 0, -1]
 
 
@@ -50,7 +50,7 @@ def test_one_question_worth_of_answers() -> None:
 def test_the_partition_does_not_depend_on_the_order(
     answers: list[str | None], order: random.Random
 ) -> None:
-    """Shuffling the answers shuffles the labels and leaves the classes alone."""
+    """Shuffled answers get shuffled labels and the same classes."""
     shuffled = list(answers)
     order.shuffle(shuffled)
     assert partition(answers) == partition(shuffled)
@@ -59,7 +59,7 @@ def test_the_partition_does_not_depend_on_the_order(
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from([answer for answer in POOL if answer]), max_size=10))
 def test_a_class_holds_equal_answers_only(answers: list[str]) -> None:
-    """Any two answers of a class are equal under the grader, so that a vote is for one answer."""
+    """Any two answers of a class are equal under the grader, so a vote is for one answer."""
     classes = group(answers)
     for i, one in enumerate(answers):
         for j, two in enumerate(answers[:i]):
@@ -68,8 +68,8 @@ def test_a_class_holds_equal_answers_only(answers: list[str]) -> None:
 
 
 def test_equal_answers_are_together_unless_that_would_join_different_ones() -> None:
-    """Over the whole pool, two equal answers apart always have a class between them that forbids
-    it.
+    """Two equal answers are in different classes only if joining these would put different answers
+    together.
     """
     answers = [answer for answer in POOL if answer]
     classes = dict(zip(answers, group(answers), strict=True))
@@ -85,14 +85,14 @@ def test_equal_answers_are_together_unless_that_would_join_different_ones() -> N
 
 
 def test_percent_does_not_join_ten_and_a_tenth() -> None:
-    """10 % equals 10 and equals 0.1; when both are there they stay apart."""
+    """10 % equals 10 and 0.1, but these two differ, so they stay in separate classes."""
     ten, tenth = group(["10", "0.1", r"10\%"])[:2]
     assert ten != tenth
     assert group(["0.1", r"10\%"]) == [0, 0]
 
 
-def test_many_answers() -> None:
-    """Six thousand answers to six hundred values are sorted in one go, in as many classes."""
+def test_six_thousand_answers_are_grouped_at_once() -> None:
+    """Six thousand answers to six hundred values form six hundred classes."""
     spellings = (
         "{0}",
         "{0}.0",
@@ -110,9 +110,9 @@ def test_many_answers() -> None:
     assert set(Counter(group(answers)).values()) == {10}
 
 
-def test_distinct_answers_are_hardly_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Radicals, fractions, decimals and tuples with many digits in common are distinguished by
-    their keys alone.
+def test_keys_separate_most_distinct_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Radicals, fractions, decimals and tuples with many equal digits are distinguished without
+    pairwise comparison.
     """
     compared: list[str] = []
 
@@ -133,9 +133,9 @@ def test_distinct_answers_are_hardly_compared(monkeypatch: pytest.MonkeyPatch) -
     assert len(compared) < len(answers)
 
 
-def test_shared_model_answers(shared_data: Path) -> None:
-    """Real models' answers that a reader called correct share one class per question, and no wrong
-    answer joins it.
+def test_correct_answers_of_real_models_share_a_class(shared_data: Path) -> None:
+    """Answers that a reader called correct share one class per question, and no wrong answer joins
+    it.
     """
     lines = (shared_data / "traces/answer_pairs.jsonl").read_text(encoding="utf-8").split("\n")
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line]

@@ -1,4 +1,4 @@
-"""Intervals are what the textbooks say, and cover as often as they claim."""
+"""Tests of confidence intervals: they equal textbook values, and cover as often as they claim."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def test_wilson_of_single_samples_is_the_textbook_interval(n: int, data: st.Data
 
 
 def test_effective_n_lies_between_problems_and_samples() -> None:
-    """It is the number of problems if all samples of a problem agree, the number of samples without
+    """It is the number of problems if all samples of a problem agree, and that of samples without
     clustering.
     """
     alike = np.array([1.0, 0.0, 1.0, 0.0])
@@ -48,22 +48,22 @@ def test_effective_n_lies_between_problems_and_samples() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=12))
-def test_every_interval_holds_its_value_inside_the_unit(right: list[int]) -> None:
-    """low <= value <= high, within [0, 1], and never of no width when all answers agree."""
+def test_every_interval_contains_its_value_within_0_and_1(right: list[int]) -> None:
+    """The interval has a width above 0 even if all answers agree."""
     found = mean_estimate(np.array(right) / 8, 8 * len(right))
     assert 0 <= found.low <= found.value + 1e-12
     assert found.value - 1e-12 <= found.high <= 1
     assert found.low < found.high
 
 
-def test_one_problem_says_nothing_of_others() -> None:
-    """However many samples it has."""
+def test_one_problem_has_no_interval_over_problems() -> None:
+    """The number of its samples does not matter."""
     found = mean_estimate([0.75], 64)
     assert found.high - found.low > 0.7
 
 
-def test_undefined_is_said_never_invented() -> None:
-    """The cases are not problems, a problem without a value, and nothing to count."""
+def test_undefined_rates_are_reported_as_undefined() -> None:
+    """Missing problems, a problem without a value, and nothing to count give no number."""
     for found in (
         mean_estimate([], 0),
         mean_estimate([math.nan, 1.0], 2),
@@ -75,7 +75,7 @@ def test_undefined_is_said_never_invented() -> None:
         assert json.loads(json.dumps(found.as_json(), allow_nan=False))["value"] is None
 
 
-def test_an_estimate_prints_what_it_rests_on() -> None:
+def test_an_estimate_prints_its_basis() -> None:
     """The text has value, interval, level, method, and problems times samples."""
     assert str(Estimate(0.80869, 0.756, 0.8604, 100, 1600, "wilson")) == (
         "0.809 [0.756, 0.860] (95 % wilson, 100 problems × 16)"
@@ -94,20 +94,20 @@ def test_an_estimate_prints_what_it_rests_on() -> None:
         lambda: mean_estimate([1.0], 1, level=0),
     ],
 )
-def test_unknown_words_are_errors(wrong: Callable[[], object]) -> None:
-    """The error names them, and nothing is guessed."""
+def test_unknown_methods_and_units_are_errors(wrong: Callable[[], object]) -> None:
+    """The error names the word, and nothing is guessed."""
     with pytest.raises(OptionError):
         wrong()
 
 
-# Coverage, by simulation: seeded, so that a failure is a change of the code and not bad luck
+# coverage is simulated with a seed, so a failure is a change of the code, not bad luck
 
 
 def benchmarks(
     kind: tuple[float, float], problems: int, samples: int, runs: int
 ) -> tuple[float, Counted]:
     """Draw problems with Beta difficulties and binomial samples; return the true mean rate and the
-    correct answers of [run, problem].
+    counts of [run, problem].
     """
     rng = np.random.default_rng(20_260_101)
     chances = rng.beta(*kind, (runs, problems))
@@ -115,7 +115,7 @@ def benchmarks(
 
 
 def covered(truth: float, found: list[Estimate]) -> float:
-    """Return how often the interval holds the truth."""
+    """Return how often the interval contains the truth."""
     return float(np.mean([one.low <= truth <= one.high for one in found]))
 
 
@@ -137,7 +137,9 @@ MATH = (4.0, 0.6)
 def test_intervals_over_problems_cover(
     kind: tuple[float, float], problems: int, samples: int, least: float, most: float
 ) -> None:
-    """Nominal 95 %, 600 benchmarks: within 3 binomial deviations of what each is known to do."""
+    """Over 600 simulated benchmarks each interval covers as documented, within 3 binomial
+    deviations.
+    """
     truth, right = benchmarks(kind, problems, samples, 600)
     total = problems * samples
     found = [mean_estimate(row / samples, total) for row in right]
@@ -147,8 +149,8 @@ def test_intervals_over_problems_cover(
 @pytest.mark.parametrize("problems", [30, 40])
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99])
 def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
-    """pass@1, pass@4 and maj@4 of 16 samples, 200 benchmarks each: none is outside more often than
-    95 % allow.
+    """pass@1, pass@4 and maj@4 of 16 samples miss the truth no more often than 95 % allows, over
+    200 benchmarks.
     """
     rng = np.random.default_rng([problems, round(1000 * truth)])
     chances = rng.beta(2 * truth, 2 * (1 - truth), (200, problems))
@@ -165,7 +167,8 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
     ]
     least = 0.95 - 3.5 * math.sqrt(0.0475 / 200)
     for known, found in cases:
-        if known <= 0.99:  # beyond, one problem in a hundred is missed whole, and 30 cannot know
+        # closer to the edge, 30 problems often miss the one in a hundred that differs
+        if known <= 0.99:
             assert covered(known, [mean_estimate(values, total) for values in found]) >= least, (
                 known
             )
@@ -184,14 +187,14 @@ def test_shares_of_unequal_totals_are_covered_near_the_edges(truth: float) -> No
 
 
 def test_taking_samples_as_independent_would_not_cover() -> None:
-    """This mistake, which the module exists to prevent, covers about 60 % instead of 95 %."""
+    """Treating samples as independent, which the module avoids, covers about 60 % instead of 95 %."""
     truth, right = benchmarks(AIME, 30, 16, 400)
     naive = [stats.binomtest(int(row.sum()), 480).proportion_ci(method="wilson") for row in right]
     assert np.mean([one.low <= truth <= one.high for one in naive]) < 0.75
 
 
-def test_wilson_with_unequal_samples_uses_what_is_there() -> None:
-    """Means of problems, not of samples: one problem with a thousand samples is one problem."""
+def test_wilson_weighs_problems_equally() -> None:
+    """A problem with a thousand samples counts as one problem."""
     found = mean_estimate([1.0, 0.0], 1001)
     assert found.value == 0.5
     assert (found.low, found.high) == pytest.approx(wilson_interval(0.5, 2, stats.t.ppf(0.975, 1)))
@@ -199,8 +202,10 @@ def test_wilson_with_unequal_samples_uses_what_is_there() -> None:
 
 
 @pytest.mark.parametrize("wrong", [10.94, -0.25, math.inf])
-def test_what_is_no_share_gets_no_interval_of_shares(wrong: float) -> None:
-    """A mean of 10.94 with the interval [0, 1] was printed once; sums of floats may miss 1."""
+def test_a_mean_above_1_gets_no_interval_of_shares(wrong: float) -> None:
+    """An interval in [0, 1] would be wrong for a mean of 10.94; sums of floats may exceed 1 by
+    rounding.
+    """
     with pytest.raises(OptionError, match="is not a share"):
         mean_estimate([0.5, wrong], 2)
     with pytest.raises(OptionError, match="is not a share"):

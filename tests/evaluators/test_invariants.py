@@ -1,4 +1,6 @@
-"""Verdicts are symmetric, agree with the grouping, and rest on counted work alone."""
+"""Tests of properties of all verdicts: symmetry, agreement with grouping, and budgets counted in
+steps.
+"""
 
 import json
 import time
@@ -32,9 +34,7 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_shared_pairs_are_symmetric_and_grouped_alike(shared_data: Path) -> None:
-    """A verdict does not depend on which side is the reference, and a vote joins exactly the equal
-    answers.
-    """
+    """Either side may be the reference, and a vote joins exactly the equal answers."""
     pairs = [
         (row["gold"], row["pred"])
         for name in ("cases", "adversarial")
@@ -57,7 +57,7 @@ def test_shared_pairs_are_symmetric_and_grouped_alike(shared_data: Path) -> None
 
 
 def test_pairs_of_every_kind_are_grouped_as_they_are_compared() -> None:
-    """The same holds for the pairs of the tests' own list."""
+    """Grouping agrees with comparison for each pair of the tests' own list."""
     from tests.evaluators.test_meanings import KINDS
 
     pairs = [pair for kind in KINDS.values() for pair in kind]
@@ -83,8 +83,8 @@ def test_no_verdict_depends_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [equivalent(*pair, limits=limits) for pair in pairs] == expected
 
 
-def test_the_last_defence_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that only the clock ends is unscored, and the verdict says so."""
+def test_an_answer_ended_by_the_clock_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict says that the clock ended it."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks) * 100))
     gold = r"\sum_{k=1}^{300}\sum_{j=1}^{60}(k+j)"
@@ -93,7 +93,7 @@ def test_the_last_defence_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_budget_counts_work() -> None:
-    """Work past the budget is unscored with the rule of the caps."""
+    """Work past the budget is unscored, with the rule of the limits."""
     verdict = equivalent(r"\sin x + \cos x", r"\cos x + \sin(x) + 10^{-60}", limits=Limits(work=20))
     assert (verdict.status, verdict.rule) == ("unscored", "limits")
 
@@ -121,7 +121,7 @@ REPEATED = [
 @pytest.mark.parametrize("unit", REPEATED)
 @pytest.mark.parametrize("read", ["extraction", "choice", "unmarked", "pair"])
 def test_reading_takes_linear_time(unit: str, read: str) -> None:
-    """Eight times the text takes at most some twenty times as long, however it repeats itself."""
+    """Eight times the text takes at most about twenty times as long, even if it repeats itself."""
     readers: dict[str, Callable[[str], object]] = {
         "extraction": lambda text: extraction(text, fallback="number"),
         "choice": lambda text: extraction(text, "choice"),
@@ -142,7 +142,9 @@ def test_reading_takes_linear_time(unit: str, read: str) -> None:
 
 
 def test_very_long_texts_are_read_at_their_end() -> None:
-    """The last million of ten million characters count; an answer of such a length exceeds a cap."""
+    """The last million of ten million characters are read; an answer of that length exceeds a
+    limit.
+    """
     text = "a" * 10 * MOST_CHARACTERS
     assert extraction(text + r" so \boxed{7}").answer == "7"
     assert extraction(r"\boxed{7} " + text).answer is None
@@ -150,14 +152,16 @@ def test_very_long_texts_are_read_at_their_end() -> None:
 
 
 def test_many_inequalities_are_not_called_different() -> None:
-    """A chain longer than is worked out is undecided."""
+    """A chain of inequalities that is too long to evaluate is undecided."""
     chain = ">".join(["x>i"] * 300)
     assert equivalent("x>i", chain).status == "unscored"
     assert equivalent("x>1", ", ".join(["x>1"] * 300)).is_equal
 
 
 def test_a_reference_may_have_a_percent_sign() -> None:
-    """An answer may leave it out, and may not bring it; both are one value where it is computed."""
+    """An answer may omit the reference's percent sign but not add one; in a computation both are
+    one value.
+    """
     records = [
         {"gold": r"28\%", "answer": "28"},
         {"gold": "28", "answer": r"28\%"},
@@ -180,7 +184,7 @@ def test_exact_benchmarks_take_no_rounded_answers(name: str) -> None:
 
 
 def test_a_file_of_a_benchmark_has_its_profile(tmp_path: Path) -> None:
-    """It does not matter whether the file comes from the hub."""
+    """A local file of a benchmark is graded as the hub's copy."""
     file = tmp_path / "aime.jsonl"
     file.write_text(json.dumps({"problem": "?", "answer": "33"}))
     problem = load_dataset("aime24", options=LoadOptions(file=file)).problems[0]

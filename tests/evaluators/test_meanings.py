@@ -1,5 +1,5 @@
-"""Answers that share their numbers and mean different things are not equal; one thing said in two
-ways is.
+"""Tests of answers with equal numbers and different meanings, and of equal meanings in different
+words.
 """
 
 from collections.abc import Iterator
@@ -22,15 +22,15 @@ KINDS = dict(_kinds())
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_meaning(kind: str) -> None:
-    """Every pair of the kind, whichever of the two is the reference."""
+def test_pairs_are_graded_by_meaning(kind: str) -> None:
+    """Each pair gets its verdict, whichever of the two is the reference."""
     expected = kind.startswith("equal")
     both = [(gold, answer) for pair in KINDS[kind] for gold, answer in (pair, pair[::-1])]
     assert [pair for pair in both if equivalent(*pair).is_equal != expected] == []
 
 
-def test_the_pairs_are_many() -> None:
-    """No kind is empty, none is misspelt."""
+def test_no_kind_of_pair_is_empty_or_misspelt() -> None:
+    """Each kind in the list has pairs, and each pair has a known kind."""
     assert all(
         kind.startswith(("different: ", "equal: ")) and len(pairs) > 10
         for kind, pairs in KINDS.items()

@@ -1,4 +1,4 @@
-"""Rates equal brute force over every subset, in exact fractions."""
+"""Tests of rates and votes against enumeration over every subset, in exact fractions."""
 
 import itertools
 import math
@@ -42,7 +42,9 @@ def share(row: Sequence[bool], k: int, right: Any) -> Fraction:
 @FEW
 @given(CASE)
 def test_pass_metrics_equal_brute_force(case: tuple[list[bool], int]) -> None:
-    """pass@k needs one correct sample, pass^k all, G-pass@k the share tau and at least one."""
+    """pass@k needs one correct sample, pass^k all, and G-pass@k at least the share tau and at least
+    one.
+    """
     row, k = case
     counts = count([row])
     assert pass_at_k(counts.n, counts.c, k)[0] == pytest.approx(
@@ -65,8 +67,8 @@ def test_g_pass_takes_its_share_exactly() -> None:
 
 @FEW
 @given(st.integers(1, 40), st.data())
-def test_bounds_and_order(n: int, data: st.DataObject) -> None:
-    """pass^k <= pass@1 <= pass@k, both monotone in k; k = 1 is the mean."""
+def test_pass_rates_are_ordered(n: int, data: st.DataObject) -> None:
+    """pass^k <= pass@1 <= pass@k, both are monotone in k, and k = 1 gives the mean."""
     c = data.draw(st.integers(0, n))
     k = data.draw(st.integers(1, n))
     low = pass_hat_k([n], [c], k)[0]
@@ -80,8 +82,8 @@ def test_bounds_and_order(n: int, data: st.DataObject) -> None:
         assert pass_hat_k([n], [c], k - 1)[0] >= low - 1e-12
 
 
-def test_fewer_samples_than_k_is_undefined_never_a_guess() -> None:
-    """Neither 0 nor 1 nor the samples there are."""
+def test_fewer_samples_than_k_is_undefined() -> None:
+    """The metric is neither 0 nor 1 nor computed from fewer samples."""
     for metric in (pass_at_k, pass_hat_k):
         assert np.isnan(metric([3, 4], [3, 4], 4)).tolist() == [True, False]
     assert np.isnan(g_pass_at_k([3], [3], 4, 0.5)[0])
@@ -100,8 +102,8 @@ def test_large_counts_neither_overflow_nor_lose_digits() -> None:
     assert pass_hat_k([n], [c], k)[0] == pytest.approx(float(exact), rel=1e-9)
 
 
-def test_counts_are_of_what_exists() -> None:
-    """Rows may be ragged, unknown samples count as wrong, and arrays work as lists do."""
+def test_rows_may_have_different_lengths() -> None:
+    """Unknown samples count as wrong, and arrays work as lists do."""
     rows: list[list[bool | None]] = [[True, None, False], [None], []]
     assert (count(rows).n.tolist(), count(rows).c.tolist()) == ([3, 1, 0], [1, 0, 0])
     array = np.array([[1, 0], [1, 1]], dtype=bool)
@@ -120,7 +122,7 @@ def test_counts_are_of_what_exists() -> None:
     ],
 )
 def test_impossible_arguments_are_errors(wrong: Any) -> None:
-    """The error names them, and nothing is guessed."""
+    """The error names the argument, and nothing is guessed."""
     with pytest.raises(OptionError):
         wrong()
 
@@ -154,7 +156,7 @@ def brute_majority(labels: Sequence[str | None], correct: Sequence[bool], k: int
 @FEW
 @given(LABELS, st.randoms(use_true_random=False))
 def test_maj_at_k_equals_brute_force(labels: list[str | None], chance: random.Random) -> None:
-    """Over every subset, for every k; also where members of one class were judged differently."""
+    """This holds for every k, also if members of one class were judged differently."""
     correct = [label == "a" or (label == "b" and chance.random() < 0.5) for label in labels]
     for k in range(1, len(labels) + 1):
         expected = brute_majority(labels, correct, k)
@@ -162,9 +164,7 @@ def test_maj_at_k_equals_brute_force(labels: list[str | None], chance: random.Ra
 
 
 def exact_majority(right: int, wrong: Sequence[int], blank: int, k: int) -> Fraction:
-    """Evaluate the polynomial in exact integers, which is too slow for the product but exact for
-    large n.
-    """
+    """Evaluate the polynomial in exact integers, which is too slow for atts but exact for large n."""
     total = Fraction(0)
     for j in range(1, min(right, k) + 1):
         poly: Counter[tuple[int, int]] = Counter({(0, 0): 1})
@@ -192,8 +192,8 @@ def exact_majority(right: int, wrong: Sequence[int], blank: int, k: int) -> Frac
     ],
 )
 def test_maj_at_k_is_exact_for_64_samples(right: int, wrong: list[int], blank: int, k: int) -> None:
-    """The value is exact to twelve digits, ties and blanks included, in one call for all rows as
-    well.
+    """The value is exact to twelve digits with ties and missing answers, also for many rows at
+    once.
     """
     problem = Votes((right, *wrong), (1.0, *[0.0] * len(wrong)), blank)
     expected = float(exact_majority(right, wrong, blank, k))
@@ -203,8 +203,8 @@ def test_maj_at_k_is_exact_for_64_samples(right: int, wrong: list[int], blank: i
 
 
 def test_maj_at_k_survives_thousands_of_samples() -> None:
-    """Where binomial coefficients leave the range of floats: the better of two classes wins almost
-    surely.
+    """If binomial coefficients exceed the range of floats, the better of two classes still wins
+    almost surely.
     """
     found = maj_at_k([Votes((1500, 500), (1.0, 0.0)), Votes((1000, 1000), (1.0, 0.0))], 101)
     expected = stats.hypergeom.sf(50, 2000, 1500, 101)
@@ -215,7 +215,7 @@ def test_maj_at_k_survives_thousands_of_samples() -> None:
 def test_a_vote_does_not_depend_on_the_order_of_finishing(
     labels: list[str | None], chance: random.Random
 ) -> None:
-    """The order does not change even the last digits of maj@k."""
+    """Another order does not change even the last digits of maj@k."""
     order = list(range(len(labels)))
     chance.shuffle(order)
     shuffled = [labels[at] for at in order]
@@ -228,7 +228,7 @@ def test_a_vote_does_not_depend_on_the_order_of_finishing(
 
 
 def test_problems_with_too_few_samples_make_a_rate_undefined() -> None:
-    """They are never dropped in silence."""
+    """Such problems are not dropped silently, because that would change the rate."""
     values = pass_at_k([4, 4, 2], [4, 0, 2], 4)
     n = [4, 4, 2]
     whole = rate(values, n)
@@ -236,8 +236,8 @@ def test_problems_with_too_few_samples_make_a_rate_undefined() -> None:
     assert "too few samples in 1 of 3 problems" in str(whole)
 
 
-def test_half_a_thousand_problems_of_64_samples_are_one_call() -> None:
-    """Shapes only; the time is in the study. All ks of a usual report."""
+def test_500_problems_of_64_samples_are_one_call() -> None:
+    """All k of a usual report have the expected shapes; a study measures the time."""
     rng = np.random.default_rng(0)
     chances = rng.beta(0.5, 0.5, 500)
     c = rng.binomial(64, chances)

@@ -1,4 +1,4 @@
-"""Our numbers equal those of other harnesses with the same definitions; skipped if those are not
+"""Tests that metrics equal those of other harnesses; they are skipped where these are not
 installed.
 """
 
@@ -42,8 +42,8 @@ def sample_scores(scorer: Any, rows: NDArray[np.int64]) -> list[Any]:
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 8, 9])
-def test_pass_at_k_and_pass_hat_k_are_inspects(k: int) -> None:
-    """The values agree for every count of correct samples of 8, and are undefined where inspect
+def test_pass_metrics_equal_inspect_ai(k: int) -> None:
+    """The values agree for every number of correct samples of 8, and are undefined where inspect_ai
     says so.
     """
     scorer = inspect_scorer()
@@ -57,8 +57,8 @@ def test_pass_at_k_and_pass_hat_k_are_inspects(k: int) -> None:
             )
 
 
-def test_the_wilson_interval_is_inspects_where_the_spread_is_known() -> None:
-    """Effective n and t are equal; a single rate gives the textbook interval."""
+def test_the_wilson_interval_equals_inspect_ai() -> None:
+    """Effective n and t are equal, and a single rate gives the textbook interval."""
     scorer = inspect_scorer()
     rows = graded(40, 8)
     if not hasattr(scorer, "ci_wilson"):
@@ -78,7 +78,7 @@ def test_the_wilson_interval_is_inspects_where_the_spread_is_known() -> None:
     assert (ours.low, ours.high) == pytest.approx((bounds["lower"], bounds["upper"]), abs=1e-6)
 
 
-def test_the_standard_error_is_lm_evals() -> None:
+def test_the_standard_error_equals_lm_eval() -> None:
     """Mean and standard error are equal for one answer per problem."""
     metrics = pytest.importorskip(
         "lm_eval.api.metrics", reason="lm_eval is an oracle, not a dependency"
@@ -91,8 +91,8 @@ def test_the_standard_error_is_lm_evals() -> None:
     )
 
 
-def test_accuracy_of_samples_is_inspects() -> None:
-    """With as many samples for every problem the mean of problems is the mean of samples."""
+def test_accuracy_of_samples_equals_inspect_ai() -> None:
+    """If all problems have equally many samples, the mean over problems is the mean over samples."""
     scorer = inspect_scorer()
     rows = graded(30, 4)
     counts = count([[bool(one) for one in row] for row in rows])

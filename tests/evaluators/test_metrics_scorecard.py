@@ -1,4 +1,4 @@
-"""Every rate of a run comes with the number that it leaves uncounted."""
+"""Tests of the table of rates, each with the number of samples that it leaves out."""
 
 import math
 from typing import Any, cast
@@ -34,9 +34,7 @@ RUN = [
 
 
 def test_a_scorecard_holds_every_rate_with_its_basis() -> None:
-    """It has pass@1 and the other rates for the powers of two up to n, with values computed by
-    hand.
-    """
+    """It has pass@1 and the rates for powers of two up to n, with values computed by hand."""
     found = score(RUN)
     assert list(found.estimates)[0] == "pass@1"
     assert {"pass@2", "maj@2", "pass^2", "G-pass@2(1/2)", "pass@4", "maj@4"} <= set(found.estimates)
@@ -48,7 +46,7 @@ def test_a_scorecard_holds_every_rate_with_its_basis() -> None:
     assert all(e.low <= e.value <= e.high for e in found.estimates.values())
 
 
-def test_coverage_counts_stand_beside_the_rates() -> None:
+def test_unusable_samples_are_counted_by_kind() -> None:
     """Cut, unanswered, unscored and timed-out samples are counted separately and printed last."""
     found = coverage(RUN)
     counts = (
@@ -68,14 +66,14 @@ def test_coverage_counts_stand_beside_the_rates() -> None:
     assert "2 unscored: 0.500 [0.085, 0.915] were they right" in str(card.estimates["pass@1"])
 
 
-def test_blanks_abstain() -> None:
-    """Three silent samples do not outvote one answer."""
+def test_samples_without_an_answer_do_not_vote() -> None:
+    """Three samples without an answer do not outvote one answer."""
     run = [Samples("p", (True, False, False, False), ("a", None, None, None))]
     assert score(run, ks=(4,)).estimates["maj@4"].value == 1
 
 
 def test_without_labels_there_is_no_vote() -> None:
-    """And without statuses the unknown are unscored; without problems everything is undefined."""
+    """Without statuses the unknown samples are unscored; without problems everything is undefined."""
     found = score([Samples("p", (True, None))])
     assert not [name for name in found.estimates if name.startswith("maj")]
     assert (found.coverage.samples, found.coverage.unscored) == (2, 1)

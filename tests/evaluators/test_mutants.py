@@ -1,4 +1,4 @@
-"""Answers changed in one place so that they mean something else are not equal to what they were."""
+"""Tests that an answer changed in one meaningful place no longer equals the original."""
 
 import json
 from collections import Counter
@@ -11,8 +11,8 @@ from tests.evaluators.mutants import BUILT_IN, mutants
 
 
 def test_mutants_are_not_equal() -> None:
-    """Mutants of built-in answers change signs, bounds, branches, conditions, units, qualifiers,
-    order and more.
+    """Signs, bounds, branches, conditions, units, qualifiers and order are changed in built-in
+    answers.
     """
     made = mutants(BUILT_IN, 1_500, seed=3)
     kinds = Counter(mutant.kind for mutant in made)
@@ -23,7 +23,7 @@ def test_mutants_are_not_equal() -> None:
 
 
 def test_mutants_of_references_are_not_equal(shared_data: Path) -> None:
-    """The same holds for the answers of two benchmarks."""
+    """The answers of two benchmarks are changed in the same ways."""
     files = [shared_data / "benchmarks" / f"{name}.jsonl" for name in ("math500", "minerva_math")]
     rows = [
         json.loads(line)
@@ -39,8 +39,8 @@ def test_mutants_of_references_are_not_equal(shared_data: Path) -> None:
 
 @pytest.mark.slow
 def test_many_mutants_are_hardly_ever_equal(shared_data: Path) -> None:
-    """A hundred thousand of every benchmark's answers: the false equals, listed, are under one in a
-    thousand.
+    """Among a hundred thousand mutants of every benchmark's answers, fewer than one in a thousand
+    is called equal.
     """
     files = sorted((shared_data / "benchmarks").glob("*.jsonl"))
     rows = [
@@ -59,6 +59,6 @@ def test_many_mutants_are_hardly_ever_equal(shared_data: Path) -> None:
 
 
 def test_the_generator_knows_equal_values() -> None:
-    """A change that keeps the value is not a mutant; what was made differs from what it was made of."""
+    """The generator rejects changes that keep the value."""
     assert mutants(["0"], 50) != []
     assert all(mutant.answer != "-0" for mutant in mutants(["0"], 50))

@@ -1,4 +1,4 @@
-"""Two runs on the same problems are compared as pairs."""
+"""Tests of paired comparisons of two runs on the same problems."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ from atts.evaluators.metrics.paired import (
     st.lists(st.integers(-4, 4), min_size=2, max_size=40), st.sampled_from([0.8, 0.9, 0.95, 0.99])
 )
 def test_interval_and_p_never_disagree(differences: list[int], level: float) -> None:
-    """p is below 1 - level exactly where the interval leaves out 0."""
+    """p is below 1 - level exactly if the interval excludes 0."""
     delta = np.array(differences, dtype=float) / 4
     found = compare_runs(np.zeros(delta.size), delta, level=level)
     excludes = found.difference.low > 0 or found.difference.high < 0
@@ -38,7 +38,7 @@ def test_interval_and_p_never_disagree(differences: list[int], level: float) -> 
     st.sampled_from([1e-300, 1e-17, 1e-3, 1e150, 1e300]),
 )
 def test_the_unit_of_the_values_does_not_matter(differences: list[int], unit: float) -> None:
-    """Squares of tiny and of huge differences leave the range of floats, and p stays."""
+    """Squares of tiny and of huge differences leave the range of floats, but p does not change."""
     delta = np.array(differences, dtype=float)
     one = compare_runs(np.zeros(delta.size), delta)
     other = compare_runs(np.zeros(delta.size), delta * unit)
@@ -50,8 +50,10 @@ def test_the_unit_of_the_values_does_not_matter(differences: list[int], unit: fl
         )
 
 
-def test_what_is_undefined_is_neither_better_worse_nor_tied() -> None:
-    """A missing value and an empty set of problems are undefined, without a warning of numpy."""
+def test_undefined_values_count_in_no_column() -> None:
+    """A missing value is neither better, worse nor tied, an empty set has no result, and numpy
+    warns of nothing.
+    """
     found = compare_runs([math.nan, 0.5, 0.5], [1.0, 0.5, 1.0])
     assert (found.better, found.worse, found.tied) == (1, 0, 1)
     assert math.isnan(found.difference.value)
@@ -60,15 +62,15 @@ def test_what_is_undefined_is_neither_better_worse_nor_tied() -> None:
     assert math.isnan(empty.first)
 
 
-def test_small_gains_on_every_problem_are_seen() -> None:
-    """The pseudo-problems of averages are as small as the averages' differences."""
+def test_small_gains_on_every_problem_are_noticed() -> None:
+    """The pseudo-problems added to the interval are as small as the differences themselves."""
     found = compare_runs([0.5] * 30, [0.55] * 30)
     assert 0.04 < found.difference.low < found.difference.high < 0.06
     assert found.p_value < 1e-9
 
 
-def test_an_interval_turns_with_its_runs() -> None:
-    """The other way round every end changes sign, and p stays."""
+def test_exchanging_the_runs_flips_the_interval() -> None:
+    """Each end changes its sign, and p stays."""
     rng = np.random.default_rng(4)
     first, second = rng.binomial(4, 0.5, (2, 20)) / 4
     one = compare_runs(first, second)
@@ -82,7 +84,8 @@ def test_an_interval_turns_with_its_runs() -> None:
 def test_coverage_and_power(problems: int, samples: int) -> None:
     """Coverage is near 95 % and power about that of Student's t, over 1,500 pairs of runs.
 
-    With few problems of one answer each hardly any may differ: there the interval is wider.
+    The interval is wider if there are few problems of one answer each, because hardly any of them
+    may differ.
     """
     rng = np.random.default_rng([problems, samples])
     runs = 1_500
@@ -100,8 +103,8 @@ def test_coverage_and_power(problems: int, samples: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
 def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> None:
-    """The test uses the problems on which the runs disagree; the four cells add up, and mid-p is
-    not above the exact p.
+    """It uses the problems on which the runs disagree; the four cells add up, and mid-p is at most
+    the exact p.
     """
     first = [a for a, _ in pairs]
     second = [b for _, b in pairs]
@@ -116,16 +119,14 @@ def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> N
 
 
 def test_equal_runs_do_not_differ() -> None:
-    """Difference 0, p 1, and no number of problems that would show it."""
+    """The difference is 0 and p is 1, and no number of problems would show a difference."""
     found = compare_runs([0.5, 1.0, 0.0], [0.5, 1.0, 0.0])
     assert (found.difference.value, found.p_value) == (0, 1)
     assert (found.better, found.worse, found.tied, found.problems_needed) == (0, 0, 3, None)
 
 
-def test_problems_that_all_tie_do_not_prove_runs_alike() -> None:
-    """The interval covers shares of differing problems that stay unseen one time in twenty, and
-    shrinks with n.
-    """
+def test_ties_alone_do_not_prove_runs_equal() -> None:
+    """The interval covers shares of differing problems that may stay unseen, and shrinks with n."""
     few, many = (compare_runs([0.5] * n, [0.5] * n).difference for n in (40, 400))
     assert (1 - few.high) ** 40 == pytest.approx(0.05)
     assert few.low == -few.high
@@ -135,8 +136,8 @@ def test_problems_that_all_tie_do_not_prove_runs_alike() -> None:
     assert edge.low < 1
 
 
-def test_a_comparison_prints_all_a_reader_needs() -> None:
-    """Both rates, difference with interval, p, wins and losses, problems needed."""
+def test_a_comparison_prints_rates_difference_and_counts() -> None:
+    """It prints both rates, the difference with interval, p, wins, losses and the problems needed."""
     words = str(compare_runs([0.2, 0.4, 0.9, 0.5] * 5, [0.4, 0.4, 0.8, 0.7] * 5))
     for part in (
         "0.500 → 0.575",
@@ -148,9 +149,9 @@ def test_a_comparison_prints_all_a_reader_needs() -> None:
         assert part in words
 
 
-def test_pairing_tells_what_two_separate_intervals_cannot() -> None:
-    """Hard and easy problems vary far more than the difference: pairs see it, overlapping intervals
-    do not.
+def test_pairs_show_what_separate_intervals_hide() -> None:
+    """Difficulty varies far more than the difference, so the intervals overlap but the pairs
+    differ.
     """
     rng = np.random.default_rng(3)
     chances = rng.beta(0.5, 0.5, 60) * 0.9
@@ -164,9 +165,7 @@ def test_pairing_tells_what_two_separate_intervals_cannot() -> None:
 
 
 def test_the_interval_of_a_difference_covers() -> None:
-    """The interval covers 95 % within 3.5 deviations, over 300 pairs of runs with 40 problems of 8
-    samples.
-    """
+    """It covers 95 % within 3.5 deviations, over 300 pairs of runs with 40 problems of 8 samples."""
     rng = np.random.default_rng(1)
     hits = 0
     runs = 300
@@ -193,7 +192,7 @@ def test_the_p_value_is_small_as_often_as_it_says(samples: int) -> None:
 
 
 def test_the_number_of_problems_gives_the_power_it_promises() -> None:
-    """Four times in five, by simulation of the very test it is for; half as many problems give
+    """The stated number gives about 80 % power in simulations of the same test, and half of it
     clearly less.
     """
     rng = np.random.default_rng(5)
@@ -208,7 +207,9 @@ def test_the_number_of_problems_gives_the_power_it_promises() -> None:
 
 
 def test_problems_needed_for_single_answers() -> None:
-    """AIME's 30 problems cannot show 5 points between independent runs; related runs need fewer."""
+    """AIME's 30 problems cannot show 5 points between independent runs; related runs need fewer
+    problems.
+    """
     difference = 0.05
     disagree = 0.45 * 0.50 + 0.55 * 0.50
     independent = problems_needed(math.sqrt(disagree - difference**2), difference)
@@ -234,25 +235,23 @@ def test_problems_needed_for_single_answers() -> None:
     ],
 )
 def test_impossible_comparisons_are_errors(wrong: Any) -> None:
-    """The error names them, and nothing is guessed."""
+    """The error names the fault, and nothing is guessed."""
     with pytest.raises(OptionError):
         wrong()
 
 
 def test_too_little_to_compare_is_undefined() -> None:
-    """One problem is too little, and so is a rate that is undefined itself."""
+    """One problem and a rate that is undefined itself give no comparison."""
     assert math.isnan(compare_runs([1.0], [0.0]).difference.value)
     assert math.isnan(compare_runs([1.0, math.nan], [0.0, 1.0]).difference.value)
 
 
 @pytest.mark.parametrize(("problems", "samples"), [(30, 1), (30, 8), (40, 16)])
 @pytest.mark.parametrize("truth", [0.02, 0.95, 0.99])
-def test_differences_are_covered_where_few_problems_differ(
+def test_the_interval_covers_if_few_problems_differ(
     problems: int, samples: int, truth: float
 ) -> None:
-    """The interval covers for rates near 0 and 1 with few differing problems, over 200 pairs of
-    runs.
-    """
+    """It covers for rates near 0 and 1, over 200 pairs of runs."""
     rng = np.random.default_rng([problems, samples, round(1000 * truth)])
     hits = 0
     runs = 200

@@ -1,6 +1,4 @@
-"""A policy tolerates what it names and no more; prompts and shots are those of the benchmark and
-the pair.
-"""
+"""Tests of grading policies and of the prompts of benchmarks and pairs."""
 
 import json
 from dataclasses import replace
@@ -41,14 +39,16 @@ UNITS = Grading(units="required")
         (Grading(), r"5\text{ km}", "5", True),
     ],
 )
-def test_policies(grading: Grading, gold: str, answer: str, is_equal: bool) -> None:
-    """Each holds for what it names and for nothing else."""
+def test_a_policy_tolerates_only_what_it_names(
+    grading: Grading, gold: str, answer: str, is_equal: bool
+) -> None:
+    """Each policy accepts its own examples and nothing else."""
     assert equivalent(gold, answer, grading=grading).is_equal == is_equal
     assert not grading.relative or not equivalent(gold, answer).is_equal
 
 
-def test_the_words_of_a_choice_count_where_asked() -> None:
-    """Only the right choice's, and only with the policy that says so."""
+def test_the_text_of_a_choice_counts_only_by_policy() -> None:
+    """Only the correct choice's text counts, and only under the policy that says so."""
     asked = Problem("1", "?", "B", "choice", choices=("nucleus", "mitochondria"))
     assert not judge(asked, "mitochondria").is_equal
     lenient = Problem(
@@ -62,8 +62,10 @@ def test_the_words_of_a_choice_count_where_asked() -> None:
     ]
 
 
-def test_a_record_has_its_own_policy() -> None:
-    """It wins over the one given for all; an impossible one names the record."""
+def test_a_records_policy_wins() -> None:
+    """It wins over the policy given for all records; an impossible one is an error that names the
+    record.
+    """
     rows: list[dict[str, object]] = [
         {"gold": "2.5", "answer": "2.51"},
         {"gold": "2.5", "answer": "2.51", "relative": 0.001},
@@ -76,8 +78,8 @@ def test_a_record_has_its_own_policy() -> None:
         load_dataset("arithmetic", options=LoadOptions(grading={"relative": -1}))
 
 
-def test_columns_say_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
-    """OlympiadBench's `error` and `unit` set them for their row; other rows keep the default."""
+def test_columns_set_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
+    """OlympiadBench's `error` and `unit` apply to their row; other rows keep the default."""
     rows = [
         {"problem": "a", "answer": "29", "error": "1e-1", "unit": ""},
         {"problem": "b", "answer": "7", "error": None, "unit": "km/h"},
@@ -104,8 +106,8 @@ def test_columns_say_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
 
 
 def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
-    """Minerva's decimals may be off by one part in a hundred, unless a run says otherwise; digests
-    tell.
+    """Minerva's decimals may be off by one part in a hundred unless the run says otherwise, and
+    digests record it.
     """
     file = tmp_path / "minerva.jsonl"
     file.write_text(json.dumps({"question": "How heavy?", "answer": "1.75"}))
@@ -123,10 +125,8 @@ def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
     assert said.problems[0].grading == Grading(relative=0.02, units="required")
 
 
-def test_a_choice_is_asked_for_by_its_letter() -> None:
-    """The user's turn requests the letter before the pair's own instruction; other problems get no
-    such request.
-    """
+def test_a_multiple_choice_prompt_requests_the_letter() -> None:
+    """The request precedes the pair's own instruction; other problems get no such request."""
     choice = Problem("1", "Which?\n\n(A) x\n(B) y", "B", "choice", choices=("x", "y"))
     asked = prompt_of(choice, Policy(system="", instruction="Think."))
     assert asked == [
@@ -136,7 +136,7 @@ def test_a_choice_is_asked_for_by_its_letter() -> None:
 
 
 def test_a_prompt_belongs_to_a_pair_and_a_benchmark() -> None:
-    """A pair has one for a benchmark where its authors say so."""
+    """A pair has its own prompt for a benchmark if its authors publish one."""
     usual, special = (
         configure({"pair": "qwen3-0.6b/qwen3-8b", "dataset": name}, environment={})
         .settings["instruction"]
@@ -148,7 +148,7 @@ def test_a_prompt_belongs_to_a_pair_and_a_benchmark() -> None:
 
 
 def test_worked_examples_come_first(tmp_path: Path) -> None:
-    """They are earlier turns in the form of the problem."""
+    """Worked examples are earlier turns of the conversation, in the form of the problem."""
     file = tmp_path / "shots.jsonl"
     file.write_text(
         '{"problem": "1+1?", "solution": "It is \\\\boxed{2}."}\n{"problem": "1+2?", "solution": '

@@ -1,4 +1,4 @@
-"""Power and the split of variance: unbiased, and as a simulated comparison has them."""
+"""Tests of power and of the split of variance, against simulated comparisons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows(draw: np.random.Generator, accuracy: np.ndarray, samples: int) -> list[
 
 
 def test_the_split_is_unbiased_with_two_samples() -> None:
-    """Over many small runs the means of both parts are those of the distribution."""
+    """Over many small runs the means of both parts equal those of the distribution."""
     draw = np.random.default_rng(0)
     splits: list[VarianceSplit] = []
     for _ in range(300):
@@ -35,15 +35,15 @@ def test_the_split_is_unbiased_with_two_samples() -> None:
 
 
 @pytest.mark.parametrize(("problems", "samples"), [(30, 16), (100, 4)])
-def test_a_detectable_difference_is_found_four_times_in_five(problems: int, samples: int) -> None:
-    """The t test finds the difference that the plan calls detectable in 80 % of simulated runs."""
+def test_a_detectable_difference_has_80_percent_power(problems: int, samples: int) -> None:
+    """A t test finds the difference that the plan calls detectable in 80 % of simulated runs."""
     draw = np.random.default_rng(1)
     split = VarianceSplit(0.05, 0.18, problems)
     gain = paired_power(split, problems, samples).detectable / 100
     seen = 0
     runs = 600
     for _ in range(runs):
-        # accuracies whose mean p(1 - p) is 0.18 at both ends of the difference
+        # accuracies whose mean p(1 - p) is 0.18 in both runs
         centre = np.where(draw.uniform(size=problems) < 0.5, 0.24, 0.76)
         first, second = (
             [sum(row) / samples for row in rows(draw, centre + side * gain / 2, samples)]
@@ -64,8 +64,8 @@ def test_the_problems_needed_shrink_with_samples_and_points() -> None:
         paired_power(split, 1, 8)
 
 
-def test_the_spread_of_a_difference_leaves_sampling_out() -> None:
-    """Equal accuracies have no spread, differences of half the problems have theirs."""
+def test_the_spread_of_a_difference_excludes_sampling_noise() -> None:
+    """Equal accuracies have no spread; differences on half of the problems have theirs."""
     draw = np.random.default_rng(2)
     accuracy = draw.uniform(0.3, 0.7, 4_000)
     first = rows(draw, accuracy, 4)
@@ -75,22 +75,22 @@ def test_the_spread_of_a_difference_leaves_sampling_out() -> None:
     assert difference_spread([[True]], [[True, False]]) is None
 
 
-def test_too_little_has_no_split() -> None:
-    """One sample per problem tells nothing about samples; rollouts that end alike vary in nothing."""
+def test_single_samples_give_no_split_of_variance() -> None:
+    """One sample per problem shows no variance within problems; equal rollouts have none."""
     assert variance_split([[True], [False]]) is None
     alike = variance_split([[True, True], [True, True]])
     assert alike is not None
     assert str(alike).startswith("no variance")
 
 
-def test_no_difference_above_100_points_is_promised() -> None:
-    """Three problems of two samples would need 126 points, which no accuracy can differ by."""
+def test_no_detectable_difference_exceeds_100_points() -> None:
+    """Three problems of two samples would need 126 points, which is impossible."""
     words = str(paired_power(VarianceSplit(0.0, 0.17, 3), 3, 2))
     assert words.startswith("3 problems x 2 samples show no difference, however large")
 
 
 @pytest.mark.parametrize(("within", "spread"), [(0.0, 0.0), (0.1, -1.0), (0.1, float("nan"))])
-def test_rollouts_that_all_ended_alike_tell_no_power(within: float, spread: float) -> None:
-    """Without variance two problems would seem to show any difference: refused instead."""
+def test_equal_rollouts_give_no_power(within: float, spread: float) -> None:
+    """Without variance two problems would seem to show any difference, so the estimate is refused."""
     with pytest.raises(OptionError, match="variance"):
         paired_power(VarianceSplit(0.1, within, 5), 10, 4, spread)

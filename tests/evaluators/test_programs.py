@@ -1,4 +1,4 @@
-"""Code tasks: programs are found, run in confinement, judged by hidden tests, and grouped."""
+"""Tests of code tasks: programs are found, confined, judged by hidden tests, and grouped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tasks() -> dict[str, Problem]:
 def test_solutions_pass_and_wrong_programs_fail(
     entry: dict[str, str], tasks: dict[str, Problem]
 ) -> None:
-    """Each task accepts a right program, and refuses one with a typical mistake."""
+    """Each task accepts a correct program and rejects one with a typical mistake."""
     task = tasks[entry["id"]]
     assert task.kind == "code"
     right = judge(task, entry["solution"])
@@ -60,8 +60,8 @@ def test_solutions_pass_and_wrong_programs_fail(
     assert wrong.detail.startswith("test ")
 
 
-def test_the_set_is_whole(tasks: dict[str, Problem]) -> None:
-    """Thirty tasks have two public tests each and at least two hidden ones."""
+def test_the_shipped_tasks_are_complete(tasks: dict[str, Problem]) -> None:
+    """Each of thirty tasks has two public tests and at least two hidden ones."""
     assert len(tasks) == 30
     for task in tasks.values():
         assert task.answer is not None
@@ -117,7 +117,7 @@ def test_programs_get_a_clean_environment(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_limits_end_a_program(program: str, end: str) -> None:
-    """Time, memory and output are bounded, and each end has its name."""
+    """Time, memory and output are bounded, and the verdict names the limit."""
     began = time.monotonic()
     [run] = run_program(program, [""], SHORT)
     assert run.end == end, run
@@ -125,7 +125,7 @@ def test_limits_end_a_program(program: str, end: str) -> None:
 
 
 def test_threads_and_deep_recursion_work() -> None:
-    """Solutions of contests may use threads and a deep stack."""
+    """Contest solutions may use threads and a deep stack."""
     program = (
         "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\n"
         "def f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
@@ -136,14 +136,14 @@ def test_threads_and_deep_recursion_work() -> None:
 
 
 def test_no_process_or_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of a run is gone afterwards, also after a time-out."""
+    """The folder of a run is removed, also after a time-out."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run_program("while True: pass", [""], SHORT)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_functions_share_a_process_and_print_nothing() -> None:
-    """A function, or a method of a class Solution, is called with JSON arguments, one a line."""
+    """A function or a method of a class Solution is called with JSON arguments, one per line."""
     tests = ProgramTests((), function="add")
     plain = "def add(a, b):\n    print('noise')\n    return a + b\n"
     method = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
@@ -156,7 +156,7 @@ def test_functions_share_a_process_and_print_nothing() -> None:
 
 
 def test_the_last_python_block_is_the_program() -> None:
-    """Thoughts, other languages and blocks that are cut do not count."""
+    """Thoughts, blocks in other languages and cut blocks do not count."""
     text = (
         "<think>```python\nprint(0)\n```</think>Use\n```\nprint(1)\n```\n"
         "```bash\nls\n```\nand\n```py\nprint(2)\n```\nlater ```python\nprint(3"
@@ -168,7 +168,7 @@ def test_the_last_python_block_is_the_program() -> None:
 
 
 def test_programs_with_equal_outputs_vote_together(tasks: dict[str, Problem]) -> None:
-    """Classes are made by outputs on the public inputs; what fails there abstains."""
+    """Classes are formed by outputs on public inputs; a program that fails there abstains."""
     task = tasks["sum-of-evens"]
     right = "input()\nprint(sum(x for x in map(int, input().split()) if x % 2 == 0))\n"
     other = "n = input()\nt = 0\nfor w in input().split():\n    if int(w) % 2 == 0: t += int(w)\nprint(t)"
@@ -176,7 +176,7 @@ def test_programs_with_equal_outputs_vote_together(tasks: dict[str, Problem]) ->
     broken = "print(int('x'))\n"
     votes = ProgramVotes(task.answer)
     assert votes.group([wrong, right, None, other, broken]) == [0, 1, -1, 1, -1]
-    # without a problem, programs that differ in layout alone are equal
+    # without a problem, programs are equal if only their layout differs
     assert group([right, right + "# end\n", other], "code") == [0, 0, 1]
     assert layout_free("not ( a program") == "not ( a program"
 
@@ -205,7 +205,7 @@ def packed(value: object) -> str:
 
 
 def test_livecodebench_files_are_read(tmp_path: Path) -> None:
-    """Private tests are unpacked without making objects, and decide the verdict."""
+    """Private tests are unpacked without creating objects, and decide the verdict."""
     hidden = json.dumps([{"input": "5\n6", "output": "11", "testtype": "functional"}])
     [task] = load_dataset(livecodebench(tmp_path, packed(hidden))).problems
     assert (task.kind, task.subject, task.level) == ("code", "easy", None)
@@ -229,7 +229,7 @@ class _Trap:
     ],
 )
 def test_unreadable_tests_name_the_row(tmp_path: Path, private: object, words: str) -> None:
-    """A pickle that holds more than a text is refused, and so is any other form."""
+    """A pickle that holds more than text is refused, and so is any other form."""
     with pytest.raises(DatasetError, match=f"line 1 .*{words}"):
         load_dataset(livecodebench(tmp_path, private))
 
@@ -244,8 +244,8 @@ class Programmer(ScriptedEngine):
         return Completion(ids, text, "end", (-0.1,) * len(ids))
 
 
-def test_a_run_votes_and_grades_by_running(tmp_path: Path, tasks: dict[str, Problem]) -> None:
-    """Two of three rollouts are right; their texts win the vote, and each rollout has its verdict."""
+def test_a_run_of_code_votes_by_outputs(tmp_path: Path, tasks: dict[str, Problem]) -> None:
+    """Two of three rollouts are correct and win the vote, and each rollout has its verdict."""
     task = tasks[SOLUTIONS[2]["id"]]
     policy = Policy(samples=3, early_stop="none", max_tokens=1000, chunking=Chunking(512, 512, ()))
     setup = Setup(Programmer("draft"), "scripted", method="draft-only", policy=policy)
@@ -258,7 +258,7 @@ def test_a_run_votes_and_grades_by_running(tmp_path: Path, tasks: dict[str, Prob
 
 
 def test_answers_of_code_never_end_a_rollout() -> None:
-    """A text that continues may have a better program."""
+    """A later part of the text may have a better program."""
     answers = answers_for("code")
     assert answers.extract("```python\nprint(1)\n```\n") is None
     assert answers.extract_finished("```python\nprint(1)\n```\n") == "print(1)\n"

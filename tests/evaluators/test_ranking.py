@@ -1,6 +1,4 @@
-"""Scores that find wrong rollouts are recognised: exactly on small cases, with intervals that
-cover.
-"""
+"""Tests of how well scores find wrong rollouts: exact on small cases, with intervals that cover."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ def chunks(count: int, shift: float, seed: int) -> list[LabelledChunk]:
     return made
 
 
-def test_pairs_of_one_question_are_counted_one_by_one() -> None:
-    """The AUROC is the plain count over all pairs within questions, ties for one half."""
+def test_auroc_counts_pairs_within_questions() -> None:
+    """The AUROC is the count over all pairs of one question, with ties as one half."""
     made = [
         LabelledChunk(chunk.question, round(chunk.score, 1), chunk.is_wrong)
         for chunk in chunks(6, 0.5, 3)
@@ -46,15 +44,15 @@ def test_pairs_of_one_question_are_counted_one_by_one() -> None:
     assert within_question_auroc(made).value == pytest.approx(wins / pairs)
 
 
-def test_a_level_of_the_question_is_no_skill() -> None:
-    """Scores that only know the question rank nothing within it, however well they rank over all."""
+def test_scores_that_only_know_the_question_have_auroc_one_half() -> None:
+    """They rank nothing within a question, however well they rank over all."""
     made = [LabelledChunk(q, float(q), n < q) for q in range(1, 9) for n in range(9)]
     assert within_question_auroc(made).value == 0.5
     assert gain_over_coin(made, 0.3).value == pytest.approx(0.0)
 
 
 def test_a_perfect_score_catches_what_the_rate_allows() -> None:
-    """A rate of 0.2 catches both wrong chunks of ten; a coin catches a fifth of them."""
+    """Rate 0.2 catches both wrong chunks of ten; a coin catches a fifth of them."""
     made = [LabelledChunk(q, float(n), n > 7) for q in range(5) for n in range(10)]
     assert gain_over_coin(made, 0.2).value == pytest.approx(0.8)
     assert gain_over_coin(made, 0.1).value == pytest.approx(0.4)
@@ -62,8 +60,8 @@ def test_a_perfect_score_catches_what_the_rate_allows() -> None:
 
 
 @pytest.mark.parametrize("alike", [0, 1])
-def test_too_few_mixed_questions_have_no_number(alike: int) -> None:
-    """One question with both kinds has no interval over questions, and the note says what lacks."""
+def test_one_mixed_question_has_no_interval(alike: int) -> None:
+    """An interval needs several questions with correct and wrong rollouts, and the note says so."""
     made = [LabelledChunk("a", float(n), n > 3) for n in range(6)] * alike
     made += [LabelledChunk("b", 1.0, True)] * 3
     for estimate in (within_question_auroc(made), gain_over_coin(made, 0.2)):
@@ -73,7 +71,7 @@ def test_too_few_mixed_questions_have_no_number(alike: int) -> None:
 
 @pytest.mark.parametrize(("count", "shift"), [(10, 0.0), (30, 0.0), (30, 0.7), (100, 0.7)])
 def test_intervals_cover(count: int, shift: float) -> None:
-    """Intervals over questions hold the truth in at least nine of ten simulated runs."""
+    """Intervals over questions contain the truth in at least nine of ten simulated runs."""
     truth = chunks(2_000, shift, 1)
     values = within_question_auroc(truth).value, gain_over_coin(truth, 0.2).value
     covered = np.zeros(2)
@@ -88,7 +86,7 @@ def test_intervals_cover(count: int, shift: float) -> None:
 
 
 def test_holm_rejects_no_more_than_it_may() -> None:
-    """Corrected p-values keep the order, never shrink, and bound the chance of any error."""
+    """Corrected p-values keep their order, never shrink, and bound the chance of any error."""
     draw = np.random.default_rng(0)
     errors = 0
     for _ in range(2_000):
@@ -101,12 +99,12 @@ def test_holm_rejects_no_more_than_it_may() -> None:
 
 
 def test_a_missing_p_value_rejects_nothing_and_moves_no_other() -> None:
-    """NaN counts as 1: a comparison without a p-value is still one of the comparisons made."""
+    """NaN counts as 1: a comparison without a p-value still counts as a comparison."""
     assert holm([math.nan, 0.01]) == [1.0, 0.02]
 
 
 def test_a_score_that_is_not_a_number_ranks_worst() -> None:
-    """As infinity does; a rate outside [0, 1] is refused."""
+    """NaN ranks like infinity, and a rate outside [0, 1] is refused."""
     made = [
         [LabelledChunk(question, worst if n == 0 else n, n % 2 == 0) for n in range(4)]
         for question in range(3)

@@ -1,4 +1,4 @@
-"""Confidence sequences: what they promise is enumerated, what they cost is simulated."""
+"""Tests of confidence sequences: coverage is enumerated, and their delay is simulated."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ def excluded(differences: tuple[float, ...], mean: float, level: float) -> bool:
 
 
 @pytest.mark.parametrize(("won", "lost"), [(0.3, 0.3), (0.5, 0.2), (0.05, 0.6)])
-def test_every_sequence_of_five_problems_together_excludes_the_truth_seldom_enough(
-    won: float, lost: float
-) -> None:
-    """All 243 sequences with their probabilities, at a level at which five problems can exclude
-    something.
+def test_sequences_of_five_problems_keep_their_level(won: float, lost: float) -> None:
+    """All 243 sequences are weighed by their probabilities, at a level that five problems can
+    reach.
     """
     level = 0.5
     missed = 0.0
@@ -43,8 +41,8 @@ def test_every_sequence_of_five_problems_together_excludes_the_truth_seldom_enou
 
 
 def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_most() -> None:
-    """No difference is there: a 95 % interval that is looked at every time would mislead in a third
-    of the runs.
+    """Looking at a 95 % interval after each problem would find a difference that is not there in a
+    third of the runs.
     """
     draw = np.random.default_rng(5)
     runs = 50
@@ -57,7 +55,7 @@ def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_mos
 
 
 def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> None:
-    """The median of 21 runs is below a hundred, with three problems in ten differing."""
+    """The median over 21 runs is below a hundred problems, of which three in ten differ."""
     draw = np.random.default_rng(6)
     found = [
         compare_in_order(draw.choice([-1.0, 0.0, 1.0], 400, p=[0.05, 0.7, 0.25]).tolist())
@@ -67,10 +65,8 @@ def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> No
     assert all(one.settled == "better" and 0 <= one.low for one in found)
 
 
-def test_sides_are_alike_and_near_ones_are_told() -> None:
-    """Turned around, better is worse; with a margin, runs that never differ are alike, without one
-    never decided.
-    """
+def test_exchanging_sides_exchanges_the_verdict() -> None:
+    """Better becomes worse; runs that never differ are called alike only if a margin is given."""
     draw = np.random.default_rng(7)
     differences = draw.choice([-1.0, 0.0, 1.0], 200, p=[0.05, 0.6, 0.35]).tolist()
     there = compare_in_order(differences)
@@ -83,8 +79,8 @@ def test_sides_are_alike_and_near_ones_are_told() -> None:
     assert compare_in_order([0.0] * 300).settled == "undecided"
 
 
-def test_a_difference_is_one_of_shares() -> None:
-    """Anything else is refused, and so is a level that is none."""
+def test_only_differences_of_shares_are_accepted() -> None:
+    """Other numbers and impossible levels are refused."""
     with pytest.raises(OptionError, match="outside"):
         ConfidenceSequence().add(1.5)
     with pytest.raises(OptionError, match="level"):

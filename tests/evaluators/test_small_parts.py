@@ -1,6 +1,4 @@
-"""Small parts of the grading room on one example each: words of numbers and dates, units,
-intervals, policies.
-"""
+"""Tests of the grader's small parts: spelt numbers and dates, units, intervals, policies."""
 
 from fractions import Fraction
 
@@ -31,8 +29,8 @@ from atts.evaluators.syntax.vocabulary import (
 from atts.evaluators.verdict import STRICT, changed
 
 
-def test_words() -> None:
-    """Spellings, numbers, dates and phrases are read by their meaning."""
+def test_words_are_read_by_their_meaning() -> None:
+    """Spellings, numbers, dates and phrases are normalised."""
     assert spelled({"<=": "le leq"}) == {"le": "<=", "leq": "<="}
     assert number_in_words("two thousand and twenty-five") == 2025
     assert number_in_words("a dozen") == 12
@@ -47,15 +45,15 @@ def test_words() -> None:
     assert squashed("An  Ellipse.") == "ellipse"
 
 
-def test_units() -> None:
-    """A phrase by its dimension and scale, nothing for words that are not a unit."""
+def test_units_are_read_by_dimension_and_scale() -> None:
+    """A phrase gives its dimension and scale; words that are not a unit give nothing."""
     assert measure("km / h") == measure("kilometers per hour")
     assert measure("glorp and") is None
 
 
-def test_datasets() -> None:
-    """The order of choices, the fate of a sample, a policy with one changed field, and a worked
-    solution's answer are correct.
+def test_small_parts_of_datasets() -> None:
+    """The order of choices, the fate of a sample, a changed policy and a worked solution's answer
+    are correct.
     """
     names = [found.name for text in ("MATH-500", "aime_2025") if (found := find_benchmark(text))]
     assert names == ["math500", "aime25"]
@@ -68,7 +66,7 @@ def test_datasets() -> None:
     assert Operation(87, "+", 46).worked() == "87 + 46 = 127 + 6 = 133"
 
 
-def test_metrics() -> None:
+def test_small_parts_of_metrics() -> None:
     """Counts, classes and intervals of a few samples are correct."""
     counts = count([[True, False, None], [True]])
     assert (counts.n.tolist(), counts.c.tolist()) == ([3, 1], [1, 1])

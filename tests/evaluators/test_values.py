@@ -1,4 +1,4 @@
-"""Values are computed exactly where they are rational, and with a true error bound elsewhere."""
+"""Tests of computed values: exact if rational, and with a true error bound otherwise."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_rational_values(text: str, value: Fraction) -> None:
     assert exact(tree(text), LIMITS) == value
 
 
-def test_what_is_not_rational_or_not_there_is_said() -> None:
-    """Irrational, undefined and enormous are three different things."""
+def test_irrational_undefined_and_huge_values_differ() -> None:
+    """Each of the three has its own result."""
     with pytest.raises(NotRational):
         exact(tree(r"\sqrt{2}"), LIMITS)
     for text in (r"\frac{1}{0}", "0^{-1}", "(-1)!", r"\ln 0"):
@@ -67,7 +67,7 @@ def test_what_is_not_rational_or_not_there_is_said() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**30), st.integers(2, 7))
 def test_exact_roots(value: int, index: int) -> None:
-    """A perfect power gives its root back; its neighbour is irrational."""
+    """A perfect power gives its root; the next integer has an irrational one."""
     power = value**index
     assert exact(tree(rf"\sqrt[{index}]{{{power}}}"), LIMITS) == value
     assume(value > 1)
@@ -121,7 +121,7 @@ def test_error_bounds_hold(text: str) -> None:
 
 
 def test_threads_do_not_disturb_each_other() -> None:
-    """Constants and precision are each thread's own, whatever the others do to mpmath."""
+    """Constants and precision belong to a thread, whatever other threads do to mpmath."""
     node = tree(r"\pi \cdot e^{\sqrt{2}}")
     expected = approximation(node, 200).value
     stop = threading.Event()
@@ -141,7 +141,7 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert all(str(value) == str(expected) for value in found)
 
 
-def test_many_short_evaluations_are_one_long_one() -> None:
+def test_short_evaluations_add_up_to_the_limit() -> None:
     """The work of a pair is counted over all its points, however short each of them is."""
     gold = r"a\cdot|b|-|b|a"
     answer = r"\ln(1+10^{-600})-\ln(1+10^{-600})"

@@ -1,4 +1,4 @@
-"""A vote in an event loop does not wait for sympy's worker: a thread asks before."""
+"""Tests that a vote in an event loop does not wait for sympy, because a thread asks it."""
 
 import threading
 from typing import Any
@@ -15,7 +15,7 @@ ANSWERS = (r"\sum_{k=1}^{n}k^7\binom{n}{k}", r"\int_0^n x^7\binom{n}{x}\,dx", "1
 
 @pytest.fixture
 def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace the worker by one that knows nothing, and list the threads that call it."""
+    """Replace the worker by one that decides nothing, and list the threads that call it."""
     threads = list[str]()
 
     def reply(question: str) -> Any:
@@ -27,8 +27,8 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return threads
 
 
-def test_a_thread_asks_and_the_vote_remembers(asking: list[str]) -> None:
-    """No question is asked in the thread of the loop, and none twice."""
+def test_a_thread_asks_each_question_once(asking: list[str]) -> None:
+    """No question is asked in the loop's own thread, and the vote uses the remembered answer."""
     answers = answers_for("math")
 
     async def vote() -> list[int]:
@@ -44,13 +44,13 @@ def test_a_thread_asks_and_the_vote_remembers(asking: list[str]) -> None:
 
 
 def test_answers_that_are_grouped_at_once_start_no_thread(asking: list[str]) -> None:
-    """Numbers are compared where the vote is."""
+    """Numbers are compared in the vote itself."""
     assert not takes_long(("1/2", "0.5", None, "7"))
     assert asking == []
 
 
 def test_a_remembered_answer_does_not_wait_for_another_question(asking: list[str]) -> None:
-    """The lock of a question in flight keeps no thread from what is known."""
+    """The lock of a question in flight does not block known answers."""
     algebra.WORKER.answers["a", "b", "[]"] = True
     with algebra.WORKER.lock:
         thread = threading.Thread(target=lambda: asking.append(str(algebra.WORKER.ask("a", "b"))))

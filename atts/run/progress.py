@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from atts.core import Role, Usage
 from atts.evaluators import Estimate, accuracy_estimate
@@ -105,23 +105,46 @@ class ProgressSnapshot:
         return {**plain, **rates, "directory": directory, "target_share": self.target_share}
 
 
+class _Ended(NamedTuple):
+    """A call that ended: the moment, its tokens, and how long it took."""
+
+    moment: float
+    tokens: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class _Throughput:
-    """Tokens of one flow: all of them, and those of the last seconds with the moments they came at."""
+    """Tokens of one flow: all of them, and those of the calls that ended lately.
+
+    Tokens are counted when a call ends. So the speed is measured over the last `WINDOW_SECONDS`, or
+    over as many as the longest of these calls took: a call of five minutes says nothing about the
+    last 15 seconds.
+    """
 
     total: int = 0
-    recent: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+    recent: deque[_Ended] = field(default_factory=deque[_Ended])
     in_window: int = 0
+    longest: float = 0.0
 
-    def add(self, now: float, tokens: int) -> None:
-        self.recent.append((now, tokens))
-        self.in_window += tokens
-        self.total += tokens
+    def add(self, call: _Ended) -> None:
+        self.recent.append(call)
+        self.in_window += call.tokens
+        self.total += call.tokens
+        self.longest = max(self.longest, call.seconds)
 
     def per_second(self, now: float, since: float) -> float:
-        while self.recent and self.recent[0][0] < now - WINDOW_SECONDS:
-            self.in_window -= self.recent.popleft()[1]
-        return self.in_window / max(1.0, min(WINDOW_SECONDS, now - since))
+        while self.recent and self.recent[0].moment < now - self.window:
+            gone = self.recent.popleft()
+            self.in_window -= gone.tokens
+            if gone.seconds == self.longest:
+                self.longest = max((call.seconds for call in self.recent), default=0.0)
+        return self.in_window / max(1.0, min(self.window, now - since))
+
+    @property
+    def window(self) -> float:
+        """Return over how many seconds the speed is measured."""
+        return max(WINDOW_SECONDS, self.longest)
 
 
 @dataclass(slots=True)
@@ -228,9 +251,9 @@ class Progress:
             case EngineAwaited():
                 self._awaited[event.role] += event.more
             case Sampled():
-                self._called(event.rollout, event.role, len(event.completion.ids))
+                self._called(event.rollout, event.seconds, event.role, len(event.completion.ids))
             case Scored():
-                self._called(event.rollout, "scored", len(event.scores.logprobs))
+                self._called(event.rollout, event.seconds, "scored", len(event.scores.logprobs))
             case Decided() | Observed():
                 self._decided(event)
             case TurnFinished():
@@ -251,7 +274,7 @@ class Progress:
                 self._problem_ended(event)
             case CallFailed():
                 self._counts["failed calls"] += 1
-                self._called(event.rollout)
+                self._called(event.rollout, event.seconds)
             case Warned(code="context" | "speed"):
                 self.warnings.append(event.text)
             case Warned(code="interrupted"):
@@ -359,9 +382,11 @@ class Progress:
         self._since.clear()
         self._durations = _Durations()
 
-    def _called(self, rollout: str, flow: Flow | None = None, tokens: int = 0) -> None:
+    def _called(
+        self, rollout: str, seconds: float, flow: Flow | None = None, tokens: int = 0
+    ) -> None:
         if flow is not None:
-            self._flows[flow].add(self._clock(), tokens)
+            self._flows[flow].add(_Ended(self._clock(), tokens, seconds))
         if rollout in self._stages:
             self._stages[rollout] = "wait"
 

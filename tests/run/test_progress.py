@@ -132,6 +132,24 @@ def test_speed_is_of_late_and_of_this_session() -> None:
     assert progress.snapshot().tokens["draft"] == 600
 
 
+def test_the_speed_of_long_calls_is_measured_over_their_length() -> None:
+    """Calls of 300 tokens take 300 s, and one ends every 30 s: that is 10 tokens a second, at all
+    times.
+    """
+    clock = Clock()
+    progress = Progress(clock)
+    progress.notify(BEGUN)
+    sampled = Sampled("p", "k", Completion((1,) * 300, "x", "end", ()), "draft", seconds=300.0)
+    clock.now += 270
+    for _ in range(10):
+        clock.now += 30
+        progress.notify(sampled)
+    clock.now += 20
+    assert progress.snapshot().speeds["draft"] == pytest.approx(10.0)
+    clock.now += 1000
+    assert progress.snapshot().speeds["draft"] == 0
+
+
 def test_the_time_left_counts_rollouts_in_flight_as_partly_done() -> None:
     """All of 48 rollouts at once take 80 to 120 s; once a few of them ended, half of 96 are nearly
     done.

@@ -1,4 +1,4 @@
-"""An engine that can be watched, problems by the number, and virtual time."""
+"""A watched engine, numbered problems, and virtual time for tests of the task graph."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,21 +15,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Named:
-    """A problem, as far as the graph is concerned."""
+    """A problem that has only the id that the graph needs."""
 
     id: str
 
 
 class Tick(Protocol):
-    """Called at every step of every call of the engine, with the number of the step."""
+    """A function called at each step of each engine call, with the number of the step."""
 
     def __call__(self, step: int) -> None: ...
 
 
 @dataclass
 class Watched:
-    """An engine that sleeps as long as requested, counts what is inside it, and can be disturbed
-    at any step.
+    """An engine that sleeps for the requested time, counts calls inside it, and can be disturbed at
+    any step.
     """
 
     tick: Tick | None = None
@@ -45,7 +45,7 @@ class Watched:
             self.tick(self.steps)
 
     async def work(self, name: str, seconds: float) -> float:
-        """Be busy for so long, and free again however the call ends."""
+        """Sleep for the requested time, and count the call as ended however it ends."""
         self.calls += 1
         now = self.in_flight[name] = self.in_flight.get(name, 0) + 1
         self.peak[name] = max(self.peak.get(name, 0), now)
@@ -66,7 +66,7 @@ def engine() -> Watched:
 
 @pytest.fixture
 def named() -> Callable[[int], list[Named]]:
-    """Return a function that makes that many problems."""
+    """Return a function that makes numbered problems."""
     return lambda count: [Named(f"p{number}") for number in range(count)]
 
 
@@ -78,7 +78,7 @@ def virtually(anyio_backend: Backend) -> Callable[[Callable[[], Awaitable[T]]], 
 
 @pytest.fixture
 def is_empty() -> Callable[[Graph], bool]:
-    """Return a check that a graph holds no place, slot, token, waiter or open problem."""
+    """Return a check that a graph holds no rollout slot, call slot, token, waiter or open problem."""
 
     def check(graph: Graph) -> bool:
         stats = graph.stats()

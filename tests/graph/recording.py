@@ -1,4 +1,4 @@
-"""A sink that keeps every event of a graph as it came."""
+"""A sink that records the events of a graph in order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from atts.core import CallSpan, ProblemSpan, RolloutSpan
 
 
 class Recording(list[Any]):
-    """A sink that keeps every event."""
+    """A sink that records every event."""
 
     def __call__(self, event: object) -> None:
-        """Keep it."""
+        """Record the event."""
         self.append(event)
 
     def nodes(self) -> list[CallSpan]:

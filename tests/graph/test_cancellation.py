@@ -1,4 +1,4 @@
-"""However and wherever a run is disturbed, nothing is left behind, and no other work is touched."""
+"""Tests of disturbed runs: nothing is left behind, and no other work is affected."""
 
 import os
 import signal
@@ -67,8 +67,8 @@ ERRORS: dict[str, Exception] = {
 
 @dataclass
 class Disturbed:
-    """A small run (3 problems of 3 rollouts of 2 turns) in which things happen at chosen steps of
-    the engine.
+    """A small run (3 problems of 3 rollouts of 2 turns) that is disturbed at chosen steps of the
+    engine.
     """
 
     engine: Engine
@@ -136,7 +136,7 @@ class Disturbed:
         )
 
     async def main(self) -> None:
-        """Run it and see that the loop is as empty as before."""
+        """Run the problems and check that the event loop is as empty as before."""
         problems = [Named(f"p{number}") for number in range(3)]
         before = {task.id for task in anyio.get_running_tasks()}
         with anyio.CancelScope() as self.outer:
@@ -151,7 +151,7 @@ class Disturbed:
         assert {task.id for task in anyio.get_running_tasks()} <= before
 
     def check(self, is_empty: IsEmpty) -> None:
-        """Check that engine and graph are empty, every beginning has its end, and the results fit."""
+        """Check that engine and graph are empty, each start has its end, and the results fit."""
         assert not any(self.engine.in_flight.values())
         assert is_empty(self.graph)
         assert len(self.recording.problems) == len(self.scopes) == len(self.results)
@@ -169,14 +169,14 @@ class Disturbed:
 
 @pytest.mark.parametrize("disturbance", DISTURBANCES)
 @pytest.mark.parametrize("admit", ["each", "together"])
-def test_a_disturbance_at_every_step(
+def test_a_run_survives_a_disturbance_at_any_step(
     anyio_backend: Backend,
     engine: Engine,
     is_empty: IsEmpty,
     disturbance: Disturbance,
     admit: Literal["each", "together"],
 ) -> None:
-    """One by one, at each of the steps that an undisturbed run has."""
+    """Each disturbance is tried at each step of an undisturbed run."""
     quiet = Disturbed(engine, {}, admit)
     run_virtual(quiet.main, backend=anyio_backend)
     quiet.check(is_empty)
@@ -201,7 +201,7 @@ def test_a_disturbance_at_every_step(
     admit=st.sampled_from(["each", "together"]),
     timeouts=st.tuples(*[st.none() | st.floats(0.1, 20.0)] * 2),
 )
-def test_many_disturbances_at_once(
+def test_a_run_survives_several_disturbances(
     anyio_backend: Backend,
     engine: Engine,
     is_empty: IsEmpty,
@@ -209,7 +209,7 @@ def test_many_disturbances_at_once(
     admit: Literal["each", "together"],
     timeouts: tuple[float | None, float | None],
 ) -> None:
-    """Cancels, failures, votes and deadlines in any mixture."""
+    """Cancellations, failures, votes and deadlines are combined at random."""
     engine.steps = 0
     run = Disturbed(engine, at, admit, *timeouts)
     run_virtual(run.main, backend=anyio_backend)
@@ -219,8 +219,8 @@ def test_many_disturbances_at_once(
 def test_a_settled_vote_cancels_exactly_its_own_rollouts(
     virtually: Virtually[None], engine: Engine
 ) -> None:
-    """The others of that problem end at once, wherever they are, with what they had saved; no other
-    problem notices.
+    """The problem's other rollouts end at once and keep their saved values; other problems are not
+    affected.
     """
     recording = Recording()
 
@@ -252,9 +252,9 @@ def test_a_settled_vote_cancels_exactly_its_own_rollouts(
     } == {("p0", sample, 2.0) for sample in (2, 3, 4)}
 
 
-def test_rollouts_that_never_started_have_results_too(virtually: Virtually[None]) -> None:
-    """A rollout that waits for a place when its problem is settled or late has no value, no span,
-    and the reason.
+def test_a_rollout_that_never_started_has_a_result(virtually: Virtually[None]) -> None:
+    """It waited for a slot when its problem ended, so its result has no value and no span, but a
+    reason.
     """
     recording = Recording()
 
@@ -274,18 +274,16 @@ def test_rollouts_that_never_started_have_results_too(virtually: Virtually[None]
             ("done", ""),
             *[("settled", "settled")] * 2,
         ]
-        assert anyio.current_time() == 5.0  # 3 until the deadline, 2 until the vote
+        assert anyio.current_time() == 5.0  # three end at the deadline, two at the vote
 
     virtually(main)
     assert len(recording.rollouts) == 6
 
 
-def test_a_deadline_lets_problems_conclude_from_what_they_have(
+def test_at_the_deadline_open_problems_return_what_they_have(
     virtually: Virtually[None], is_empty: IsEmpty
 ) -> None:
-    """After the run's time-out no more problems are opened, rollouts end, and each open problem
-    still returns.
-    """
+    """No more problems are opened, rollouts end, and each open problem still returns."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> int:
@@ -309,7 +307,7 @@ def test_a_deadline_lets_problems_conclude_from_what_they_have(
 
 
 def test_a_cancelled_problem_is_cancelled_alone(virtually: Virtually[None]) -> None:
-    """With its own reason; the others end as they would have."""
+    """It ends with its own reason, and the other problems end as usual."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> str:
@@ -335,7 +333,7 @@ def test_a_cancelled_problem_is_cancelled_alone(virtually: Virtually[None]) -> N
 def test_a_sink_that_fails_ends_the_run_with_its_error(
     virtually: Virtually[None], is_empty: IsEmpty
 ) -> None:
-    """A full disk is everybody's problem; no slot stays taken."""
+    """If events cannot be written, the whole run must end; no slot stays taken."""
 
     async def main() -> None:
         count = 0
@@ -361,8 +359,8 @@ def test_a_sink_that_fails_ends_the_run_with_its_error(
     virtually(main)
 
 
-def test_an_interrupt_leaves_nothing(anyio_backend: Backend) -> None:
-    """Ctrl-C in a run of many rollouts: everything in the engine is let go before the process ends."""
+def test_ctrl_c_frees_everything_in_the_engine(anyio_backend: Backend) -> None:
+    """In a run of many rollouts, all calls end before the process does."""
     program = textwrap.dedent(f"""
         import anyio, signal, sys
         from dataclasses import dataclass
@@ -403,7 +401,7 @@ def test_an_interrupt_leaves_nothing(anyio_backend: Backend) -> None:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(3)] == ["busy\n"] * 3
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
-            # trio raises the interrupt wherever it finds our code running: let all be asleep
+            # trio raises the interrupt inside running code, so wait until all tasks sleep
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=120)

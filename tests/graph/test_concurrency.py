@@ -1,4 +1,4 @@
-"""Task groups fail plainly, gather in order, and leave nothing behind."""
+"""Tests of task groups: plain errors, ordered results, and nothing left behind."""
 
 import math
 from collections.abc import Awaitable, Callable
@@ -15,8 +15,8 @@ Virtually = Callable[[Callable[[], Awaitable[T]]], T]
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_lone_error_leaves_as_itself() -> None:
-    """The error is neither a group of one nor a chain of groups."""
+async def test_a_single_error_is_raised_without_a_group() -> None:
+    """The error is neither in a group of one nor in nested groups."""
 
     async def fail() -> None:
         raise KeyError("lost")
@@ -31,11 +31,11 @@ async def test_a_lone_error_leaves_as_itself() -> None:
 
 
 class Interrupt(BaseException):
-    """A stand-in for a keyboard interrupt, which no event loop lets a task raise in peace."""
+    """An exception in place of a keyboard interrupt, which no event loop lets a task raise safely."""
 
 
-async def test_of_several_errors_one_leaves_with_the_others_noted() -> None:
-    """None is lost, and an interrupt comes before a failure."""
+async def test_one_of_several_errors_is_raised_with_notes_of_the_others() -> None:
+    """No error is lost, and an interrupt is preferred to a failure."""
 
     async def fail(error: BaseException) -> None:
         try:
@@ -58,7 +58,7 @@ async def test_of_several_errors_one_leaves_with_the_others_noted() -> None:
 
 
 async def test_cancelling_from_outside_stays_a_cancellation() -> None:
-    """A task group inside a cancelled scope neither swallows nor renames it."""
+    """A task group inside a cancelled scope neither swallows nor replaces the cancellation."""
     with anyio.CancelScope() as scope:
         async with concurrency.task_group() as group:
             group.start_soon(anyio.sleep_forever)
@@ -67,8 +67,8 @@ async def test_cancelling_from_outside_stays_a_cancellation() -> None:
     assert scope.cancelled_caught
 
 
-async def test_collect_keeps_the_order_asked() -> None:
-    """The order of the results does not depend on which is ready first."""
+async def test_collect_returns_results_in_argument_order() -> None:
+    """The order does not depend on which result is ready first."""
     events = [anyio.Event() for _ in range(4)]
     done: list[int] = []
 
@@ -84,7 +84,7 @@ async def test_collect_keeps_the_order_asked() -> None:
 
 
 async def test_collect_cancels_the_others_when_one_fails() -> None:
-    """Their clean-up is over before the error leaves."""
+    """The others' clean-up ends before the error is raised."""
     cleaned: list[str] = []
 
     async def wait() -> None:
@@ -105,7 +105,7 @@ async def test_collect_cancels_the_others_when_one_fails() -> None:
 
 
 async def test_background_ends_with_its_block() -> None:
-    """It ends normally and with the block's own error, and its failure ends the block."""
+    """It ends when the block ends or fails, and its own failure ends the block."""
     ended: list[str] = []
 
     async def serve(name: str) -> None:
@@ -136,7 +136,7 @@ async def test_background_ends_with_its_block() -> None:
 
 
 def test_shielded_clean_up_is_timed(virtually: Virtually[float]) -> None:
-    """Cancellation does not cut it short, its own limit does."""
+    """Cancellation does not shorten it, but its own time limit does."""
 
     async def main() -> float:
         with anyio.CancelScope() as scope:
@@ -152,7 +152,7 @@ def test_shielded_clean_up_is_timed(virtually: Virtually[float]) -> None:
 
 
 def test_the_clock_is_the_loops_own(virtually: Virtually[None]) -> None:
-    """Virtual where the loop's time is; absent where there is no loop."""
+    """The clock is virtual if the loop's time is, and absent without a loop."""
 
     async def main() -> None:
         now = concurrency.clock()
@@ -167,7 +167,7 @@ def test_the_clock_is_the_loops_own(virtually: Virtually[None]) -> None:
 
 
 def test_slots_and_tokens_in_use_are_counted() -> None:
-    """The count is what was taken and not given back; unlimited queues count nothing."""
+    """The count is what was taken and not returned; an unlimited queue counts nothing."""
     queue = concurrency.SlotQueue(3, 10)
     assert (queue.in_use, queue.tokens_in_use) == (0, 0)
     assert queue.take_nowait(4)
@@ -182,7 +182,7 @@ def test_slots_and_tokens_in_use_are_counted() -> None:
 
 
 def test_a_slot_is_given_back_once() -> None:
-    """A second return would let in more calls than the limit, also after the limit was lowered."""
+    """A second return would admit more calls than the limit, also after the limit was lowered."""
     queue = concurrency.SlotQueue(2)
     assert queue.take_nowait()
     queue.resize(1)

@@ -1,4 +1,4 @@
-"""The graph keeps order, bounds, times and edges, and failures stay where they happened."""
+"""Tests of the task graph: order, limits, times and edges, and failures that stay local."""
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
@@ -53,18 +53,18 @@ class Named:
 
 
 def problems(count: int) -> list[Named]:
-    """Make that many problems."""
+    """Make numbered problems."""
     return [Named(f"p{number}") for number in range(count)]
 
 
-# order and bounds
+# order and limits
 
 
-def test_results_keep_order_while_events_stream(
+def test_results_are_in_order_although_events_are_not(
     virtually: Virtually[list[list[int | None]]],
 ) -> None:
-    """Later samples end first, and are reported first; the lists are in the order asked all the
-    same.
+    """Later samples end and are reported first, but the result lists are in the order of the
+    problems and samples.
     """
     told: list[object] = []
 
@@ -86,13 +86,13 @@ def test_results_keep_order_while_events_stream(
     assert next(event for event in told if isinstance(event, CallSpan)).sample == 2
 
 
-def test_times_and_edges_of_a_straight_line(virtually: Virtually[None]) -> None:
-    """Queue, compute and edges of two rollouts on one slot are what arithmetic says."""
+def test_times_and_edges_equal_hand_computation(virtually: Virtually[None]) -> None:
+    """Queue times, compute times and edges of two rollouts on one slot were computed by hand."""
     recording = Recording()
 
     async def main() -> None:
         async def rollout(line: RolloutScope[None]) -> None:
-            await anyio.sleep(0.5 * line.sample)  # trio starts tasks in any order
+            await anyio.sleep(0.5 * line.sample)  # trio starts tasks in random order
             await line.call("draft", anyio.sleep, 2.0, turn=0)
             await line.call("score", anyio.sleep, 3.0, engine="target", turn=0, tokens=7)
 
@@ -123,7 +123,7 @@ def test_times_and_edges_of_a_straight_line(virtually: Virtually[None]) -> None:
     ]
 
 
-plans = st.lists(  # problems, of rollouts, of calls: (engine, tokens, seconds)
+plans = st.lists(  # a list of problems, each a list of rollouts, each a list of calls (engine, tokens, seconds)
     st.lists(
         st.lists(
             st.tuples(st.sampled_from(["draft", "target"]), st.integers(0, 8), st.integers(0, 5)),
@@ -141,7 +141,7 @@ plans = st.lists(  # problems, of rollouts, of calls: (engine, tokens, seconds)
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(plan=plans, places=st.integers(1, 4), slots=st.integers(1, 3), tokens=st.integers(8, 12))
-def test_bounds_hold_and_nothing_is_idle(
+def test_limits_hold_and_a_call_waits_only_if_one_is_reached(
     anyio_backend: Backend,
     is_empty: IsEmpty,
     plan: list[list[list[tuple[str, int, int]]]],
@@ -149,9 +149,7 @@ def test_bounds_hold_and_nothing_is_idle(
     slots: int,
     tokens: int,
 ) -> None:
-    """Places, slots and tokens are within bounds in every state, and a caller waits only because
-    one is used up.
-    """
+    """Rollouts, call slots and tokens are within limits in every state."""
     graph = Graph(rollouts=places, limits={"draft": Limit(slots), "target": Limit(slots, tokens)})
     waiting_for_tokens = 0
 
@@ -187,10 +185,8 @@ def test_bounds_hold_and_nothing_is_idle(
     assert is_empty(graph)
 
 
-def test_problems_are_opened_when_there_is_room(virtually: Virtually[None]) -> None:
-    """The next problem is pulled only when no rollout waits, so a million of them cost nothing in
-    advance.
-    """
+def test_a_problem_is_opened_only_when_no_rollout_waits(virtually: Virtually[None]) -> None:
+    """A million problems therefore cost nothing in advance."""
     pulled = 0
 
     def endless() -> Iterator[Named]:
@@ -218,9 +214,9 @@ def test_problems_are_opened_when_there_is_room(virtually: Virtually[None]) -> N
     assert pulled < 16
 
 
-def test_problems_that_conclude_slowly_hold_back_the_next(virtually: Virtually[int]) -> None:
-    """At most four rollouts for every place wait if the step after the rollouts is slower than they
-    are.
+def test_slow_conclusions_delay_the_next_problems(virtually: Virtually[int]) -> None:
+    """If the step after the rollouts is slower than they are, at most four finished rollouts per
+    slot wait for it.
     """
 
     async def main() -> int:
@@ -243,14 +239,14 @@ def test_problems_that_conclude_slowly_hold_back_the_next(virtually: Virtually[i
         assert [result.status for result in results] == ["done"] * 12
         return most
 
-    # the last one was in flight; by their number alone eight might be open
+    # four conclude and one was in flight; by their number alone eight could be open
     assert virtually(main) == 4 + 1
 
 
-def test_places_go_to_older_problems_first_and_priority_before_that(
+def test_rollout_slots_go_by_priority_then_by_age(
     virtually: Virtually[list[str]],
 ) -> None:
-    """With one place, rollouts run by problem and sample, but urgent ones overtake those that wait."""
+    """With one slot, rollouts run by problem and sample, but urgent ones overtake those that wait."""
 
     async def main() -> list[str]:
         order: list[str] = []
@@ -285,7 +281,7 @@ async def _after(seconds: float, function: Callable[[], Awaitable[T]]) -> T:
 
 
 def test_calls_are_served_by_priority_then_in_order(virtually: Virtually[list[int]]) -> None:
-    """A full engine grants the lowest priority number first, within it the caller that asked first."""
+    """A full engine serves the lowest priority number first, and equal numbers in order of arrival."""
 
     async def main() -> list[int]:
         served: list[int] = []
@@ -309,12 +305,10 @@ def test_calls_are_served_by_priority_then_in_order(virtually: Virtually[list[in
     assert virtually(main) == [0, 2, 4, 1, 3, 5]
 
 
-def test_a_rollout_keeps_the_context_of_whoever_asked_for_it(
+def test_a_rollout_keeps_its_own_context_variables(
     virtually: Virtually[list[str]],
 ) -> None:
-    """A rollout that frees a place does not leak its context variables into the rollout that takes
-    it.
-    """
+    """A rollout that frees a slot does not pass its context variables to the rollout that takes it."""
     name: ContextVar[str] = ContextVar("name", default="")
 
     async def main() -> list[str]:
@@ -341,9 +335,7 @@ def test_a_rollout_keeps_the_context_of_whoever_asked_for_it(
 def test_memory_does_not_grow_with_the_number_of_problems(
     anyio_backend: Backend, tmp_path: Path
 ) -> None:
-    """With a sink that writes to disk and results that are not kept, more problems need no more
-    memory.
-    """
+    """If the sink writes to disk and results are not kept, more problems need no more memory."""
     import tracemalloc
 
     def peak(count: int) -> int:
@@ -373,20 +365,19 @@ def test_memory_does_not_grow_with_the_number_of_problems(
             tracemalloc.stop()
 
     peak(10)
-    assert peak(300) - peak(40) < 260 * 300  # bytes a problem: less than any of its values
+    # 260 bytes per problem are fewer than any of its values would take
+    assert peak(300) - peak(40) < 260 * 300
 
 
 # failures
 
 
 class Boom(RuntimeError):
-    """An error that is not one of ours."""
+    """An error that is not one of atts' own."""
 
 
-def test_a_failed_rollout_sinks_no_sibling(virtually: Virtually[None]) -> None:
-    """It is recorded with its error and what it had saved; everybody else ends as if nothing had
-    happened.
-    """
+def test_a_failed_rollout_does_not_affect_its_siblings(virtually: Virtually[None]) -> None:
+    """It is recorded with its error and what it had saved."""
     recording = Recording()
 
     async def main() -> None:
@@ -417,8 +408,8 @@ def test_a_failed_rollout_sinks_no_sibling(virtually: Virtually[None]) -> None:
 
 
 def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) -> None:
-    """A retryable error costs a wait and another node; one that is not is final; each attempt frees
-    its slot.
+    """A retryable error costs a wait and another node, other errors are final, and each attempt
+    frees its slot.
     """
     recording = Recording()
 
@@ -460,8 +451,8 @@ def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) ->
     assert [n.after for n in by_sample[0]] == [(), (by_sample[0][0].node,), (by_sample[0][1].node,)]
 
 
-def test_a_rollout_is_tried_again_from_what_it_saved(virtually: Virtually[None]) -> None:
-    """With attempts left, the second one continues where the first one left off."""
+def test_a_retried_rollout_continues_from_its_saved_value(virtually: Virtually[None]) -> None:
+    """With attempts left, the second attempt continues where the first one ended."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> list[int | None]:
@@ -484,10 +475,8 @@ def test_a_rollout_is_tried_again_from_what_it_saved(virtually: Virtually[None])
     virtually(main)
 
 
-def test_an_error_that_meets_everybody_ends_the_run(
-    virtually: Virtually[None], is_empty: IsEmpty
-) -> None:
-    """Wrong usage is raised as itself, at once, with nothing left behind."""
+def test_a_usage_error_ends_the_whole_run(virtually: Virtually[None], is_empty: IsEmpty) -> None:
+    """The error is raised at once, unchanged, with nothing left behind."""
 
     async def main() -> None:
         graph = Graph(rollouts=4)
@@ -508,10 +497,8 @@ def test_an_error_that_meets_everybody_ends_the_run(
     virtually(main)
 
 
-def test_a_run_is_given_up_when_everything_fails(virtually: Virtually[None]) -> None:
-    """A lost server ends the run with its own error instead of failing a thousand rollouts one by
-    one.
-    """
+def test_a_lost_server_ends_the_run(virtually: Virtually[None]) -> None:
+    """The run ends with the server's error instead of failing a thousand rollouts one by one."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> None:
@@ -532,8 +519,8 @@ def test_a_run_is_given_up_when_everything_fails(virtually: Virtually[None]) -> 
     virtually(main)
 
 
-def test_a_failed_problem_sinks_no_other(virtually: Virtually[None]) -> None:
-    """The error of a problem's own function is its result, and so is an error in `settle`."""
+def test_a_failed_problem_does_not_affect_others(virtually: Virtually[None]) -> None:
+    """An error in a problem's function or in `settle` is the result of that problem."""
 
     async def main() -> None:
         async def rollout(line: RolloutScope[int]) -> int:
@@ -559,8 +546,8 @@ def test_a_failed_problem_sinks_no_other(virtually: Virtually[None]) -> None:
     virtually(main)
 
 
-def test_unknown_engines_and_impossible_bounds_are_refused(virtually: Virtually[None]) -> None:
-    """Misspelt engines end the run; impossible limits are refused when they are set."""
+def test_unknown_engines_and_impossible_limits_are_refused(virtually: Virtually[None]) -> None:
+    """A misspelt engine ends the run, and an impossible limit is refused when it is set."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> None:
@@ -596,8 +583,8 @@ def test_unknown_engines_and_impossible_bounds_are_refused(virtually: Virtually[
 def test_a_call_that_can_never_fit_fails_alone(
     virtually: Virtually[None], is_empty: IsEmpty
 ) -> None:
-    """Too many KV tokens is that rollout's failure; its siblings, also those behind it in the
-    queue, continue.
+    """A call with more tokens than the engine's cache fails its rollout; siblings behind it in the
+    queue continue.
     """
 
     async def main() -> None:
@@ -624,8 +611,8 @@ def test_a_call_that_can_never_fit_fails_alone(
 
 
 def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> None:
-    """Each round gives every member's value; the next node waited for all nodes of the round and
-    for nothing else.
+    """Each round returns each member's value, and the next node has edges from all nodes of the
+    round and no others.
     """
     recording = Recording()
 
@@ -659,13 +646,13 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> N
     }
     assert [drafts[s, 1].wait for s in (1, 2)] == [1.0, 0.0]
     waited = {span.sample: span.waited for span in recording.rollouts}
-    # sample 0: two seconds in the round, then six until the last one ended; and so on
+    # sample 0 took two seconds, then waited six for the last one; and so on
     assert waited == {0: 2.0 + 6.0, 1: 1.0 + 1.0 + 3.0, 2: 0.0}
     assert measure(recording.nodes()).sibling_seconds == counted == sum(waited.values())
 
 
-def test_who_leaves_a_meeting_early_is_not_in_its_values(virtually: Virtually[None]) -> None:
-    """A member that gave up and ended neither holds the round up nor counts in it."""
+def test_a_round_does_not_wait_for_a_member_that_ended(virtually: Virtually[None]) -> None:
+    """A rollout that ended neither delays the round nor counts in its values."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> list[dict[int, int] | None]:
@@ -685,7 +672,7 @@ def test_who_leaves_a_meeting_early_is_not_in_its_values(virtually: Virtually[No
 
 
 def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> None:
-    """Asynchronous rollouts wait for no sibling, and a meeting is refused."""
+    """Asynchronous rollouts wait for no sibling, and a round is refused."""
     recording = Recording()
 
     async def main() -> None:
@@ -711,9 +698,9 @@ def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> No
     assert {n.after[0] for n in nodes if n.turn == 0 and n.sample >= 0} == set(own)
 
 
-def test_calls_side_by_side_join_in_the_next_one(virtually: Virtually[None]) -> None:
-    """Two calls at once wait for the same node, and the next call for both; a cancelled one is
-    waited for by none.
+def test_the_next_call_waits_for_all_parallel_calls(virtually: Virtually[None]) -> None:
+    """Two parallel calls wait for the same node, and the next call for both; nothing waits for a
+    cancelled call.
     """
     recording = Recording()
 
@@ -750,7 +737,7 @@ def test_calls_side_by_side_join_in_the_next_one(virtually: Virtually[None]) -> 
 def test_edges_from_the_journal_are_the_live_ones(
     anyio_backend: Backend, tmp_path: Path, admit: str, virtually: Virtually[None]
 ) -> None:
-    """Written to a journal and read back, nodes and edges are what the graph itself knew."""
+    """Nodes and edges read from a journal equal those that the graph had in memory."""
     live = Recording()
 
     async def main() -> None:
@@ -783,12 +770,12 @@ def test_edges_from_the_journal_are_the_live_ones(
     assert (sibling_edges(back) == set()) == (admit == "each")
 
 
-# one graph, several runs
+# one graph for several runs
 
 
-def test_a_graph_may_run_again_and_be_shared(virtually: Virtually[None], is_empty: IsEmpty) -> None:
-    """CallSpan ids continue, and two runs at once stay within the bounds of the one graph they
-    share.
+def test_a_graph_can_be_reused_and_shared(virtually: Virtually[None], is_empty: IsEmpty) -> None:
+    """Numbers of calls continue, and two simultaneous runs stay within the limits of their common
+    graph.
     """
 
     async def main() -> None:

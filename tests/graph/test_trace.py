@@ -1,4 +1,4 @@
-"""Records, timings and traces of made-up nodes are what one can work out by hand."""
+"""Tests of timings and traces on invented calls that can be computed by hand."""
 
 import io
 import json
@@ -22,8 +22,8 @@ def node(
     return replace(base, **other)
 
 
-def test_a_run_is_taken_apart() -> None:
-    """Stages, engines, the chain that bounds the run, time lost to siblings, and r."""
+def test_timing_of_a_run_equals_hand_computation() -> None:
+    """It covers stages, engines, the critical path, time lost to siblings, and the intensity r."""
     nodes = [
         node(0, 0, 0.0, 2.0),
         node(1, 1, 0.0, 5.0),
@@ -49,8 +49,8 @@ def test_a_run_is_taken_apart() -> None:
     assert sibling_edges(nodes) == {(1, 2), (0, 3)}
 
 
-def test_nothing_measured_is_nothing_claimed() -> None:
-    """No nodes: no seconds, and ratios that say so."""
+def test_a_run_without_calls_has_undefined_ratios() -> None:
+    """Without calls there are no seconds, and ratios are marked as undefined."""
     found = measure([])
     assert (found.seconds, found.critical_path.nodes) == (0.0, ())
     assert found.intensity != found.intensity
@@ -65,8 +65,8 @@ def load(nodes: Iterable[CallSpan]) -> list[dict[str, Any]]:
 
 
 def test_a_trace_shows_slots_rollouts_and_waiting() -> None:
-    """Calls on rows of their engine, the same calls on their rollout's row, arrows where edges
-    cross.
+    """Each call is on a row of its engine and on its rollout's row, with arrows for edges between
+    rows.
     """
     nodes = [
         node(0, 0, 1.0, 2.0),
@@ -103,9 +103,7 @@ def test_a_trace_shows_slots_rollouts_and_waiting() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.integers(0, 5)), max_size=30))
 def test_rows_never_overlap_and_are_as_few_as_can_be(calls: list[tuple[int, int, int]]) -> None:
-    """An engine has as many rows as it ever had calls at once, and one row shows one call at a
-    time.
-    """
+    """An engine has as many rows as it had simultaneous calls, and a row shows one call at a time."""
     nodes = [node(n, s, start, start + length) for n, (start, length, s) in enumerate(calls)]
     rows: dict[int, list[tuple[float, float]]] = {}
     for event in trace_events(nodes):

@@ -1,4 +1,4 @@
-"""No key and no proxy of this machine reaches a test of hostile servers."""
+"""A fixture that hides this machine's keys and proxies from tests of hostile servers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Disks and memory that fail at every call of a writer in turn, and writes that a loss of power
-leaves in any order.
+"""Tests of failing disks and memory: every call of a writer fails in turn, and power is lost
+between writes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def told(path: Path) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Nth:
-    """Lets all calls pass but one, which raises; before that it may do a part of its work."""
+    """A fault that is due at one call out of many; the call may do a part of its work first."""
 
     number: int
     fault: Fault | None
@@ -82,15 +82,15 @@ class Nth:
     met: bool = False
 
     def is_due(self) -> bool:
-        """Count a call; whether it is the one."""
+        """Count a call, and return whether it is the one that fails."""
         self.calls += 1
         self.met = self.met or self.calls == self.number
         return self.calls == self.number
 
 
 class Failing(FileIO):
-    """An append-only file, of whose writes one fails, before anything or after some bytes, and all
-    after it too.
+    """An append-only file of which one write fails, at once or after some bytes, and all writes
+    after it.
     """
 
     def __init__(self, path: Path, nth: Nth, part: float) -> None:
@@ -100,7 +100,7 @@ class Failing(FileIO):
         self._is_broken = False
 
     def write(self, data: Any, /) -> int:
-        """Write, or as much as there is room for."""
+        """Write the data, or as much as there is room for."""
         if self._is_broken or self._nth.is_due():
             self._is_broken = self._nth.fault is not None
             size = int(len(data) * self._part)
@@ -122,14 +122,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int
 
 @pytest.mark.parametrize("part", [0.0, 0.6], ids=["nothing written", "half a line written"])
 @pytest.mark.parametrize("refusal", [*REFUSALS, "short write"])
-def test_a_journal_goes_on_after_any_write_that_failed(
+def test_a_run_resumes_after_any_failed_write(
     refusal: str, part: float, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """A short write changes nothing, any other failure ends the run with a message; then the run
-    continues as usual.
+    """A short write changes nothing; any other failure ends the run with a message, and the run
+    resumes as usual.
     """
     expected, writes = whole
-    # each of which meets its part of the writes
+    # each fault is tried on its share of the writes
     ways = [(name, share) for name in REFUSALS for share in (0.0, 0.6)]
     way = ways.index((refusal, part)) if refusal in REFUSALS else int(5 * part)
     for number in (
@@ -151,15 +151,13 @@ def test_a_journal_goes_on_after_any_write_that_failed(
 
 
 @pytest.mark.parametrize("refusal", [MemoryError, KeyboardInterrupt, ValueError])
-def test_no_line_follows_one_that_was_counted_and_not_written(
+def test_a_counted_line_that_was_not_written_ends_the_writing(
     refusal: type[BaseException],
     whole: tuple[dict[str, Any], int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A failure between a line's number and its bytes ends the writing, because later lines would
-    be unreadable.
-    """
+    """Later lines would be unreadable after a gap in the numbers, so none is written."""
     expected, _ = whole
     nth = Nth(9, None)
     proper = LineWriter.line
@@ -195,7 +193,7 @@ CALLS = (
 
 @contextmanager
 def failing_system(nth: Nth) -> Generator[None]:
-    """Let one of all these system calls fail."""
+    """Make one of all these system calls fail."""
     with pytest.MonkeyPatch.context() as patch:
         for name in CALLS:
             proper = getattr(os, name)
@@ -229,8 +227,8 @@ SNAPSHOT: dict[str, Callable[[Path], object]] = {
 def test_a_file_that_is_replaced_is_whole_at_any_failure(
     kind: str, refusal: str, tmp_path: Path
 ) -> None:
-    """A failure of any of the writer's calls gives a message, leaves the old file or the new one,
-    and no litter.
+    """A failure of any call of the writer gives a message, and leaves the old file or the new one,
+    without a temporary file.
     """
     write = SNAPSHOT[kind]
     path = tmp_path / "file"
@@ -260,12 +258,10 @@ def _refusal(act: Callable[[], object]) -> BaseException | None:
 
 
 @pytest.mark.parametrize("refusal", ["EIO", "no memory"])
-def test_a_run_goes_on_after_any_refusal_of_the_system(
+def test_a_run_resumes_after_any_failed_system_call(
     refusal: str, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """A refusal of any call of the writers ends or does not change a run, new or resumed, and the
-    run can continue.
-    """
+    """The failed call ends a new or resumed run or does not change it, and the run can be resumed."""
     expected, _ = whole
     for number in range(1 + (refusal == "no memory"), 200, 2):
         run = tmp_path / f"run {number}"
@@ -282,8 +278,8 @@ def test_a_run_goes_on_after_any_refusal_of_the_system(
 
 @dataclass(slots=True)
 class Reordered:
-    """A journal's disk: what was synced, and every write after that, of which a loss of power
-    leaves any.
+    """A disk under a journal: what was synced, and later writes, of which a loss of power leaves
+    any.
     """
 
     synced: bytes = b""
@@ -298,13 +294,14 @@ class Reordered:
         self.seen.append((self.synced, tuple(self.late)))
 
     def left(self, number: int, draws: random.Random) -> bytes:
-        """Return the file after a loss of power at write `number`: all synced writes, some later
-        ones, and zeros in place of missing ones.
+        """Return the file after a loss of power at write `number`.
+
+        It has all synced writes, some later ones, and zeros in place of missing ones.
         """
         synced, late = self.seen[number]
         kept = [write for write in late if draws.random() < 0.6]
         size = max([len(synced), *(place + len(data) for place, data in kept)])
-        if draws.random() < 0.3:  # the size may be known to the disk before the bytes are there
+        if draws.random() < 0.3:  # a disk may store the new size before the bytes
             size = max(place + len(data) for place, data in late)
         held = bytearray(synced.ljust(size, b"\0"))
         for place, data in kept:
@@ -320,7 +317,7 @@ class Watched(FileIO):
         self._disk = disk
 
     def write(self, data: Any, /) -> int:
-        """Write; a page at a time, as disks do."""
+        """Write one page at a time, as disks do."""
         place = os.fstat(self.fileno()).st_size
         for start in range(0, len(data), 512):
             self._disk.write(place + start, bytes(data[start : start + 512]))
@@ -328,14 +325,14 @@ class Watched(FileIO):
 
 
 @pytest.mark.parametrize("durability", ["always", "close"])
-def test_what_a_power_loss_leaves_in_any_order_goes_on_or_is_salvaged(
+def test_any_journal_left_by_a_power_loss_can_be_resumed_or_salvaged(
     durability: Any,
     whole: tuple[dict[str, Any], int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any subset of what was not synced survives: it continues at once, or is refused in words and
-    saved.
+    """Any subset of unsynced writes may survive; the journal then resumes, or is refused and
+    salvaged.
     """
     expected, _ = whole
     disk = Reordered()

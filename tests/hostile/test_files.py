@@ -1,5 +1,5 @@
-"""Hostile places for output and input: devices, pipes, sockets, directories, links; bombs and lies
-in data files.
+"""Tests of hostile paths and data files: devices, pipes, sockets, links, compression bombs, false
+headers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def writes(name: str, recorded: Path, out: str) -> int:
 
 
 def make_socket(path: Path) -> None:
-    """Make a socket's name in the file system."""
+    """Create a socket in the file system."""
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(os.path.relpath(path))
 
@@ -72,7 +72,7 @@ PLACES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("place", PLACES)
-def test_no_output_replaces_what_is_no_file(
+def test_output_never_replaces_a_special_file(
     name: str,
     place: str,
     recorded: Path,
@@ -80,7 +80,9 @@ def test_no_output_replaces_what_is_no_file(
     capsys: Said,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line that names it, the code of the disk, and it is what it was."""
+    """One line names the device, pipe or socket, the exit code is that of the disk, and nothing is
+    replaced.
+    """
     monkeypatch.chdir(tmp_path)
     PLACES[place](tmp_path / "out")
     before = os.lstat("out")
@@ -95,10 +97,10 @@ def test_no_output_replaces_what_is_no_file(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_here_is_no_file(
+def test_an_empty_path_and_a_dot_are_refused_as_output(
     name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
 ) -> None:
-    """`.` and nothing at all are refused in words; /dev/null stays a device."""
+    """Both are refused with a message, and /dev/null stays a device."""
     monkeypatch.chdir(tmp_path)
     for out in (".", "", "..", "/dev/null", "/dev/full"):
         assert writes(name, recorded, out) == 4
@@ -108,8 +110,8 @@ def test_here_is_no_file(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_link_stays_and_its_target_is_written(name: str, recorded: Path, tmp_path: Path) -> None:
-    """Through several links, also to what does not exist yet."""
+def test_output_through_a_link_writes_the_target(name: str, recorded: Path, tmp_path: Path) -> None:
+    """The link stays, also through several links and to a file that does not exist yet."""
     (tmp_path / "first").symlink_to("second")
     (tmp_path / "second").symlink_to(tmp_path / "inner" / "file")
     (tmp_path / "inner").mkdir()
@@ -125,7 +127,7 @@ def test_a_link_stays_and_its_target_is_written(name: str, recorded: Path, tmp_p
 def test_a_dash_is_standard_output(
     name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
 ) -> None:
-    """The bytes are those of a file, and nothing else is printed."""
+    """Standard output gets the bytes of the file and nothing else."""
     monkeypatch.chdir(tmp_path)
     assert writes(name, recorded, "file") == 0
     capsys.readouterr()
@@ -134,10 +136,10 @@ def test_a_dash_is_standard_output(
     assert os.listdir() == ["file"]
 
 
-def test_a_run_is_kept_in_a_directory(
+def test_a_run_needs_a_directory(
     recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
 ) -> None:
-    """Neither standard output nor nothing is one."""
+    """Standard output and an empty path are refused as the place of a run."""
     monkeypatch.chdir(tmp_path)
     for out in ("-", ""):
         assert run(["eval", "arithmetic[:1]", *SCRIPTED, "--out", out]) == 2
@@ -147,7 +149,9 @@ def test_a_run_is_kept_in_a_directory(
 
 
 def test_a_link_in_a_run_directory_is_not_followed(recorded: Path, tmp_path: Path) -> None:
-    """The directory's maker may have put it there: what it leads to is not ours to write."""
+    """The file that the link points to is not written, because the directory may come from someone
+    else.
+    """
     precious = tmp_path / "precious"
     precious.write_text("mine")
     for name in ("report.html", "trace.json"):
@@ -158,8 +162,8 @@ def test_a_link_in_a_run_directory_is_not_followed(recorded: Path, tmp_path: Pat
     assert precious.read_text() == "mine"
 
 
-def test_a_file_named_by_a_user_is_written_whole(tmp_path: Path) -> None:
-    """The file's permissions do not change."""
+def test_rewriting_a_users_file_keeps_its_permissions(tmp_path: Path) -> None:
+    """The file is written whole, and its permissions do not change."""
     (tmp_path / "f").write_text("old")
     (tmp_path / "f").chmod(0o600)
     write_out(tmp_path / "f", b"new")
@@ -183,7 +187,9 @@ READERS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path, recorded: Path, capsys: Said) -> None:
-    """A pipe that is never written to, where a file should be, is refused at once and by its name."""
+    """A pipe in place of an input file is refused at once and named, because nothing may ever be
+    written to it.
+    """
     manifest = (recorded / "run" / "manifest.json").read_bytes()
     (tmp_path / "manifest.json").write_bytes(manifest)
     (tmp_path / "half").mkdir()
@@ -203,9 +209,7 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path, recorded: Path, cap
 def test_a_run_directory_with_a_pipe_in_it_is_refused_before_models_load(
     name: str, tmp_path: Path, capsys: Said
 ) -> None:
-    """A pipe in place of any file of the run is refused, so nothing waits for a writer that never
-    comes.
-    """
+    """A pipe in place of any file of the run is refused, because reading it could wait forever."""
     os.mkfifo(tmp_path / name)
     assert run(("eval", "arithmetic[:1]", *SCRIPTED, "--out", str(tmp_path))) == 4
     said = capsys.readouterr().err
@@ -224,16 +228,16 @@ LIES = (
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
-def test_scores_that_are_none_are_refused(suffix: str, tmp_path: Path) -> None:
-    """True is not 1, and neither a word nor NaN is a number, in any field."""
+def test_values_that_are_not_scores_are_refused(suffix: str, tmp_path: Path) -> None:
+    """In every field, true is not 1, and words and NaN are not numbers."""
     for lie in LIES:
         (tmp_path / f"in{suffix}").write_text(lie)
         with pytest.raises(CalibrationInputError):
             read_scores(tmp_path / f"in{suffix}")
 
 
-def test_a_state_is_read_by_type(tmp_path: Path) -> None:
-    """Every field of saved scores replaced by another type, and left out."""
+def test_a_saved_calibrator_with_wrong_types_is_refused(tmp_path: Path) -> None:
+    """Each field in turn is replaced by another type, or left out."""
     state = StoredScores.of([1.5, 2.0], 2).state()
     assert StoredScores.restore(state).scores == (1.5, 2.0)
     for name in ("scale", "fingerprint", "scores", "questions", "turns"):
@@ -280,8 +284,8 @@ ARRAYS = (
 )  # fmt: skip
 
 
-def test_arrays_that_lie_are_refused_and_never_allocated(tmp_path: Path) -> None:
-    """A header promises what is not there, or another kind of thing; an honest one is read."""
+def test_arrays_with_false_headers_are_refused_unallocated(tmp_path: Path) -> None:
+    """The header promises more than the file holds or another kind of data; a correct one is read."""
     for data in ARRAYS:
         (tmp_path / "in.npy").write_bytes(data)
         with pytest.raises(CalibrationInputError):
@@ -292,8 +296,8 @@ def test_arrays_that_lie_are_refused_and_never_allocated(tmp_path: Path) -> None
     assert read_scores(tmp_path / "in.npy").scores == (1.5, 2.0)
 
 
-def test_a_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inflation stops at a limit; a damaged archive is said to be one."""
+def test_a_compression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decompression stops at a limit, and a damaged archive is reported as damaged."""
     monkeypatch.setattr("atts.evaluators.datasets.tables._MOST_BYTES", 1 << 20)
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b" " * (4 << 20)))
     with pytest.raises(DatasetError, match="more than 1 MiB"):
@@ -305,9 +309,9 @@ def test_a_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             load_dataset(str(tmp_path / "in.jsonl.gz"))
 
 
-def test_a_parquet_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few kilobytes that repeat one value in every row, or hold a long one, are read up to the
-    limit.
+def test_a_parquet_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes that repeat one value in each row, or hold a long one, are read only up to
+    the limit.
     """
     pyarrow: Any = pytest.importorskip("pyarrow")
     parquet: Any = pytest.importorskip("pyarrow.parquet")
@@ -347,8 +351,8 @@ def test_a_parquet_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
         "true",
     ],
 )
-def test_rows_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
-    """Rows that are nested too deeply, hold half a character, or are not objects are refused."""
+def test_impossible_rows_are_refused(text: str, tmp_path: Path) -> None:
+    """Rows that are nested too deeply, hold half a character, or are not objects are errors."""
     for suffix in (".json", ".jsonl", ".csv", ".parquet"):
         (tmp_path / f"in{suffix}").write_text(text)
         with pytest.raises(ATTSError):
@@ -360,12 +364,10 @@ NAMES = ("a\x00b", "\ud800", "n" * 5000)
 
 
 @pytest.mark.parametrize("name", NAMES, ids=["nothing in it", "half a character", "too long"])
-def test_names_that_no_file_can_have_are_refused(
+def test_impossible_file_names_are_refused(
     name: str, recorded: Path, tmp_path: Path, capsys: Said
 ) -> None:
-    """Where a configuration brings them, and on the command line: words and an exit code, for
-    whatever is named.
-    """
+    """In the configuration and on the command line they give a message and a documented exit code."""
     (tmp_path / "c.toml").write_text(f"out = {json.dumps(name)}") if name != "\ud800" else None
     scripted = ["--draft", "scripted", "--target", "scripted", "--report", "none"]
     configured = ["eval", "arithmetic[:1]", *scripted, "--config", str(tmp_path / "c.toml")]
@@ -393,8 +395,8 @@ def test_names_that_no_file_can_have_are_refused(
         assert said.err
 
 
-def test_places_of_a_slice_are_numbers_of_some_length(capsys: Said) -> None:
-    """Thousands of digits are no place in a dataset."""
+def test_slice_ends_with_thousands_of_digits_are_refused(capsys: Said) -> None:
+    """Such a number is not a position in a dataset."""
     for name in ("arithmetic[" + "9" * 5000 + ":]", "arithmetic[:" + "9" * 5000 + "]"):
         assert run(["eval", name, "--draft", "scripted", "--target", "scripted", "--dry-run"]) in (
             2,
@@ -410,8 +412,10 @@ CONFIGURATIONS = (
 
 
 @pytest.mark.parametrize("text", CONFIGURATIONS)
-def test_a_configuration_is_read_by_type(text: str, tmp_path: Path, capsys: Said) -> None:
-    """A text is not a number, true neither; the file and the key are named."""
+def test_a_configuration_with_wrong_types_is_refused(
+    text: str, tmp_path: Path, capsys: Said
+) -> None:
+    """A text is not a number and neither is true; the error names the file and the key."""
     (tmp_path / "c.toml").write_text(text)
     assert run(["config", "show", "--config", str(tmp_path / "c.toml")]) == 2
     assert "c.toml" in capsys.readouterr().err

@@ -1,8 +1,6 @@
-"""Fuzzing with fixed seeds: whatever is said, read or replied ends in words and a documented exit
-code, no traceback.
+"""Fuzz tests with fixed seeds: any input ends with a message and a documented exit code.
 
-`ATTS_FUZZ=n` makes n cases of each kind; a case is known by its number and made again from it
-alone.
+`ATTS_FUZZ=n` makes n cases of each kind; a case can be made again from its number alone.
 """
 
 from __future__ import annotations
@@ -100,7 +98,9 @@ def mutated(value: Any, draws: random.Random) -> Any:
 
 
 def checked(words: list[str], case: object, capsys: Said, counts: Counter[int]) -> int:
-    """Run one command line: its exit code is a documented one, and it is not an error of ours."""
+    """Run one command line, and check that its exit code is documented and is not an internal
+    error.
+    """
     capsys.readouterr()
     code = run(words)
     said = capsys.readouterr()
@@ -171,8 +171,8 @@ def toml(value: Any) -> str:
 KEYS = sorted({key.name for key in keys_of(Setup, Setup())})
 
 
-def test_configurations(capsys: Said) -> None:
-    """Files, variables and `--set` give any key any value, and the settings are shown and run dry."""
+def test_random_configurations_end_with_a_message(capsys: Said) -> None:
+    """Files, variables and `--set` give random keys random values; settings are shown and run dry."""
     counts = Counter[int]()
     for number, draws in cases():
         keys = draws.sample(KEYS, draws.choice((1, 1, 2, 4)))
@@ -203,8 +203,10 @@ NEVER = {"doctor", "probe", "solve"}
 """Commands that load models or ask servers: they have tests of their own."""
 
 
-def test_command_lines(recorded: Path, capsys: Said, tmp_path: Path) -> None:
-    """Options of a command come with any values in any order, missing and doubled ones among them."""
+def test_random_command_lines_end_with_a_message(
+    recorded: Path, capsys: Said, tmp_path: Path
+) -> None:
+    """Options come with random values in any order, some missing and some doubled."""
     counts = Counter[int]()
     commands = sorted(COMMANDS.keys() - NEVER)
     options = {command: vocabulary(command) for command in commands}
@@ -260,7 +262,7 @@ def test_command_lines(recorded: Path, capsys: Said, tmp_path: Path) -> None:
         try:
             [word.encode("utf-8", "surrogateescape") for word in words]
         except UnicodeEncodeError:
-            # no system hands that over
+            # no system passes such an argument
             words = [word.encode("utf-8", "replace").decode() for word in words]
         if any("\0" in word for word in words):
             words = [word.replace("\0", "") for word in words]
@@ -308,8 +310,8 @@ READERS = (
 )  # fmt: skip
 
 
-def test_journals_with_valid_checksums(recorded: Path, capsys: Said) -> None:
-    """Every reader of an edited journal, and the run that continues with it."""
+def test_edited_journals_end_with_a_message(recorded: Path, capsys: Said) -> None:
+    """Each reader and a resumed run meet a journal that was edited and given valid checksums."""
     counts = Counter[int]()
     resumed = Counter[int]()
     rows = list(map(json.loads, (recorded / JOURNAL).read_text().splitlines()))
@@ -343,8 +345,8 @@ def test_journals_with_valid_checksums(recorded: Path, capsys: Said) -> None:
     report("runs that go on with edited journals", resumed)
 
 
-def test_manifests_with_valid_checksums(recorded: Path, capsys: Said) -> None:
-    """Every reader of an edited manifest, and the run that continues with it."""
+def test_edited_manifests_end_with_a_message(recorded: Path, capsys: Said) -> None:
+    """Each reader and a resumed run meet a manifest that was edited and given a valid checksum."""
     counts = Counter[int]()
     whole = json.loads((recorded / "manifest.json").read_text())
     whole.pop("checksum")
@@ -379,8 +381,8 @@ def test_manifests_with_valid_checksums(recorded: Path, capsys: Said) -> None:
     report("uses of edited manifests", counts)
 
 
-def test_calibrator_states_with_valid_digests(tmp_path: Path) -> None:
-    """Restored to what decides, or refused; what is restored continues."""
+def test_edited_calibrators_are_restored_or_refused(tmp_path: Path) -> None:
+    """An edited calibrator with a valid digest is refused, or is restored and continues to decide."""
     ended = Counter[str]()
     for _, draws in cases():
         calibrator = Calibrator(0.3, draws.choice(MODES), stored=[1.1, 1.2, 1.7, 2.0])
@@ -402,8 +404,8 @@ def test_calibrator_states_with_valid_digests(tmp_path: Path) -> None:
     sys.stderr.write(f"fuzz: {ended.total()} calibrator states: {dict(ended)}\n")
 
 
-def test_model_folders(tmp_path: Path) -> None:
-    """Edited configurations and tokenizers are read as such, or refused by their name."""
+def test_edited_model_folders_are_read_or_refused(tmp_path: Path) -> None:
+    """Edited configurations and tokenizers are read, or refused by name."""
     ended = Counter[str]()
     files = ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json")
     here = [name for name in files if (model_path("draft") / name).is_file()]

@@ -1,4 +1,4 @@
-"""API keys: refused where a variable's name belongs, never echoed, never half read."""
+"""Tests of API keys: a key in place of a variable's name is refused, and no key is ever printed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ KEYS = (
 
 
 @pytest.mark.parametrize("engine", KEYS)
-def test_a_key_in_the_place_of_a_name_is_refused_and_not_shown(
+def test_a_key_in_place_of_a_variable_name_is_refused_unprinted(
     engine: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No run begins, no directory is made, nothing printed has it: also where it looks much like a
-    name.
-    """
+    """No run begins, no directory is made, and no output has the key, even if it looks like a name."""
     monkeypatch.chdir(tmp_path)
     for words in (["--dry-run"], ["--out", "run"])[: 2 if engine == KEYS[0] else 1]:
         assert run(["eval", "arithmetic[:1]", "--target", engine, *words]) == 2
@@ -36,7 +34,7 @@ def test_a_key_in_the_place_of_a_name_is_refused_and_not_shown(
 def test_a_variable_that_is_not_set_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The error names the variable; a set one is read, in lower case too, and the usual one may be
+    """The error names the variable; a lower-case name works too, and the usual variable may be
     missing.
     """
     monkeypatch.delenv("ATTS_API_KEY", raising=False)
@@ -51,8 +49,8 @@ def test_a_variable_that_is_not_set_is_refused(
 
 
 @pytest.mark.parametrize("key", ["two words", "line\nline", "bell\x07", "naïve", "nul\x00"])
-def test_what_no_header_can_hold_is_no_key(key: str, tmp_path: Path) -> None:
-    """It is refused where it is read, in words that do not have it."""
+def test_a_key_that_no_header_can_hold_is_refused(key: str, tmp_path: Path) -> None:
+    """The message does not contain the key."""
     (tmp_path / "key").write_text(key, encoding="utf-8")
     with pytest.raises(OptionError, match="holds a space, a control character") as refused:
         ApiKey(file=tmp_path / "key").read()
@@ -73,8 +71,10 @@ URLS = (
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_what_is_no_url_is_said_in_words(url: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Before anything is asked, and without its control codes."""
+def test_an_invalid_url_is_refused_before_a_request(
+    url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The message shows the URL without its control codes."""
     for command in (["probe", url], ["eval", "arithmetic[:1]", "--draft", f"vllm:{url}"])[
         : 2 if url == URLS[0] else 1
     ]:

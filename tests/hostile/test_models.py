@@ -1,5 +1,5 @@
-"""Hostile model folders: templates that break, ids that would take all memory, pipes in the place
-of files.
+"""Tests of hostile model folders: broken templates, huge ids, false headers, pipes in place of
+files.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_template_that_breaks_is_refused_in_words(folder: Path, process: TemplateProcess) -> None:
-    """A template is a program in a sandbox: whatever it raises, the model is said to be unable, and
-    nothing else.
+def test_a_template_that_raises_is_refused(folder: Path, process: TemplateProcess) -> None:
+    """A template is a program in a sandbox; whatever it raises, the error names the model and the
+    template.
     """
     refused = 0
     tokenizer = ModelTokenizer(folder, "mine")
@@ -76,15 +76,13 @@ def test_a_template_that_breaks_is_refused_in_words(folder: Path, process: Templ
             tokenizer.render([Message("user", "1 + 1?")])
         except UnsupportedByEngine as error:
             refused += "the chat template refuses these messages" in str(error)
-    assert refused > 15  # some are only empty
+    assert refused > 15  # some errors have an empty message
 
 
 def test_a_template_that_would_take_all_memory_is_refused(
     folder: Path, process: TemplateProcess
 ) -> None:
-    """Templates that can compute are rendered in a child with limits, and the message names the
-    folder.
-    """
+    """Templates run in a child process with limits, and the message names the folder."""
     tokenizer = ModelTokenizer(folder, "mine")
     tokenizer._templates = process  # pyright: ignore[reportPrivateUsage]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -99,8 +97,8 @@ def test_a_template_that_would_take_all_memory_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_that_runs_on_is_ended(template: str) -> None:
-    """The child's processor time is limited; the next template has a new child."""
+def test_an_endless_template_is_stopped(template: str) -> None:
+    """The child's processor time is limited, and the next template gets a new child."""
     process = TemplateProcess(0.5)
     rows = [{"role": "user", "content": "1"}]
     with pytest.raises(TemplateError, match="it takes more than"):
@@ -111,7 +109,7 @@ def test_a_template_that_runs_on_is_ended(template: str) -> None:
 def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keys in the environment are not handed on; no child is left."""
+    """Keys in the environment are not passed on, and no child is left."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     owner = TemplateProcess()
     child = owner.start()
@@ -121,8 +119,8 @@ def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(
     assert child.poll() is not None
 
 
-def test_ids_beyond_any_vocabulary_are_refused_before_there_is_a_list_of_them(folder: Path) -> None:
-    """One token of the file, added or learned, with an id for which a list would take gigabytes."""
+def test_huge_token_ids_are_refused_before_allocation(folder: Path) -> None:
+    """One added or learned token has an id for which a list would take gigabytes."""
     whole = json.loads((folder / "tokenizer.json").read_text())
     last = list(whole["model"]["vocab"])[-1]
     added = deepcopy(whole)
@@ -139,8 +137,8 @@ def test_ids_beyond_any_vocabulary_are_refused_before_there_is_a_list_of_them(fo
 @pytest.mark.parametrize(
     "file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
 )
-def test_what_is_no_file_is_not_waited_for(file: str, place: str, folder: Path) -> None:
-    """A pipe, or a link to a device, in the place of each file is refused by its name."""
+def test_special_files_in_a_model_folder_are_refused(file: str, place: str, folder: Path) -> None:
+    """A pipe or a link to a device in place of any file is refused by name, so nothing waits."""
     (folder / file).unlink()
     os.mkfifo(folder / file) if place == "pipe" else (folder / file).symlink_to("/dev/zero")
     with pytest.raises(ModelLoadError, match=file):
@@ -150,9 +148,7 @@ def test_what_is_no_file_is_not_waited_for(file: str, place: str, folder: Path) 
 
 
 def _weights(changed: dict[str, Any], size: int = 0) -> bytes:
-    """Return the embedded draft's weights file with a changed header and so many zero bytes of
-    data.
-    """
+    """Return the embedded draft's weights file with a changed header and a number of zero bytes."""
     raw = (path("draft") / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.dumps(json.loads(raw[8 : 8 + length]) | changed).encode()
@@ -180,7 +176,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("what", HEADERS)
-def test_a_header_that_lies_is_refused_in_bounded_memory(what: str, folder: Path) -> None:
+def test_weights_with_a_false_header_are_refused(what: str, folder: Path) -> None:
     """Nothing is allocated for contents that the header declares and the file does not hold."""
     config = read_model_config(folder, "mine")
     (folder / "model.safetensors").write_bytes(HEADERS[what])
@@ -192,9 +188,7 @@ def test_a_header_that_lies_is_refused_in_bounded_memory(what: str, folder: Path
 
 @pytest.mark.parametrize("power", [40, 33])
 def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: Path) -> None:
-    """A file that is mostly a hole: one that cannot be mapped, and one that could be read but is of
-    another shape.
-    """
+    """The files are mostly holes; one cannot be mapped, and one has another shape than the model."""
     config = read_model_config(folder, "mine")
     header = json.dumps(_entry([1 << (power - 4), 4], [0, 1 << power])).encode()
     weights = folder / "model.safetensors"
@@ -207,9 +201,7 @@ def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: P
 
 
 def test_a_folder_with_a_gguf_file_alone_is_refused_for_that_reason(tmp_path: Path) -> None:
-    """Every reader of folders refuses it and names the two ways that work; other files next to it
-    are fine.
-    """
+    """Each reader names the two ways that work; a GGUF file next to usual weights does no harm."""
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
     for read in (require_template, read_model_config):
         with pytest.raises(ModelLoadError, match="model-q4.gguf and no config.json") as raised:

@@ -1,4 +1,6 @@
-"""Power losses: a disk that keeps only what was synced, looked at after every call that touches it."""
+"""Tests of power losses: a simulated disk keeps only what was synced, and is inspected after each
+call.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no directory is
 
 
 class Disk:
-    """The state of a folder after a loss of power: contents as of each file's last sync, names as
-    of each directory's.
+    """A folder after a loss of power: contents as of each file's last sync, names as of each
+    directory's.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -38,7 +40,7 @@ class Disk:
             patch.setattr(f"os.{name}", self._watched(getattr(os, name)))
 
     def fsync(self, handle: int) -> None:
-        """Keep what the file holds now, or what the directory lists."""
+        """Store what the file holds now, or what the directory lists."""
         self._count()
         found = os.fstat(handle)
         if stat.S_ISDIR(found.st_mode):
@@ -93,7 +95,7 @@ def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(
 
 
 def test_a_replacement_that_fails_leaves_the_old_file(tmp_path: Path, disk: Disk) -> None:
-    """The disk refuses each of its calls in turn, and no litter stays."""
+    """Each call fails in turn, and no temporary file stays."""
     write_atomic(tmp_path / "f", b"old")
     for call in (1, 2):
         disk.calls = 0
@@ -105,16 +107,14 @@ def test_a_replacement_that_fails_leaves_the_old_file(tmp_path: Path, disk: Disk
 
 
 class Watch:
-    """Notes which problems were reported as over, and what of the journal would be left at that
-    moment.
-    """
+    """Notes which problems were reported as finished, and what of the journal was on the disk then."""
 
     def __init__(self, left: Callable[[], bytes]) -> None:
         self.reported: dict[str, bytes] = {}
         self._left = left
 
     def recalled(self, event: Event) -> None:
-        """Ignore earlier sessions: there are none."""
+        """Ignore earlier sessions; there are none."""
 
     def notify(self, event: Notice) -> None:
         """Note what is on the disk when a problem's span ends."""
@@ -139,10 +139,8 @@ def _finished(journal: bytes, folder: Path) -> set[str]:
     return {outcome.problem.id for outcome in read_outcomes(read_entries(folder / JOURNAL))}
 
 
-def test_a_problem_is_over_when_its_outcome_is_on_the_disk(tmp_path: Path, disk: Disk) -> None:
-    """With every event synced, a loss of power right after the report of a problem loses nothing of
-    it.
-    """
+def test_a_problem_is_reported_after_its_outcome_is_on_disk(tmp_path: Path, disk: Disk) -> None:
+    """With every event synced, a power loss right after the report loses nothing of the problem."""
     run = tmp_path / "run"
     problems = toy_problems(4)
     watch = Watch(lambda: disk.left_of(run).get(JOURNAL, b""))
@@ -157,7 +155,7 @@ def test_a_problem_is_over_when_its_outcome_is_on_the_disk(tmp_path: Path, disk:
 
 
 def test_a_new_run_directory_survives_from_its_first_event(tmp_path: Path, disk: Disk) -> None:
-    """The journal's name and the manifest are on the disk before anything is asked of an engine."""
+    """The journal's name and the manifest are on the disk before an engine is asked."""
     run = tmp_path / "run"
     left = list[set[str]]()
 
@@ -172,8 +170,10 @@ def test_a_new_run_directory_survives_from_its_first_event(tmp_path: Path, disk:
 
 
 @pytest.mark.parametrize("durability", ["always", "close"])
-def test_what_is_left_after_any_sync_goes_on(durability: Any, tmp_path: Path, disk: Disk) -> None:
-    """Whenever the power goes: what is left resumes, and comes to what an undisturbed run comes to."""
+def test_a_run_resumes_after_power_loss_at_any_sync(
+    durability: Any, tmp_path: Path, disk: Disk
+) -> None:
+    """The resumed run reaches the results of an undisturbed one."""
     run = tmp_path / "run"
     lefts = list[dict[str, bytes]]()
     disk.after_each = lambda: lefts.append(disk.left_of(run)) if run.is_dir() else None

@@ -1,5 +1,5 @@
-"""Malformed replies: every number, word and list of an honest reply replaced by what cannot be
-true.
+"""Tests of malformed replies: each number, word and list of a valid reply is replaced by something
+impossible.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ QUESTION = [Message("user", "Start at 4. +3. What is the result?")]
 
 
 class Canned:
-    """A client whose server is a function call away; a path or every path may have a reply that was
-    made here.
+    """A client that calls its server in the same process; a path, or every path, may have a fixed
+    reply.
     """
 
     name = "hostile"
@@ -74,12 +74,12 @@ class Canned:
     async def ask(
         self, make: Callable[[str], Call], read: Callable[[bytes], T], abort: Any, tokens: int
     ) -> T:
-        """Make and read one call, as a real client does."""
+        """Send and read one call, as a real client does."""
         call = make("0" * 32)
         return read((await self.look(call.path, call.body)).body)
 
     async def look(self, path: str, body: Any = None) -> HttpReply:
-        """Return the canned reply, or ask the server."""
+        """Return the fixed reply, or ask the server."""
         path = self.prefix + path
         if (text := self.replies.get(path, self.replies.get("*"))) is not None:
             return HttpReply(200, text)
@@ -125,7 +125,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
-    """Yield the JSON text with each part replaced by each impossible value, and say which part and
+    """Yield the JSON text with each part replaced by each impossible value; name the part and the
     value.
     """
     try:
@@ -139,8 +139,9 @@ def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
 
 
 def may_be(name: Any, new: Any) -> bool:
-    """Return whether an honest server may send this value there: any text, no counts, log-probs
-    that llama.cpp leaves out.
+    """Return whether a valid server may send this value here.
+
+    Any text is allowed, missing counts, and log-probabilities that llama.cpp leaves out.
     """
     if isinstance(new, str):
         return name in ("content", "token", "finish_reason")
@@ -151,7 +152,7 @@ def may_be(name: Any, new: Any) -> bool:
 
 @asynccontextmanager
 async def opened(kind: str) -> AsyncGenerator[tuple[Canned, DialectClient]]:
-    """Open a client of a server that is still honest."""
+    """Open a client of a server that still replies correctly."""
     async with ScriptedEngine("target") as engine:
         client = Canned(kind, engine)
         dialect = await find_dialect(cast(Client, client), kind.split()[0])
@@ -169,14 +170,16 @@ def calls(requests: DialectClient) -> dict[str, Callable[[], Any]]:
     if "score" in requests.spec.capabilities:
         found["score"] = lambda: requests.score(ScoreRequest(ids, (7, 8, 9)))
     elif "rate" in requests.spec.capabilities:
-        numbers = count()  # what was rated is remembered
+        numbers = count()  # the client remembers ratings, so each call rates another text
         found["rate"] = lambda: requests.ratings((*ids, next(numbers)))
     return found
 
 
 @pytest.mark.parametrize("kind", DIALECTS)
-async def test_no_part_of_a_reply_can_be_replaced_by_what_cannot_be_true(kind: str) -> None:
-    """Each is a bad reply, whatever stands where; parts that are not read make no difference."""
+async def test_an_impossible_part_makes_a_reply_bad(kind: str) -> None:
+    """Each impossible value is noticed wherever the reply is read; parts that are not read make no
+    difference.
+    """
     async with opened(kind) as (client, requests):
         for verb, call in calls(requests).items():
             client.replies = {}
@@ -220,8 +223,8 @@ def mangled(text: bytes, draws: random.Random) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DIALECTS)
-async def test_replies_mangled_in_many_places(kind: str) -> None:
-    """`ATTS_FUZZ` of each kind: a bad reply, or one whose numbers may be true."""
+async def test_a_mangled_reply_is_bad_or_plausible(kind: str) -> None:
+    """Each of `ATTS_FUZZ` mangled replies is refused, or has numbers that may be true."""
     ended = Counter[str]()
     async with opened(kind) as (client, requests):
         for verb, call in calls(requests).items():
@@ -263,8 +266,8 @@ async def test_no_reply_raises_anything_but_a_bad_reply(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DIALECTS)
-async def test_what_a_server_says_of_itself_is_read_strictly(kind: str) -> None:
-    """Any part of it replaced ends in a described server or in an error that is ours."""
+async def test_a_servers_description_is_read_strictly(kind: str) -> None:
+    """If any part is replaced, the server is described or the error is one of atts' own."""
     async with opened(kind) as (client, requests):
         asked = client.heard
         assert asked
@@ -284,7 +287,7 @@ async def test_what_a_server_says_of_itself_is_read_strictly(kind: str) -> None:
 
 
 @pytest.mark.parametrize("gauge", ["nan", "inf", "1e400", "-1", "", "x", "9" * 5000, "1 2 3"])
-async def test_gauges_that_count_nothing_are_not_counted(gauge: str) -> None:
+async def test_impossible_gauges_are_ignored(gauge: str) -> None:
     """The number of running requests is then unknown."""
     async with opened("vllm") as (client, requests):
         client.replies = {"/metrics": f"vllm:num_requests_running{{a=1}} {gauge}\n".encode()}
@@ -292,8 +295,8 @@ async def test_gauges_that_count_nothing_are_not_counted(gauge: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DIALECTS if kind not in ("ollama", "chat")])
-async def test_more_tokens_than_were_asked_for_are_no_answer(kind: str) -> None:
-    """One id too many, with its log-probability, is refused; as many as allowed are taken."""
+async def test_a_reply_with_too_many_tokens_is_refused(kind: str) -> None:
+    """One id above the limit is refused; as many as requested are accepted."""
     async with opened(kind) as (client, requests):
         ids = requests.tokenizer.render(QUESTION)
         client.heard = {}

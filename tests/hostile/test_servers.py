@@ -1,5 +1,5 @@
-"""Hostile servers: bombs, endless bodies, redirects, forged certificates, echoes of the key; met by
-both transports.
+"""Tests of hostile servers with both transports: bombs, endless bodies, redirects, forged
+certificates, echoed keys.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.anyio
 Reply = tuple[int, Mapping[str, str], Iterable[bytes]]
 CANARY = "sk-canary-12/34567890abcdef"
 CERTIFICATE = Path(__file__).with_name("self_signed.pem")
-# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds
-# pass between two.
+# Clients check the server's identity again only after a doubt, because tests count requests and
+# seconds may pass between two of them on a busy machine.
 QUICK = RemoteOptions(
     timeout_seconds=60.0,
     delay_seconds=0.001,
@@ -44,9 +44,7 @@ QUICK = RemoteOptions(
 
 
 class HostileServer:
-    """Answers every request as `answer` says, in a thread; notes what it was asked, and with which
-    headers.
-    """
+    """A server that answers as `answer` decides, and records requests and headers."""
 
     def __init__(self, answer: Callable[[str], Reply], certificate: Path | None = None) -> None:
         self.asked: list[tuple[str, Mapping[str, str]]] = []
@@ -68,7 +66,7 @@ class HostileServer:
                     for chunk in chunks:
                         self.wfile.write(chunk)
                 except OSError:
-                    return  # the client left, as it should
+                    return  # the client closed the connection, as it should
 
             do_POST = do_GET
 
@@ -79,7 +77,7 @@ class HostileServer:
             daemon_threads = True
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # a handshake that the client broke off
+                pass  # a handshake that the client aborted
 
         self._server = Server(("127.0.0.1", 0), Handler)
         scheme = "http"
@@ -149,7 +147,7 @@ def connect(meeting: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clie
 
 
 async def ask(client: Client, tokens: int = 100) -> bytes:
-    """Make one call, and return its reply unread."""
+    """Send one call, and return its unparsed reply."""
 
     def make(rid: str) -> Call:
         return Call("/work", {})
@@ -176,11 +174,11 @@ FLOODS: dict[str, Callable[[str], Reply]] = {
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-async def test_no_reply_takes_more_memory_than_what_was_asked_for(
+async def test_a_replys_size_is_bounded_by_the_request(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client], flood: str
 ) -> None:
-    """Each ends as a bad or lost reply within its attempts; not even a bomb is inflated past the
-    limit.
+    """Each larger reply is a bad or lost one within its attempts, and a bomb is inflated only up to
+    the limit.
     """
     server = hostile(FLOODS[flood])
     client = connect(server.url)
@@ -199,7 +197,7 @@ async def test_no_reply_takes_more_memory_than_what_was_asked_for(
 async def test_what_is_within_the_limit_is_read(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client]
 ) -> None:
-    """A longer request may have a longer reply; gzip that was not asked for is read all the same."""
+    """A longer request may have a longer reply; gzip is read although it was not requested."""
     text = b"[" + b"1," * (MEBIBYTE // 2) + b"1]"
     packed = zlib.compressobj(wbits=31)
     replies = {"/work": once(packed.compress(text) + packed.flush(), Content_Encoding="gzip")}
@@ -209,10 +207,10 @@ async def test_what_is_within_the_limit_is_read(
 
 
 @pytest.mark.parametrize("status", [500, 400, 401, 404])
-async def test_an_error_without_end_is_still_that_error(
+async def test_an_endless_error_body_is_cut(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client], status: int
 ) -> None:
-    """Its beginning is quoted, in a line of bounded length; the rest is not read."""
+    """The beginning is quoted in a line of bounded length; the rest is not read."""
     server = hostile(lambda path: endless(b"out of luck", b" and so on" * 1000, status))
     client = connect(server.url)
     with pytest.raises(EngineError, match="out of luck") as refused:
@@ -229,9 +227,7 @@ async def test_redirects_are_not_followed(
     status: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The key would go where the server says: nothing arrives there, of questions as little as of
-    calls.
-    """
+    """A redirect would send the key elsewhere, so neither questions nor calls follow it."""
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     elsewhere = hostile(lambda path: once(b"[]"))
     client = connect(hostile(lambda path: once(b"", status, Location=f"{elsewhere.url}/steal")).url)
@@ -248,9 +244,7 @@ async def test_certificates_are_verified(
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that no authority vouches for is refused before the key is sent, as is a good one of
-    another name.
-    """
+    """An unknown certificate and one of another name are refused before the key is sent."""
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     server = hostile(lambda path: once(b"[]"), certificate=CERTIFICATE)
     trusting = replace(QUICK, ca_file=CERTIFICATE)
@@ -268,12 +262,12 @@ async def test_certificates_are_verified(
     await client.aclose()
 
 
-async def test_a_retry_after_is_waited_for_within_reason(
+async def test_retry_after_is_limited_to_half_a_minute(
     hostile: Callable[..., HostileServer],
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The wait is capped at half a minute; a date, nonsense and negative numbers are ignored."""
+    """Dates, nonsense and negative numbers are ignored."""
     slept = list[float]()
 
     async def sleep(seconds: float) -> None:
@@ -315,8 +309,8 @@ async def test_no_echo_of_the_key_leaves_the_client(
     echo: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither the reply nor the error contains the key, plain or escaped as JSON and URLs do, for
-    any status.
+    """For any status, neither the reply nor the error contains the key, plain or escaped as in JSON
+    and URLs.
     """
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     forms = (
@@ -343,12 +337,12 @@ async def test_no_echo_of_the_key_leaves_the_client(
     await client.aclose()
 
 
-async def test_an_echo_in_what_is_no_reply_at_all_is_hidden(
+async def test_a_key_in_a_transport_error_is_hidden(
     hostile: Callable[..., HostileServer],
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A transport quotes what it could not read."""
+    """A transport's error may quote bytes that it could not read."""
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     client = connect(hostile(lambda path: once(b"", Content_Encoding=CANARY)).url)
     with pytest.raises(BadReply, match="encoded as") as refused:

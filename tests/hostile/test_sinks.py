@@ -1,6 +1,4 @@
-"""Hostile texts: control codes and markup in every text a run may hold, and nothing of them in any
-sink.
-"""
+"""Tests of hostile texts: control codes and markup in a run reach no terminal and no page."""
 
 from __future__ import annotations
 
@@ -40,16 +38,14 @@ IN_A_NAME = CANARY.replace("/", "")
 
 
 def clean(text: str) -> bool:
-    """Return whether a terminal would show the text and do nothing else."""
+    """Return whether a terminal would only show the text."""
     return not [
         letter for letter in text if category(letter) in ("Cc", "Cf") and letter not in "\n\t"
     ]
 
 
-def test_what_other_libraries_say_is_shown_not_obeyed() -> None:
-    """Their loggers and warnings quote files of a model's folder; a record that cannot be formatted
-    stays as it is.
-    """
+def test_control_codes_in_library_messages_are_escaped() -> None:
+    """Loggers and warnings quote model files; a record that cannot be formatted stays as it is."""
     written = io.StringIO()
     logger = logging.getLogger("transformers.of.a.test")
     logger.addHandler(handler := logging.StreamHandler(written))
@@ -151,10 +147,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_obeys_a_text(
+def test_no_command_prints_control_codes(
     name: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Results, refusals and JSON: what is printed holds the words, and none of the codes."""
+    """Results, errors and JSON show the words without the codes."""
     code = run([word.replace("{}", str(folder)) for word in COMMANDS[name]])
     said = capfd.readouterr()
     assert code in (0, 2, 3, 4, 5)
@@ -163,7 +159,7 @@ def test_no_command_obeys_a_text(
     assert clean(said.err), repr(said.err)
 
 
-def test_failures_and_logs_are_shown_not_obeyed(
+def test_control_codes_in_engine_errors_are_escaped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine's text is harmless in an error, in the middle of a run and in a warning."""
@@ -182,10 +178,12 @@ def test_failures_and_logs_are_shown_not_obeyed(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, MemoryError])
-def test_tracebacks_are_shown_not_obeyed(
+def test_control_codes_in_tracebacks_are_escaped(
     error: type[Exception], monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Errors of ours, with their causes and notes, in the command and in threads: exit code 1."""
+    """This covers internal errors with causes and notes, in the command and in threads; the exit
+    code is 1.
+    """
 
     def broken(words: object) -> int:
         thread = threading.Thread(target=int, args=(CANARY,), name=CANARY)
@@ -204,7 +202,7 @@ def test_tracebacks_are_shown_not_obeyed(
     assert ("not enough memory" if error is MemoryError else "please report it") in said.err
 
 
-def test_the_progress_table_takes_no_name_for_markup() -> None:
+def test_the_progress_table_shows_names_literally() -> None:
     """A model may be called "[/bold]", or have control codes in its name."""
     progress = Progress()
     snapshot = progress.snapshot()
@@ -218,7 +216,7 @@ def test_the_progress_table_takes_no_name_for_markup() -> None:
     assert clean(line(snapshot))
 
 
-def test_a_document_on_a_terminal_is_shown_not_obeyed(
+def test_a_report_on_a_terminal_is_escaped(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same report goes unchanged into a file or a pipe."""
@@ -246,12 +244,12 @@ def test_a_document_on_a_terminal_is_shown_not_obeyed(
 def _read(handle: int) -> bytes:
     try:
         return os.read(handle, 1 << 16)
-    except OSError:  # how a terminal says that it is closed
+    except OSError:  # the terminal's end-of-file
         return b""
 
 
-def test_no_name_becomes_an_element_of_a_page(folder: Path, tmp_path: Path) -> None:
-    """Directory, dataset, ids, texts, answers: all of them are in the page, none as markup."""
+def test_no_text_becomes_markup_of_a_page(folder: Path, tmp_path: Path) -> None:
+    """Directory, dataset, ids, texts and answers are all in the page, none of them as markup."""
     assert (
         run(
             [
@@ -278,7 +276,7 @@ ESCAPED: dict[str, Callable[[ast.Call], bool]] = {
 
 
 def test_commands_print_through_one_function() -> None:
-    """Every other print names `sanitized` in its arguments, or prints an empty line."""
+    """Each other print names `sanitized` in its arguments, or prints an empty line."""
     strays = list[str]()
     for module in pkgutil.iter_modules(atts.cli.__path__):
         code = import_module(f"atts.cli.{module.name}")

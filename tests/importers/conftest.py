@@ -1,4 +1,4 @@
-"""Small files of every format, made by hand, and the import of one."""
+"""Small hand-made files of each format, and a function that imports one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each format on files made by hand: what its tool recorded arrives, and nothing is made up."""
+"""Tests of each import format on hand-made files: what the tool recorded arrives, and nothing is
+invented.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ SAMPLES = [
 ]
 
 
-def test_an_eval_archive(tmp_path: Path, run_import: Import) -> None:
+def test_an_eval_archive_is_imported(tmp_path: Path, run_import: Import) -> None:
     """Epochs are rollouts; answers, verdicts, tokens, seconds, costs and errors are taken over."""
     made = run_import("inspect", write_eval(tmp_path / "log.eval", SAMPLES))
     assert (made.problems, made.rollouts, made.with_seconds) == (2, 3, 3)
@@ -67,16 +69,18 @@ def test_an_eval_archive(tmp_path: Path, run_import: Import) -> None:
     check_inspect(made.directory)
 
 
-def test_an_inspect_log_in_json(tmp_path: Path, run_import: Import) -> None:
-    """The JSON of a log is one object, whose list of samples is read one by one."""
+def test_an_inspect_log_in_json_is_imported(tmp_path: Path, run_import: Import) -> None:
+    """The log is one object, whose list of samples is read one by one."""
     log = {"version": 2, "eval": {"samples": 3, "x": ["{", '"samples"', {}]}, "samples": SAMPLES}
     path = tmp_path / "log.json"
     path.write_text(json.dumps({**log, "reductions": [{"samples": [{"value": 1}]}]}, indent=2))
     check_inspect(run_import("inspect", path).directory)
 
 
-def test_another_score_of_inspect(tmp_path: Path, run_import: Import) -> None:
-    """A score that is not a grade leaves the verdict to atts; an unknown one is named with the known."""
+def test_an_inspect_score_can_be_chosen(tmp_path: Path, run_import: Import) -> None:
+    """If the score is not a grade, atts grades the answers; an unknown score is an error that lists
+    the known ones.
+    """
     path = write_eval(tmp_path / "log.eval", SAMPLES[:2])
     finished, _, _ = read(run_import("inspect", path, metric="length").directory)
     assert [sample.rule for sample in finished["1"].samples] == ["same text", "value"]
@@ -84,8 +88,10 @@ def test_another_score_of_inspect(tmp_path: Path, run_import: Import) -> None:
         run_import("inspect", path, tmp_path / "other", metric="f1")
 
 
-def test_attachments_and_choices_of_inspect(tmp_path: Path, run_import: Import) -> None:
-    """Long texts that a log keeps apart are put back, and choices make it multiple choice."""
+def test_inspect_attachments_and_choices_are_read(tmp_path: Path, run_import: Import) -> None:
+    """Long texts that a log keeps separately are put back, and choices make a problem multiple
+    choice.
+    """
     sample = inspect_sample(
         1, 1, "B", "C", choices=["1", "2"], target="B", input="attachment://abc",
         attachments={"abc": "Which is 1 + 1?"},
@@ -109,8 +115,10 @@ def lm_eval_row(name: int, replies: list[str], answer: Any, grade: float, filter
     }  # fmt: skip
 
 
-def test_lm_eval(tmp_path: Path, run_import: Import) -> None:
-    """One reply has the harness's verdict; of several, it graded only what its filter made."""
+def test_lm_eval_samples_are_imported(tmp_path: Path, run_import: Import) -> None:
+    """A single reply has lm_eval's verdict; of several replies lm_eval graded only what its filter
+    returned.
+    """
     path = write_lines(
         tmp_path / "out" / "m" / "samples_gsm8k_2026-01-02T03-04-05.678901.jsonl",
         [
@@ -131,7 +139,7 @@ def test_lm_eval(tmp_path: Path, run_import: Import) -> None:
 
 
 def test_lm_eval_needs_one_filter(tmp_path: Path, run_import: Import) -> None:
-    """The same replies under two filters are two sets of answers, and one must be chosen."""
+    """Replies under two filters are two sets of answers, so one must be chosen."""
     rows = [
         lm_eval_row(0, ["1 or 2"], answer, float(answer == "1"), filter)
         for filter, answer in (("strict", "1"), ("flexible", "2"))
@@ -158,13 +166,13 @@ def nemo_row(name: int, answer: str | None, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_nemo_skills(tmp_path: Path, run_import: Import) -> None:
-    """The seed in the file's name numbers the rollout, also where 10 would sort before 2."""
+def test_nemo_skills_numbers_rollouts_by_seed(tmp_path: Path, run_import: Import) -> None:
+    """The seed in the file's name numbers the rollout, although "10" sorts before "2"."""
     folder = tmp_path / "eval-results" / "aime"
     for seed, grade in ((2, {"symbolic_correct": True}), (10, {"judgement": "Judgement: No"})):
         rows = [nemo_row(n, str(n + 1), **grade, reward_model_score=0.5) for n in range(2)]
         write_lines(folder / f"output-rs{seed}.jsonl", rows)
-    write_lines(folder / "output.jsonl", [nemo_row(9, "0")])  # not of these rollouts
+    write_lines(folder / "output.jsonl", [nemo_row(9, "0")])  # a file of other rollouts
     made = run_import("nemo-skills", tmp_path)
     finished, outcomes, run = read(made.directory)
     assert made.scores == ("reward",)
@@ -175,7 +183,7 @@ def test_nemo_skills(tmp_path: Path, run_import: Import) -> None:
     assert run.manifest.problems == 2
 
 
-def test_nemo_skills_cut(tmp_path: Path, run_import: Import) -> None:
+def test_a_nemo_skills_text_at_the_limit_is_cut(tmp_path: Path, run_import: Import) -> None:
     """A text that ended at the token limit is a cut rollout, not one without an answer."""
     path = write_lines(
         tmp_path / "output-rs0.jsonl", [nemo_row(1, None, finish_reason="length", is_correct=0)]
@@ -195,7 +203,7 @@ def arena_row(model: str, problem: int, sample: int, answer: str, **more: Any) -
     }  # fmt: skip
 
 
-def test_matharena(tmp_path: Path, run_import: Import) -> None:
+def test_matharena_rows_are_imported_by_model(tmp_path: Path, run_import: Import) -> None:
     """One model's rows become a run with costs; several models need a choice."""
     rows = [arena_row(model, 3, n, "7" if n else "None") for model in "ab" for n in range(2)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
@@ -212,12 +220,12 @@ def test_matharena(tmp_path: Path, run_import: Import) -> None:
     assert money_of(first.usage, recorded_prices(run.manifest.settings[PRICES].value)) == (
         pytest.approx(50e-6 + 0.02)
     )
-    # the text of the first has a box with None, which is what the tool saw no answer in
+    # the first text has a box with None, which the tool counted as no answer
     assert outcomes["3"].rollouts[0].answer == "None"
 
 
-def test_matharena_messages(tmp_path: Path, run_import: Import) -> None:
-    """Rows without a text of their own have it in their messages; judges' points are scores."""
+def test_matharena_messages_replace_a_missing_text(tmp_path: Path, run_import: Import) -> None:
+    """Rows without a text of their own have it in their messages; judges' points become scores."""
     messages = [{"role": "user", "content": "P1"}, {"role": "assistant", "content": "so"}]
     row = arena_row("a", 1, 0, "7", points_judge_1=3, max_points_judge_1=4, source="imo")
     row |= {"answer": None, "all_messages": json.dumps(messages)}
@@ -228,8 +236,8 @@ def test_matharena_messages(tmp_path: Path, run_import: Import) -> None:
     assert measured(run)["imo/1", 0].scores == {"judge 1": 0.75}
 
 
-def test_monkey_business(tmp_path: Path, run_import: Import) -> None:
-    """A list of problems, each with all samples; references are worked solutions."""
+def test_monkey_business_samples_are_imported(tmp_path: Path, run_import: Import) -> None:
+    """Each problem brings all its samples, and references are worked solutions."""
     problem = {
         "question": "What is 6 x 7?", "samples": ["It is \\boxed{42}", "\\boxed{41}", "?"],
         "gt_answer": "Multiply. " * 30 + "The answer is $\\boxed{42}$.",
@@ -247,8 +255,10 @@ def test_monkey_business(tmp_path: Path, run_import: Import) -> None:
         run_import("monkey-business", path, tmp_path / "bad")
 
 
-def test_deepconf(tmp_path: Path, run_import: Import) -> None:
-    """Confidences become scores, ids stay, and a trace that was stopped counts neither way."""
+def test_deepconf_traces_are_imported(tmp_path: Path, run_import: Import) -> None:
+    """Confidences become scores, ids stay, and a trace that was stopped counts neither as correct
+    nor as wrong.
+    """
     trace = {
         "text": "\\boxed{4}", "token_ids": [5, 6, 7], "num_tokens": 3, "confs": [1.0, 2.0, 6.0],
         "extracted_answer": "4", "stop_reason": "stop",
@@ -273,8 +283,8 @@ def test_a_pickle_is_refused(tmp_path: Path, run_import: Import) -> None:
             run_import("deepconf", given)
 
 
-def test_columns(tmp_path: Path, run_import: Import) -> None:
-    """Columns are mapped or guessed; a line may hold one rollout, or lists with all of a problem."""
+def test_columns_are_mapped_or_guessed(tmp_path: Path, run_import: Import) -> None:
+    """A line may hold one rollout or lists with all rollouts of a problem."""
     rows = [
         {"Q": "1 + 1?", "out": ["\\boxed{2}", "\\boxed{3}"], "gold": 2, "rm": [0.9, 0.1]},
         {"Q": "1 + 2?", "out": "\\boxed{3}", "gold": "3", "rm": 0.4},
@@ -301,7 +311,7 @@ def test_columns(tmp_path: Path, run_import: Import) -> None:
         ({"question": "Q", "text": "a", "score.x": "Q"}, "line 1: its column 'Q' holds no number"),
     ],
 )
-def test_wrong_columns(
+def test_a_missing_column_is_refused(
     tmp_path: Path, run_import: Import, columns: dict[str, str], problem: str
 ) -> None:
     """The error names the missing column and the existing ones."""
@@ -310,7 +320,7 @@ def test_wrong_columns(
         run_import("jsonl", path, columns=columns)
 
 
-def test_an_unknown_field(run_import: Import, tmp_path: Path) -> None:
-    """A field that does not exist is refused before anything is read."""
+def test_an_unknown_field_is_refused(run_import: Import, tmp_path: Path) -> None:
+    """The refusal comes before anything is read."""
     with pytest.raises(OptionError, match="there is no field 'txt'; did you mean 'text'"):
         run_import("jsonl", tmp_path, columns={"txt": "a"})

@@ -1,4 +1,6 @@
-"""Imports of any format: named lines, constant memory, resume, data sets, and what reads the run."""
+"""Tests of all imports: errors with lines, constant memory, resume, data sets, and readers of the
+run.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def rows(problems: int, samples: int, text: str = "so") -> Iterator[dict[str, An
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, run_import: Import, line: str, problem: str) -> None:
-    """File and line are in the message, and the run is not begun."""
+    """File and line are in the message, and no run is created."""
     path = write_lines(tmp_path / "mine.jsonl", rows(3, 1))
     with path.open("a") as file:
         file.write(f"\n{line}\n")
@@ -55,16 +57,16 @@ def test_a_wrong_line_is_named(tmp_path: Path, run_import: Import, line: str, pr
     assert not (tmp_path / "run" / JOURNAL).exists()
 
 
-def test_bytes_that_are_not_text(tmp_path: Path, run_import: Import) -> None:
-    """A line that is not UTF-8 is named like any other."""
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, run_import: Import) -> None:
+    """The error names file and line as for any other fault."""
     path = tmp_path / "mine.jsonl"
     path.write_bytes(b'{"question": "\xff\xfe"}\n')
     with pytest.raises(DatasetError, match="mine.jsonl: line 1: it is not JSON"):
         run_import("jsonl", path)
 
 
-def test_a_json_file_that_is_cut(tmp_path: Path, run_import: Import) -> None:
-    """A list that does not end says in which item it ends."""
+def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
+    """The error says in which item the list ends."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(list(rows(3, 1)))[:-30])
     with pytest.raises(DatasetError, match="mine.json: it ends within item 3: the file is cut"):
@@ -81,24 +83,24 @@ def test_a_json_file_that_is_cut(tmp_path: Path, run_import: Import) -> None:
         ("missing.jsonl", "no such file"),
     ],
 )
-def test_files_that_cannot_be_read(
+def test_unreadable_kinds_of_files_are_refused(
     tmp_path: Path, run_import: Import, name: str, problem: str
 ) -> None:
-    """Each kind is refused with what to do."""
+    """Each message says what to do."""
     if name != "missing.jsonl":
         (tmp_path / name).write_bytes(b"abc")
     with pytest.raises(DatasetError, match=problem):
         run_import("jsonl", tmp_path / name)
 
 
-def test_a_folder_without_such_files(tmp_path: Path, run_import: Import) -> None:
-    """The names that were looked for are given."""
+def test_a_folder_without_matching_files_is_refused(tmp_path: Path, run_import: Import) -> None:
+    """The error lists the names that were looked for."""
     with pytest.raises(DatasetError, match=r"no file of it is called output-rs\*.jsonl or output"):
         run_import("nemo-skills", tmp_path)
 
 
-def test_an_empty_file(tmp_path: Path, run_import: Import) -> None:
-    """No rollout is an error, not an empty run."""
+def test_an_empty_file_is_refused(tmp_path: Path, run_import: Import) -> None:
+    """A file without a rollout is an error instead of an empty run."""
     path = tmp_path / "mine.jsonl"
     path.touch()
     with pytest.raises(DatasetError, match="it holds no rollouts"):
@@ -106,7 +108,7 @@ def test_an_empty_file(tmp_path: Path, run_import: Import) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
-def test_items_at_any_block_size(
+def test_json_items_may_cross_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     """Strings, escapes and brackets may be cut anywhere by the blocks that are read."""
@@ -148,10 +150,8 @@ def peak_of_import(path: Path, out: Path) -> int:
 def test_memory_does_not_grow_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight times the bytes in the same number of rollouts, and eight times the rollouts, take no
-    more than a small part of what they add.
-    """
-    # a block that is read at once would be larger than the smallest of these files
+    """Eight times the bytes or eight times the rollouts take only a small part of the added size."""
+    # a usual block would be larger than the smallest of these files
     monkeypatch.setattr("atts.importers.records._BLOCK", 1 << 14)
     sizes: list[int] = []
     peaks: list[int] = []
@@ -168,14 +168,14 @@ def test_memory_does_not_grow_with_the_file(
 
 
 def facts(directory: Path) -> list[Any]:
-    """Return everything that a journal says, but when it was written and by which session."""
+    """Return everything that a journal says, except dates and sessions."""
     run = open_run(directory)
     kinds = ("SessionOpened", "SessionClosed")
     return [entry.event for entry in run.entries() if type(entry.event).__name__ not in kinds]
 
 
-def test_an_import_that_was_cut_continues(tmp_path: Path, run_import: Import) -> None:
-    """After a cut at any line the same command writes what is missing, and the run is the same."""
+def test_an_interrupted_import_continues(tmp_path: Path, run_import: Import) -> None:
+    """After a cut at any line the same command writes the rest, and the run is the same."""
     path = write_lines(tmp_path / "mine.jsonl", rows(4, 3))
     whole = run_import("jsonl", path, tmp_path / "whole").directory
     expected = open_run(whole).state().finished
@@ -194,7 +194,7 @@ def test_an_import_that_was_cut_continues(tmp_path: Path, run_import: Import) ->
 
 
 def test_an_import_that_ended_writes_nothing_again(tmp_path: Path, run_import: Import) -> None:
-    """A second import finds every problem there."""
+    """A second import finds every problem in the run."""
     path = write_lines(tmp_path / "mine.jsonl", rows(4, 3))
     before = facts(run_import("jsonl", path).directory)
     made = run_import("jsonl", path)
@@ -203,7 +203,7 @@ def test_an_import_that_ended_writes_nothing_again(tmp_path: Path, run_import: I
 
 
 def test_changed_files_are_another_run(tmp_path: Path, run_import: Import) -> None:
-    """An import of files that changed, or with other options, does not continue the first."""
+    """Changed files or other options do not continue the first import."""
     path = write_lines(tmp_path / "mine.jsonl", rows(4, 3))
     run_import("jsonl", path)
     with pytest.raises(FingerprintError, match=r"configuration.imported.grades"):
@@ -213,7 +213,7 @@ def test_changed_files_are_another_run(tmp_path: Path, run_import: Import) -> No
         run_import("jsonl", path)
 
 
-def test_grades_again(tmp_path: Path, run_import: Import) -> None:
+def test_an_import_can_be_graded_by_atts(tmp_path: Path, run_import: Import) -> None:
     """Atts may grade what the tool graded; a verdict of the tool is marked as such."""
     row = {"question": "1?", "text": "\\boxed{0.5}", "gold": "1/2", "correct": False}
     path = write_lines(tmp_path / "mine.jsonl", [row])
@@ -237,8 +237,10 @@ def test_a_data_set_names_the_problems(tmp_path: Path, run_import: Import) -> No
         run_import("jsonl", path, tmp_path / "b", known=[Problem("d/9", "Else?")], known_as="d")
 
 
-def test_many_files(tmp_path: Path, run_import: Import, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More files than are open at once."""
+def test_many_files_are_imported(
+    tmp_path: Path, run_import: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of files may exceed the limit of open files."""
     monkeypatch.setattr("atts.importers.writing._MOST_OPEN", 2)
     for number, row in enumerate(rows(3, 4)):
         write_lines(tmp_path / "parts" / f"{number}.jsonl", [row])
@@ -246,8 +248,10 @@ def test_many_files(tmp_path: Path, run_import: Import, monkeypatch: pytest.Monk
     assert (made.files, made.problems, made.rollouts) == (12, 3, 12)
 
 
-def test_a_foreign_run_beside_one_of_ours(tmp_path: Path, run_import: Import) -> None:
-    """Problems of one data set are compared; reports, replays and plans read the imported run."""
+def test_an_imported_run_works_with_every_reader(tmp_path: Path, run_import: Import) -> None:
+    """It can be compared with a run of atts on the same data set, and reported, replayed and
+    planned from.
+    """
     problems = toy_problems(6)
     setup = Setup(draft="scripted", target="scripted", method="target-only")
     ours = evaluate_sync(problems, setup, directory=tmp_path / "ours")
@@ -277,8 +281,8 @@ def test_a_foreign_run_beside_one_of_ours(tmp_path: Path, run_import: Import) ->
     assert (best.target_tokens, best.seconds) == (30, 2.0)
 
 
-def test_a_sample_without_a_model_is_of_no_model() -> None:
-    """Facts that the tool did not record stay unknown."""
+def test_unrecorded_facts_stay_unknown() -> None:
+    """If the tool did not record the model, the run names none."""
     sample = ForeignSample("q", "t")
     assert replace(sample, number=1).tokens is None
     assert ImportOptions().grades == "recorded"
@@ -286,7 +290,7 @@ def test_a_sample_without_a_model_is_of_no_model() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes need POSIX")
 def test_a_pipe_is_refused(tmp_path: Path, run_import: Import) -> None:
-    """Files are read twice, and a pipe once."""
+    """Files are read twice, which a pipe does not allow."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(DatasetError, match="it cannot be read: it is a device, a pipe or a socket"):
         run_import("jsonl", tmp_path / "pipe.jsonl")

@@ -1,4 +1,4 @@
-"""Values the journal's tests share: a small rollout, and files whose disk misbehaves."""
+"""Fixtures of the journal's tests: a small rollout, and a disk with little space."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from atts.journal import (
 
 
 class SmallDisk(FileIO):
-    """An append-only file on a disk with room for `room` bytes, taking at most `bite` at a time."""
+    """An append-only file on a disk with room for `room` bytes, which takes at most `bite` at a
+    time.
+    """
 
     def __init__(self, path: Path, room: int, bite: int) -> None:
         super().__init__(path, "ab")
@@ -35,7 +37,7 @@ class SmallDisk(FileIO):
         self.syncs = 0
 
     def write(self, data: Any, /) -> int:
-        """Take what fits, then refuse, as a full disk does."""
+        """Write what fits, then refuse, as a full disk does."""
         if not self._room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         taken = super().write(data[: min(self._room, self._bite)])
@@ -44,14 +46,14 @@ class SmallDisk(FileIO):
         return taken
 
     def fileno(self) -> int:
-        """Count the syncs, each of which asks for the number once."""
+        """Count the syncs, each of which calls this method once."""
         self.syncs += 1
         return super().fileno()
 
 
 @pytest.fixture
 def small_disk() -> Callable[..., tuple[list[SmallDisk], Callable[[Path], SmallDisk]]]:
-    """Make an opener with `room` and `bite`, and the list in which the files it opens appear."""
+    """Make an opener with `room` and `bite`, and the list of the files that it opens."""
 
     def make(
         room: int = 1 << 30, bite: int = 1 << 30
@@ -90,7 +92,9 @@ def story() -> list[Event]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder of runs by scripted engines: several methods, shards, a union, a killed one."""
+    """Make a folder of runs by scripted engines: several methods, shards, a merged run, a killed
+    one.
+    """
     folder = tmp_path_factory.mktemp("runs")
     words = ("eval", "arithmetic[:4]", "--draft", "scripted", "--target", "scripted", "--seed", "3")
     common = (*words, "--samples", "2", "--turns", "6", "--concurrency", "2", "--report", "none")

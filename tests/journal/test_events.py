@@ -1,4 +1,4 @@
-"""Every event comes back from its line as the value it was."""
+"""Tests that each event, written as a line, is read as the same value."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def through_file(path: Path, *events: Event) -> list[Event]:
 
 
 def any_of(kind: type[Event]) -> st.SearchStrategy[Event]:
-    """Draw events of a kind, the fields that exist in lines only left empty."""
+    """Draw events of a kind, with the fields empty that exist only in lines."""
     hints = get_type_hints(kind)
     left_out = IN_LINES_ONLY.get(kind, set[str]())
     drawn = {
@@ -105,10 +105,10 @@ def any_of(kind: type[Event]) -> st.SearchStrategy[Event]:
 @settings(max_examples=20, deadline=None)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @given(data=st.data())
-def test_every_event_survives(
+def test_every_event_survives_a_round_trip(
     kind: type[Event], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Any value of any kind of event is the same after a round trip through strict JSON."""
+    """Any value of any kind of event is the same after being written as strict JSON and read."""
     event = data.draw(any_of(kind))
     if isinstance(event, SessionOpened):
         event = msgspec.structs.replace(event, schema=SCHEMA)
@@ -119,7 +119,7 @@ def test_every_event_survives(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(width=64) | st.floats(width=32), max_size=40).map(tuple))
 def test_log_probabilities_are_exact(numbers: tuple[float, ...]) -> None:
-    """Packing loses no bit of a number, so a resumed run computes the same perplexity."""
+    """Packing loses no bit, so a resumed run computes the same perplexity."""
     [_, line] = lines_of([Scored("p", "k", Scores(numbers, 0, Beginning((1,), numbers)))])
     event = json.loads(line)["event"]
     for packed in (event.get("logprobs"), event.get("beginning_logprobs")):
@@ -130,16 +130,18 @@ def test_log_probabilities_are_exact(numbers: tuple[float, ...]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(-5, 1 << 80), max_size=30).map(tuple))
-def test_ids_are_exact(ids: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Token ids come back whole, whatever their size."""
+def test_token_ids_are_exact(
+    ids: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Token ids of any size are read unchanged."""
     path = tmp_path_factory.getbasetemp() / "ids"
     [back] = through_file(path, RolloutStarted("p", 0, Prompt(ids, ids)))
     assert isinstance(back, RolloutStarted)
     assert back.prompt.draft_ids == ids
 
 
-def test_one_tokenizer_stays_one_tuple(tmp_path: Path) -> None:
-    """Ids shared by draft and target are one object again after reading."""
+def test_ids_shared_by_both_models_stay_one_object(tmp_path: Path) -> None:
+    """Ids that draft and target share are one object again after reading, which saves memory."""
     ids = tuple(range(50))
     [back] = through_file(tmp_path / "j", RolloutStarted("p", 0, Prompt(ids, ids)))
     assert isinstance(back, RolloutStarted)
@@ -150,14 +152,16 @@ def test_one_tokenizer_stays_one_tuple(tmp_path: Path) -> None:
     "text",
     ["@", "null", "nan", "", "\ud800 lone", "é" * 200, '</script>"\\\n\x00', "\\ud800", "😀"],
 )
-def test_awkward_texts_survive(text: str, tmp_path: Path) -> None:
-    """Words with a meaning in JSON, lone surrogates, control characters: text is text."""
+def test_special_characters_survive(text: str, tmp_path: Path) -> None:
+    """JSON syntax, lone surrogates and control characters in a text are read unchanged."""
     event = Sampled("p", text, Completion((1,), text, "end", (0.0,)), "draft")
     assert through_file(tmp_path / "j", event) == [event]
 
 
 def test_a_packed_tuple_is_small() -> None:
-    """500 ids and log-probabilities of 32-bit origin take under 6 KB, 64-bit ones under 9 KB."""
+    """500 ids and log-probabilities that came from 32 bits take under 6 KB, and from 64 bits under
+    9 KB.
+    """
     ids = tuple(range(500))
     for step, limit in ((0.5, 6_000), (0.1, 9_000)):
         logprobs = tuple(-step * number for number in ids)
@@ -166,7 +170,7 @@ def test_a_packed_tuple_is_small() -> None:
 
 
 def call(number: int, author: Any = "draft", ended: Any = "delimiter") -> Sampled:
-    """Return a recorded call of the rollout, unlike those of other numbers."""
+    """Return a recorded call of the rollout that differs from calls of other numbers."""
     ids = tuple(range(number, number + 100))
     logprobs = struct.unpack("<100f", struct.pack("<100f", *(-0.01 * one for one in ids)))
     completion = Completion(ids, f"text {number} " * 30, ended, logprobs)
@@ -174,7 +178,7 @@ def call(number: int, author: Any = "draft", ended: Any = "delimiter") -> Sample
 
 
 def chunk_of(event: Sampled, cut: int = 0, **changes: Any) -> Chunk:
-    """Return the chunk that a call wrote, as a pipeline makes it where both models read alike."""
+    """Return the chunk that a call wrote, as a pipeline makes it if both models share a tokenizer."""
     done = event.completion
     ids = done.ids[: len(done.ids) - cut]
     return replace(Chunk(event.role, done.text, ids, ids, done.ended, done.logprobs), **changes)
@@ -209,8 +213,8 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_a_turn_refers_to_its_calls(name: str, tmp_path: Path) -> None:
-    """It is whole when it is read, and short where its calls hold its chunks already."""
+def test_a_turn_is_stored_by_reference_to_its_calls(name: str, tmp_path: Path) -> None:
+    """Its line is short if calls already hold its chunks, and the turn is complete when it is read."""
     turn, limit = TURNS[name]
     events: list[Event] = [
         STARTED,
@@ -228,8 +232,8 @@ def test_a_turn_refers_to_its_calls(name: str, tmp_path: Path) -> None:
     assert same(wanted[-1], events[-1])
 
 
-def test_references_never_reach_over_a_turn_or_a_problem(tmp_path: Path) -> None:
-    """Calls of an earlier turn, and of a problem that is over, are forgotten by both sides."""
+def test_references_end_with_a_turn_or_a_problem(tmp_path: Path) -> None:
+    """Writer and reader both forget calls of earlier turns and finished problems."""
     turn = TurnFinished("p", 0, Turn(0, (chunk_of(DRAFTED),)))
     prompt = RolloutStarted("p", 0, Prompt(tuple(range(200)), tuple(range(200))))
     over = OutcomeReached("p", "answered", "4", (0,))
@@ -247,7 +251,7 @@ def test_references_never_reach_over_a_turn_or_a_problem(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_resumed_writer_refers_to_what_the_reader_read(cut: int, tmp_path: Path) -> None:
-    """A session that ends within a turn leaves its calls to the next one."""
+    """If a session ends within a turn, the next session can still refer to its calls."""
     prompt = RolloutStarted("p", 0, Prompt((1,), (1,)))
     turn = TurnFinished("p", 0, Turn(0, (chunk_of(DRAFTED),), decision=PLAIN))
     events: list[Event] = [

@@ -1,4 +1,4 @@
-"""A journal is read exactly up to where it is whole, and damage is never read over."""
+"""Tests of the journal's lines: all whole lines are read, and damage is never skipped."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def end_of(reader: LineReader) -> tuple[int, int, int]:
 
 
 def read(path: Path) -> tuple[list[Event], tuple[int, int, int]]:
-    """Return the events after the session's opening, and the place where reading ended."""
+    """Return the events after the session's opening, and the position where reading ended."""
     reader = LineReader(path)
     events = [entry.event for entry in reader.entries()]
     return events[1:], end_of(reader)
 
 
 def test_reading_gives_what_was_written(tmp_path: Path, story: list[Event]) -> None:
-    """Events, order, numbers, session and clocks come back."""
+    """Events, order, numbers, session and clocks are read unchanged."""
     lines = write(tmp_path / "j", story)
     entries = list(read_entries(tmp_path / "j"))
     assert [entry.event for entry in entries] == [OPENED, *story]
@@ -78,7 +78,7 @@ def test_reading_gives_what_was_written(tmp_path: Path, story: list[Event]) -> N
 
 
 def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
-    """Any JSON tool can read the file; each checksum continues from the one before."""
+    """Any JSON tool can read the file, and each checksum continues from the previous one."""
     crc = 0
     for line in write(tmp_path / "j", story):
         crc = zlib.crc32(line[:-19], crc)
@@ -86,8 +86,8 @@ def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
 
 
 @pytest.mark.parametrize("text", ["\ud800 alone", "😀", "\ud800 long " * 20, "\\ud800", "é" * 200])
-def test_any_text_comes_back(tmp_path: Path, text: str) -> None:
-    """Half a surrogate pair is text too, short or long."""
+def test_any_text_is_read_unchanged(tmp_path: Path, text: str) -> None:
+    """This includes half of a surrogate pair, in short and long texts."""
     write(tmp_path / "j", [Warned("w", text)])
     assert read(tmp_path / "j")[0] == [Warned("w", text)]
 
@@ -109,8 +109,10 @@ def test_any_text_comes_back(tmp_path: Path, text: str) -> None:
         ({"kind": "rollout-started", **ROLLOUT, "is_repeated": True}, "a prompt that is not there"),
     ],
 )
-def test_other_shapes_are_damage(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    """A whole line that does not say what an event says: the error names line and field."""
+def test_a_line_with_wrong_fields_is_damage(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    """The error names the line and the field."""
     opened, line = write(tmp_path / "j", [Warned("w", "text")])
     row = json.loads(line)
     del row["crc"]
@@ -127,10 +129,8 @@ def test_other_shapes_are_damage(tmp_path: Path, changes: dict[str, Any], words:
         list(read_entries(tmp_path / "j"))
 
 
-def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event]) -> None:
-    """They keep their numbers, and are whole even if they refer to other lines; the tail is the
-    same.
-    """
+def test_a_reader_may_select_kinds_of_events(tmp_path: Path, story: list[Event]) -> None:
+    """Selected events keep their numbers and are complete even if they refer to other lines."""
     lines = write(tmp_path / "j", [Sampled("p0", "k", chunk_of(story[2]), "draft"), *story])
     everything = list(read_entries(tmp_path / "j"))
     for kinds in ((TurnFinished,), (OutcomeReached, SessionOpened), (Sampled,), FACTS):
@@ -153,7 +153,7 @@ def test_kinds_may_change_while_reading(tmp_path: Path, story: list[Event]) -> N
 
 
 def test_damage_is_found_on_unwanted_lines(tmp_path: Path, story: list[Event]) -> None:
-    """Passing over a line is not an excuse for not checking it."""
+    """Lines that are not selected are checked too."""
     lines = write(tmp_path / "j", story)
     for harm in (lines[4].replace(b"e", b"f", 1), b"", lines[4] * 2):
         (tmp_path / "j").write_bytes(b"".join([*lines[:4], harm, *lines[5:]]))
@@ -162,7 +162,7 @@ def test_damage_is_found_on_unwanted_lines(tmp_path: Path, story: list[Event]) -
 
 
 def test_a_torn_last_line_does_not_count(tmp_path: Path, story: list[Event]) -> None:
-    """Cut anywhere inside the last line, the journal reads as if that line had not been begun."""
+    """If the last line is cut anywhere, the journal reads as if that line had not been begun."""
     *whole, last = write(tmp_path / "j", story)
     before = b"".join(whole)
     for cut in range(len(last)):
@@ -173,7 +173,7 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path, story: list[Event]) -> 
 
 
 def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event]) -> None:
-    """After a power failure the tail may be zeros: torn, too."""
+    """After a power failure the tail may be zeros, which count as a torn line."""
     before = b"".join(write(tmp_path / "j", story))
     for rubbish in (b"\x00" * 500, b"\x00" * 500 + b"\n", b"{}\n", b"\n"):
         (tmp_path / "j").write_bytes(before + rubbish)
@@ -193,7 +193,7 @@ def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event
 def test_damage_in_the_middle_is_refused(
     tmp_path: Path, story: list[Event], harm: Callable[[bytes], bytes]
 ) -> None:
-    """The error names the line; what came before it is still given out."""
+    """The error names the line, after all earlier events were returned."""
     lines = write(tmp_path / "j", story)
     (tmp_path / "j").write_bytes(b"".join([*lines[:3], harm(lines[3]), *lines[4:]]))
     place = 5 if harm(lines[3]) == lines[3] * 2 else 4
@@ -203,7 +203,7 @@ def test_damage_in_the_middle_is_refused(
 
 
 def test_a_changed_digit_is_noticed(tmp_path: Path, story: list[Event]) -> None:
-    """Also where the line is still good JSON and a good event."""
+    """The checksum finds it although the line is still a valid event."""
     data = b"".join(write(tmp_path / "j", story))
     (tmp_path / "j").write_bytes(data.replace(b'"score":1.5', b'"score":2.5', 1))
     with pytest.raises(JournalCorrupt, match="checksum"):
@@ -216,10 +216,10 @@ def unchained(line: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_a_line_of_another_journal_is_no_line_of_this_one(
+def test_a_line_of_another_journal_is_damage(
     tmp_path: Path, story: list[Event], number: int
 ) -> None:
-    """Whole, with the right number and a checksum that is its own: it does not follow the line
+    """It is whole, with the right number and its own checksum, but it does not continue the line
     before.
     """
     lines = write(tmp_path / "j", story)
@@ -232,7 +232,7 @@ def test_a_line_of_another_journal_is_no_line_of_this_one(
 
 @pytest.mark.parametrize("schema", [1, SCHEMA - 1, SCHEMA + 1])
 def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
-    """Also when another version resumed a journal of ours, and whatever else its line holds."""
+    """This holds even if another version resumed a journal of this one, whatever its line holds."""
     writer = LineWriter()
     ours = writer.line(OPENED, 0, 0) + writer.line(Warned("a", "b"), 0, 0)
     opening = {"kind": "session-opened", "schema": schema, "extra": 1}
@@ -245,8 +245,8 @@ def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
             list(read_entries(tmp_path / "j"))
 
 
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, story: list[Event]) -> None:
-    """Lines before any session, and unknown kinds, are damage."""
+def test_a_file_that_is_not_a_journal_is_refused(tmp_path: Path, story: list[Event]) -> None:
+    """Lines before a session and unknown kinds are damage."""
     lines = write(tmp_path / "j", story)
     (tmp_path / "j").write_bytes(b"hello\n" + lines[0])
     with pytest.raises(JournalCorrupt, match="line 1"):
@@ -259,8 +259,8 @@ def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
         list(read_entries(tmp_path / "nothing"))
 
 
-def test_a_writer_does_not_hold_what_it_wrote(tmp_path: Path) -> None:
-    """It holds the calls of open problems since their rollouts' last turns, and nothing else."""
+def test_a_writer_keeps_only_calls_of_open_turns(tmp_path: Path) -> None:
+    """It keeps the calls since the last turn of each open rollout, so its memory stays small."""
     path = tmp_path / "j"
     writer = LineWriter()
     tracemalloc.start()
@@ -275,7 +275,7 @@ def test_a_writer_does_not_hold_what_it_wrote(tmp_path: Path) -> None:
                 RolloutStarted(name, 0, Prompt(ids, ids)),
                 Sampled(name, "a", done, "draft"),
                 OutcomeReached(name, "answered", "4", (0,)),
-                # clean-up of a call that outlives its problem
+                # a call may end after its problem, during clean-up
                 Sampled(name, "b", done, "draft"),
             ]
             file.writelines(writer.line(event, 0.0, 1e9) for event in events)

@@ -1,4 +1,4 @@
-"""A lock that dies with its process."""
+"""Tests of the run directory's lock, which ends with its process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ with locked(Path(sys.argv[1]), Path(sys.argv[1]).parent):
 
 
 def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
-    """A second process is refused with the first one's id; SIGKILL frees the lock."""
+    """A second process is refused with the first one's id, and SIGKILL frees the lock."""
     lock = tmp_path / "lock"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE)
     try:
@@ -69,25 +69,25 @@ print("child left the block", flush=True)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
-    """A worker that a library forked and forgot does not make the run impossible to resume."""
+    """A worker that a library forked must not prevent a resume."""
     lock = tmp_path / "lock"
     command = [sys.executable, "-c", SURVIVED, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         assert parent.wait(30) == 0
-        os.kill(child, 0)  # it lives
+        os.kill(child, 0)  # the child still runs
         with locked(lock, tmp_path):
             assert lock.read_text() == f"{os.getpid()}\n"
         assert parent.stdin is not None
         parent.stdin.close()
-        # The end of the child's block closes no file a second time.
+        # The child leaves its block without closing a file a second time.
         assert parent.stdout.read() == b"child left the block\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_frees_no_lock_and_writes_no_line(tmp_path: Path) -> None:
-    """The parent continues writing; the child's copy of the journal refuses."""
+    """The parent continues writing, and the child's copy of the journal refuses to write."""
 
     def fork(journal: Journal) -> None:
         child = os.fork()
@@ -108,7 +108,7 @@ def test_a_forked_child_frees_no_lock_and_writes_no_line(tmp_path: Path) -> None
 
 
 def test_the_lock_holds_within_one_process_too(tmp_path: Path) -> None:
-    """Two runs of one program on one directory are two writers as well."""
+    """Two writers of one program on one directory exclude each other as well."""
     with locked(tmp_path / "lock", tmp_path):
         with (
             pytest.raises(JournalLocked, match=str(os.getpid())),
@@ -120,7 +120,7 @@ def test_the_lock_holds_within_one_process_too(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(tmp_path: Path) -> None:
-    """Nothing a link leads to is truncated or written, for the lock as for the journal."""
+    """Neither the lock nor the journal follows a link."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     for name in (LOCK, JOURNAL):
@@ -133,7 +133,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(tmp_path: Pat
 
 
 def test_a_deleted_lock_lets_no_second_writer_in(tmp_path: Path) -> None:
-    """The journal itself is held too."""
+    """The journal itself is locked too."""
 
     def second(journal: Journal) -> None:
         (tmp_path / LOCK).unlink()
@@ -170,7 +170,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
 def test_a_journal_that_is_harmed_while_it_is_written_is_an_error(
     tmp_path: Path, harm: str, durability: Durability
 ) -> None:
-    """Deleted, moved, replaced or cut: the run cannot end as if it were kept."""
+    """If it is deleted, moved, replaced or cut, the run must not end as if its data were safe."""
     run = tmp_path / "run"
 
     async def session() -> None:

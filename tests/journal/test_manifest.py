@@ -1,4 +1,4 @@
-"""A run directory continues only with the settings it was begun with."""
+"""Tests of the manifest: a run continues only under the settings with which it began."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ MANIFEST = Manifest(
 )
 
 
-def test_a_manifest_survives(tmp_path: Path) -> None:
-    """A stored and loaded manifest matches itself, origins and versions included."""
+def test_a_stored_manifest_matches_itself(tmp_path: Path) -> None:
+    """A loaded manifest is equal, origins and versions included."""
     save_manifest(tmp_path / "m", MANIFEST)
     stored = load_manifest(tmp_path / "m")
     assert stored is not None
@@ -77,7 +77,7 @@ def test_a_manifest_survives(tmp_path: Path) -> None:
 def test_every_difference_is_named(
     tmp_path: Path, changes: dict[str, Any], names: list[str]
 ) -> None:
-    """Another run is refused, naming exactly what differs and what to do."""
+    """Other settings are refused, and the error names each difference and a remedy."""
     save_manifest(tmp_path / "m", MANIFEST)
     stored = load_manifest(tmp_path / "m")
     assert stored is not None
@@ -87,8 +87,8 @@ def test_every_difference_is_named(
     assert caught.value.exit_code == 2
 
 
-def test_a_digest_of_the_weights_decides(tmp_path: Path) -> None:
-    """A run resumes only with the same weights; it is refused if either side does not know its weights."""
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    """A run resumes only with the same weights, and not if either side lacks their digest."""
     marked = replace(
         MANIFEST, engines={**MANIFEST.engines, "target": {"model": "big", "weights": "ab" * 16}}
     )
@@ -101,8 +101,8 @@ def test_a_digest_of_the_weights_decides(tmp_path: Path) -> None:
             one.check(stored, tmp_path)
 
 
-def test_what_does_not_decide_may_differ(tmp_path: Path) -> None:
-    """Origins, versions and dates are for people."""
+def test_origins_versions_and_dates_may_differ(tmp_path: Path) -> None:
+    """These are for people and change no result."""
     save_manifest(tmp_path / "m", MANIFEST)
     stored = load_manifest(tmp_path / "m")
     assert stored is not None
@@ -126,8 +126,8 @@ def test_what_does_not_decide_may_differ(tmp_path: Path) -> None:
         f'{{"schema": {SCHEMA}, "configuration": {{}}, "x": 1}}',
     ],
 )
-def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
-    """A damaged or foreign file is an error with advice, and stays untouched."""
+def test_a_file_that_is_not_a_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    """A damaged or foreign file is an error with advice, and is not changed."""
     (tmp_path / "m").write_text(text)
     with pytest.raises(JournalCorrupt, match="not a manifest"):
         load_manifest(tmp_path / "m")
@@ -142,13 +142,13 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path, schema: int) -
         load_manifest(tmp_path / "m")
 
 
-def test_no_manifest_is_none(tmp_path: Path) -> None:
-    """A new directory has no manifest."""
+def test_a_new_directory_has_no_manifest(tmp_path: Path) -> None:
+    """Loading returns None."""
     assert load_manifest(tmp_path / "m") is None
 
 
 def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
-    """Equal problems have equal digests, and any change gives another."""
+    """Equal problems have equal digests, and any change gives another one."""
     one = Problem("1", "a", answer="3")
     two = Problem("2", "b", choices=("x",))
     digests = [
@@ -166,8 +166,8 @@ def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
     assert dataset_digest(iter([one, two])) == digests[0]
 
 
-def test_texts_and_numbers_of_numpy_are_digested_as_what_they_are() -> None:
-    """Columns of a data frame hold them."""
+def test_numpy_values_have_the_digest_of_plain_ones() -> None:
+    """Columns of a data frame hold numpy's texts and numbers."""
     plain = Problem("1", "a", answer="3")
     assert dataset_digest([Problem(np.str_("1"), np.str_("a"), answer=np.str_("3"))]) == (
         dataset_digest([plain])
@@ -178,7 +178,7 @@ def test_texts_and_numbers_of_numpy_are_digested_as_what_they_are() -> None:
 
 
 def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
-    """The checksum tells damage that leaves it JSON, and a hand that changes a value."""
+    """The checksum finds damage that leaves valid JSON, and values edited by hand."""
     save_manifest(tmp_path / "m", Manifest(seed=3))
     text = (tmp_path / "m").read_text()
     assert load_manifest(tmp_path / "m") is not None
@@ -193,10 +193,10 @@ def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_is_recognised_by_its_log_probabilities(tmp_path: Path) -> None:
-    """Noise of a server is no other model; what a hand wrote is compared without an overflow."""
+    """A server's noise does not make another model, and values edited by hand cause no overflow."""
     known = Manifest(known_logprobs={"target": (-1.0, -9.0, -0.2)})
     known.check(Manifest(known_logprobs={"target": (-1.05, -9.1, -0.2)}), tmp_path)
-    # A run from before, or of a model that this run does not ask.
+    # An older run, or a model that this run does not ask.
     known.check(Manifest(), tmp_path)
     known.check(Manifest(known_logprobs={"draft": (-5.0,)}), tmp_path)
     for others in ((-1.4, -8.0, -0.2), (-1.0, -9.0), (1e308, -1e308, 0.0), (math.nan, -9.0, -0.2)):
@@ -204,8 +204,8 @@ def test_a_model_is_recognised_by_its_log_probabilities(tmp_path: Path) -> None:
             known.check(Manifest(known_logprobs={"target": others}), tmp_path)
 
 
-def test_stored_log_probabilities_come_back(tmp_path: Path) -> None:
-    """They are in the manifest's file and under its checksum."""
+def test_stored_log_probabilities_are_in_the_manifest(tmp_path: Path) -> None:
+    """They are in the manifest's file and covered by its checksum."""
     path = tmp_path / "manifest.json"
     save_manifest(path, Manifest(known_logprobs={"target": (-1.25, -30.0)}))
     stored = load_manifest(path)

@@ -1,5 +1,5 @@
-"""The one reader of run directories: what it says of recorded runs, and how it refuses what is
-none.
+"""Tests of the reader of run directories: what it says about runs, and how it refuses other
+folders.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ KINDS = ("finished", "rounds", "coin", "shard1", "merged", "killed")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_problems_in_brief_are_the_outcomes(kind: str, runs: Path) -> None:
-    """Brief and whole say the same of every problem; verdicts, costs and times are there."""
+def test_brief_problems_agree_with_whole_outcomes(kind: str, runs: Path) -> None:
+    """Both have the same values for each problem, including verdicts, costs and times."""
     run = open_run(runs / kind)
     problems = run.state().finished
     outcomes = {outcome.problem.id: outcome for outcome in run.outcomes()}
@@ -49,7 +49,7 @@ def test_problems_in_brief_are_the_outcomes(kind: str, runs: Path) -> None:
 
 
 def test_judged_chunks_are_counted(runs: Path) -> None:
-    """Every decision that was carried out, and how many of them the target continued."""
+    """The counts are of decisions that were carried out, and of those that escalated."""
     for kind in ("finished", "rounds"):
         run = open_run(runs / kind)
         decisions = [event.decision for event in run.decisions()]
@@ -60,8 +60,8 @@ def test_judged_chunks_are_counted(runs: Path) -> None:
         )
 
 
-def test_nodes_are_on_one_clock(runs: Path) -> None:
-    """Times of a later session follow those of an earlier one; what was recalled is left out."""
+def test_calls_of_all_sessions_share_one_clock(runs: Path) -> None:
+    """Times of a later session follow those of an earlier one, and recalled calls are left out."""
     run = open_run(runs / "merged")
     nodes = list(run.nodes())
     assert {node.source for node in nodes} == {"live"}
@@ -74,15 +74,15 @@ def test_nodes_are_on_one_clock(runs: Path) -> None:
 
 
 def test_settings_are_found_by_name(runs: Path) -> None:
-    """Values of the configuration; None for what the run does not have."""
+    """A setting that the run does not have gives None."""
     run = open_run(runs / "finished")
     assert run.setting("method") == "atts"
     assert run.setting("nothing of the kind") is None
     assert run.policy["samples"] >= 2
 
 
-def test_sessions_without_a_last_word_are_counted() -> None:
-    """The last session is not: the file does not tell whether it was killed or still runs."""
+def test_sessions_without_an_end_are_counted() -> None:
+    """The last session is not counted, because it may still run."""
     state = RunState()
     opened = SessionOpened(SCHEMA, 1, "", 1)
     for session in (1, 2, 3):
@@ -90,9 +90,9 @@ def test_sessions_without_a_last_word_are_counted() -> None:
     assert (state.killed, state.ended) == (2, None)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
-    """A missing directory, an empty one, and one without journal or manifest each give one sentence
-    and one exit code.
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, runs: Path) -> None:
+    """A missing or empty folder, and one without journal or manifest, give one sentence and one
+    exit code.
     """
     for name, files in (
         ("none", ()),
@@ -110,7 +110,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
 
 
 def test_damaged_and_other_versions_runs_are_refused(tmp_path: Path) -> None:
-    """Their manifests decide that before any line is read."""
+    """The manifest decides this before any line is read."""
     for text, error in (
         ("{", JournalCorrupt),
         (json.dumps({"schema": SCHEMA + 1}), JournalVersion),
@@ -122,7 +122,7 @@ def test_damaged_and_other_versions_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_last_verdict_counts() -> None:
-    """The last of several verdicts on one answer counts; agreement is the winner's share of the
+    """The last of several verdicts on an answer counts; agreement is the winner's share of the
     votes.
     """
     rollouts = (

@@ -1,6 +1,4 @@
-"""Journals that were edited, damaged or cut: what is wrong is said in words, and what is whole can
-be saved.
-"""
+"""Tests of edited, damaged or cut journals: faults are named, and the whole part can be saved."""
 
 from __future__ import annotations
 
@@ -122,8 +120,8 @@ def run(tmp_path: Path, runs: Path) -> Path:
 
 
 def fuzz(runs: Path, folder: Path, count: int, seed: int, readers: tuple[str, ...]) -> set[int]:
-    """Edit recorded runs so often, have each read; the exit codes. A traceback is an error of this
-    function.
+    """Edit recorded runs many times, read each, and return the exit codes; a traceback raises an
+    error.
     """
     draws = random.Random(seed)
     codes = set[int]()
@@ -144,10 +142,10 @@ def fuzz(runs: Path, folder: Path, count: int, seed: int, readers: tuple[str, ..
     ("count", "readers"),
     [(30, READERS[:1]), pytest.param(300, READERS, marks=pytest.mark.slow)],
 )
-def test_edits_with_right_checksums_end_in_words(
+def test_edits_with_valid_checksums_never_give_a_traceback(
     runs: Path, tmp_path: Path, count: int, readers: tuple[str, ...]
 ) -> None:
-    """Every reader ends with an answer or a documented exit code after any edit by hand."""
+    """Each reader ends with an answer or a documented exit code."""
     assert {0, 5} <= fuzz(runs, tmp_path, count, 2, readers) <= {0, 2, 4, 5}
 
 
@@ -170,12 +168,10 @@ def gap(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("harm", "code"), [(lambda path: None, 0), (torn, 0), (bent, 5), (gap, 5)])
-def test_what_is_whole_is_saved(
+def test_salvage_saves_the_part_before_the_damage(
     run: Path, capsys: pytest.CaptureFixture[str], harm: Harm, code: int
 ) -> None:
-    """The beginning up to the damage is a run of its own; the damaged one is as it was, and keeps
-    what follows.
-    """
+    """The saved beginning is a run of its own, and the damaged run is not changed."""
     harm(run / JOURNAL)
     before = (run / JOURNAL).read_bytes()
     assert command(["journal", "check", str(run), "--json"]) == code
@@ -227,7 +223,9 @@ MISUSES: dict[str, tuple[Harm, str, int, str]] = {
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuse_is_said_in_words(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_misused_salvage_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     """The error is one message with the documented exit code, and nothing is written."""
     harm, words, code, said = MISUSES[name]
     harm(run)
@@ -237,6 +235,6 @@ def test_misuse_is_said_in_words(run: Path, capsys: pytest.CaptureFixture[str], 
 
 
 def test_a_run_that_is_being_written_is_not_salvaged(run: Path, tmp_path: Path) -> None:
-    """Its last line may be on its way."""
+    """Its last line may not be complete yet."""
     with locked(run / LOCK, run), pytest.raises(JournalError, match="is writing this run"):
         salvage(run, tmp_path / "out")

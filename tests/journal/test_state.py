@@ -1,4 +1,4 @@
-"""Events alone restore finished problems whole, and unfinished ones exactly as they were."""
+"""Tests of the state rebuilt from events: finished problems in brief, and open ones exactly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def entries(events: list[Event]) -> list[Entry]:
 
 
 def test_a_finished_problem_is_whole(story: list[Event]) -> None:
-    """Its outcome holds every rollout, turn by turn, in the outcome's order."""
+    """Its outcome has each rollout turn by turn, in the outcome's order."""
     (outcome,) = read_outcomes(entries(story))
     assert [rollout.sample for rollout in outcome.rollouts] == [1, 0]
     turns = [event.turn for event in story if isinstance(event, TurnFinished) and event.sample == 0]
@@ -59,7 +59,7 @@ def test_a_finished_problem_is_whole(story: list[Event]) -> None:
 
 
 def test_every_prefix_is_a_state(story: list[Event]) -> None:
-    """After any number of events, an open problem's rollouts are what had been recorded by then."""
+    """After any number of events, an open problem's rollouts are those recorded so far."""
     for count in range(1, len(story)):
         state = RunState()
         for entry in entries(story[:count]):
@@ -71,8 +71,8 @@ def test_every_prefix_is_a_state(story: list[Event]) -> None:
         assert [sample for sample, rollout in inside.rollouts.items() if rollout.finish] == ended
 
 
-def test_a_finished_problem_lets_go_of_its_steps(story: list[Event]) -> None:
-    """One line per problem stays, verdicts before and after the outcome included."""
+def test_a_finished_problem_keeps_one_line(story: list[Event]) -> None:
+    """Its turns are dropped to save memory; verdicts before and after the outcome are kept."""
     state = RunState()
     graded = [Graded("p0", "correct", sample=0), Graded("p0", "wrong")]
     for entry in entries(
@@ -103,9 +103,9 @@ def open_problem(story: list[Event], steps: list[Event]) -> OpenProblem:
     return state.open["p0"]
 
 
-def test_steps_are_found_again(story: list[Event]) -> None:
-    """Results by key, the gate's calls in order within their turn; other problems' and remarks are
-    not mixed in.
+def test_recorded_calls_are_found_by_key(story: list[Event]) -> None:
+    """Results are found by key and the gate's calls in order within their turn, without those of
+    other problems.
     """
     first, second = (Decision("accept", 0.4, "p0", turn=1, score=score) for score in (1.0, 2.0))
     scored = Scored("p0", "b", Scores((-2.0,)), rollout="p0/0")
@@ -122,9 +122,9 @@ def test_steps_are_found_again(story: list[Event]) -> None:
     assert [list(found) for found in inside.gate.values()] == [calls]
 
 
-def test_a_failure_stands_once_the_rollout_went_on(story: list[Event]) -> None:
-    """Another step or a note of the same rollout, or the end of its turn, makes it final; a
-    sibling's step does not.
+def test_a_failure_is_final_once_its_rollout_continued(story: list[Event]) -> None:
+    """A later step or note of the same rollout or the end of its turn makes it final; a sibling's
+    step does not.
     """
     prompt = story[1]
     turn = story[2]
@@ -140,7 +140,7 @@ def test_a_failure_stands_once_the_rollout_went_on(story: list[Event]) -> None:
 
 
 def test_a_turn_may_be_replaced(story: list[Event]) -> None:
-    """The later report of a turn counts, and cuts what followed."""
+    """The later record of a turn counts, and removes what followed."""
     prompt, first, second = story[1:4]
     assert isinstance(first, TurnFinished)
     assert isinstance(second, TurnFinished)
@@ -150,8 +150,8 @@ def test_a_turn_may_be_replaced(story: list[Event]) -> None:
     assert list(inside.turns[0]) == [first.turn, second.turn, second_report.turn]
 
 
-def test_nodes_and_time_go_on_across_sessions() -> None:
-    """The next node's number and the run's seconds are those of all sessions together."""
+def test_numbers_and_time_continue_across_sessions() -> None:
+    """The next node's number and the run's seconds include all sessions."""
     node = CallSpan(7, "draft", "draft", "p", 0, 0, 0.0, 0.0, 0.0, 1.0)
     state = RunState()
     opened = SessionOpened(1, 1, "", 1)
@@ -168,8 +168,8 @@ def test_nodes_and_time_go_on_across_sessions() -> None:
     assert state.seconds == 4.0, "a session that had nothing to do took none of the run's time"
 
 
-def test_how_the_last_session_ended() -> None:
-    """Killed, until a closing line says otherwise."""
+def test_a_session_counts_as_killed_until_its_closing_line() -> None:
+    """A closing line gives the real end."""
     state = RunState()
     state.apply(entries([SessionOpened(1, 3, "", 1)])[0])
     assert (state.sessions, state.ended) == (3, None)
@@ -193,15 +193,15 @@ REQUEST = SampleRequest((1, 2), 5, Sampling(0.5), Seed(1, "p", 2, 3), ("\n",), (
         replace(REQUEST, rollout="another"),
     ],
 )
-def test_a_key_names_all_that_decides_the_answer(other: SampleRequest) -> None:
-    """Different questions never share a key; priorities make no difference."""
+def test_a_key_contains_all_that_decides_the_reply(other: SampleRequest) -> None:
+    """Different requests never share a key, and priorities do not change it."""
     assert request_key("draft", other) != request_key("draft", REQUEST)
     assert request_key("draft", replace(REQUEST, priority=9)) == request_key("draft", REQUEST)
     assert request_key("target", REQUEST) != request_key("draft", REQUEST)
 
 
 def test_a_score_key_knows_where_the_suffix_begins() -> None:
-    """The same ids cut elsewhere are another question."""
+    """The same ids divided elsewhere are another request."""
     keys = [
         ScoreRequest((1, 2), (3,)),
         ScoreRequest((1,), (2, 3)),
@@ -216,7 +216,7 @@ def test_a_score_key_knows_where_the_suffix_begins() -> None:
 
 
 def test_problems_are_known_by_id() -> None:
-    """A problem started twice (resumed) stays one."""
+    """A problem that a resume starts again stays one problem."""
 
     state = RunState()
     for entry in entries([ProblemStarted(Problem("a", "x")), ProblemStarted(Problem("a", "x"))]):

@@ -1,4 +1,4 @@
-"""The writer loses nothing it promised, whatever ends it."""
+"""Tests of the journal's writer: nothing that it acknowledged is lost, however the run ends."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def texts(directory: Path) -> list[str]:
     ]
 
 
-async def test_a_run_and_its_resume(tmp_path: Path, story: list[Event]) -> None:
-    """Numbers continue, sessions count, and the resumed process is handed everything in order."""
+async def test_a_resume_continues_the_journal(tmp_path: Path, story: list[Event]) -> None:
+    """Numbers continue, sessions are counted, and the resumed process gets all events in order."""
     run = tmp_path / "deep" / "run"
     async with open_journal(run, SETTINGS) as journal:
         for event in story[:5]:
@@ -75,7 +75,7 @@ async def test_a_run_and_its_resume(tmp_path: Path, story: list[Event]) -> None:
 
 
 async def test_saved_means_written(tmp_path: Path) -> None:
-    """After `saved` another reader sees the event; the open session is not an obstacle."""
+    """After `saved` another reader sees the event although the session is open."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         for number in range(5):
             journal.record(Warned("w", str(number)))
@@ -84,7 +84,7 @@ async def test_saved_means_written(tmp_path: Path) -> None:
 
 
 async def test_many_tasks_keep_the_order_of_recording(tmp_path: Path) -> None:
-    """Lines come in the order of the calls, however many wait."""
+    """Lines are in the order of the calls, however many tasks wait."""
     order: list[str] = []
     async with open_journal(tmp_path, SETTINGS) as journal:
 
@@ -100,8 +100,8 @@ async def test_many_tasks_keep_the_order_of_recording(tmp_path: Path) -> None:
     assert texts(tmp_path) == order
 
 
-async def test_nothing_is_held_back(tmp_path: Path) -> None:
-    """A recorded event is in the file at once, for callers who never wait too."""
+async def test_recorded_events_are_written_at_once(tmp_path: Path) -> None:
+    """This holds for callers who never wait as well."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         for number in range(20):
             journal.record(Warned("w", str(number)))
@@ -109,7 +109,7 @@ async def test_nothing_is_held_back(tmp_path: Path) -> None:
 
 
 async def test_short_writes_are_completed(tmp_path: Path, small_disk: Callable[..., Any]) -> None:
-    """A file that takes seven bytes at a time gets them all."""
+    """A file that takes seven bytes at a time gets all bytes."""
     _, opener = small_disk(bite=7)
     async with open_journal(tmp_path, SETTINGS, JournalOptions(opener=opener)) as journal:
         for number in range(20):
@@ -118,7 +118,7 @@ async def test_short_writes_are_completed(tmp_path: Path, small_disk: Callable[.
 
 
 async def fill(directory: Path, options: JournalOptions, acknowledged: list[str]) -> None:
-    """Record and wait for ever."""
+    """Record events forever."""
     async with open_journal(directory, SETTINGS, options) as journal:
         while True:
             journal.record(Warned("w", str(len(acknowledged))))
@@ -130,8 +130,8 @@ async def fill(directory: Path, options: JournalOptions, acknowledged: list[str]
 async def test_a_full_disk_loses_nothing_saved(
     tmp_path: Path, small_disk: Callable[..., Any], room: int
 ) -> None:
-    """Everything acknowledged before the disk filled up is there; the same directory continues once
-    there is room.
+    """Everything acknowledged before the disk was full is there, and the directory continues once
+    there is space.
     """
     _, opener = small_disk(room=room)
     acknowledged: list[str] = []
@@ -148,7 +148,7 @@ async def test_a_full_disk_loses_nothing_saved(
 async def test_a_full_disk_stops_every_writer(
     tmp_path: Path, small_disk: Callable[..., Any]
 ) -> None:
-    """Also those who never wait, and those who were waiting."""
+    """Callers who never wait get the error, and so do those who were waiting."""
     _, opener = small_disk(room=1_000)
     errors: list[StorageError] = []
 
@@ -174,7 +174,9 @@ async def test_a_full_disk_stops_every_writer(
 
 
 async def test_cancelled_runs_keep_what_was_recorded(tmp_path: Path) -> None:
-    """Cancellation reaches the block, not the file; the journal says that the run was interrupted."""
+    """Cancellation ends the block but not the file, and the journal says that the run was
+    interrupted.
+    """
     with anyio.CancelScope() as scope:
         async with open_journal(tmp_path, SETTINGS) as journal:
             for number in range(10):
@@ -188,7 +190,7 @@ async def test_cancelled_runs_keep_what_was_recorded(tmp_path: Path) -> None:
 
 
 async def test_a_failed_run_says_why(tmp_path: Path) -> None:
-    """The error passes through unchanged; its words are the journal's last line."""
+    """The error is raised unchanged, and its message is the journal's last line."""
     with pytest.raises(ZeroDivisionError):
         async with open_journal(tmp_path, SETTINGS):
             _ = 1 / 0
@@ -200,7 +202,7 @@ async def test_a_failed_run_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("durability", "least", "most"), [("always", 10, 13), ("interval", 2, 6), ("close", 1, 1)]
 )
-async def test_durability(
+async def test_each_durability_syncs_as_documented(
     tmp_path: Path, small_disk: Callable[..., Any], durability: Durability, least: int, most: int
 ) -> None:
     """The file is synced before each acknowledgement, about once an interval, or once at the end."""
@@ -220,7 +222,7 @@ async def test_durability(
 async def test_an_idle_journal_is_synced_in_time(
     tmp_path: Path, small_disk: Callable[..., Any]
 ) -> None:
-    """ "interval" holds when nothing more is recorded."""
+    """With "interval" the last events are synced although nothing more is recorded."""
     files, opener = small_disk()
     async with open_journal(
         tmp_path, SETTINGS, JournalOptions(opener=opener, sync_seconds=0.02)
@@ -238,14 +240,14 @@ async def test_an_idle_journal_is_synced_in_time(
 
 
 async def test_an_unknown_durability_is_refused() -> None:
-    """With the known ones, before anything is opened."""
+    """The error lists the known ones and comes before a file is opened."""
     wrong: Any = "sometimes"
     with pytest.raises(OptionError, match="durability: unknown value 'sometimes'; known: always"):
         JournalOptions(durability=wrong)
 
 
-async def test_closing_twice_is_fine(tmp_path: Path) -> None:
-    """The reason of the first close is kept."""
+async def test_closing_twice_keeps_the_first_reason(tmp_path: Path) -> None:
+    """The second close changes nothing."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         await journal.close(SessionClosed("interrupted", "asked to"))
         await journal.close(SessionClosed("finished"))
@@ -253,8 +255,8 @@ async def test_closing_twice_is_fine(tmp_path: Path) -> None:
     assert [entry.event for entry in entries[1:]] == [SessionClosed("interrupted", "asked to")]
 
 
-async def test_two_writers_are_one_too_many(tmp_path: Path) -> None:
-    """The second is refused and changes nothing."""
+async def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    """It changes nothing in the directory."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         journal.record(Warned("w", "mine"))
         with pytest.raises(JournalLocked):
@@ -264,7 +266,7 @@ async def test_two_writers_are_one_too_many(tmp_path: Path) -> None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Return every file but the lock."""
+    """Return the contents of every file but the lock."""
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
 
 
@@ -278,7 +280,9 @@ async def refused(directory: Path, kind: type[Exception], manifest: Manifest = S
 
 
 async def test_bad_directories_are_refused_untouched(tmp_path: Path, story: list[Event]) -> None:
-    """Other settings, a damaged middle, a newer schema, a lost manifest: nothing is overwritten."""
+    """Other settings, damage, a newer schema and a lost manifest are errors, and nothing is
+    overwritten.
+    """
     async with open_journal(tmp_path, SETTINGS) as journal:
         for event in story:
             journal.record(event)
@@ -294,8 +298,8 @@ async def test_bad_directories_are_refused_untouched(tmp_path: Path, story: list
     await refused(tmp_path, JournalCorrupt)
 
 
-async def test_a_place_one_cannot_write(tmp_path: Path) -> None:
-    """A file where the directory should be, and a disk that refuses to open."""
+async def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    """The cases are a file in its place and a disk that refuses to open files."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="choose another run directory"):
         async with open_journal(tmp_path / "file", SETTINGS):
@@ -309,8 +313,8 @@ async def test_a_place_one_cannot_write(tmp_path: Path) -> None:
             pass
 
 
-async def test_a_torn_line_is_cut_off_before_going_on(tmp_path: Path) -> None:
-    """Every way of tearing the last line leaves a journal that resumes and reads."""
+async def test_a_torn_last_line_is_removed_on_resume(tmp_path: Path) -> None:
+    """However the last line is torn, the journal resumes and can be read."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         journal.record(Warned("w", "first"))
         await journal.close(SessionClosed("finished"))
@@ -323,8 +327,8 @@ async def test_a_torn_line_is_cut_off_before_going_on(tmp_path: Path) -> None:
         assert texts(tmp_path) == ["first", "second"]
 
 
-async def test_a_first_line_may_be_torn(tmp_path: Path) -> None:
-    """Killed at the very beginning: begin again."""
+async def test_a_torn_first_line_starts_the_run_again(tmp_path: Path) -> None:
+    """A run killed at the very beginning begins again."""
     async with open_journal(tmp_path, SETTINGS):
         pass
     for size in (0, 1, 20):
@@ -336,7 +340,9 @@ async def test_a_first_line_may_be_torn(tmp_path: Path) -> None:
 async def test_an_interval_is_waited_for_between_syncs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten seconds of a hundred lines are a few syncs, not a hundred, and not one at the end."""
+    """Ten seconds with a hundred lines cause a few syncs, neither a hundred nor a single one at the
+    end.
+    """
     synced: list[int] = []
     real = os.fsync
 
@@ -352,7 +358,7 @@ async def test_an_interval_is_waited_for_between_syncs(
         for place in range(100):
             times[0] = place / 10
             journal.record(Warned("line", str(place)))
-            # a worker thread syncs, and has its turn
+            # gives the worker thread that syncs its turn
             for _ in range(20):
                 await anyio.sleep(0.0005)
         during = len(synced) - before

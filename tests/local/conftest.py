@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family, and the naive loop they are all compared with."""
+"""Tiny random models of every architecture, and a naive loop to compare them with."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 class Naive:
-    """One sequence at a time, the whole of it again for every token: slow and obviously right."""
+    """A decoder of one sequence that computes the whole sequence again for every token: slow and
+    simple.
+    """
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -110,11 +112,10 @@ class Naive:
 
     @torch.inference_mode()
     def exact_scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
-        """Return the same scores computed in float64 throughout, for models without biases and
-        norms of heads.
+        """Return the same scores in float64 throughout, for models without biases and norms of
+        heads.
 
-        Written out, for transformers computes norms and softmax in float32 whatever the model's
-        type is.
+        The computation is written out, because transformers computes norms and softmax in float32.
         """
         config = self.model.config
         weights: dict[str, torch.Tensor] = {
@@ -159,8 +160,8 @@ class Naive:
         return [float(logprobs[row - 1, ids[row]]) for row in range(len(prefix), len(ids))]
 
     def agrees(self, prompt: tuple[int, ...], ids: tuple[int, ...], gap: float = 1e-4) -> bool:
-        """Return whether greedy decoding may write `ids`: the best token everywhere, or either of
-        two closer than `gap`.
+        """Return whether greedy decoding may write `ids`: each is the best token, or closer to it
+        than `gap`.
         """
         rows = self.logits(prompt + ids)[len(prompt) - 1 : -1]
         best = rows.amax(-1)
@@ -183,7 +184,7 @@ def naive(make_model: Callable[..., Path]) -> Callable[..., Naive]:
 
 @pytest.fixture
 def drive() -> Callable[..., Driven]:
-    """Run a step loop over a script in this thread: schedules without threads or luck."""
+    """Run a step loop over a script in this thread, without the chance of thread schedules."""
 
     def run(
         folder: Path,
@@ -216,8 +217,8 @@ def drive() -> Callable[..., Driven]:
 
 @pytest.fixture(scope="session")
 def near(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a draft model: the tiny target with noise on its weights, so that about half of its
-    proposals are accepted.
+    """Make a draft model: the tiny target with noise, so that about half of its proposals are
+    accepted.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Loops that speculate, driven step by step, and proposers that know the text or do not."""
+"""Loops that speculate, driven step by step, and proposers with known proposals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAWS = (
 
 
 class Script:
-    """An inbox that hands out prepared orders, one list a step, then closes when the work is done."""
+    """An inbox that returns prepared commands, one list a step, and closes when the work is done."""
 
     def __init__(self, steps: Sequence[Sequence[Command]]) -> None:
         self._steps = [list(step) for step in steps]
@@ -67,7 +67,7 @@ def ids_of(seed: int, count: int) -> TokenIds:
 
 
 def requests(count: int, tokens: int = 24, laws: Sequence[Sampling] = LAWS) -> list[Submit]:
-    """Make requests with several sampling settings; some share a prompt, as the samples of one
+    """Make requests with several sampling settings; some share a prompt, as the samples of a
     problem do.
     """
     return [
@@ -86,7 +86,9 @@ def requests(count: int, tokens: int = 24, laws: Sequence[Sampling] = LAWS) -> l
 
 
 class Knowing(Proposer):
-    """Proposes what a plain run wrote, wrong from a random place on; or nothing but wrong tokens."""
+    """A proposer of what a plain run wrote, wrong from a random position on; or of wrong tokens
+    only.
+    """
 
     def __init__(self, texts: dict[int, TokenIds], kind: str) -> None:
         self._texts = texts
@@ -113,7 +115,7 @@ class Knowing(Proposer):
 
 
 class AnyLength:
-    """Another number of tokens for every sequence and step, 0 included."""
+    """A choice of random lengths, 0 included, for every sequence and step."""
 
     def __init__(self, most: int, least: int = 0) -> None:
         """Draw lengths from `least` to `most`; a negative length counts as 0."""
@@ -122,7 +124,7 @@ class AnyLength:
         self._random = random.Random(most)
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return False: it never rests."""
+        """Return False, because this choice never rests."""
         return False
 
     def choose(self, plan: StepPlan) -> list[int]:
@@ -174,9 +176,7 @@ def run(
     drafter: Path | None = None,
     **changes: Any,
 ) -> Driven:
-    """Run a loop over a script, with a proposer and a choice of lengths of one's own where they are
-    given.
-    """
+    """Run a loop over a script, optionally with another proposer and choice of lengths."""
     ways: dict[str, Any] = {"device": "cpu", "kernel": "native", "kv_tokens": 4096}
     ways |= {"max_batch": 32, "chunk_tokens": 512, "threads": 1}
     if drafter is not None:
@@ -207,7 +207,7 @@ def texts(done: Driven) -> dict[int, TokenIds]:
 
 
 def same(plain: Driven, other: Driven) -> bool:
-    """Return whether every reply is the same: ids, ends, and log-probabilities to the bit."""
+    """Return whether all replies have the same ids, ends and log-probabilities, to the bit."""
     assert plain.replies, "nothing was written"
     return plain.replies == other.replies
 

@@ -1,6 +1,4 @@
-"""Batches of a loop that are filled again equal those that are made again, whatever changed between
-two steps.
-"""
+"""Tests that a batch that is updated in place equals one that is made from scratch."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def _sequence(number: int) -> Sequence:
 
 
 @given(st.data())
-def test_a_batch_filled_anew_is_one_made_anew(data: st.DataObject) -> None:
+def test_an_updated_batch_equals_a_new_one(data: st.DataObject) -> None:
     """Sequences, rows and tables may change between two batches, with prefills and proposals in
     between.
     """

@@ -1,4 +1,4 @@
-"""The cache keeps its promises: shared once, kept warm, forgotten oldest first, never leaked."""
+"""Tests of the key-value cache: prefixes are shared, kept, evicted oldest first, and never leaked."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def ids_of(seed: int, count: int) -> TokenIds:
 def test_siblings_share_one_prompt_in_time_and_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """16 siblings of 1,024 tokens are prefilled once and stored once, at most 15 % over prompt plus
-    tails.
+    """Sixteen siblings prefill 1,024 tokens once and store them once, with at most 15 % beyond
+    prompt and tails.
     """
     folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
     prompt = ids_of(1, 1024)
@@ -55,7 +55,7 @@ def test_siblings_share_one_prompt_in_time_and_memory(
 def test_a_rollouts_next_turn_feeds_only_new_tokens(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """All but the last written token, which was never fed, comes from the cache."""
+    """All tokens come from the cache, except the last written one, which was never fed."""
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(2, 50)
     first = drive(folder, [[Submit(1, SampleRequest(prompt, 20, Sampling(0)))]]).replies[1].ids
@@ -70,11 +70,11 @@ def test_a_rollouts_next_turn_feeds_only_new_tokens(
     assert done.stats.prefilled_tokens == 50 + 3
 
 
-def test_going_on_from_a_scored_chunk_starts_with_a_free_token(
+def test_sampling_after_a_scored_chunk_needs_no_first_forward(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Scoring leaves its keys, values and last logits: the first token needs no forward, nor does
-    the next score.
+    """Scoring leaves keys, values and last logits in the cache, for the first token and for the
+    next score.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
@@ -117,7 +117,7 @@ def test_slots_of_running_requests_are_counted_as_locked() -> None:
 
 
 def test_a_prefill_that_has_its_slots_takes_no_more() -> None:
-    """Slots are taken in runs of 32: the second half of a prompt of 32 tokens has all it needs."""
+    """Slots are taken in runs of 32, so the second half of a prompt of 32 tokens needs no new ones."""
     scheduler = Scheduler(SchedulerConfig(512, 4, 16, 256), PrefixTree(0))
     scheduler.add(new_sequence(1, SampleRequest(ids_of(6, 32), 40, Sampling(0)), 0.0))
     (first,) = scheduler.schedule().prefills
@@ -136,11 +136,11 @@ def _flip(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:
     return next((one - other for one, other in zip(ids, others, strict=True) if one != other), None)
 
 
-def test_a_short_cache_forgets_the_oldest_and_gets_everything_done(
+def test_a_short_cache_evicts_and_still_answers_everything(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Far more work than slots: evictions and preemptions, every answer, never more slots than
-    there are.
+    """With far more work than slots there are evictions and preemptions, but never more slots than
+    exist.
     """
     folder = make_model("llama", eos_token_id=None)
     orders: list[Command] = [
@@ -151,7 +151,7 @@ def test_a_short_cache_forgets_the_oldest_and_gets_everything_done(
     plenty = drive(folder, [orders], kv_tokens=4096)
     assert done.replies.keys() == plenty.replies.keys()
     flips = [_flip(done.replies[n].ids, plenty.replies[n].ids) for n in done.replies]
-    # Sums may differ in the last bits, and a draw that falls on the edge between two ids then takes
+    # Sums may differ in the last bits, so a draw on the edge between two ids may take
     # the next one.
     assert sum(flip is not None for flip in flips) <= 2
     assert all(abs(flip) <= 2 for flip in flips if flip is not None)
@@ -162,8 +162,8 @@ def test_a_short_cache_forgets_the_oldest_and_gets_everything_done(
 def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Every rollout not cancelled is answered, no slot stays locked, and no request waits behind
-    later ones.
+    """Every rollout that is not cancelled is answered, no slot stays locked, and no request
+    starves.
     """
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
     choice = np.random.default_rng(0)
@@ -194,9 +194,7 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
 
 
 def memory_for(tokens: int) -> MakeModel:
-    """Return a maker of native models whose step buffers are refused, as numpy refuses them, beyond
-    so many tokens.
-    """
+    """Return a maker of native models whose step buffers are refused beyond a number of tokens."""
 
     def allocate(rows: int, columns: int) -> Any:
         if rows > tokens:
@@ -210,10 +208,10 @@ def memory_for(tokens: int) -> MakeModel:
     return make
 
 
-def test_a_step_that_does_not_fit_into_memory_makes_the_next_ones_smaller(
+def test_steps_shrink_until_they_fit_into_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Chunks and batches halve until they fit; every answer is what it would have been."""
+    """Chunks and batches halve until they fit, and each answer is as usual."""
     folder = make_model("llama", eos_token_id=None)
     orders: list[Command] = [
         Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 11)
@@ -229,12 +227,10 @@ def test_a_step_that_does_not_fit_into_memory_makes_the_next_ones_smaller(
         assert done.replies[request_id].logprobs == pytest.approx(reply.logprobs, abs=1e-4)
 
 
-def test_memory_for_nothing_at_all_is_said_and_the_loop_lives_on(
+def test_the_loop_survives_having_no_memory_at_all(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """When not even one token fits, the requests in flight fail with advice, and nothing stays
-    locked.
-    """
+    """If not even one token fits, requests in flight fail with advice, and nothing stays locked."""
     folder = make_model("llama", eos_token_id=None)
     orders: list[Command] = [
         Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 4)
@@ -252,7 +248,9 @@ def test_memory_for_nothing_at_all_is_said_and_the_loop_lives_on(
 
 
 def test_every_way_of_running_out_of_memory_is_recognised() -> None:
-    """numpy, torch on a CPU, torch on a GPU; an error of another kind is not taken for it."""
+    """The cases are numpy, torch on a CPU and torch on a GPU; another kind of error is not taken
+    for it.
+    """
     for ask in (lambda: np.empty(1 << 50), lambda: torch.empty(1 << 50)):
         with pytest.raises((MemoryError, RuntimeError)) as caught:
             ask()
@@ -300,12 +298,10 @@ ERRORS = (
     [*zip(REFUSALS, ERRORS, strict=True), *zip(REFUSALS, ERRORS[::-1], strict=True)],
     ids=lambda given: given if isinstance(given, str) else type(given).__name__,
 )
-def test_what_breaks_a_step_fails_alone(
+def test_a_request_that_breaks_a_step_fails_alone(
     refusal: str, error: Exception, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Prompts, scores or draws that raise, in batches with others: they get an error, the others go
-    on.
-    """
+    """Prompts, scores and draws that raise get an error, and others of the batch continue."""
     folder = make_model("llama", eos_token_id=None)
     call, wrong = REFUSALS[refusal]
     bad = {"forward": {7, 9}, "score": {7, 9}, "logprobs": {10}, "sample": {3}}[call]
@@ -341,12 +337,10 @@ def test_what_breaks_a_step_fails_alone(
     assert done.stats.failed == len(failed)
 
 
-def test_what_breaks_while_a_token_is_added_fails_alone(
+def test_an_error_in_one_sequences_bookkeeping_fails_it_alone(
     make_model: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error in the bookkeeping of one sequence does not reach those whose tokens are added in
-    the same step.
-    """
+    """Sequences whose tokens are added in the same step continue."""
 
     def ended(sequence: Sequence, *rest: Any) -> Any:
         if sequence.request_id == 2 and len(sequence.logprobs) == 3:
@@ -371,8 +365,8 @@ def test_what_breaks_while_a_token_is_added_fails_alone(
 def test_priority_overtakes_but_does_not_starve(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """A late urgent request goes before the queue; a low one is done although urgent ones keep
-    coming.
+    """A late urgent request overtakes the queue, but a low one is done although urgent ones keep
+    arriving.
     """
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
 
@@ -399,10 +393,8 @@ def test_priority_overtakes_but_does_not_starve(
         max_size=40,
     )
 )
-def test_the_prefix_tree_is_a_set_of_sequences(actions: list[tuple[str, list[int]]]) -> None:
-    """Inserts, locks, unlocks and evictions agree with a plain dictionary from every known prefix
-    to its slot.
-    """
+def test_the_prefix_tree_agrees_with_a_dictionary(actions: list[tuple[str, list[int]]]) -> None:
+    """After inserts, locks, unlocks and evictions it maps the same prefixes to the same slots."""
     allocator = SlotAllocator(500)
     tree = PrefixTree(4)
     truth: dict[TokenIds, int] = {}
@@ -441,10 +433,8 @@ def test_the_prefix_tree_is_a_set_of_sequences(actions: list[tuple[str, list[int
         max_size=60,
     )
 )
-def test_what_was_used_longest_ago_is_evicted_first(actions: list[tuple[str, int]]) -> None:
-    """Also where it was used, locked or let go after it first could be evicted; what is locked
-    stays.
-    """
+def test_the_least_recently_used_entry_is_evicted_first(actions: list[tuple[str, int]]) -> None:
+    """A later use, lock or unlock counts as use, and locked entries stay."""
     tree = PrefixTree(max_logits=0)
     used = list[int]()
     locked = dict[int, PrefixNode]()
@@ -464,8 +454,8 @@ def test_what_was_used_longest_ago_is_evicted_first(actions: list[tuple[str, int
             used = [other for other in used if other not in oldest]
 
 
-def test_a_slot_is_never_handed_out_twice() -> None:
-    """The allocator notices a slot that comes back twice."""
+def test_a_slot_that_is_freed_twice_is_noticed() -> None:
+    """Otherwise the allocator would give it to two sequences."""
     allocator = SlotAllocator(3)
     taken = allocator.allocate(2)
     allocator.free([taken])
@@ -474,12 +464,10 @@ def test_a_slot_is_never_handed_out_twice() -> None:
         allocator.free([taken])
 
 
-def test_a_chunk_whose_beginning_was_scored_is_scored_from_there_on(
+def test_scoring_continues_after_a_known_beginning(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Only what is new is computed; the values are those of before, the rest those of scoring it
-    all.
-    """
+    """Only the new part is computed; all values equal those of scoring the whole chunk."""
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
     shared = ids_of(4, 30)
@@ -501,10 +489,10 @@ def test_a_chunk_whose_beginning_was_scored_is_scored_from_there_on(
     assert done.stats.free_tokens == 30 + 35
 
 
-def test_draws_beside_a_text_that_was_scored_before_are_made_all_the_same(
+def test_draws_for_a_known_text_are_computed_again(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """They need the distribution at every place, which no log-probability tells."""
+    """Draws need the distribution at each position, which stored log-probabilities lack."""
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
     chunk = ids_of(4, 30)
@@ -519,8 +507,8 @@ def test_draws_beside_a_text_that_was_scored_before_are_made_all_the_same(
 def test_scores_do_not_depend_on_what_was_scored_before(
     room: int, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Chunks that begin like others, in any order, with much room and so little that they are
-    evicted and preempted.
+    """Chunks with common beginnings score alike in any order, with plenty of cache and with
+    evictions.
     """
     folder = make_model("llama", eos_token_id=None)
     numbers = np.random.default_rng(1)
@@ -549,10 +537,10 @@ _BEGINNINGS = st.lists(
 
 @given(_BEGINNINGS, st.integers(0, 6))
 @settings(max_examples=60, deadline=None)
-def test_what_the_tree_says_a_text_scored_is_what_it_scored(
+def test_the_tree_returns_the_scores_that_were_stored(
     texts: list[tuple[list[int], int]], forget: int
 ) -> None:
-    """Through splits and evictions; it holds no more numbers than tokens."""
+    """This holds through splits and evictions, with no more numbers than tokens."""
     tree = PrefixTree(4)
     allocator = SlotAllocator(400)
 

@@ -1,6 +1,4 @@
-"""The child process of an engine: what it imports, how its death is reported, and that it never
-outlives its parent.
-"""
+"""Tests of an engine's child process: its imports, its death, and its end with its parent."""
 
 from __future__ import annotations
 
@@ -33,11 +31,11 @@ CANARY = "open({sung!r}, 'a').write(__name__ + '\\n')\nraise ImportError('the ca
 def test_nothing_is_imported_from_the_current_directory(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files there that bear the names of libraries are data, also where the path of the parent
-    leads to them.
+    """Files there that are named like libraries are ignored, even if the parent's path contains
+    them.
     """
     folder = make_model("llama")
-    sung = tmp_path / "sung"  # this process has its libraries loaded
+    sung = tmp_path / "sung"  # this process has loaded its libraries already
     for name in (
         "torch",
         "numpy",
@@ -72,10 +70,8 @@ def no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_python")
-def test_a_child_that_dies_while_loading_is_told_with_its_last_words(make_model: Make) -> None:
-    """The message contains its last output, also when the pipe breaks in the middle of the
-    configuration.
-    """
+def test_a_child_that_dies_while_loading_is_reported_with_its_output(make_model: Make) -> None:
+    """The message has its last output, also if the pipe breaks while the configuration is sent."""
     config = worker_config(make_model("llama"), pieces=1_000_000)
     worker = ProcessWorker()
     with pytest.raises(
@@ -86,16 +82,14 @@ def test_a_child_that_dies_while_loading_is_told_with_its_last_words(make_model:
 
 
 @pytest.mark.usefixtures("no_python")
-def test_the_command_ends_with_the_code_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    """A broken pipe to a child is not taken for a reader that left."""
+def test_a_broken_pipe_to_a_child_is_an_engine_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """It must not be taken for a reader of the output that left."""
     assert run(["solve", "What is 2 + 2?"]) == 3
     assert "it last said: libfoo.so: cannot open" in capsys.readouterr().err
 
 
-def test_a_pipe_that_broke_elsewhere_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the reader of our own output has left does a broken pipe end a command without a
-    word.
-    """
+def test_only_a_closed_stdout_ends_a_command_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that breaks elsewhere is an error with a message."""
 
     def refuse(*_: object) -> int:
         raise BrokenPipeError(32, "Broken pipe")
@@ -133,7 +127,7 @@ signal.pause()
     ],
 )
 def test_a_child_ends_with_its_parent(until: str, end: signal.Signals, make_model: Make) -> None:
-    """No process is left after its parent is killed, not even a child that was stopped."""
+    """No process is left after its parent is killed, not even a stopped child."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     command = [sys.executable, "-c", PARENT, until]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
@@ -154,7 +148,7 @@ def test_a_child_ends_with_its_parent(until: str, end: signal.Signals, make_mode
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is alive; a dead one that is not waited for yet is not."""
+    """Return whether a process is alive; a dead one that is not waited for counts as dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

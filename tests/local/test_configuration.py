@@ -1,5 +1,5 @@
-"""Configurations that cannot be: each is refused by the name of its key, none hangs, fills the
-memory or tracebacks.
+"""Tests of impossible model configurations: each is refused by its key, without hanging or filling
+memory.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_value_that_cannot_be_is_refused_by_its_key(
+def test_an_impossible_value_is_refused_by_its_key(
     what: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """With the value and what is expected, before a library has seen it."""
+    """The error has the value and what is expected, before a library reads it."""
     changes, words = REFUSED[what]
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     change(folder, changes)
@@ -85,8 +85,8 @@ def test_a_value_that_cannot_be_is_refused_by_its_key(
         read_model_config(folder, "it")
 
 
-def test_values_that_only_others_read_are_not_looked_at(make_model: Make, tmp_path: Path) -> None:
-    """A million labels would be made by a reader of all; this engine has no use for them."""
+def test_values_that_atts_does_not_need_are_ignored(make_model: Make, tmp_path: Path) -> None:
+    """A reader of all values would create a million labels."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     before = read_model_config(folder, "it")
     change(
@@ -180,12 +180,10 @@ def mutated(config: dict[str, Any], rng: random.Random) -> Iterator[dict[str, An
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))]
 )
-def test_no_mutation_of_a_configuration_gets_past_in_silence(
+def test_a_mutated_configuration_is_read_or_refused(
     seed: int, make_model: Make, tmp_path: Path
 ) -> None:
-    """Each of 300 mutations per seed, over all families, is read whole, ropes included, or refused
-    in words.
-    """
+    """Each of 300 mutations per seed and architecture is read completely or refused with a message."""
     rng = random.Random(seed)
     count = {"read": 0, "refused": 0}
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
@@ -203,7 +201,7 @@ def test_no_mutation_of_a_configuration_gets_past_in_silence(
 
 
 def loaded(folder: Path) -> str:
-    """Return the message about a refused configuration; return an empty text if it is accepted."""
+    """Return the message about a refused configuration, or an empty text if it is accepted."""
     try:
         config = read_model_config(folder, "it")
         ropes = load_ropes(folder, config, "it")
@@ -216,11 +214,11 @@ def loaded(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_no_mutation_of_a_configuration_harms_an_engine(
+def test_an_engine_with_a_mutated_configuration_samples_or_is_refused(
     seed: int, make_model: Make, tmp_path: Path
 ) -> None:
-    """Each of 300 mutations per seed opens and samples, weights and cache included, or is refused
-    in words.
+    """Each of 300 mutations per seed opens with weights and cache and samples, or is refused with a
+    message.
     """
     rng = random.Random(100 + seed)
     count = {"open": 0, "refused": 0}
@@ -244,6 +242,6 @@ def test_no_mutation_of_a_configuration_harms_an_engine(
 
 
 def change(folder: Path, values: dict[str, Any]) -> None:
-    """Set these keys of its configuration."""
+    """Set these keys of the folder's configuration."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -1,4 +1,6 @@
-"""Threads and cores: engines that are open together divide the cores, and sleep while they wait."""
+"""Tests of threads and cores: engines that are open together share the cores, and sleep while they
+wait.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def config_of(folder: Path, **options: Any) -> WorkerConfig:
 
 
 def test_a_worker_process_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its OpenMP sleeps while it waits; what the user has set is kept."""
+    """Its OpenMP threads sleep while they wait, unless the user set otherwise."""
     for name in PASSIVE:
         monkeypatch.delenv(name, raising=False)
     assert PASSIVE.items() <= worker_environment().items()
@@ -39,8 +41,8 @@ def test_a_worker_process_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
-def test_the_process_of_an_engine_has_that_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is set before anything in the process has loaded OpenMP."""
+def test_an_engines_process_gets_the_openmp_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are set before anything in the process loads OpenMP."""
     for name in PASSIVE:
         monkeypatch.delenv(name, raising=False)
     worker = ProcessWorker()
@@ -53,8 +55,8 @@ def test_the_process_of_an_engine_has_that_environment(monkeypatch: pytest.Monke
     assert {f"{name}={value}" for name, value in PASSIVE.items()} <= set(words)
 
 
-def test_loops_hear_how_many_share_the_cores() -> None:
-    """They hear it as soon as one opens or closes; closing twice counts once."""
+def test_loops_learn_how_many_share_the_cores() -> None:
+    """They learn it when one opens or closes; closing twice counts once."""
     loops = OpenLoops()
     heard: dict[str, int] = {}
     listeners = {
@@ -70,7 +72,7 @@ def test_loops_hear_how_many_share_the_cores() -> None:
 def test_cores_are_divided_between_large_models(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small model takes one, an option wins, and no loop is left without."""
+    """A small model takes one core, an explicit option wins, and each loop has at least one."""
     folder = make_model("llama")
     assert config_of(folder).threads(8) == 1
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
@@ -82,7 +84,9 @@ def test_cores_are_divided_between_large_models(
 def test_a_drafter_in_a_process_of_its_own_has_half_of_the_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both compute at once; one that takes turns with its target, or is small, takes none away."""
+    """Both compute at once; a drafter that alternates with its target, or is small, takes none
+    away.
+    """
     folder = make_model("llama")
     tokenizer = ModelTokenizer(folder, "tiny")
 
@@ -103,7 +107,7 @@ def test_a_drafter_in_a_process_of_its_own_has_half_of_the_cores(
 async def test_two_engines_opened_together_divide_the_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one gives half of its threads up, and has them again when the second one closes."""
+    """The first engine gives up half of its threads, and gets them back when the second closes."""
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
     monkeypatch.setattr(builder, "_MOST_THREADS", 6)
     monkeypatch.setattr(worker.OPEN_LOOPS, "_listeners", [])

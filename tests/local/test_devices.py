@@ -1,4 +1,4 @@
-"""A drafter on a device of its own: the option reaches its model."""
+"""Tests of the option that puts a drafter on its own device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def test_a_drafter_on_the_processor_changes_no_token(
     way: str, beside: str, make_model: Make, near: Path
 ) -> None:
-    """Named, it is what it is by default here."""
+    """Naming the processor is the same as the default on this machine."""
     folder = make_model("llama")
     orders = requests(3, 24, HOT)
     done = run(folder, [orders], None, 4, near, speculate=way, beside=beside, drafter_device="cpu")
@@ -58,8 +58,8 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("words", ["gpu", "cuda:", "cuda:-1", "auto", "cuda:1 "])
-def test_what_is_no_device_is_refused(words: str) -> None:
-    """So is a device for a drafter that is not named."""
+def test_an_unknown_device_is_refused(words: str) -> None:
+    """A device for a drafter that is not named is refused as well."""
     with pytest.raises(OptionError, match="no such drafter_device"):
         SpeculationOptions(drafter="embedded:draft", drafter_device=words).check()
     with pytest.raises(OptionError, match="needs a draft model"):

@@ -1,4 +1,6 @@
-"""A drafter in a process of its own: the same texts whether it answers, lags, breaks or is killed."""
+"""Tests of a drafter in its own process: texts do not change if it answers, lags, breaks or is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_drafter_elsewhere_changes_no_token(way: str, make_model: Make, near: Path) -> None:
+def test_a_drafter_in_another_process_changes_no_token(
+    way: str, make_model: Make, near: Path
+) -> None:
     """Ids, ends and log-probabilities are equal to the bit."""
     folder = make_model("llama")
     orders = requests(4, 24)
@@ -52,8 +56,8 @@ def test_a_drafter_elsewhere_changes_no_token(way: str, make_model: Make, near: 
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_drafter_elsewhere_that_is_the_target_is_never_wrong(make_model: Make) -> None:
-    """All that was guessed stands."""
+def test_a_drafter_equal_to_the_target_is_never_wrong(make_model: Make) -> None:
+    """All of its guesses are accepted."""
     folder = make_model("llama")
     orders = requests(2, 40, HOT)
     plain = run(folder, [orders])
@@ -65,7 +69,7 @@ def test_a_drafter_elsewhere_that_is_the_target_is_never_wrong(make_model: Make)
 
 
 class Hurt:
-    """Sends a signal to a drafter's process with its fourth step."""
+    """A transport that sends a signal to the drafter's process at its fourth step."""
 
     def __init__(self, patch: pytest.MonkeyPatch, kind: signal.Signals) -> None:
         self._propose = DrafterProcess.propose
@@ -81,10 +85,10 @@ class Hurt:
 
 
 @pytest.mark.parametrize(("way", "kind"), [("ssd", signal.SIGKILL), ("mirror", signal.SIGSTOP)])
-def test_a_process_that_dies_or_stops_is_a_miss(
+def test_a_drafter_that_dies_or_stops_changes_no_text(
     way: str, kind: signal.Signals, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The texts are what they are; of a dead one it is said."""
+    """Each later step counts as a miss, and a dead process is reported."""
     folder = make_model("llama")
     orders = requests(3, 40)
     plain = run(folder, [orders])
@@ -96,10 +100,10 @@ def test_a_process_that_dies_or_stops_is_a_miss(
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_dead_process_is_named(
+def test_a_dead_drafter_is_named_in_the_counters(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counters name it, so that a user can see why nothing is proposed."""
+    """A user can then see why nothing is proposed."""
     Hurt(monkeypatch, signal.SIGKILL)
     done = run(
         make_model("llama"), [requests(3, 40)], None, 4, near, speculate="pearl", beside="process"
@@ -110,7 +114,7 @@ def test_a_dead_process_is_named(
     assert counts(done).trouble == said
 
 
-def test_what_cannot_be_loaded_is_an_error_at_once(
+def test_a_drafter_that_cannot_be_loaded_is_an_error(
     make_model: Make, near: Path, tmp_path: Path
 ) -> None:
     """The error is that of any model that cannot be loaded."""
@@ -126,12 +130,10 @@ def test_what_cannot_be_loaded_is_an_error_at_once(
         )
 
 
-def test_nothing_is_left_of_a_process_whose_start_broke(
+def test_a_failed_start_leaves_no_process(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start is broken by a message that cannot be written, by lack of memory, and by an
-    interrupt.
-    """
+    """The start is broken by an unwritable message, by lack of memory, and by an interrupt."""
     started = list[subprocess.Popen[bytes]]()
     start = subprocess.Popen[bytes]
 
@@ -156,7 +158,7 @@ def rows() -> RemoteRows:
 
 
 def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] = ()) -> DraftStep:
-    """Make a step with new sequences of so many ids, and with sequences that grew by a token."""
+    """Make a step with new sequences of these lengths, and with sequences that grew by a token."""
     told = [
         (key, SampleRequest(ids_of(key, size), 50, Sampling(0.5), Seed(key)))
         for key, size in fresh.items()
@@ -167,7 +169,7 @@ def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] =
 
 
 def test_sequences_without_room_are_not_drafted_for(rows: RemoteRows) -> None:
-    """Rows and slots come back when a sequence ends; who waited for them is drafted for then."""
+    """Rows and slots return when a sequence ends, and a waiting sequence then gets drafts."""
     assert [ask.key for ask in rows.follow(step({1: 20, 2: 180}))] == [1, 2]
     assert rows.follow(step({3: 20})) == [], "no row is free"
     found = rows.follow(step({}, ended=[2], more=[1, 3]))

@@ -1,6 +1,4 @@
-"""The engine as callers meet it: the conformance suite, cancellation, several engines, processes,
-bad input.
-"""
+"""Tests of the local engine as callers use it: conformance, cancellation, processes, bad input."""
 
 from __future__ import annotations
 
@@ -49,10 +47,10 @@ PATIENT = CheckOptions(
 
 
 @pytest.mark.anyio
-async def test_the_engine_keeps_every_promise(make_model: Make, anyio_backend: str) -> None:
-    """The conformance suite that ships with the protocol: on asyncio in the processes users get, on
-    trio in threads.
-    """
+async def test_the_engine_passes_the_conformance_suite(
+    make_model: Make, anyio_backend: str
+) -> None:
+    """It runs in the processes that users get with asyncio, and in threads with trio."""
     folder = make_model("llama")
     options = LocalOptions(
         worker="process" if anyio_backend == "asyncio" else "thread", kv_tokens=8192
@@ -61,10 +59,10 @@ async def test_the_engine_keeps_every_promise(make_model: Make, anyio_backend: s
 
 
 @pytest.mark.anyio
-async def test_a_thread_loads_what_it_computes(
+async def test_a_loops_thread_loads_its_own_model(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OpenMP's helpers of any other thread would keep those of the loop from waiting awake."""
+    """OpenMP helpers of another thread would keep those of the loop from waiting actively."""
     threads = list[str]()
     build_loop = builder.build_loop
 
@@ -82,10 +80,10 @@ async def test_a_thread_loads_what_it_computes(
 @pytest.mark.anyio
 @pytest.mark.parametrize("kernel", ["torch", "native"])
 @pytest.mark.parametrize("worker", ["thread", "process"])
-async def test_every_worker_and_kernel_keeps_every_promise(
+async def test_each_worker_and_kernel_passes_the_conformance_suite(
     worker: Literal["thread", "process"], kernel: Literal["torch", "native"], make_model: Make
 ) -> None:
-    """All four combinations pass the conformance suite."""
+    """All four combinations of worker and kernel pass."""
     folder = make_model("qwen3")
     options = LocalOptions(worker=worker, kernel=kernel, kv_tokens=8192)
     await check_engine(lambda: LocalEngine(folder, options=options), options=PATIENT)
@@ -93,7 +91,7 @@ async def test_every_worker_and_kernel_keeps_every_promise(
 
 @pytest.mark.anyio
 async def test_cancelling_frees_the_work(make_model: Make) -> None:
-    """A cancelled call leaves nothing in flight and nothing locked; the engine continues."""
+    """A cancelled call leaves nothing in flight and nothing locked, and the engine continues."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     async with LocalEngine(folder, options=replace(HERE, kv_tokens=100_000)) as engine:
         async with task_group() as group:
@@ -110,11 +108,11 @@ async def test_cancelling_frees_the_work(make_model: Make) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_told(
+async def test_a_killed_process_engine_fails_only_its_own_callers(
     make_model: Make,
 ) -> None:
-    """Two engines with different settings side by side; killing one is EngineUnavailable for its
-    callers only.
+    """Two engines with different settings run together and agree; killing one raises
+    EngineUnavailable for its callers.
     """
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     apart = LocalEngine(folder, name="apart", options=LocalOptions(kv_tokens=100_000))
@@ -131,7 +129,7 @@ async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_
 
 
 def loop_process() -> int:
-    """Return the one child of this process, started from whichever thread, that runs a step loop."""
+    """Return the one child of this process that runs a step loop."""
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
     children = [int(pid) for path in lists if path.is_file() for pid in path.read_text().split()]
     return next(
@@ -140,10 +138,10 @@ def loop_process() -> int:
 
 
 @pytest.mark.anyio
-async def test_a_process_that_cannot_be_started_is_told(
+async def test_a_process_that_cannot_be_started_is_an_error(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A system that is out of processes is not a traceback; the advice is the other worker."""
+    """If the system has no more processes, the message advises the other worker."""
 
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -174,8 +172,8 @@ anyio.run(main)
 
 @pytest.mark.slow
 def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Path) -> None:
-    """No `__main__` guard is asked for; Ctrl-C, which all of a terminal hears, is the script's
-    business alone.
+    """No `__main__` guard is needed, and Ctrl-C, which reaches every process of a terminal, is
+    handled by the script alone.
     """
     folder = make_model("llama", eos_token_id=None)
     script = tmp_path / "script.py"
@@ -196,9 +194,7 @@ def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Pat
 
 @pytest.mark.anyio
 async def test_texts_join_and_templates_render(make_model: Make) -> None:
-    """Decoding is piecewise; a conversation ends where the assistant continues, an open answer
-    stays open.
-    """
+    """Decoding works piece by piece; a conversation ends with the assistant's turn open."""
     tokenizer = ModelTokenizer(make_model("llama"), "tiny")
     text = "the step \u00e9\U0001f600 is\n\n done"
     ids = tokenizer.encode(text)
@@ -214,8 +210,8 @@ async def test_texts_join_and_templates_render(make_model: Make) -> None:
 async def test_any_byte_of_the_weights_changes_their_digest(
     make_model: Make, tmp_path: Path
 ) -> None:
-    """128 bits of all of a small file; the short mark in the model's name is what it was, for older
-    runs.
+    """The digest covers all of a small file; the short mark in the model's name did not change, for
+    older runs.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     path = folder / "model.safetensors"
@@ -238,7 +234,7 @@ async def test_any_byte_of_the_weights_changes_their_digest(
 def test_a_template_without_system_messages_gets_them_before_the_question(
     make_model: Make, tmp_path: Path
 ) -> None:
-    """Gemma 2's template is such a one; a template that refuses more than that is still refused."""
+    """Gemma 2 has such a template; a template that refuses more than that is still refused."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     path = folder / "chat_template.jinja"
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -347,7 +343,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ("what", "worker"),
     [*((what, "thread") for what in BAD), ("whole numbers for weights", "process")],
 )
-def test_a_model_that_cannot_be_used_is_refused_in_words(
+def test_an_unusable_model_is_refused_with_a_message(
     what: str, worker: Literal["thread", "process"], make_model: Make, tmp_path: Path
 ) -> None:
     """The message names the model, the fault and the remedy, without a library's traceback, also
@@ -365,7 +361,7 @@ def test_a_model_that_cannot_be_used_is_refused_in_words(
     assert words in str(caught.value)
 
 
-def test_a_model_that_is_nowhere_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_refused_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name is neither a folder nor a hub id, or is a hub id without a network."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -417,9 +413,7 @@ WRONG = (
 
 @pytest.mark.anyio
 async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is reported to its caller; what is in flight next to it, and what comes after, is
-    answered as if it were not.
-    """
+    """Its caller gets the error; requests in flight and later ones are answered as usual."""
 
     def failing(request_id: int, request: SampleRequest | ScoreRequest, *rest: Any) -> Any:
         if request.rollout == "unforeseen":
@@ -447,7 +441,7 @@ async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.M
 
 
 def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
-    """Far too large: halved until it fits. Not even one context: OutOfMemory with advice."""
+    """It is halved until it fits; if not even one context fits, OutOfMemory comes with advice."""
     folder = make_model("llama")
 
     async def size(tokens: int) -> int:
@@ -463,8 +457,8 @@ def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_request_only_the_cache_is_too_small_for_is_told_so(make_model: Make) -> None:
-    """The advice is to raise kv_tokens where the model could take it, and not where it could not."""
+async def test_a_request_larger_than_the_cache_gets_advice(make_model: Make) -> None:
+    """The advice is to raise kv_tokens only if the model's context could take the request."""
     async with LocalEngine(make_model("llama"), options=replace(HERE, kv_tokens=10)) as engine:
         with pytest.raises(
             ContextOverflow,
@@ -482,7 +476,7 @@ async def _enter(folder: Path) -> None:
 
 
 def test_unknown_and_impossible_options_are_errors(make_model: Make) -> None:
-    """Misspelt values name their neighbours; a CUDA device that is not there is said."""
+    """A misspelt value names its neighbours, and a missing CUDA device is named."""
     folder = make_model("llama")
     with pytest.raises(OptionError, match="float32"):
         LocalEngine(folder, options=LocalOptions(dtype="float23"))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,5 @@
-"""The target's early exit: hearing of a step changes nothing of it, and a trained adapter is read
-or refused.
+"""Tests of the target's early exit: reading it changes no step, and a trained adapter is read or
+refused.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ def a_step(table: np.ndarray[Any, Any]) -> StepBatch:
 
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
-def test_who_hears_of_a_step_changes_nothing_of_it(kernel: str, make_model: Make) -> None:
-    """Final states to the bit; what is heard is what a model that ended there would hand to its
-    last norm.
-    """
+def test_reading_the_exit_changes_no_bit_of_a_step(kernel: str, make_model: Make) -> None:
+    """Listeners get what a model that ended there would pass to its last norm."""
     folder = make_model("llama", **DEEP)
     heard = list[Tensor]()
     table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
@@ -83,10 +81,10 @@ def test_who_hears_of_a_step_changes_nothing_of_it(kernel: str, make_model: Make
 
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
-def test_an_exit_is_read_at_the_rows_whose_logits_are_wanted(kernel: str, make_model: Make) -> None:
-    """Guesses of each place are the likeliest tokens of a model that ends there, at the same row.
+def test_an_exit_guesses_at_the_requested_rows(kernel: str, make_model: Make) -> None:
+    """The guesses are the likeliest tokens of a model that ends there, at the same row.
 
-    Several neighbouring rows of two sequences are heard, so that one row too early shows.
+    Several neighbouring rows of two sequences are read, so that one row too early would show.
     """
     folder = make_model("llama", **DEEP)
     table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
@@ -119,7 +117,7 @@ def test_an_exit_is_read_at_the_rows_whose_logits_are_wanted(kernel: str, make_m
 
 
 def trained(folder: Path, to: Path, **changes: Any) -> Path:
-    """Copy a model, and put an adapter for it next to the copy, apart from the changes."""
+    """Copy a model and put an adapter for it next to the copy, separate from the changes."""
     shutil.copytree(folder, to)
     width = read_model_config(folder, "tiny").hidden_size
     parts = {
@@ -133,10 +131,8 @@ def trained(folder: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
-def test_an_adapter_is_read_beside_its_model_and_changes_no_token(
-    make_model: Make, near: Path, tmp_path: Path
-) -> None:
-    """Without one the exit is half-way down; with one it is where that was trained."""
+def test_a_trained_exit_changes_no_token(make_model: Make, near: Path, tmp_path: Path) -> None:
+    """Without an adapter the exit is in the middle; with one it is where the adapter was trained."""
     folder = make_model("llama", **DEEP)
     config, weights = loaded(folder, 4)
     assert ExitAdapter.read(folder, config, weights, "tiny").layers == 2
@@ -161,10 +157,10 @@ def test_an_adapter_is_read_beside_its_model_and_changes_no_token(
         ({"up": torch.ones(3, 3)}, "was made for another model"),
     ],
 )
-def test_an_adapter_of_another_model_is_refused(
+def test_an_exit_adapter_of_another_model_is_refused(
     changes: dict[str, Any], said: str, make_model: Make, near: Path, tmp_path: Path
 ) -> None:
-    """With the file's name, and what to do."""
+    """The error has the file's name and a remedy."""
     folder = trained(make_model("llama", **DEEP), tmp_path / "other", **changes)
     with pytest.raises(ModelLoadError, match=said) as raised:
         run(folder, [requests(1)], None, 4, near, speculate="mirror")
@@ -189,7 +185,7 @@ def test_a_target_of_one_layer_has_no_exit(make_model: Make, near: Path) -> None
 
 
 def test_torch_writes_the_same_with_an_exit(make_model: Make, near: Path) -> None:
-    """Greedy tokens are those without speculation; something is guessed."""
+    """Greedy tokens equal those without speculation, and some guesses are made."""
     folder = make_model("llama")
     orders = requests(3, 24, [Sampling(0.0)])
     plain = run(folder, [orders], kernel="torch")

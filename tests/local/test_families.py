@@ -1,6 +1,4 @@
-"""Every family at 600 tokens: what the engine says is what transformers' plain float32 forward
-says.
-"""
+"""Tests of each architecture at 600 tokens against transformers in float32."""
 
 from __future__ import annotations
 
@@ -117,12 +115,10 @@ ALWAYS = (
         for kernel in ("torch", "auto")
     ],
 )
-def test_a_family_is_what_transformers_makes_of_it(
+def test_logits_of_each_architecture_equal_transformers(
     case: str, kernel: Literal["torch", "auto"], make_model: Make, naive: Callable[..., Naive]
 ) -> None:
-    """The logits agree if the text is fed at once, in chunks, after a cached prefix, and token by
-    token.
-    """
+    """They agree if the text is fed at once, in chunks, after a cached prefix, and token by token."""
     family, changes = CASES[case]
     folder = make_model(
         family, **{"max_position_embeddings": 1024, "initializer_range": 0.15, **changes}
@@ -150,5 +146,5 @@ def test_a_family_is_what_transformers_makes_of_it(
     at_once = anyio.run(scored, 1024)
     in_parts = anyio.run(scored, 100)
     assert max(abs(ours - theirs) for ours, theirs in zip(at_once, wanted, strict=True)) < 1e-4
-    if "long" not in case:  # a shorter "long" request is another computation
+    if "long" not in case:  # a shorter "long" request would be computed differently
         assert max(abs(ours - theirs) for ours, theirs in zip(in_parts, wanted, strict=True)) < 1e-4

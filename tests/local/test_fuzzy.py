@@ -1,5 +1,5 @@
-"""EasySpec's drafter: exact with groups of one, calibrated by an exact pass, and never a change of
-the text.
+"""Tests of EasySpec's drafter: exact in groups of one, calibrated by an exact pass, and never
+changing a text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEEP = {"num_hidden_layers": 8, "initializer_range": 0.12}
 
 
 class OneByOne(TorchModel):
-    """The plain meaning of a group: each attention by itself, all of the first one's input."""
+    """A reference for a group: each attention by itself, all with the input of the first."""
 
     def _mixed(self, x: Any, step: Any, own: Any, attends: Any, turns: Any) -> torch.Tensor:
         mixed = [
@@ -44,8 +44,8 @@ class OneByOne(TorchModel):
 def hidden(
     folder: Path, group: int, kernel: type[GroupedModel] = NativeModel, threads: int = 1
 ) -> torch.Tensor:
-    """Return the final states of a text fed as several tokens and then one, with attention in
-    groups of `group`.
+    """Return the final states of a text fed as several tokens and then one, with groups of `group`
+    attentions.
     """
     config = read_model_config(folder, "tiny")
     weights = load_weights(folder, config, torch.float32, torch.device("cpu"), "tiny")
@@ -86,9 +86,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_group_computes_what_its_attentions_do_one_by_one(make_model: Make, family: str) -> None:
-    """Norms of inputs and heads, biases and shared keys included; exact steps have no bit of
-    another layout.
+def test_a_group_equals_its_attentions_one_by_one(make_model: Make, family: str) -> None:
+    """This includes norms of inputs and heads, biases and shared keys; exact steps are equal to the
+    bit.
     """
     folder = make_model(family, **DEEP, **FAMILIES[family])
     kernels = [TorchModel, NativeModel] if family in ("llama", "qwen2", "qwen3") else [TorchModel]
@@ -101,10 +101,8 @@ def test_a_group_computes_what_its_attentions_do_one_by_one(make_model: Make, fa
         assert torch.equal(hidden(folder, 4, NativeModel, 2), hidden(folder, 4, NativeModel))
 
 
-def test_groups_of_one_are_exact_and_larger_ones_are_near(make_model: Make) -> None:
-    """Groups of one layer are exact to the bit; the error grows with the group, and first and last
-    layer stay single.
-    """
+def test_the_error_grows_with_the_group(make_model: Make) -> None:
+    """Groups of one layer are exact to the bit, and the first and last layers are never grouped."""
     folder = make_model("llama", **DEEP)
     exact = hidden(folder, 1)
     errors = [float((hidden(folder, group) - exact).abs().mean()) for group in (1, 2, 4)]
@@ -124,10 +122,12 @@ def drafted(
     return run(folder, [requests(4, 60)], None, 6, folder, fuzzy=group)
 
 
-def test_grouped_drafts_change_no_token_and_calibration_keeps_them_near(
+def test_calibrated_groups_are_accepted_more_often(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More proposals are accepted if each round begins with an exact pass than if errors pile up."""
+    """If each round begins with an exact pass, more proposals are accepted than without it; no
+    token changes.
+    """
     folder = make_model("llama", **DEEP)
     plain = run(folder, [requests(4, 60)])
     shares = dict[tuple[int, str], float]()
@@ -145,12 +145,10 @@ def test_grouped_drafts_change_no_token_and_calibration_keeps_them_near(
     assert shares[2, "exact"] > shares[2, "none"]
 
 
-def test_one_call_of_the_kernels_drafts_what_steps_of_the_model_do(
+def test_one_kernel_call_drafts_as_single_steps_do(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is filtered all tokens of a round are drawn in one call, the first by an exact
-    step.
-    """
+    """Without filters all tokens of a round are drawn in one call, the first by an exact step."""
     folder = make_model("llama", **DEEP)
     whole = [requests(4, 60, LAWS[:3])]
     at_once = run(folder, whole, None, 6, folder, fuzzy=3)
@@ -166,9 +164,7 @@ def test_one_call_of_the_kernels_drafts_what_steps_of_the_model_do(
 def test_grouped_drafts_are_captured_and_replayed(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of both forms become graphs; what they draft is drafted, accepted and written as
-    without them.
-    """
+    """Grouped and exact steps become graphs that draft, accept and write the same tokens."""
     folder = make_model("llama", **DEEP)
     made = list[TorchModel]()
 
@@ -201,8 +197,8 @@ def test_grouped_drafts_are_captured_and_replayed(
 def test_joined_attentions_are_made_before_the_cache(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are copies of the drafter's weights: on a GPU they must not come when the cache has
-    taken the memory.
+    """They copy the drafter's weights, so on a GPU they must exist before the cache takes the
+    memory.
     """
     folder = make_model("llama", **DEEP)
     events = list[str]()
@@ -228,8 +224,8 @@ def test_joined_attentions_are_made_before_the_cache(
     assert "3 joined" not in events[events.index("cache") :]
 
 
-def test_groups_need_a_drafter_of_its_own_size_that_takes_turns() -> None:
-    """Impossible combinations are refused."""
+def test_impossible_settings_of_groups_are_refused() -> None:
+    """Groups need a separate drafter that alternates with its target."""
     good = SpeculationOptions(drafter="embedded:draft", fuzzy=2)
     good.check()
     for wrong in ({"fuzzy": 0}, {"drafter": ""}, {"speculate": "pearl"}):

@@ -1,5 +1,5 @@
-"""Steps of a GPU, tried without one: what is captured is replayed as recorded, and no captured size
-changes a token.
+"""Tests of GPU steps without a GPU: captured steps are replayed as recorded, and no size changes a
+token.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ LAWS = (Sampling(0), Sampling(0.8), Sampling(1.0, top_p=0.9), Sampling(0.7, top_
 
 
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """Stand in for a graph: do the work once when it is captured, as a warm-up does, and once per
-    replay.
-    """
+    """Replace a graph: do the work once at capture, as a warm-up does, and once per replay."""
     work()
     return work
 
@@ -82,7 +80,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
 
 
 def compare(ours: Any, plain: Any) -> None:
-    """Check that ids are equal, and log-probabilities as close as two orders of summing."""
+    """Check that ids are equal, and log-probabilities as close as two orders of summing allow."""
     assert ours.replies.keys() == plain.replies.keys()
     for request_id, reply in plain.replies.items():
         if isinstance(reply, SampleReply):
@@ -91,11 +89,11 @@ def compare(ours: Any, plain: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_captured_steps_write_what_others_write(
+def test_captured_steps_write_the_same(
     family: str, make_model: Any, drive: Any, models: Any
 ) -> None:
-    """The same ids under every distribution, the same scores; graphs of several sizes were
-    captured, and replayed more often.
+    """Ids agree under every distribution, scores agree, and graphs of several sizes are replayed
+    often.
     """
     folder = make_model(family)
     plain = drive(folder, mixed())
@@ -107,12 +105,10 @@ def test_captured_steps_write_what_others_write(
     assert graphs.num_replayed > 2 * len(graphs.captured)
 
 
-def test_speculation_is_captured_as_well(
+def test_captured_speculation_changes_no_token(
     make_model: Any, near: Path, drive: Any, models: Any
 ) -> None:
-    """Rows of a proposal are blocks of a captured step, the drafter's rows too: not one token
-    changes.
-    """
+    """Rows of proposals and of the drafter are part of captured steps."""
     folder = make_model("llama")
     orders = [
         [Submit(n, SampleRequest(ids_of(n, 12), 24, LAWS[n % 4], Seed(n))) for n in (1, 2, 3, 4)]
@@ -125,20 +121,18 @@ def test_speculation_is_captured_as_well(
     assert [model.graphs.num_replayed > 0 for model in made] == [True, True]
 
 
-def test_blocks_of_few_rows_write_what_others_write(
+def test_chunks_cut_into_kernel_blocks_write_the_same(
     make_model: Any, drive: Any, models: Any
 ) -> None:
-    """Long chunks are cut into blocks of so many rows as a kernel takes at once, all in one class."""
+    """Long chunks are cut into blocks of as many rows as a kernel takes at once."""
     folder = make_model("qwen3")
     plain = drive(folder, mixed())
     models(most_rows=16)
     compare(drive(folder, mixed()), plain)
 
 
-def test_where_capturing_fails_steps_are_computed_one_by_one(
-    make_model: Any, drive: Any, models: Any
-) -> None:
-    """A driver that refuses is asked once; the texts are the same, and the reason is kept."""
+def test_if_capturing_fails_steps_run_uncaptured(make_model: Any, drive: Any, models: Any) -> None:
+    """A driver that refuses is asked once, the texts are the same, and the reason is kept."""
 
     def refuse(work: Callable[[], None]) -> Callable[[], None]:
         asked.append(work)
@@ -173,9 +167,9 @@ def batch_of(
     )
 
 
-def test_rows_of_one_sequence_are_one_block_where_their_positions_follow() -> None:
-    """Neighbouring rows of a proposal, and whole chunks; the same sequence at places apart is two
-    blocks.
+def test_consecutive_rows_of_a_sequence_form_one_block() -> None:
+    """Rows of a proposal and of a whole chunk are one block; separate positions of a sequence are
+    two.
     """
     batch = batch_of([(0, 5), (1, 7), (1, 8), (1, 9), (2, 3), (2, 9)], [(4, 20, 13), (5, 30, 2)])
     blocks = RowBlocks.of(batch)
@@ -191,8 +185,8 @@ def test_rows_of_one_sequence_are_one_block_where_their_positions_follow() -> No
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 33, 255, 256])
-def test_what_fills_a_step_up_changes_nothing(count: int) -> None:
-    """Sizes are rounded to powers of two; added rows write to the unused slot, which no block
+def test_padding_of_a_step_changes_nothing(count: int) -> None:
+    """Sizes are rounded to powers of two; padding rows write to an unused slot, which no block
     reads.
     """
     random = np.random.default_rng(count)
@@ -231,14 +225,14 @@ def test_what_fills_a_step_up_changes_nothing(count: int) -> None:
         assert torch.allclose(filled[row], (looks @ values[slots, 0]).flatten(), atol=1e-5)
 
 
-def test_numbers_of_a_draw_are_plain_whatever_they_come_from() -> None:
-    """Ids and log-probabilities that come in one copy are those that come in two; an id beyond
-    float32 stays whole.
+def test_a_draws_results_do_not_depend_on_the_copy() -> None:
+    """One copy of ids and log-probabilities gives the same values as two, and an id beyond float32
+    stays exact.
     """
     drawn = SampledTokens(torch.tensor([5, (1 << 24) + 1]), torch.tensor([-0.1, torch.nan]))
 
     class Elsewhere(torch.Tensor):
-        """A tensor that says it is on no CPU."""
+        """A tensor that claims not to be on a CPU."""
 
         @property
         def is_cpu(self) -> bool:  # type: ignore[override]
@@ -250,9 +244,7 @@ def test_numbers_of_a_draw_are_plain_whatever_they_come_from() -> None:
 
 
 def test_a_kernel_that_disagrees_is_not_used() -> None:
-    """The check that stands before the kernel sees a wrong scale, a missing row, and what is not a
-    number.
-    """
+    """The check before its use finds a wrong scale, a missing row, and values that are not numbers."""
     config = read_model_config(path("target"), "target")
     cache = torch.zeros(1, 2, 4, 2, 64)
 
@@ -268,9 +260,9 @@ def test_a_kernel_that_disagrees_is_not_used() -> None:
     assert not wrong(lambda out: out * torch.nan) <= 1e30
 
 
-def test_a_kernel_that_takes_side_by_side_caches_for_one_is_not_used() -> None:
-    """Keys of one layer of a group lie further apart than its own heads need: the check sees a
-    kernel that does not know.
+def test_a_kernel_that_misreads_grouped_caches_is_not_used() -> None:
+    """In a group, keys of one layer are further apart than its own heads need, which the check
+    tests.
     """
     config = read_model_config(path("target"), "target")
     cache = torch.zeros(1, 2, 4, 2, 64)
@@ -291,8 +283,8 @@ def test_a_kernel_that_takes_side_by_side_caches_for_one_is_not_used() -> None:
 
 @pytest.mark.slow
 def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter runs blocks of 1 to 16 rows, split contexts, windows, and head sizes
-    that are not a power of two.
+    """Triton's interpreter runs blocks of 1 to 16 rows, split contexts, windows, and unusual head
+    sizes.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -310,11 +302,11 @@ def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_the_paged_kernel_attends_for_a_group_and_for_each_of_its_layers(
+def test_the_paged_kernel_handles_grouped_layers(
     monkeypatch: pytest.MonkeyPatch, make_model: Any
 ) -> None:
-    """Run by Triton's interpreter, in a model whose layers' caches lie side by side: the states
-    are those of gathered slots, whether attentions are grouped or not.
+    """In Triton's interpreter, states equal those of gathered slots, whether attentions are grouped
+    or not.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -343,8 +335,8 @@ def test_the_paged_kernel_attends_for_a_group_and_for_each_of_its_layers(
 
 
 def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
-    """The copy equals the table where steps read, whatever is written between two steps; a decoding
-    step sends an entry a row, and a grown table is another tensor.
+    """The copy is correct wherever steps read; a decoding step sends one entry a row, and a larger
+    table is another tensor.
     """
     random = np.random.default_rng(3)
     copy = SlotTableCopy(torch.device("cpu"))
@@ -353,7 +345,7 @@ def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
     before = copy.update(table, np.arange(8), 1)
     for _ in range(200):
         row = int(random.integers(8))
-        if random.random() < 0.1:  # another sequence takes the row
+        if random.random() < 0.1:  # another sequence is given the row
             lengths[row] = int(random.integers(1, 300))
             table[row, : lengths[row]] = random.integers(1, 10_000, lengths[row])
         elif lengths[row] < 300:
@@ -373,7 +365,7 @@ def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
 
 
 def test_grouped_and_exact_steps_of_one_layout_have_their_own_graphs() -> None:
-    """A step whose attentions are grouped never replays what was captured of an exact one."""
+    """A grouped step never replays what was captured of an exact one."""
     computed = list[bool]()
 
     def compute(step: Any, is_grouped: bool) -> torch.Tensor:
@@ -393,8 +385,8 @@ def test_grouped_and_exact_steps_of_one_layout_have_their_own_graphs() -> None:
     assert len(graphs.captured) == 2
 
 
-def test_graphs_of_a_table_that_has_moved_are_captured_anew() -> None:
-    """A graph reads the table where it was: with another one it must not be replayed."""
+def test_graphs_are_captured_again_after_the_table_moved() -> None:
+    """A graph reads the table at its old address, so it must not be replayed with another one."""
     captures = list[int]()
     graphs = graphs_of(captures)
     batch = batch_of([(0, 50)])
@@ -437,7 +429,7 @@ def graphs_of(captures: list[int]) -> StepGraphs:
 
 
 def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
-    """Layouts are few enough, and those of an earlier load make room for those of a later one."""
+    """There are few layouts, and those of an earlier load are dropped for those of a later one."""
     captures = list[int]()
     graphs = graphs_of(captures)
     table = torch.zeros(48, 4096, dtype=torch.int32)
@@ -449,10 +441,10 @@ def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
     assert len(captures) < 0.1 * len(batches)
 
 
-def test_the_graph_that_was_not_used_for_longest_makes_room(
+def test_the_least_recently_used_graph_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A new layout is captured when there is no room, and a layout in use stays."""
+    """A new layout is captured although all places are taken, and a layout in use stays."""
     captures = list[int]()
     monkeypatch.setattr("atts.local.device_steps._MOST_GRAPHS", 2)
     graphs = graphs_of(captures)
@@ -463,7 +455,7 @@ def test_the_graph_that_was_not_used_for_longest_makes_room(
         return graphs.run(batch, table, RowBlocks.of(batch)) is not None
 
     assert [step(50), step(50), step(100), step(100)] == [False, True, False, True]
-    assert step(50)  # used later than the other
+    assert step(50)  # used later than the second graph
     assert [step(200), step(200)] == [False, True]
     assert len(captures) == 3
     assert step(50)

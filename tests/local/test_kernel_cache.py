@@ -1,5 +1,5 @@
-"""The cache of compiled kernels under attack: whatever lies in it, engines open, and no foreign
-library loads.
+"""Tests of the cache of compiled kernels under attack: engines open, and no foreign library is
+loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ cat {library} > "$2"
 
 
 class Builds:
-    """A compiler that copies a library made before, and a cache of its own for it to fill."""
+    """A compiler that copies a prepared library, and an empty cache for it to fill."""
 
     def __init__(self, config: ModelConfig, root: Path) -> None:
         self.config = config
@@ -57,7 +57,7 @@ class Builds:
         program.chmod(0o755)
 
     def load(self) -> tuple[str, str]:
-        """Load the kernels; return where they come from and what was wrong."""
+        """Load the kernels, and return where they come from and what was wrong."""
         library, trouble = native_library("it", self.config)
         assert library.atts_row_block() > 0
         return library._name, trouble
@@ -89,7 +89,7 @@ def builds(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.both
 def test_kernels_are_built_once(builds: Builds) -> None:
-    """The second process finds them, whole and this user's alone."""
+    """The second process finds them, whole and owned by this user alone."""
     where, trouble = builds.load()
     assert (trouble, builds.kept()) == ("", [Path(where)])
     assert Path(where).stat().st_mode & 0o777 == 0o600
@@ -114,7 +114,7 @@ def _link(path: Path) -> None:
 def _content(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     def apply(path: Path) -> None:
         data = change(path.read_bytes())
-        path.unlink()  # this process has the old one loaded
+        path.unlink()  # this process has already loaded the old file
         path.write_bytes(data)
         path.chmod(0o600)
 
@@ -136,8 +136,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", [*DAMAGES, pytest.param("foreign", marks=AS_ROOT)])
-def test_what_was_not_built_here_is_built_anew(what: str, builds: Builds) -> None:
-    """The file is named; what stands in the cache afterwards is whole."""
+def test_a_foreign_file_in_the_cache_is_replaced(what: str, builds: Builds) -> None:
+    """The message names the file, and afterwards the cache holds a whole library."""
     change, words = (_foreign, "belongs to another user") if what == "foreign" else DAMAGES[what]
     path = Path(builds.load()[0])
     change(path)
@@ -149,10 +149,10 @@ def test_what_was_not_built_here_is_built_anew(what: str, builds: Builds) -> Non
     assert builds.leftovers() == []
 
 
-def test_a_library_that_another_process_removes_meanwhile_is_built_anew(
+def test_a_library_removed_by_another_process_is_built_again(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was listed, and is gone when it is looked at: the kernels are built, not given up."""
+    """It was listed and is gone when it is opened, so the kernels are built instead of given up."""
     path = Path(builds.load()[0])
     listed = Path.glob
 
@@ -167,10 +167,8 @@ def test_a_library_that_another_process_removes_meanwhile_is_built_anew(
     assert (builds.count, path.is_file()) == (2, True)
 
 
-def test_a_library_under_anothers_digest_is_not_loaded(builds: Builds) -> None:
-    """A digest that is right for the content, but of a file that the loader refuses, helps as
-    little.
-    """
+def test_a_library_with_a_wrong_digest_is_not_loaded(builds: Builds) -> None:
+    """A correct digest does not help a file that the loader refuses."""
     path = Path(builds.load()[0])
     data = b"not a library"
     wrong = path.with_name(f"{path.stem[:-32]}{blake2b(data, digest_size=16).hexdigest()}.so")
@@ -185,7 +183,7 @@ def test_a_library_under_anothers_digest_is_not_loaded(builds: Builds) -> None:
     "what", ["writable by all", "writable by the group", pytest.param("foreign", marks=AS_ROOT)]
 )
 def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds: Builds) -> None:
-    """Each process builds its own, and leaves nothing behind."""
+    """Each process then builds its own kernels, and leaves nothing behind."""
     path = Path(builds.load()[0])
     _content(lambda data: b"a trap")(path)
     if what == "foreign":
@@ -201,10 +199,10 @@ def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
-def test_a_cache_that_takes_nothing_is_told(
+def test_kernels_run_although_the_cache_cannot_be_written(
     code: int, builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels run although the cache is full, read-only or broken."""
+    """A full, read-only or broken cache is reported."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -217,7 +215,7 @@ def test_a_cache_that_takes_nothing_is_told(
     assert builds.leftovers() == []
 
 
-def test_a_file_where_the_folder_should_be_is_told(builds: Builds) -> None:
+def test_a_file_in_place_of_the_cache_folder_is_reported(builds: Builds) -> None:
     """Nothing is overwritten."""
     builds.folder.parent.mkdir()
     builds.folder.write_text("mine")
@@ -225,24 +223,24 @@ def test_a_file_where_the_folder_should_be_is_told(builds: Builds) -> None:
     assert builds.folder.read_text() == "mine"
 
 
-def test_a_cache_relative_to_the_current_directory_is_not_looked_for(
+def test_a_relative_cache_path_is_ignored(
     builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A data folder could bring one."""
+    """A data folder could bring such a cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert builds.load()[0].startswith(str(tmp_path / "home" / ".cache" / "atts"))
 
 
-def test_where_nothing_can_be_built_torch_computes_and_says_so(
+def test_without_a_compiler_torch_computes_with_a_warning(
     builds: Builds,
     make_model: Make,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One warning for two engines, with the reason; asked for explicitly, the kernels are refused
-    with it.
+    """Two engines give one warning with the reason; kernels that were requested by name are
+    refused.
     """
     builds.compiler(sleep="echo 'disk full' >&2; exit 1")
 
@@ -264,17 +262,17 @@ def test_where_nothing_can_be_built_torch_computes_and_says_so(
     assert builds.leftovers() == []
 
 
-def test_the_cache_serves_as_the_place_to_build_where_there_is_no_other(
+def test_kernels_are_built_in_the_cache_without_a_temporary_folder(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is left clean."""
+    """The cache holds no other files afterwards."""
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     where, _ = builds.load()
     assert builds.kept() == [Path(where)]
 
 
-def test_what_killed_builds_left_is_removed(builds: Builds) -> None:
-    """Where they are this user's and old; a build that continues elsewhere is not touched."""
+def test_files_of_killed_builds_are_removed(builds: Builds) -> None:
+    """Only old files of this user are removed; a build that continues elsewhere is not touched."""
     builds.folder.mkdir(parents=True)
     old = builds.folder / "atts-build-old"
     young = builds.temporary / "atts-build-young"
@@ -305,8 +303,8 @@ print(trouble)
 """
 
 
-def test_processes_that_build_at_once_disturb_nobody(builds: Builds) -> None:
-    """None begins to keep its library before all build; one file stays."""
+def test_simultaneous_builds_do_not_conflict(builds: Builds) -> None:
+    """All processes build before any stores its library, and one file stays."""
     environment = {**os.environ, "TMPDIR": str(builds.temporary)}
     command = [sys.executable, "-c", LOAD, str(builds.log), builds.library]
     processes = [

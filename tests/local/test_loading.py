@@ -1,4 +1,4 @@
-"""Memory stays bounded while a model loads."""
+"""Tests of memory while a model loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def texts(kernel: Literal["torch", "native"]) -> TokenIds:
 def test_layers_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two layers are unpacked at any time: the one being read, and the one before it.
 
-    A model whose layers are all read before the first is packed takes four times its size.
+    A model whose layers were all read before the first is packed would take four times its size.
     """
     read_layer: Any = loader._layer  # pyright: ignore[reportPrivateUsage]
     alive: list[weakref.ref[Tensor]] = []

@@ -1,5 +1,5 @@
-"""The pure decoding functions: the distribution they draw from, exact log-probs, stops across token
-boundaries.
+"""Tests of sampling from logits: the distribution, exact log-probabilities, and stops across
+tokens.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ rows = st.lists(st.floats(-6, 6), min_size=8, max_size=8, unique_by=lambda x: ro
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(rows, settings_of_a_row), min_size=1, max_size=4))
-def test_a_batch_of_settings_is_each_row_by_the_definition(
+def test_each_row_of_a_batch_has_its_own_distribution(
     batch: list[tuple[list[float], Sampling]],
 ) -> None:
-    """Temperature, top-k, top-p and min-p are mixed freely over the rows of one batch."""
+    """Temperature, top-k, top-p and min-p may differ between the rows of one batch."""
     logits = torch.tensor([row for row, _ in batch], dtype=torch.float64)
     found = probabilities(logits, batch_sampling([sampling for _, sampling in batch], 8))
     expected = torch.tensor(
@@ -87,11 +87,9 @@ def by_sorting(logits: torch.Tensor, laws: list[Sampling]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_filters_that_do_not_sort_in_float64_keep_every_bit(
-    ties: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Top-k alone, top-p alone, both, and rows with other limits or none agree, with ties at the
-    border.
+def test_fast_filters_equal_sorting_in_float64(ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-k, top-p, both, and rows with different limits or none are equal to the bit, with ties at
+    the border.
     """
     random = torch.Generator().manual_seed(5)
     logits = torch.randn(64, 3000, generator=random) * 4
@@ -118,8 +116,8 @@ def test_filters_that_do_not_sort_in_float64_keep_every_bit(
     probabilities(logits, batch_sampling(laws, 3000))
 
 
-def test_temperature_zero_takes_the_first_best_token_in_mixed_company() -> None:
-    """Greedy rows ignore their uniform; others do not."""
+def test_temperature_zero_takes_the_first_best_token() -> None:
+    """Greedy rows of a mixed batch ignore their uniform numbers; other rows do not."""
     logits = torch.tensor([[0.0, 3.0, 3.0], [0.0, 0.0, 0.0]])
     drawn = sample(
         logits, batch_sampling([Sampling(0.0), Sampling(1.0)], 3), torch.tensor([0.99, 0.99])
@@ -130,7 +128,9 @@ def test_temperature_zero_takes_the_first_best_token_in_mixed_company() -> None:
 @settings(max_examples=100, deadline=None)
 @given(rows, st.floats(0, 1, exclude_max=True))
 def test_the_draw_is_the_inverse_cdf(row: list[float], uniform: float) -> None:
-    """The mass before the token is at most the uniform, the mass with it is more."""
+    """The probability before the token is at most the uniform number, and with the token it is
+    more.
+    """
     probs = torch.tensor([row], dtype=torch.float64).softmax(-1)
     token = int(inverse_cdf(probs, torch.tensor([uniform])))
     before = float(probs[0, :token].sum())
@@ -138,8 +138,8 @@ def test_the_draw_is_the_inverse_cdf(row: list[float], uniform: float) -> None:
     assert before + float(probs[0, token]) > uniform - 1e-12
 
 
-def test_a_token_of_no_mass_is_never_drawn() -> None:
-    """It is drawn neither at the very start nor at the very end of the unit interval."""
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    """Neither the smallest nor the largest uniform number draws it."""
     probs = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
     assert inverse_cdf(probs, torch.tensor([0.0])).item() == 1
     assert inverse_cdf(probs, torch.tensor([math.nextafter(1, 0)])).item() == 2
@@ -149,7 +149,9 @@ def test_a_token_of_no_mass_is_never_drawn() -> None:
 def test_sampled_frequencies_follow_the_distribution_and_a_planted_bug_is_seen(
     shift: float,
 ) -> None:
-    """Chi-square over 40,000 draws; uniforms bent a little must fail, so the test has power."""
+    """A chi-square test over 40,000 draws passes, and fails for slightly biased uniforms, so it has
+    power.
+    """
     sampling = Sampling(temperature=0.7, top_k=6)
     logits = torch.tensor([[0.3, 1.1, -0.4, 0.9, 0.0, -1.5, 0.2, 0.6]])
     uniforms = torch.from_numpy(np.random.default_rng(3).random(40_000)) ** (1 + shift)
@@ -163,8 +165,8 @@ def test_sampled_frequencies_follow_the_distribution_and_a_planted_bug_is_seen(
     assert p > 1e-3 if shift == 0 else p < 1e-6
 
 
-def test_raw_logprobs_ignore_the_settings_and_tell_nan() -> None:
-    """They are of the model's own distribution; a NaN among the logits is not hidden."""
+def test_raw_logprobs_ignore_the_settings_and_keep_nan() -> None:
+    """They are of the model's own distribution, and a NaN among the logits is not hidden."""
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, math.nan, 3.0]])
     found = raw_logprobs(logits, torch.tensor([2, 2]))
     assert found[0].item() == pytest.approx(-0.40760596)
@@ -180,7 +182,7 @@ def test_raw_logprobs_ignore_the_settings_and_tell_nan() -> None:
 def test_a_stop_is_found_at_the_piece_that_completes_it(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    """However the bytes of the text are cut into pieces, within characters too."""
+    """It is found however the bytes of the text are cut, also within characters."""
     raw = text.encode()
     cuts = (
         sorted(data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=6))) if raw else []

@@ -1,4 +1,4 @@
-"""Model folders are data: code they bring is refused in words and never run, also at a terminal."""
+"""Tests that a model folder is data: its code is refused with a message and never run."""
 
 from __future__ import annotations
 
@@ -63,10 +63,8 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
 def singing(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Path]:
-    """Return a maker of model folders that ask for their own code in one of many ways; that code
-    would write the file `sung`.
-    """
-    monkeypatch.setattr(builtins, "input", lambda *_: "y")  # a user would agree
+    """Return a maker of model folders whose own code would write the file `sung` if it were run."""
+    monkeypatch.setattr(builtins, "input", lambda *_: "y")  # simulates a user who agrees
 
     def make(way: str) -> Path:
         folder = tmp_path / "model"
@@ -87,7 +85,7 @@ def singing(
 def test_code_of_a_model_folder_is_refused_and_never_run(
     way: str, singing: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The message says which file asks for what, and the exit code is that of an engine."""
+    """The message names the file and what it requests, and the exit code is that of an engine."""
     folder = singing(way)
     assert run(["solve", "What is 2 + 2?", "--draft", f"hf:{folder}"]) == 3
     said = " ".join(capfd.readouterr().err.split())
@@ -99,11 +97,11 @@ def test_code_of_a_model_folder_is_refused_and_never_run(
 
 
 @pytest.mark.parametrize("way", MAPS)
-def test_code_is_not_run_even_where_it_is_not_refused(
+def test_code_is_not_run_even_if_the_refusal_is_missing(
     way: str, singing: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second lock: what reads a folder is asked to run nothing, so there is no question to
-    agree to.
+    """Libraries are also instructed to run no code, so they ask no question to which a user could
+    agree.
     """
     folder = singing(way)
     for module in (tokenizers, model_config, folders):
@@ -120,12 +118,10 @@ def test_code_is_not_run_even_where_it_is_not_refused(
 @pytest.mark.parametrize(
     "file", ["modeling_llama.py", "configuration_my.py", "tokenization_my_fast.py"]
 )
-def test_files_of_code_are_refused_without_a_map_too(
+def test_code_files_are_refused_without_an_auto_map(
     file: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """Such a model is not what its configuration says; files of other names are the user's own
-    business.
-    """
+    """Such a model is not what its configuration says; other Python files of the user are accepted."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / "train.py").touch()
     refuse_code(folder, "it")
@@ -134,7 +130,7 @@ def test_files_of_code_are_refused_without_a_map_too(
         refuse_code(folder, "it")
 
 
-def test_code_that_transformers_itself_has_is_passed_over(make_model: Make, tmp_path: Path) -> None:
+def test_copies_of_transformers_code_are_ignored(make_model: Make, tmp_path: Path) -> None:
     """Phi-3's folders were published with a copy of it."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     entries = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoTokenizer": "Xenova/gpt-4o"}
@@ -155,7 +151,7 @@ class Canary:
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "consolidated.00.pth", "model.safetensors"])
 def test_pickled_weights_are_never_opened(file: str, make_model: Make, tmp_path: Path) -> None:
-    """Nor under the name of safetensors; the message says what they may do."""
+    """This holds under the name of safetensors too; the message says what pickles can do."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / file).write_bytes(pickle.dumps(Canary(str(tmp_path / "sung"))))
@@ -166,8 +162,10 @@ def test_pickled_weights_are_never_opened(file: str, make_model: Make, tmp_path:
 
 
 @pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "", 5, None])
-def test_an_index_lists_files_beside_it(shard: object, make_model: Make, tmp_path: Path) -> None:
-    """Weights come from the folder alone."""
+def test_an_index_may_list_only_files_of_its_folder(
+    shard: object, make_model: Make, tmp_path: Path
+) -> None:
+    """Weights come from the model's folder alone."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(
@@ -193,10 +191,10 @@ def test_an_index_lists_files_beside_it(shard: object, make_model: Make, tmp_pat
         ("generation_config.json", '{"eos_token_id": -1}'),
     ],
 )
-def test_files_that_are_no_objects_are_refused_in_words(
+def test_json_files_that_are_not_objects_are_refused(
     file: str, content: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """However deep, whatever they hold instead; the file is named."""
+    """The message names the file, whatever it holds and however deep."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / file).write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(ModelLoadError, match=r"generation_config|eos_token_id|config\.json"):
@@ -204,7 +202,7 @@ def test_files_that_are_no_objects_are_refused_in_words(
 
 
 def test_a_file_too_long_to_be_text_is_not_read(make_model: Make, tmp_path: Path) -> None:
-    """The limit holds before a byte is read."""
+    """The limit is checked before a byte is read."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     os.truncate(folder / "config.json", 1 << 40)
     with pytest.raises(ModelLoadError, match="longer than 64 MB"):
@@ -219,9 +217,7 @@ def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The target's too, though the draft is opened first: its damaged weights are not even looked
-    at.
-    """
+    """This holds for the target as well: the draft's damaged weights are not even read."""
     draft, target = (
         shutil.copytree(make_model("llama"), tmp_path / role) for role in ("draft", "target")
     )
@@ -241,7 +237,7 @@ def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("atts.local.engine.find_folder", lambda *_: target)
     with pytest.raises(UnsupportedByEngine, match="no chat template"):
         anyio.run(LocalEngine("owner/name", chat=True).__aenter__)
-    anyio.run(enter, target)  # who renders nothing needs none
+    anyio.run(enter, target)  # a command that renders no prompt needs no template
 
 
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])

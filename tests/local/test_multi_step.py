@@ -1,5 +1,5 @@
-"""Several steps in one call of the kernels write what single ones do, and stop where a text may
-end.
+"""Tests of several steps in one kernel call: they write what single steps write, and stop where a
+text may end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLAIN = (Sampling(0.0), Sampling(0.7), Sampling(1.0))
 
 
 class Watched:
-    """Counts the calls of the kernels that draw, and the tokens of each sequence that came of them."""
+    """A wrapper that counts kernel calls that draw, and the tokens of each sequence."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Watch all draws from now on."""
@@ -44,11 +44,11 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
 
 @pytest.mark.parametrize("laws", [PLAIN, LAWS])
 @pytest.mark.parametrize("count", [1, 5, 14])
-def test_bursts_change_no_token(
+def test_several_steps_per_call_change_no_token(
     count: int, laws: Any, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids, ends and log-probabilities to the bit; all but the first steps and the last are counted
-    as what they are.
+    """Ids, ends and log-probabilities are equal to the bit, and nearly all steps are taken in such
+    calls.
     """
     folder = make_model("llama")
     watched = Watched(monkeypatch)
@@ -71,11 +71,11 @@ def test_bursts_change_no_token(
     assert done.stats.step_sequences >= done.stats.sampled_tokens - done.stats.free_tokens
 
 
-def test_a_burst_stops_at_a_token_that_may_end_a_text(
+def test_a_burst_stops_where_a_text_may_end(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A burst ends early so that no reply waits for another, and nothing is computed in vain: with
-    a stop string, a stop id, and neither.
+    """It ends early with a stop string and a stop id, so no reply waits for another and nothing is
+    computed in vain.
     """
     folder = make_model("llama")
     watched = Watched(monkeypatch)

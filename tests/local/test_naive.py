@@ -1,4 +1,6 @@
-"""The engine writes and scores what a naive one-sequence loop does, under every schedule."""
+"""Tests that the engine writes and scores what a naive one-sequence loop does, under every
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def scripts(draw: st.DrawFn) -> list[list[Command]]:
 
 
 def check(naive: Any, request: SampleRequest | ScoreRequest, reply: object) -> None:
-    """Check that the reply is that of the naive loop, token for token, score for score."""
+    """Check that the reply equals that of the naive loop, token for token and score for score."""
     if isinstance(request, SampleRequest):
         assert isinstance(reply, SampleReply)
         assert naive.agrees(request.ids, reply.ids)
@@ -133,11 +135,11 @@ def test_variants_of_a_family_equal_the_naive_loop(
 @pytest.mark.parametrize(
     ("heads", "shared", "dim"), [(6, 2, 16), (6, 1, 16), (6, 6, 32), (6, 3, 96), (4, 2, 128)]
 )
-def test_however_heads_share_keys_the_native_kernel_equals_the_naive_loop(
+def test_every_sharing_of_keys_equals_the_naive_loop(
     heads: int, shared: int, dim: int, make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Query heads go through the keys in bundles of up to four: of one kv head, of two, of four,
-    and what is left.
+    """Query heads read keys in bundles of up to four, from one, two or four key-value heads, and a
+    remainder.
     """
     changes = {
         "num_attention_heads": heads,
@@ -161,11 +163,10 @@ def test_long_chunks_equal_the_naive_loop(
     naive: Any,
     drive: Any,
 ) -> None:
-    """Several blocks of keys and of queries: within 1e-4, or twice what float32 itself is off where
-    that is more.
+    """Scores over several blocks agree within 1e-4, or within twice the error of float32 itself.
 
-    Wild weights blow rounding up: on some of them a plain float32 forward is more than 1e-4 from
-    the same in float64.
+    Random weights enlarge rounding: for some of them a plain float32 forward is more than 1e-4 from
+    float64.
     """
     changes = {
         "num_attention_heads": heads,
@@ -186,10 +187,10 @@ def test_long_chunks_equal_the_naive_loop(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_more_threads_change_not_a_bit(
+def test_the_number_of_threads_changes_no_bit(
     family: str, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Threads share columns, rows and sequences out; each sum stays in one piece."""
+    """Threads divide columns, rows and sequences, and each sum is computed by one thread."""
     folder = make_model(family)
     score = ScoreRequest(ids_of(2, 40), ids_of(3, 120))
     orders: list[Command] = [
@@ -205,7 +206,7 @@ def test_more_threads_change_not_a_bit(
 
 
 def tuned(tuning: Tuning) -> MakeModel:
-    """Return a maker of native models whose kernels may only use some of this processor's
+    """Return a maker of native models whose kernels may use only some of this processor's
     instructions.
     """
 
@@ -225,8 +226,8 @@ def tuned(tuning: Tuning) -> MakeModel:
 def test_kernels_for_other_processors_equal_the_naive_loop(
     tuning: Tuning, make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Built with fewer instructions than this machine has: other vector widths, tiles and tails,
-    the same answers.
+    """Kernels built with fewer instructions have other vector widths, tiles and tails, and give the
+    same answers.
     """
     if tuning not in tunings():
         pytest.skip(f"this processor cannot run {tuning} code")
@@ -311,8 +312,8 @@ def test_half_precision_runs_and_stays_near(
 def test_weights_that_are_bfloat16_numbers_lose_nothing(
     make_model: Callable[..., Path], tmp_path: Path, drive: Any
 ) -> None:
-    """The native kernels keep such weights in half the memory; every score stays that of the torch
-    forward.
+    """The native kernels keep such weights in half the memory, and each score stays that of the
+    torch forward.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

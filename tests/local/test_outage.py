@@ -1,5 +1,5 @@
-"""Children of embedded engines that are killed in mid-run: the next session does what is missing,
-and nothing else.
+"""Tests of killed child processes in the middle of a run: the next session does only what is
+missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLICY = Policy(
 
 
 class Killer:
-    """Kills the child of one engine after so many of its own calls."""
+    """A listener that kills the child of one engine after a number of its calls."""
 
     def __init__(self, engine: LocalEngine, role: Role, calls: int) -> None:
         self.engine = engine
@@ -39,7 +39,7 @@ class Killer:
     def recalled(self, event: object) -> None: ...
 
     def notify(self, event: Notice) -> None:
-        """Count, and kill."""
+        """Count the event, and kill the child if it is due."""
         is_own = isinstance(event, Sampled) if self.role == "draft" else isinstance(event, Scored)
         self.left -= is_own
         if is_own and self.left == 0:
@@ -50,7 +50,7 @@ class Killer:
 def run(
     directory: Path, problems: tuple[Problem, ...], role: Role = "draft", calls: int = -1
 ) -> RunResult:
-    """Evaluate with a frozen gate on the embedded engines, and kill one child on the way."""
+    """Evaluate with a frozen gate on the embedded engines, and kill one child during the run."""
     engines = {
         name: LocalEngine(path(name), name=name, options=LocalOptions())
         for name in ("draft", "target")
@@ -74,7 +74,7 @@ def run(
 
 def essence(outcome: Outcome) -> str:
     """Return texts, answers and votes; float sums are left out, because they may differ with the
-    rest of a batch.
+    batch.
     """
     return repr(
         (
@@ -85,12 +85,11 @@ def essence(outcome: Outcome) -> str:
     )
 
 
-def test_a_child_killed_at_any_point_costs_no_outcome(tmp_path: Path) -> None:
-    """A kill at any of twenty points gives exit code 3 and nothing forced, then the outcomes of a
-    run without an outage.
+def test_a_child_killed_at_any_point_loses_no_outcome(tmp_path: Path) -> None:
+    """Each of twenty kills gives exit code 3, and the resumed run has the outcomes of an
+    undisturbed one.
 
-    A child that had done all that was asked of it may not be missed; that is not an outage, and
-    ends with 0.
+    A child that had already done all its work is not missed; the run then ends with 0.
     """
     problems = tuple(load_dataset("arithmetic[:3]"))
     whole = {o.problem.id: essence(o) for o in run(tmp_path / "whole", problems).outcomes()}

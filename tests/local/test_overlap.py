@@ -1,5 +1,5 @@
-"""Drafting next to the target changes no token: whatever is guessed, however late it is, and if it
-breaks.
+"""Tests of drafting while the target computes: guesses that are wrong, late or lost change no
+token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
 
 class Slow(InlineTransport):
-    """Says only after some steps, as many as come, that work is over."""
+    """A transport that reports work as finished only after some steps."""
 
     def __init__(self) -> None:
         self._random = random.Random(2)
@@ -61,7 +61,7 @@ class Slow(InlineTransport):
 
 
 class Made:
-    """The drafters that loops made, with a transport of one's own."""
+    """A record of the drafters that loops made, with a given transport."""
 
     def __init__(self, patch: pytest.MonkeyPatch, transport: Callable[[], Any]) -> None:
         self.drafters: list[OverlappedDrafter] = []
@@ -93,10 +93,12 @@ def overlap(done: Driven) -> OverlapStats:
 
 @pytest.mark.parametrize("transport", [InlineTransport, Slow])
 @pytest.mark.parametrize("way", WAYS)
-def test_drafting_beside_the_target_changes_no_token(
+def test_drafting_during_the_targets_step_changes_no_token(
     way: str, transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids, ends and log-probabilities to the bit, at once and late at random; slots are given back."""
+    """Ids, ends and log-probabilities are equal to the bit, at once and late at random, and slots
+    are freed.
+    """
     folder = make_model("llama")
     orders = requests(7, 24)
     plain = run(folder, [orders])
@@ -111,12 +113,10 @@ def test_drafting_beside_the_target_changes_no_token(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
+def test_a_perfect_drafter_always_hits_and_a_wrong_one_never(
     way: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All guesses but the first ones hit, with two sequences; a stale key or a wrong position would
-    show.
-    """
+    """With two sequences all guesses but the first hit; a stale key or a wrong position would show."""
     folder = make_model("llama")
     orders = requests(2, 40, HOT)
     plain = run(folder, [orders])
@@ -206,9 +206,7 @@ def test_more_guesses_hit_more_often(
 def test_a_drafter_slower_than_its_target_still_proposes(
     way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no draft step fits into one of the target's, a guess is continued by a few tokens all
-    the same.
-    """
+    """If no draft step fits into one of the target's, a guess is still continued by a few tokens."""
     folder = make_model("llama")
     orders = requests(2, 24, HOT)
     plain = run(folder, [orders])
@@ -221,10 +219,10 @@ def test_a_drafter_slower_than_its_target_still_proposes(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("room", [100, pytest.param(4096, marks=pytest.mark.slow)])
-def test_nothing_is_lost_when_sequences_come_and_go(
+def test_texts_are_unchanged_while_sequences_come_and_go(
     way: str, room: int, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences are cancelled, pre-empted and begun meanwhile, and drafts are late."""
+    """Sequences are cancelled, pre-empted and begun while drafts are late."""
     folder = make_model("llama")
     orders = requests(6, 30, HOT)
     late = [replace(order, request_id=order.request_id + 20) for order in orders]
@@ -241,12 +239,10 @@ def test_nothing_is_lost_when_sequences_come_and_go(
     assert counts(done).trouble == ""
 
 
-def test_a_drafter_that_dies_is_a_miss(
+def test_a_drafter_thread_that_dies_changes_no_text(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The texts do not change if it dies in the middle of its work, even by exit, and the counters
-    say so.
-    """
+    """It may die in the middle of its work, even by exit, and the counters report it."""
     folder = make_model("llama")
     orders = requests(3, 20)
     calls = [0]
@@ -270,10 +266,10 @@ def test_a_drafter_that_dies_is_a_miss(
     )
 
 
-def test_a_drafter_that_never_answers_is_a_miss(
+def test_a_drafter_that_never_answers_changes_no_text(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It never answers: every step is one without a proposal."""
+    """Each step is then one without a proposal."""
 
     class Gone(InlineTransport):
         def post(self, work: Work) -> None:
@@ -377,8 +373,8 @@ BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) -> bool:
-    """Return whether a small form of one of the checks above passes; for branches, that a miss is
-    counted as one.
+    """Return whether a small form of one of the checks above passes; for branches, whether a miss
+    counts as one.
     """
     drafter = near if check in ("branches", "text") else folder
     done = run(folder, [requests(2, 40, HOT)], None, 4, drafter, speculate="pearl")
@@ -396,7 +392,7 @@ def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) ->
 def test_planted_bugs_are_found(
     bug: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each turns a check red that is green without it."""
+    """Each planted bug fails a check that passes without it."""
     folder = make_model("llama")
     plain = run(folder, [requests(2, 40, HOT)])
     made = Made(monkeypatch, InlineTransport)
@@ -409,10 +405,10 @@ def test_planted_bugs_are_found(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-async def test_an_engine_drafts_beside_its_target(
+async def test_an_option_turns_on_overlapped_drafting(
     worker: Any, make_model: Make, near: Path
 ) -> None:
-    """Asked for by a word; what was guessed is in its counters."""
+    """The engine's counters have the guesses."""
     request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
     answers = list[Any]()
     here: dict[str, Any] = {"device": "cpu", "kv_tokens": 2048, "max_batch": 32, "threads": 1}

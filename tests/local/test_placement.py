@@ -1,4 +1,4 @@
-"""Memory of GPUs that are not there: who gets what is computed before anything is loaded."""
+"""Tests of memory plans for GPUs that are not there: shares are computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ CPU = torch.device("cpu")
 
 
 class FakeGpus:
-    """Cards of so many bytes: weights and caches are counted, and lie in the processor's memory."""
+    """Cards of this many bytes; weights and caches are counted, and stored in the processor's
+    memory.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, *totals: int) -> None:
         self.totals = totals
@@ -84,7 +86,7 @@ def prepared(folder: Path, name: str, demand: RunDemand | None, **options: Any) 
 
 
 def opened(config: WorkerConfig) -> int:
-    """Open an engine's loop as its worker does; the tokens of its cache."""
+    """Open an engine's loop as its worker does, and return the tokens of its cache."""
 
     def model(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> TorchModel:
         return TorchModel(config.model, weights, cache)
@@ -100,8 +102,8 @@ def _sizes(folder: Path, dtype: str = "float32") -> EngineSize:
 def test_a_pair_is_sized_together_before_either_loads(
     make_model: Make, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
-    """The draft that opens first leaves its target weights and an equal cache; no cache is larger
-    than what the rollouts in flight can fill.
+    """The draft leaves its target room for weights and an equal cache; no cache exceeds what the
+    rollouts can fill.
     """
     draft, target = make_model("llama"), make_model("qwen3")
     sizes = [_sizes(draft), _sizes(target)]
@@ -113,7 +115,7 @@ def test_a_pair_is_sized_together_before_either_loads(
     assert 64 <= first <= 8 * 64
     assert first == min(8 * 64, spare // sum(size.token for size in sizes))
     assert abs(second - first) <= 2 * SPARE_SLOTS
-    # The slots that every cache has besides come from the workspace.
+    # Each cache's additional slots are counted in the workspace.
     besides = SPARE_SLOTS * sum(size.token for size in sizes)
     assert gpus.used[0] <= total + besides
 
@@ -121,7 +123,7 @@ def test_a_pair_is_sized_together_before_either_loads(
 def test_the_second_of_two_gpus_is_the_drafts(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the options leave it open; each then fills a card of its own."""
+    """Unless options name devices, target and draft each fill a card of their own."""
     draft, target = make_model("llama"), make_model("qwen3")
     sizes = [_sizes(draft), _sizes(target)]
     gpus = FakeGpus(monkeypatch, *(size.weights + WORKSPACE + 1_000_000 for size in sizes[::-1]))
@@ -134,8 +136,10 @@ def test_the_second_of_two_gpus_is_the_drafts(
     assert all(gpus.used)
 
 
-def test_a_device_that_is_named_is_taken(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`device=cuda:N` wins over the role, and an unknown form is refused."""
+def test_a_named_device_wins_over_the_role(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`device=cuda:N` is used, and an unknown form is refused."""
     folder = make_model("llama")
     FakeGpus(monkeypatch, 4 * WORKSPACE, 4 * WORKSPACE)
     config = prepared(folder, "draft", RunDemand(8, 64, card=1), device="cuda:0")
@@ -162,10 +166,10 @@ def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
     assert gpus.used == [0]
 
 
-def test_a_model_larger_than_a_card_is_a_servers_work(
+def test_a_model_larger_than_a_card_needs_a_server(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error holds the command that serves it, on as many cards as it takes."""
+    """The error has the command that serves it, on as many cards as it takes."""
     folder = make_model("llama")
     size = _sizes(folder)
     gpus = FakeGpus(monkeypatch, size.weights // 3)
@@ -178,10 +182,10 @@ def test_a_model_larger_than_a_card_is_a_servers_work(
     assert cards_for(100, 100) == 2
 
 
-def test_bfloat16_is_the_checkpoints_own_on_a_gpu_only(
+def test_dtype_auto_follows_the_checkpoint_on_a_gpu_only(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """dtype=auto: as config.json says on a GPU, float32 on a processor, and what is said wins."""
+    """On a GPU dtype=auto is that of config.json, on a processor float32; an explicit type wins."""
     folder = make_model("llama")
     half = tmp_path / "half"
     half.mkdir()
@@ -204,7 +208,7 @@ def test_bfloat16_is_the_checkpoints_own_on_a_gpu_only(
 def test_weights_are_ready_before_the_cache_is_made(
     family: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read for a GPU they are what the torch model makes of others, bit for bit, and it copies none."""
+    """Weights read for a GPU equal those that the torch model makes, to the bit, without a copy."""
     folder = make_model(family)
     config = prepared(folder, "m", None, device="cpu")
     plain = load_weights(folder, config.model, torch.float32, CPU, "m", pairs=False)
@@ -222,7 +226,7 @@ def test_weights_are_ready_before_the_cache_is_made(
 
 
 def test_the_cache_comes_last(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights first, then one cache of the computed size: nothing is tried and halved."""
+    """After the weights one cache of the computed size is allocated, without trying and halving."""
     folder = make_model("llama")
     size = _sizes(folder)
     gpus = FakeGpus(monkeypatch, size.weights + WORKSPACE + 100_000)
@@ -233,7 +237,7 @@ def test_the_cache_comes_last(make_model: Make, monkeypatch: pytest.MonkeyPatch)
 def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache is halved until it holds one rollout, and not below."""
+    """It is halved until it holds one rollout, and not below."""
     config = prepared(make_model("llama"), "m", None)
     FakeGpus(monkeypatch, 1_000_000)
     config = replace(config, room=Room(8, 64), options=replace(config.options, kv_tokens=4096))
@@ -269,7 +273,7 @@ def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """As much of a model's configuration as its memory depends on."""
+    """The part of a model's configuration on which its memory depends."""
 
     matrix_weights: int
     kv_floats_per_token: int
@@ -278,7 +282,7 @@ class Shape:
 
 
 def shaped(pair: Pair, role: Role, room: Room) -> WorkerConfig:
-    """Return what an engine of a known pair knows before it loads anything; there are no files."""
+    """Return what an engine of a known pair knows before it loads anything, without files."""
     size = pair.size(role)
     shape = Shape(int(size.weights * 1e9) // 2, size.cache_bytes // 2, size.context)
     options = LocalOptions(dtype="bfloat16")
@@ -286,7 +290,7 @@ def shaped(pair: Pair, role: Role, room: Room) -> WorkerConfig:
 
 
 def opened_on(gpus: FakeGpus, pair: Pair, context: int) -> dict[Role, int]:
-    """Open both models as engines do, the draft first; the tokens of each cache, by role."""
+    """Open both models as engines do, the draft first; return the tokens of each cache by role."""
     target = pair.size("target")
     other = EngineSize(int(target.weights * 1e9), target.cache_bytes, context)
     rooms: dict[Role, Room] = {
@@ -306,8 +310,8 @@ def opened_on(gpus: FakeGpus, pair: Pair, context: int) -> dict[Role, int]:
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_the_table_says_what_opening_does(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pair on one and on two fake cards: it opens with the caches of the table, or is refused."""
+def test_the_table_of_pairs_predicts_opening(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one and on two fake cards, each pair opens with the caches of the table, or is refused."""
     total = int(CARDS[card] * 0.92 * 1e9)
     num_opened = 0
     for pair in known_pairs().values():
@@ -332,7 +336,7 @@ def test_the_table_says_what_opening_does(card: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.checkout
 def test_the_page_of_pairs_and_cards_has_a_row_for_each() -> None:
-    """The generated page says of every pair and card what the placement is."""
+    """The generated page has the placement of each pair on each card."""
     pages = pytest.importorskip("scripts.studies.docs", reason="needs a checkout")
     rows = [line.split(" | ") for line in pages.gpu_page().splitlines() if line.startswith("| ")]
     by_pair = {(row[0].removeprefix("| "), row[2].split(",")[0]): row for row in rows[1:]}
@@ -351,7 +355,9 @@ def test_the_page_of_pairs_and_cards_has_a_row_for_each() -> None:
 
 
 def test_a_smaller_card_never_holds_more() -> None:
-    """Cards of more memory open all that smaller ones open, with as many rollouts, for every pair."""
+    """For each pair, a card with more memory opens all that a smaller one does, with at least as
+    many rollouts.
+    """
     by_memory = sorted(CARDS, key=lambda name: CARDS[name])
     for pair in known_pairs().values():
         rollouts = [0]
@@ -361,8 +367,8 @@ def test_a_smaller_card_never_holds_more() -> None:
         assert rollouts == sorted(rollouts)
 
 
-def test_engines_of_a_run_know_of_each_other(make_model: Make) -> None:
-    """Two models of this machine are built with what each leaves to the other; others are not."""
+def test_local_engines_of_a_run_share_the_memory_plan(make_model: Make) -> None:
+    """Two local models are built with what each leaves to the other; other engines are not."""
     folder = make_model("llama")
     local = f"hf:{folder}?dtype=float32"
     demands = [

@@ -1,6 +1,4 @@
-"""Bugs of the kinds that speculation invites, planted one at a time: each turns a check red that is
-green otherwise.
-"""
+"""Planted bugs of speculation: each fails a check that passes without it."""
 
 from __future__ import annotations
 
@@ -211,7 +209,7 @@ def is_green(check: str, folder: Path, plain: Driven) -> bool:
 def test_every_planted_bug_is_found(
     bug: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A check that cannot fail is none: each of these turns one red that is green without it."""
+    """Each planted bug fails at least one check, which shows that the checks can fail."""
     place, change, check = MUTANTS[bug]
     folder = make_model("llama")
     plain = run(folder, [[*requests(8)]])

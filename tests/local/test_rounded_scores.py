@@ -1,5 +1,5 @@
-"""scores=bfloat16: rows that are scored are rounded for products, all others are as they were, to
-the bit.
+"""Tests of scores=bfloat16: scored rows are rounded before products, and all other rows are
+unchanged.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ async def log_probs(
 
 @needs_pairs
 @pytest.mark.anyio
-async def test_scores_are_those_of_rounded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearer to what torch computes with rounded inputs than to what it computes with float32, and
-    near to both.
-    """
+async def test_scores_are_close_to_torch_with_rounded_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are closer to torch with rounded inputs than to torch in float32, and close to both."""
     exact = await log_probs("embedded:target")
     rounded = await log_probs("embedded:target?scores=bfloat16")
 
@@ -65,14 +65,14 @@ async def test_scores_are_those_of_rounded_rows(monkeypatch: pytest.MonkeyPatch)
         torch.tensor(one).sub(torch.tensor(other)).abs().mean().item()
         for one, other in ((rounded, oracle), (rounded, exact))
     ]
-    assert apart[0] < 0.9 * apart[1]  # with independent noise it would be 1.4 times
+    assert apart[0] < 0.9 * apart[1]  # independent noise would give 1.4 times the distance
     assert 0 < apart[1] < 0.02
 
 
 @needs_pairs
 @pytest.mark.anyio
-async def test_company_changes_no_score() -> None:
-    """A row is rounded alone: texts scored together score as in turn, on two threads as on one."""
+async def test_scoring_texts_together_changes_no_score() -> None:
+    """Each row is rounded by itself, so scores do not depend on the batch or the number of threads."""
     words = "embedded:target?scores=bfloat16"
     together = await log_probs(words)
     assert together == await log_probs(words, beside=False)
@@ -81,10 +81,8 @@ async def test_company_changes_no_score() -> None:
 
 @needs_pairs
 @pytest.mark.anyio
-async def test_what_is_only_sampled_is_not_rounded() -> None:
-    """Tokens and log-probabilities to the bit, with a text scored in the same steps; and the name
-    says what scores.
-    """
+async def test_sampled_rows_are_not_rounded() -> None:
+    """Tokens and log-probabilities are equal to the bit while a text is scored in the same steps."""
     found = list[object]()
     names = list[str]()
     answers = list[Completion]()
@@ -102,8 +100,8 @@ async def test_what_is_only_sampled_is_not_rounded() -> None:
     assert names == ["float32", "float32, scores in bfloat16"]
 
 
-def test_what_cannot_round_says_so() -> None:
-    """Other kernels and types, and stages, refuse the option."""
+def test_the_option_is_refused_without_rounding_support() -> None:
+    """Other kernels, other types and stages refuse the option."""
     scored = LocalOptions(scores="bfloat16")
     for options in (
         replace(scored, kernel="torch"),
@@ -116,8 +114,10 @@ def test_what_cannot_round_says_so() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_processor_without_such_products_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing falls back to other arithmetic in silence."""
+async def test_a_processor_without_bfloat16_products_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing falls back to other arithmetic silently."""
     library, trouble = native_library("target", read_model_config(path("target"), "target"))
     lesser = SimpleNamespace(atts_has_pairs=lambda: 0, atts_forward=library.atts_forward)
     monkeypatch.setattr("atts.local.builder.native_library", lambda *_: (lesser, trouble))

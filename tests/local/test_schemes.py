@@ -1,5 +1,5 @@
-"""Drafting before a step or during it: whatever the scheme, and whenever it changes, the texts are
-the same.
+"""Tests of drafting before or during the target's step: no scheme, and no change of scheme, changes
+a text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
 
 class Changing:
-    """Another scheme every third step."""
+    """A choice that takes another scheme every third step."""
 
     is_contested = True
 
@@ -48,7 +48,7 @@ class Changing:
 
 @pytest.mark.parametrize("has_exit", [False, True])
 @pytest.mark.parametrize("transport", [InlineTransport, DrafterProcess])
-def test_schemes_that_change_change_no_token(
+def test_changing_schemes_changes_no_token(
     transport: Any,
     has_exit: bool,
     make_model: Make,
@@ -56,10 +56,10 @@ def test_schemes_that_change_change_no_token(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ids, ends and log-probabilities to the bit; every scheme has its turn, inline or in another
+    """Ids, ends and log-probabilities are equal to the bit for all schemes, in this or another
     process.
 
-    Mirror is among them where the target has a trained exit; the drafter has heads, which it alone
+    Mirror is among them if the target has a trained exit; the drafter has heads, which only Mirror
     uses.
     """
     folder = make_model("llama")
@@ -90,16 +90,16 @@ def test_schemes_that_change_change_no_token(
     assert overlap is not None
     asked = overlap.hits + overlap.misses
     if transport is DrafterProcess:
-        # A scheme lasts three steps: the second finds the process late, or gives it a guess to
+        # A scheme lasts three steps; at the second the process is late, or has a guess to
         # check.
         asked += overlap.late
     assert asked > 0
 
 
-def test_only_what_is_left_open_is_learned(
+def test_only_an_open_choice_of_scheme_is_learned(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A number of tokens, another word or a single core leave it at drafts before the step."""
+    """A fixed number of tokens, a named scheme or a single core leaves drafts before the step."""
     made = list[AdaptiveDrafting]()
 
     def make(*args: Any, **ways: Any) -> AdaptiveDrafting:
@@ -118,10 +118,10 @@ def test_only_what_is_left_open_is_learned(
     assert len(made) == 1
 
 
-def test_a_drafter_that_does_not_end_is_left(
+def test_a_drafter_that_does_not_end_is_abandoned(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said, and the texts are what they are."""
+    """It is reported, and the texts do not change."""
 
     class Stuck(InlineTransport):
         def wait(self, seconds: float) -> bool:
@@ -140,7 +140,7 @@ def test_a_drafter_that_does_not_end_is_left(
 def test_a_late_job_makes_no_other_scheme_late(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scheme's first job is waited for, whatever the scheme before it left behind."""
+    """The first job of a scheme is waited for, whatever the scheme before it left behind."""
     waits = list[float]()
 
     class Late(InlineTransport):
@@ -158,9 +158,9 @@ def test_a_late_job_makes_no_other_scheme_late(
     assert min(first) > 0
 
 
-def test_what_is_but_tried_counts_for_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with lengths on trial do not say that drafts before a step pay, so nothing else is
-    tried for them.
+def test_trial_lengths_count_for_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with lengths on trial do not show that drafts pay, so no other scheme is tried for
+    them.
     """
     seen = list[int]()
     trials = iter((True, False, True))

@@ -1,4 +1,4 @@
-"""Speculation changes how many steps are taken, and not one token or bit of what is written."""
+"""Tests that speculation changes the number of steps, and no token or bit of the text."""
 
 from __future__ import annotations
 
@@ -40,11 +40,9 @@ MIXED = (Sampling(0.0), Sampling(0.8))
 
 
 @pytest.mark.parametrize("count", [1, 14])
-def test_whatever_is_proposed_the_text_is_that_of_plain_decoding(
-    count: int, make_model: Make
-) -> None:
-    """Ids, ends and log-probabilities are equal to the bit for all sampling settings, side by side,
-    with any number of proposals.
+def test_proposals_never_change_the_text(count: int, make_model: Make) -> None:
+    """Ids, ends and log-probabilities equal plain decoding to the bit, for all sampling settings
+    and lengths.
     """
     folder = make_model("llama")
     orders = requests(count)
@@ -74,9 +72,7 @@ def test_whatever_is_proposed_the_text_is_that_of_plain_decoding(
 def test_lengths_chosen_by_goodput_change_no_token(
     count: int, make_model: Make, near: Path
 ) -> None:
-    """With `k=auto`, whatever this machine takes for its steps; what was chosen and expected is in
-    the counters.
-    """
+    """This holds for `k=auto` with any step times, and the counters have the choices and forecasts."""
     folder = make_model("llama")
     orders = requests(count, 60)
     plain = run(folder, [orders])
@@ -96,8 +92,10 @@ def test_lengths_chosen_by_goodput_change_no_token(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 32])
-def test_the_long_sweep(family: str, count: int, make_model: Make, near: Path) -> None:
-    """Texts agree for every family, number of sequences, number of tokens and proposer."""
+def test_a_long_sweep_of_settings_changes_no_token(
+    family: str, count: int, make_model: Make, near: Path
+) -> None:
+    """It covers each architecture, number of sequences, number of tokens and proposer."""
     folder = make_model(family)
     orders = requests(count, 60)
     plain = run(folder, [orders])
@@ -110,9 +108,9 @@ def test_the_long_sweep(family: str, count: int, make_model: Make, near: Path) -
 
 
 @pytest.mark.parametrize("way", ["draft", "suffix", "auto"])
-def test_every_proposer_leaves_the_text_as_it_is(way: str, make_model: Make, near: Path) -> None:
-    """A draft model, what was written before, and the better of them; with hints from another run
-    as well.
+def test_no_proposer_changes_the_text(way: str, make_model: Make, near: Path) -> None:
+    """The proposers are a draft model, text lookup and the better of them, also with hints of
+    another run.
     """
     folder = make_model("llama")
     orders = requests(9, 40)
@@ -140,7 +138,7 @@ def storm(
     laws: Sequence[Sampling] = MIXED,
     **ways: Any,
 ) -> Driven:
-    """Run two waves of requests, some of them cancelled, in a cache of so many slots."""
+    """Run two waves of requests, some of them cancelled, in a cache of this many slots."""
     orders = requests(8, 40, laws)
     late = [replace(order, request_id=order.request_id + 20) for order in orders]
     script: list[list[Command]] = [[*orders], *[[]] * 9, [*late, Cancel(3)], [Cancel(24)]]
@@ -156,10 +154,8 @@ def storm(
 
 
 @pytest.mark.parametrize("room", [4096, 220])
-def test_a_drafter_that_is_the_target_is_always_right(room: int, make_model: Make) -> None:
-    """Its cache follows every rollback, shared prompt and pre-emption: one stale key or wrong
-    position would show.
-    """
+def test_a_drafter_equal_to_the_target_is_always_accepted(room: int, make_model: Make) -> None:
+    """Its cache follows every rollback, shared prompt and pre-emption; one stale key would show."""
     assert is_always_right(make_model("llama"), room)
 
 
@@ -197,15 +193,11 @@ def is_always_right(folder: Path, room: int) -> bool:
         patch.setattr(Proposals, "_checked", lambda self, ask, proposal: proposal)
         storm(folder, folder, room, (Sampling(3.0),))
     assert len(missing) > 15
-    return sum(missing) <= 2  # but for a near tie of two ways to compute
+    return sum(missing) <= 2  # except for a near tie between two ways to compute
 
 
-def test_tokens_drafted_in_one_call_are_those_of_one_step_each(
-    make_model: Make, near: Path
-) -> None:
-    """Rooms that differ, texts that come and go, slots that run short: the same proposals, so the
-    same counters.
-    """
+def test_one_call_drafts_the_tokens_of_single_steps(make_model: Make, near: Path) -> None:
+    """With texts that come and go and scarce slots, proposals and counters are the same."""
     folder = make_model("llama")
     drafts = list[list[TokenIds]]()
     propose = ModelDrafter.propose
@@ -230,9 +222,9 @@ def test_tokens_drafted_in_one_call_are_those_of_one_step_each(
 
 
 @pytest.mark.parametrize("room", [70, 140, 300])
-def test_nothing_is_lost_when_slots_run_short(room: int, make_model: Make, near: Path) -> None:
-    """Pre-emption, eviction and cancelled calls; a text that is computed again in larger pieces may
-    move by 1e-5.
+def test_speculation_survives_scarce_slots(room: int, make_model: Make, near: Path) -> None:
+    """Pre-emption, eviction and cancellation lose nothing; a text computed again in larger pieces
+    may move by 1e-5.
     """
     folder = make_model("llama")
     plain = storm(folder, None, 4096)
@@ -250,7 +242,7 @@ def test_nothing_is_lost_when_slots_run_short(room: int, make_model: Make, near:
     assert done.stats.kv_used <= room
 
 
-def test_proposals_preempt_nobody(make_model: Make, near: Path) -> None:
+def test_proposals_cause_no_preemption(make_model: Make, near: Path) -> None:
     """Fewer tokens are proposed when the cache fills, so pre-emptions are no more than without
     proposals.
     """
@@ -262,10 +254,8 @@ def test_proposals_preempt_nobody(make_model: Make, near: Path) -> None:
         assert done.stats.preempted <= plain.stats.preempted
 
 
-def test_what_is_cached_afterwards_is_right(make_model: Make, near: Path) -> None:
-    """Texts that continue where speculation ended are those of an engine that never saw it, and so
-    are their scores.
-    """
+def test_the_cache_is_correct_after_speculation(make_model: Make, near: Path) -> None:
+    """Texts and scores that continue after speculation equal those of an engine without it."""
     folder = make_model("llama")
     first = run(folder, [[*requests(4, 30)]], None, 6, near)
     again: list[Command] = [
@@ -294,8 +284,8 @@ def test_what_is_cached_afterwards_is_right(make_model: Make, near: Path) -> Non
 
 
 def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
-    """Run texts that end at a string, an id, a limit or an end token, plainly and with correct
-    proposals beyond the end.
+    """Run texts that end at a string, an id, a limit or an end token, without and with proposals
+    beyond the end.
     """
     pieces = config_of(folder).pieces
     whole = requests(8, 30, (Sampling(0.9), Sampling(0.0)))
@@ -321,10 +311,8 @@ def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
 
 
 @pytest.mark.parametrize("k", [2, 7])
-def test_texts_end_inside_a_proposal_where_they_end_without(k: int, make_model: Make) -> None:
-    """They end at a token limit, a stop id, a stop string across tokens or an end token, and
-    nothing after it is kept.
-    """
+def test_a_text_ends_inside_a_proposal_as_without_it(k: int, make_model: Make) -> None:
+    """It ends at a token limit, stop id, stop string or end token, and nothing after it is kept."""
     plain, done = ended_within(make_model("llama"), k)
     ends = {reply.ended for reply in plain.replies.values() if isinstance(reply, SampleReply)}
     assert ends == {"length", "delimiter", "end"}
@@ -334,7 +322,7 @@ def test_texts_end_inside_a_proposal_where_they_end_without(k: int, make_model: 
 
 
 class Learning(AnyLength):
-    """Keeps the rounds that it observes."""
+    """A choice of lengths that records the rounds it observes."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most, most)
@@ -343,14 +331,12 @@ class Learning(AnyLength):
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> None:
-        """Keep the rounds of every step."""
+        """Record the rounds of every step."""
         self.rounds += rounds
 
 
-def test_what_is_proposed_beyond_the_room_counts_for_nothing(make_model: Make) -> None:
-    """A proposer that does not look at it changes no text, and lengths learn of no more tokens than
-    they chose.
-    """
+def test_proposals_beyond_the_limit_are_ignored(make_model: Make) -> None:
+    """A proposer that exceeds its limit changes no text, and only chosen tokens are learned from."""
 
     class Lavish(Proposer):
         def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
@@ -364,8 +350,8 @@ def test_what_is_proposed_beyond_the_room_counts_for_nothing(make_model: Make) -
     assert lengths.rounds
 
 
-def test_a_proposal_cut_to_nothing_is_learnt_of(make_model: Make) -> None:
-    """It took its time, and its first place fell; no step fed a token of it."""
+def test_a_proposal_cut_to_nothing_counts_as_rejected(make_model: Make) -> None:
+    """It took time and its first token failed, although no step fed a token of it."""
 
     class Unknown(Proposer):
         def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
@@ -389,8 +375,8 @@ def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
 
 
 def begun(folder: Path) -> bool:
-    """Return whether requests with a given beginning are answered with the rest, stop strings
-    across the seam included.
+    """Return whether requests with a given beginning are continued, stop strings across the seam
+    included.
     """
     pieces = config_of(folder).pieces
     orders = requests(6, 20, (Sampling(0.9), Sampling(0.7, top_p=0.9)))
@@ -418,8 +404,8 @@ def begun(folder: Path) -> bool:
     return goes_on and all(len(answers[key]) == 1 for key in stops)
 
 
-def test_a_text_that_was_begun_elsewhere_is_gone_on_with(make_model: Make) -> None:
-    """The same positions have the same uniforms, and stop strings that began before still end the
+def test_a_text_begun_by_another_engine_is_continued(make_model: Make) -> None:
+    """Equal positions have equal uniform numbers, and stop strings that began before still end the
     text.
     """
     assert begun(make_model("llama"))
@@ -434,7 +420,7 @@ class Unknown(Proposer):
 
 
 class Broken(Proposer):
-    """Fails when it is asked."""
+    """A proposer that fails when it is asked."""
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
         """Fail."""
@@ -442,11 +428,11 @@ class Broken(Proposer):
 
 
 class Silent(Proposer):
-    """Knows nothing."""
+    """A proposer that proposes nothing."""
 
 
 def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path) -> None:
-    """The reason is in the counters, and is gone once something was proposed."""
+    """The reason is in the counters, and disappears once something was proposed."""
     folder = make_model("llama")
     orders = [requests(3)]
     short = make_model("llama", max_position_embeddings=14)
@@ -470,7 +456,7 @@ def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path
 
 
 def test_overlapped_drafts_that_never_came_in_time_say_so() -> None:
-    """Late and wrong guesses have a reason each; a hit has none."""
+    """Late and wrong guesses have different reasons, and a hit has none."""
     assert OverlapStats(late=3).silence == "no draft was done when the target's step ended"
     assert OverlapStats(misses=2, late=3).silence == "none of 2 outcomes had been guessed"
     assert OverlapStats(hits=1, misses=2).silence == ""

@@ -1,4 +1,4 @@
-"""Speculation in whole engines: other kernels, workers, ratio tests, and what goes wrong."""
+"""Tests of speculation in whole engines: other kernels, workers, ratio tests, and failures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HERE: dict[str, Any] = {
 def test_in_torch_only_near_ties_may_differ(
     family: str, changes: dict[str, Any], make_model: Make
 ) -> None:
-    """Rows of one sequence are one masked batch there; log-probabilities stay within 1e-4."""
+    """In torch, rows of one sequence are a masked batch, so log-probabilities agree within 1e-4."""
     folder = make_model(family, **changes)
     orders = requests(7)
     plain = run(folder, [orders], kernel="torch")
@@ -109,14 +109,14 @@ async def test_an_engine_with_a_drafter_answers_as_one_without(
         ("openai:https://host/v1/M?k=4", "for models of this machine"),
     ],
 )
-def test_words_that_cannot_be_are_refused_before_anything_runs(words: str, problem: str) -> None:
-    """Each says what is wrong."""
+def test_impossible_speculation_options_are_refused(words: str, problem: str) -> None:
+    """Each error says what is wrong before anything runs."""
     with pytest.raises(OptionError, match=problem):
         build_engine(words, "target")
 
 
-def test_words_for_speculation_are_understood() -> None:
-    """A drafter named as engines are; "auto" is a number of tokens too."""
+def test_speculation_options_are_parsed() -> None:
+    """A drafter is named as engines are, and "auto" is a number of tokens too."""
     engine: Any = build_engine(
         "embedded:target?drafter=embedded:draft&speculate=auto&k=auto", "target"
     )
@@ -131,7 +131,7 @@ def test_words_for_speculation_are_understood() -> None:
 
 @pytest.mark.anyio
 async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_path: Path) -> None:
-    """Its ids have other meanings."""
+    """Its token ids have other meanings."""
     from transformers import AutoTokenizer
 
     source = make_model("llama")
@@ -151,7 +151,7 @@ async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_p
 def test_a_drafter_without_room_for_its_cache_is_refused(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says whose cache it is that does not fit."""
+    """The error says whose cache does not fit."""
 
     def scarce(config: Any, dtype: Any, device: Any, least: int | None = None) -> Any:
         if config.name == "tiny" and least is not None:
@@ -167,7 +167,7 @@ def test_a_drafter_without_room_for_its_cache_is_refused(
 
 
 class Failing(Proposer):
-    """Proposes once, then fails."""
+    """A proposer that proposes once and then fails."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -180,8 +180,8 @@ class Failing(Proposer):
         return [TokenProposal((10**9, -5, 3)) for _ in asks]
 
 
-def test_a_proposer_that_fails_is_asked_no_more(make_model: Make) -> None:
-    """The texts are what they are, ids that are none are dropped, and it is said why nothing is
+def test_a_failing_proposer_is_not_asked_again(make_model: Make) -> None:
+    """Texts do not change, impossible ids are dropped, and the counters say why nothing is
     proposed.
     """
     plain = run(make_model("llama"), [requests(3)])
@@ -194,12 +194,10 @@ def test_a_proposer_that_fails_is_asked_no_more(make_model: Make) -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("a kernel broke")], ids=["memory", "broken"]
 )
-def test_a_step_that_breaks_is_tried_without_proposals(
+def test_a_failed_step_is_repeated_without_proposals(
     error: Exception, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No caller hears of it, and no text changes; where memory ran out, proposals are shorter
-    afterwards.
-    """
+    """No caller notices and no text changes; after a lack of memory, proposals are shorter."""
     orders = requests(4)
     compute = StepLoop._run  # pyright: ignore[reportPrivateUsage]
     seen = list[int]()
@@ -219,8 +217,8 @@ def test_a_step_that_breaks_is_tried_without_proposals(
     assert (2 in seen) == isinstance(error, MemoryError)
 
 
-def test_company_changes_no_bit(make_model: Make) -> None:
-    """A request's log-probabilities are the same next to others that filter tokens, and alone."""
+def test_log_probabilities_do_not_depend_on_the_batch(make_model: Make) -> None:
+    """A request gets the same values alone and next to requests that filter tokens."""
     order = Submit(1, SampleRequest(ids_of(1, 12), 20, Sampling(0.7), Seed(1)))
     other = Submit(2, SampleRequest(ids_of(2, 12), 20, Sampling(0.7, top_k=9, min_p=0.01), Seed(2)))
     alone = run(make_model("llama"), [[order]])
@@ -228,8 +226,8 @@ def test_company_changes_no_bit(make_model: Make) -> None:
     assert alone.replies[1] == beside.replies[1]
 
 
-def test_a_text_is_found_to_be_the_same_however_it_is_cut(make_model: Make, near: Path) -> None:
-    """Requests that come and go at random steps, with another number of tokens each step."""
+def test_texts_do_not_depend_on_how_steps_cut_them(make_model: Make, near: Path) -> None:
+    """Requests come and go at random steps, with another number of tokens each step."""
     shuffled = random.Random(4)
     orders: list[Any] = list(requests(20, 20))
     steps: list[list[Any]] = [[] for _ in range(15)]
@@ -242,10 +240,10 @@ def test_a_text_is_found_to_be_the_same_however_it_is_cut(make_model: Make, near
     assert plain.stats.sampled_tokens == done.stats.sampled_tokens
 
 
-def test_choosing_and_learning_are_no_part_of_what_a_step_takes(
+def test_time_spent_on_choosing_lengths_is_not_step_time(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are dear in the few steps that are looked at closely, which stand for all."""
+    """Choosing and learning are slow in the few steps that are measured, which represent all steps."""
     now = [0.0]
     told = list[tuple[float, float]]()
 
@@ -266,10 +264,10 @@ def test_choosing_and_learning_are_no_part_of_what_a_step_takes(
     assert set(told) == {(0, 0)}
 
 
-def test_what_is_done_between_two_steps_is_part_of_what_the_second_takes(
+def test_work_between_two_steps_counts_for_the_second(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plans, replies and reports are as dear a step with one token as with nine."""
+    """Planning, replies and reports cost as much for a step with one token as with nine."""
     now = [0.0]
     told = list[float]()
     plan = Scheduler.schedule
@@ -294,10 +292,10 @@ def test_what_is_done_between_two_steps_is_part_of_what_the_second_takes(
     assert told[-1] < told[9]
 
 
-def test_a_wait_for_requests_is_no_part_of_a_step(
+def test_waiting_for_requests_is_not_step_time(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first wait of all is not counted either."""
+    """This holds for the very first wait too."""
     now = [0.0]
     told = list[float]()
     take = Script.take
@@ -325,7 +323,7 @@ def test_a_wait_for_requests_is_no_part_of_a_step(
     assert set(told) == {0, 5}
 
 
-def test_a_step_that_is_tried_again_teaches_nothing(
+def test_a_repeated_step_is_not_learned_from(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its time is that of two steps, and its missing verification says nothing about proposers."""

@@ -1,6 +1,4 @@
-"""Models whose ranges of layers are in processes of their own: the same bits, and an outage is
-reported.
-"""
+"""Tests of models whose layers are in several processes: the same bits, and reported outages."""
 
 # pyright: reportPrivateUsage=false
 
@@ -66,7 +64,7 @@ def crowd() -> list[list[Command]]:
 
 
 class StageHere:
-    """A stage in this process, which is quicker to start; it may be gone from some message on."""
+    """A stage in this process, which starts faster; it may fail from a given message on."""
 
     made: ClassVar[list[StageHere]] = []
 
@@ -92,7 +90,7 @@ class StageHere:
         self.answers.append(self.server.answer(pickle.loads(pickle.dumps(message))))
 
     def take(self) -> Any:
-        """Take it; one that is gone meanwhile has none."""
+        """Return the reply; a stage that failed meanwhile has none."""
         if self.heard == self.ends:
             raise EngineUnavailable("m", "gone")
         return self.answers.pop()
@@ -103,8 +101,8 @@ class StageHere:
 
     @staticmethod
     def ready(stages: Sequence[StageHere], seconds: float | None) -> list[StageHere]:
-        """Return the stages that have answered; a closed stage cannot be asked, as a closed pipe
-        cannot.
+        """Return the stages that have answered; a closed stage cannot be asked, as with a closed
+        pipe.
         """
         assert not any(each.is_closed for each in stages)
         return [each for each in stages if each.answers]
@@ -122,14 +120,15 @@ def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
     ("family", "kernel", "stages"),
     [("llama", "native", 3), ("gemma2", "torch", 2), ("qwen3", "native", 2)],
 )
-def test_stages_say_what_one_process_says(
+def test_stages_give_the_replies_of_one_process(
     family: str, kernel: str, stages: int, here: type[StageHere], make_model: Make, drive: Any
 ) -> None:
-    """Bit for bit, where there is too little room for all, and some leave on the way."""
+    """Replies are equal to the bit, also if memory is scarce and requests are cancelled."""
     folder = make_model(family, eos_token_id=None)
     settings = {"kernel": kernel, "kv_tokens": 200, "max_batch": 8, "stage_steps": 1}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as a loop's thread does: torch sums by the number of threads
+    # as in a loop's thread, because torch's sums depend on the number of threads
+    torch.set_num_threads(1)
     alone, staged = (drive(folder, crowd(), **settings, stages=count) for count in (1, stages))
     torch.set_num_threads(threads)
     assert alone.stats.preempted > 0
@@ -140,11 +139,11 @@ def test_stages_say_what_one_process_says(
 
 
 @pytest.mark.parametrize("steps", [2, 3, 5])
-def test_steps_under_way_change_no_bit(
+def test_several_steps_in_flight_change_no_bit(
     steps: int, here: type[StageHere], make_model: Make, drive: Any
 ) -> None:
-    """Several at once, as long as no cached prompt is lost; where room is scarce all are answered
-    all the same.
+    """This holds as long as no cached prompt is evicted; if memory is scarce all requests are still
+    answered.
     """
     folder = make_model("llama", eos_token_id=None)
     alone = drive(folder, crowd(), kernel="native", chunk_tokens=1024)
@@ -185,7 +184,7 @@ def setup_of(folder: Path, layers: range) -> StageSetup:
 
 
 def stage_processes() -> dict[int, bytes]:
-    """Return the stages of this process's engines, by their places in the pipeline."""
+    """Return the stages of this process's engines, by their positions in the pipeline."""
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
     children = sorted(
         int(pid) for path in lists if path.is_file() for pid in path.read_text().split()
@@ -203,8 +202,8 @@ def stage_processes() -> dict[int, bytes]:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("replicas", ["1", "2"])
 async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: Make) -> None:
-    """While one is left that has its layers no caller notices; then waiting callers get an error,
-    and opened again it continues.
+    """While another stage has its layers no caller notices; then callers get an error, and a
+    reopened engine continues.
     """
     options = {**HERE, "stages": 2, "stage_replicas": replicas}
     engine = engine_of(make_model("llama", eos_token_id=None), name="m", **options)
@@ -228,12 +227,12 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
             ]
             await collect(calls)
             assert {done.ids[:60] for done in found} == {wanted.ids}
-            with anyio.fail_after(60):  # another begins in its place
+            with anyio.fail_after(60):  # another stage is started in its place
                 while len(stage_processes()) < 2:
                     await engine.sample(ask)
 
         async def outage() -> None:
-            while True:  # as often as they are replaced
+            while True:  # killed as often as stages are replaced
                 for pid in stage_processes():
                     os.kill(pid, signal.SIGKILL)
                 assert (await engine.sample(ask)).ids == wanted.ids
@@ -252,8 +251,8 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_stages_keep_every_promise(make_model: Make) -> None:
-    """They pass the conformance suite, with the loop in a process as well."""
+async def test_stages_pass_the_conformance_suite(make_model: Make) -> None:
+    """They pass with the loop in a process as well."""
     folder = make_model("llama")
     await check_engine(
         lambda: engine_of(folder, **{**HERE, "worker": "process", "kv_tokens": 8192})
@@ -262,11 +261,11 @@ async def test_stages_keep_every_promise(make_model: Make) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_what_cannot_be_loaded_or_divided_is_told(
+async def test_impossible_stages_are_refused(
     here: type[StageHere], make_model: Make, tmp_path: Path
 ) -> None:
-    """A weight that a later stage lacks, more stages than layers, what stages cannot be combined
-    with.
+    """A missing weight of a later stage, more stages than layers, and incompatible options are
+    errors.
     """
     from safetensors.torch import load_file, save_file
 
@@ -292,13 +291,11 @@ async def test_what_cannot_be_loaded_or_divided_is_told(
 
 @pytest.mark.parametrize(("family", "proposed"), [("llama", 0), ("llama", 3), ("qwen3", 0)])
 @pytest.mark.parametrize("seed", range(3))
-def test_replicas_of_a_stage_say_what_one_says(
+def test_replicas_of_a_stage_give_the_same_bits(
     family: str, proposed: int, seed: int, here: type[StageHere], make_model: Make, near: Path, drive: Any,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """The replies agree to the bit for any choice of replica in each step, and after most replicas
-    are gone.
-    """
+    """This holds for any choice of replica in each step, and after most replicas are gone."""
     folder = make_model(family, eos_token_id=None, num_hidden_layers=5)
     rng = random.Random(seed)
     settings: dict[str, Any] = {
@@ -343,9 +340,9 @@ def test_replicas_of_a_stage_say_what_one_says(
     assert all(stage.kinds["steps"] > 5 for stage in here.made[5:])
 
 
-def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
-    """Any missing rows are recomputed as they were fed: long runs, short ones, single rows, and
-    parts of runs.
+def test_recomputed_rows_are_equal_to_the_bit(make_model: Make) -> None:
+    """Missing rows are recomputed as they were fed: long runs, short ones, single rows, and parts
+    of runs.
     """
     setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5))
     one, two = (build_stage(setup) for _ in range(2))
@@ -370,9 +367,9 @@ def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
         assert torch.equal(cache[:, :, : fed + 1], copied[:, :, : fed + 1])
 
 
-def test_keys_and_values_are_brought_whatever_is_heard_meanwhile(make_model: Make) -> None:
-    """The worker that is asked for them may first report that a step broke, so that its contents
-    are unknown.
+def test_keys_and_values_are_moved_despite_a_failed_step(make_model: Make) -> None:
+    """The worker that has them may first report that a step failed, so that its contents are
+    unknown.
     """
     kept = KvResidency(3, 64, 8)
     costs = StageCosts(setup_of(make_model("llama"), range(1, 3)))
@@ -393,7 +390,7 @@ def test_keys_and_values_are_brought_whatever_is_heard_meanwhile(make_model: Mak
 
 
 def run_of(first: int, number: int) -> StepBatch:
-    """Make a step in which one sequence, in the slots from 1 on, feeds so many rows and requests
+    """Make a step in which one sequence, in the slots from 1 on, feeds these rows and requests
     none.
     """
     at = np.arange(first, first + number)
@@ -409,7 +406,7 @@ def run_of(first: int, number: int) -> StepBatch:
 
 
 @pytest.mark.parametrize(("error", "shrunk"), [(ValueError("odd"), 0), (MemoryError(), 1)])
-def test_a_step_that_breaks_in_a_stage_is_tried_again(
+def test_a_step_that_fails_in_a_stage_is_repeated(
     error: Exception,
     shrunk: int,
     here: type[StageHere],
@@ -417,9 +414,7 @@ def test_a_step_that_breaks_in_a_stage_is_tried_again(
     drive: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The step of a failed replica is repeated in smaller steps, and its partial results are not
-    used.
-    """
+    """It is repeated in smaller steps, and its partial results are not used."""
     folder = make_model("llama", eos_token_id=None)
     through = NativeModel.through
     calls = count()
@@ -439,8 +434,8 @@ def test_a_step_that_breaks_in_a_stage_is_tried_again(
     assert next(calls) > 60
 
 
-def test_a_tokenizer_goes_into_another_process(make_model: Make) -> None:
-    """An actor sends it in this way to the process that asks."""
+def test_a_tokenizer_can_be_pickled(make_model: Make) -> None:
+    """A Ray actor sends it in this way to the process that asks."""
     tokenizer = ModelTokenizer(make_model("llama"), "m")
     again = pickle.loads(pickle.dumps(tokenizer))
     messages = [Message("user", "the step is done")]
@@ -449,7 +444,7 @@ def test_a_tokenizer_goes_into_another_process(make_model: Make) -> None:
 
 
 def test_layers_are_divided_by_bytes(make_model: Make) -> None:
-    """The first stage has the words as well, and so fewer layers; every layer is in one stage."""
+    """The first stage also has the embedding, so it gets fewer layers; each layer is in one stage."""
     config = setup_of(make_model("llama"), range(3)).config
     sizes = (8, 320, [4, 4]), (8, 2000, [2, 6]), (9, 90_000, [1, 4, 4]), (3, 10, [1, 1, 1])
     for layers, words, wanted in sizes:

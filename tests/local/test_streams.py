@@ -1,5 +1,5 @@
-"""Streaming heads: several tokens a pass of the drafter, which itself puts right what they got
-wrong.
+"""Tests of streaming heads: the drafter writes several tokens a pass, and corrects their errors
+itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
 
 def with_heads(folder: Path, **changes: Any) -> Path:
-    """Copy a drafter, and put two random heads next to the copy, apart from the changes."""
+    """Copy a drafter and put two random heads next to the copy, separate from the changes."""
     width = read_model_config(folder, "tiny").hidden_size
     parts = {"down.0": torch.randn(5, 2 * width), "up.0": torch.randn(width, 5)}
     parts |= {"down.1": torch.randn(4, 3 * width), "up.1": torch.randn(width, 4)}
@@ -36,11 +36,11 @@ def with_heads(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong", "random"])
-def test_streams_cost_passes_and_never_a_token(
+def test_streaming_heads_change_no_token(
     kind: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drafter that is its target: right heads save passes, and wrong ones are found out by the
-    pass after.
+    """With a drafter equal to its target, correct heads save passes, and wrong ones are found by
+    the next pass.
     """
     folder = with_heads(make_model("llama", vocab_size=320, num_hidden_layers=2))
     orders = requests(2, 40, HOT)
@@ -79,7 +79,7 @@ def test_streams_cost_passes_and_never_a_token(
 
 @pytest.mark.parametrize("changes", [{"down.0": torch.ones(5, 7)}, {"up.1": torch.ones(3, 4)}])
 def test_heads_of_another_model_are_refused(changes: dict[str, Any], make_model: Make) -> None:
-    """With their file's name, and what to do."""
+    """The error has the file's name and a remedy."""
     folder = make_model("llama", num_hidden_layers=2, vocab_size=321)
     with pytest.raises(ModelLoadError, match="made for another model") as raised:
         run(folder, [requests(1)], None, 4, with_heads(folder, **changes), speculate="mirror")
@@ -91,11 +91,11 @@ def test_heads_of_another_model_are_refused(changes: dict[str, Any], make_model:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_the_shipped_heads_save_passes_and_keep_what_stands(
+async def test_the_shipped_heads_save_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The embedded pair's texts are unchanged, with at most 0.6 passes a token and 0.97 of the
-    acceptance without heads.
+    acceptance.
     """
     settings: dict[str, Any] = {
         "worker": "thread",

@@ -1,4 +1,6 @@
-"""The arithmetic benchmark: graded, reproducible, right, and split without overlap."""
+"""Tests of the generated arithmetic benchmark: correct, reproducible, graded by level, and split
+without overlap.
+"""
 
 import re
 from itertools import islice
@@ -33,7 +35,7 @@ def test_every_exercise_lies_in_the_split_its_operations_name(split: str) -> Non
 
 
 def test_wording_does_not_move_a_computation_to_another_split() -> None:
-    """Two exercises with the same operations share a canonical form, so they share a split."""
+    """Two exercises with the same operations share a canonical form, so they are in one split."""
     by_form: dict[str, set[str]] = {}
     for exercise in islice(stream("train", seed=5, levels=(1,)), 6000):
         by_form.setdefault(exercise.canonical, set()).add(exercise.text)
@@ -69,20 +71,18 @@ def test_every_number_stays_within_the_limit(many: list[Exercise]) -> None:
 
 
 def test_every_equation_of_every_solution_holds(many: list[Exercise]) -> None:
-    """Each `=` of each worked line joins equal values, and every step's result is used or asked
-    for.
-    """
+    """Both sides of each `=` are equal, and each result is used later or is the answer."""
     for exercise in many:
         for chunk in exercise.chunks[:-1]:
             line = re.search(r"\d+ [-+*/] \d+( = [\d +*/-]*\d)+", chunk)
             assert line is not None
             sides = line.group().split(" = ")
-            # digits and signs only, by the pattern
+            # safe to evaluate, because the pattern allows only digits and signs
             assert len({eval(side) for side in sides}) == 1, chunk
 
 
-def test_expressions_have_the_value_their_solution_boxes(many: list[Exercise]) -> None:
-    """The question itself, read by Python, gives the boxed answer."""
+def test_expressions_have_the_value_in_their_solutions_box(many: list[Exercise]) -> None:
+    """Python evaluates the question and gets the boxed answer."""
     found = [exercise for exercise in many if exercise.kind == "expression"]
     assert len(found) > 100
     for exercise in found:
@@ -91,7 +91,7 @@ def test_expressions_have_the_value_their_solution_boxes(many: list[Exercise]) -
         assert exercise.chunks[-1] == f"The answer is \\boxed{{{exercise.answer}}}."
 
 
-def test_variables_have_the_value_their_solution_boxes(many: list[Exercise]) -> None:
+def test_variables_have_the_value_in_their_solutions_box(many: list[Exercise]) -> None:
     for exercise in many:
         if exercise.kind != "variables":
             continue
@@ -102,7 +102,7 @@ def test_variables_have_the_value_their_solution_boxes(many: list[Exercise]) -> 
 
 
 def test_every_number_a_story_starts_from_is_in_its_text(many: list[Exercise]) -> None:
-    """A computation uses numbers of the question or results of earlier steps, nothing else."""
+    """A computation uses only numbers of the question and results of earlier steps."""
     for exercise in many:
         known = {int(found) for found in re.findall(r"\d+", exercise.text)}
         for step in exercise.steps:

@@ -1,6 +1,4 @@
-"""The embedded pair as it is shipped: ordinary model folders, one tokenizer, and skills as
-documented.
-"""
+"""Tests of the embedded pair: usual model folders, one tokenizer, and documented skill."""
 
 import json
 import re
@@ -38,10 +36,10 @@ def _open(name: Embedded) -> Any:
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_what_is_read_without_torch_is_what_transformers_reads(
+def test_configuration_and_tokenizer_equal_those_of_transformers(
     name: Embedded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Configuration and tokenizer, whose digest is in every journal."""
+    """atts reads both without torch, and the tokenizer's digest is in every journal."""
     folder = path(name)
     found = read_model_config(folder, name), ModelTokenizer(folder, name).digest
     assert "transformers" not in type(model_config.read_hf_config(folder, name)).__module__
@@ -60,8 +58,8 @@ WORDS = ("Hello  world\n\n", "3 \u2264 x\u00b2, \u4e2d\u6587 \u2713", "<|end|> 1
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_tokenizers_read_as_transformers_does(name: Embedded) -> None:
-    """Ids, texts and rendered conversations equal those of AutoTokenizer, which we do not need."""
+def test_tokenizers_encode_as_transformers_does(name: Embedded) -> None:
+    """Ids, texts and rendered conversations equal those of AutoTokenizer, which atts does not need."""
     from transformers import AutoTokenizer
 
     ours = ModelTokenizer(path(name), name)
@@ -78,7 +76,7 @@ def test_tokenizers_read_as_transformers_does(name: Embedded) -> None:
 
 
 def test_a_parent_of_engines_loads_no_torch() -> None:
-    """It costs seconds, and is for the children that compute."""
+    """Importing torch takes seconds, and only the child processes that compute need it."""
     code = (
         "import sys, atts; from atts.local.model_config import check_model; from atts.models import path;"
         "check_model(path('draft'), 'it'); print(sys.modules.keys() & {'torch', 'sympy', 'pandas', "
@@ -93,9 +91,9 @@ def test_both_share_one_tokenizer() -> None:
         assert (path("draft") / file).read_bytes() == (path("target") / file).read_bytes()
 
 
-def test_servers_and_laptops_can_take_them() -> None:
-    """The models have head dimension 64, bf16 weights, at least 2,048 positions, and take under 12
-    MB together.
+def test_the_embedded_models_fit_servers_and_laptops() -> None:
+    """They have head dimension 64, bf16 weights and at least 2,048 positions, and take under 12 MB
+    together.
     """
     from safetensors import safe_open
 
@@ -176,9 +174,7 @@ def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
 
 
 def test_the_target_solves_and_the_draft_often_fails(tokenizer: Any) -> None:
-    """A smoke test through the transformers library; the documented accuracies come from
-    scripts/studies.
-    """
+    """This is a quick check through transformers; a study measures the documented accuracies."""
     assert _solved("target", tokenizer, 5) >= 0.8
     assert _solved("draft", tokenizer, 5) >= 0.2
 
@@ -195,7 +191,7 @@ def test_missing_files_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_pair_whose_templates_differ_still_shares_its_tokenizer(tmp_path: Path) -> None:
-    """Real pairs often differ in their chat templates only; their ids can still be exchanged."""
+    """Real pairs often differ only in their chat templates, so their ids can still be exchanged."""
     folder = tmp_path / "other"
     shutil.copytree(path("target"), folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""The trainer keeps its promises: masked errors, gradients that add up, runs that continue where
-they stopped.
+"""Tests of the trainer: errors are not learned, gradients add up, and a stopped training continues
+exactly.
 """
 
 from collections.abc import Iterator
@@ -44,9 +44,7 @@ def test_wrong_chunks_are_wrong_and_chunked(some: list[Exercise]) -> None:
 
 
 def test_nothing_wrong_is_learned(some: list[Exercise]) -> None:
-    """The learned pieces, alarms aside, are the reference solution and the end; errors are never
-    among them.
-    """
+    """Apart from alarms, the learned parts are the reference solution and the end, never an error."""
     random = Random(1)
     flawed = 0
     for exercise in some:
@@ -108,7 +106,7 @@ def test_a_cursor_gives_the_rest_of_the_data(encoder: Any) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, encoder: Any) -> None:
-    """Kill after any kept step: the same weights to the last bit."""
+    """A kill after any saved step leads to the same weights, to the last bit."""
     recipe = pair.Recipe(
         llama.ModelConfig(64, 2, 1, 1, 64),
         steps=4,
@@ -138,8 +136,8 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, enco
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_the_model_is_transformers_llama(tmp_path: Path, encoder: Any) -> None:
-    """Saved and opened by the transformers library, it gives the same scores."""
+def test_the_trained_model_scores_as_in_transformers(tmp_path: Path, encoder: Any) -> None:
+    """A saved model that transformers opens gives the same scores."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -154,7 +152,7 @@ def test_the_model_is_transformers_llama(tmp_path: Path, encoder: Any) -> None:
 
 
 def test_texts_come_in_the_order_of_their_prompts() -> None:
-    """Each is what the saved model writes after its own prompt."""
+    """Each text is what the saved model writes after its own prompt."""
     tests = exercises("test", 5, seed=8)
     texts = scored.generate(
         path("target"), [data.prompt(item.text) for item in tests], temperature=0.0, seed=0
@@ -162,9 +160,9 @@ def test_texts_come_in_the_order_of_their_prompts() -> None:
     assert [scored.answer(text) for text in texts] == [item.answer for item in tests]
 
 
-def test_a_relative_is_saved_whole_with_what_it_adds(tmp_path: Path, encoder: Any) -> None:
-    """Adapters are merged, an output matrix of its own has the usual name: transformers reads the
-    same scores.
+def test_a_saved_relative_scores_as_in_transformers(tmp_path: Path, encoder: Any) -> None:
+    """Adapters are merged and a separate output matrix has the usual name, so transformers reads
+    it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -191,6 +189,6 @@ def test_the_first_wrong_chunk_is_found(some: list[Exercise]) -> None:
         place = random.randrange(len(exercise.chunks))
         wrong = data.wrong_chunk(random, exercise, place)
         if place < len(exercise.steps) and f"{exercise.steps[place].operation.worked()}" in wrong:
-            continue  # the wrong person's right computation: wording is free
+            continue  # a correct computation about another person counts, because wording is free
         text = "".join(exercise.chunks[:place]) + wrong + "".join(exercise.chunks[place + 1 :])
         assert scored.first_wrong(exercise, text) == place

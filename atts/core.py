@@ -142,6 +142,9 @@ class ScoreRequest:
     `draw` is the sampling request for what the target writes after `prefix` instead of the suffix,
     should the suffix be rejected. An engine with the capability "draw" samples its first tokens from
     the distributions that it computes for the scores, and returns them in `Scores.beginning`.
+
+    With `entropies`, each number is minus the entropy of the distribution at that token instead of
+    the token's own log-probability: the log-probability that a draw from it has on average.
     """
 
     prefix: TokenIds
@@ -150,6 +153,7 @@ class ScoreRequest:
     priority: int = 0
     turn: int = 0  # turn of the rollout; recorded for timing only
     draw: SampleRequest | None = None  # never changes the scores
+    entropies: bool = False  # for engines with the capability "entropy"
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ def check_engines(
         _check_scorer(target)
     if source == "draft":
         _check_logprobs(draft, "draft", "score kind draft")
+    if source == "entropy":
+        _check_entropies(draft, f"score kind {kind_of(policy.score)}")
     if policy.exact:
         _check_exact(draft, target)
     wants = _wants_logprobs(policy)
@@ -94,6 +96,14 @@ def _check_scorer(target: EngineSpec) -> None:
         "score.kind continuation need no scores"
     )
     raise UnsupportedByEngine(target.name, problem, advice)
+
+
+def _check_entropies(draft: EngineSpec, wants: str) -> None:
+    if "entropy" not in draft.capabilities:
+        problem = f"{draft.engine} does not show its distributions, which {wants} needs"
+        raise UnsupportedByEngine(
+            draft.name, problem, "Use a local draft (hf:MODEL) or one on vLLM, or score.kind draft"
+        )
 
 
 def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:

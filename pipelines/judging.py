@@ -256,6 +256,8 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
         return await _ask(builder, proposal)
     if source == "continuation":
         return await _compare_continuation(builder, proposal)
+    if source == "entropy":
+        return await _read_again(builder, proposal)
     if source == "draft":
         score = score_of(builder.score_rule, (), chunk)
         flaw = "the draft tells no log-probabilities" if math.isnan(score) else ""
@@ -279,6 +281,21 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
         first_rejected=first_rejected,
         beginning=scores.beginning,
     )
+
+
+async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
+    """Return the proposal with the score that the draft's entropies give, once it reads its chunk."""
+    chunk = proposal.chunk
+    request = ScoreRequest(
+        builder.ids("draft"), chunk.draft_ids, builder.name, turn=builder.turn, entropies=True
+    )
+    try:
+        scores = await builder.draft.score(request)
+    except EngineError as error:
+        return replace(proposal, flaw=_excuse(error))
+    read = max(0, len(request.prefix) + len(request.suffix) - scores.cached_tokens)
+    builder.count(Usage(draft_prefill_tokens=read, calls=1))
+    return replace(proposal, score=score_of(builder.score_rule, scores.logprobs, chunk))
 
 
 async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:

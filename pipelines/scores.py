@@ -19,19 +19,23 @@ ScoreKind = Literal[
     "byte",
     "speculative",
     "draft",
+    "entropy",
+    "entropy-worst",
     "rating",
     "verdict",
     "continuation",
     "disagreement",
 ]
 SCORE_KINDS: tuple[ScoreKind, ...] = get_args(ScoreKind)
-ScoreSource = Literal["log-probabilities", "draft", "question", "continuation", "votes"]
+ScoreSource = Literal["log-probabilities", "draft", "entropy", "question", "continuation", "votes"]
 """What a score is made of: the target's log-probabilities of the chunk, the draft's own, the
-target's answer to a question about it, what the target writes in its place, or the votes of a
-problem's rollouts.
+entropy of the draft's distributions, the target's answer to a question about the chunk, what the
+target writes in its place, or the votes of a problem's rollouts.
 """
 _SOURCES: Mapping[ScoreKind, ScoreSource] = {
     "draft": "draft",
+    "entropy": "entropy",
+    "entropy-worst": "entropy",
     "rating": "question",
     "verdict": "question",
     "continuation": "continuation",
@@ -44,6 +48,8 @@ _UNITS: Mapping[ScoreKind, str] = {
     "byte": "nats per byte",
     "speculative": "nats per chunk",
     "draft": "nats at the least likely token",
+    "entropy": "nats per token",
+    "entropy-worst": "nats at the least certain token",
     "verdict": "nats",
 }
 """What the logarithm of a score is counted in. The other scores are read as they are."""
@@ -64,6 +70,10 @@ class ScoreRule:
         the length of the chunk.
     draft: one over the chance that the author gave its least likely token. The target reads
         nothing, so the score is free.
+    entropy: the exponential of the mean entropy of the draft's distributions over the chunk: how
+        many next tokens it wavers between. The draft reads its chunk again; the target reads
+        nothing. entropy-worst takes the largest entropy instead of the mean. From a server that
+        lists its likeliest tokens, an entropy is a lower bound.
     rating: 10 less the target's rating of the chunk from 0 to 9, which takes single tokens after it.
     verdict: one over the chance that the target calls the chunk correct, asked in both orders.
     continuation: 2 less the share of words that the chunk's beginning and the target's own
@@ -87,12 +97,12 @@ class ScoreRule:
         """Return the score; nan when a log-probability is, so that no gate can take it for a score.
 
         For "speculative" the differences target - author are given for log-probabilities, for
-        "draft" the author's own; see `score_of`.
+        "draft" the author's own; see `score_of`. For the entropies, minus the entropy at each token.
         """
         assert logprobs, "an engine must refuse to score nothing"
         if self.kind == "byte":
             nll = -math.fsum(logprobs) / max(1, len(text.encode()))
-        elif self.kind in ("worst", "draft"):
+        elif self.kind in ("worst", "draft", "entropy-worst"):
             nll = math.nan if any(map(math.isnan, logprobs)) else -min(logprobs)
         elif self.kind == "speculative":
             nll = math.fsum(

@@ -458,6 +458,6 @@ def _spec(
         engine=_KIND,
         dtype=ready.dtype + ", scores in bfloat16" * rounds_scores,
         rounds_scores=rounds_scores,
-        capabilities=frozenset({"sample", "score", "draw"}),
+        capabilities=frozenset({"sample", "score", "draw", "entropy"}),
         flops_per_token=2.0 * model.matrix_weights,
     )

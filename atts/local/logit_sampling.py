@@ -118,6 +118,18 @@ def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return picked - logits.logsumexp(-1)
 
 
+def negative_entropies(logits: Tensor) -> Tensor:
+    """Return minus the entropy of each row's raw distribution, in nats; NaN where a row holds NaN.
+
+    >>> round(negative_entropies(torch.zeros(1, 4)).exp().item(), 6)
+    0.25
+    """
+    logprobs = logits.double().log_softmax(-1)
+    # an impossible token adds nothing, though its log-probability is infinite
+    masses = logprobs.exp()
+    return torch.where(masses == 0, 0.0, masses * logprobs).sum(-1).float()
+
+
 def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """Return the distribution tokens are drawn from: temperature, then top-k, top-p and min-p.
 

@@ -220,11 +220,11 @@ class Scheduler:
         """Find what the tree has of a waiting request's ids, up to the first token to be scored.
 
         One that also draws besides its text needs the distribution at each place of it, whatever is
-        known of the tokens.
+        known of the tokens. So does one that wants entropies.
         """
         ids = tuple(sequence.ids)
         root = self.tree.root(sequence.kind)
-        if sequence.is_scoring and sequence.drawn is None:
+        if sequence.is_scoring and sequence.drawn is None and not sequence.wants_entropies:
             sequence.begin_scores([])
             match = self.tree.match(ids, len(ids) - 1, root)
             sequence.begin_scores(self.tree.scores(match.node, sequence.first_scored))

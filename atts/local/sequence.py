@@ -76,6 +76,11 @@ class Sequence:
         """Return whether the given ids are to be scored instead of continued."""
         return self.uniforms is None
 
+    @property
+    def wants_entropies(self) -> bool:
+        """Return whether entropies are wanted in the place of log-probabilities."""
+        return isinstance(self.request, ScoreRequest) and self.request.entropies
+
     def begin_scores(self, known: list[float]) -> None:
         """Score from the first token on of which the log-probability is not known."""
         assert isinstance(self.request, ScoreRequest), "only given ids are scored"

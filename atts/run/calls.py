@@ -433,6 +433,8 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
             else ""
         )
         text = f"{role} scores {request.rollout!r} after {len(request.prefix)}{drawn}"
+        if request.entropies:
+            text += " entropies"
         ids = request.prefix + request.suffix
     hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from atts.servers.dialect import (
     LogProbs,
     Rater,
     Scorer,
+    TopScorer,
 )
 from atts.servers.options import RemoteOptions, is_url
 from atts.servers.pool import ReplicaPool
@@ -228,6 +229,9 @@ class RemoteEngine(BaseEngine):
         return await self._trusted(self._requests().sample, request)
 
     async def _score(self, request: ScoreRequest) -> Scores:
+        if request.entropies:
+            lists = await self.top_tokens(request.prefix, request.suffix, _ENTROPY_TOP)
+            return Scores(tuple(-least_entropy(list(row.values())) for row in lists))
         return await self._trusted(self._requests().score, request)
 
     async def top_tokens(
@@ -510,9 +514,27 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
     )
 
 
+_ENTROPY_TOP = 20  # vLLM lists no more unless it is started with --max-logprobs
+
+
+def least_entropy(logprobs: Sequence[float]) -> float:
+    """Return the least entropy that a distribution with these likeliest tokens can have, in nats.
+
+    It is that of a distribution whose other tokens are one.
+
+    >>> round(least_entropy([math.log(0.5), math.log(0.25)]), 4)
+    1.0397
+    """
+    masses = [math.exp(value) for value in logprobs]
+    masses.append(1 - math.fsum(masses))
+    return -math.fsum(mass * math.log(mass) for mass in masses if mass > 0)
+
+
 def claimed_by(dialect: Dialect) -> frozenset[Capability]:
     """Return the most that servers of this dialect can do."""
     capabilities: set[Capability] = {"sample"}
+    if isinstance(dialect, TopScorer):
+        capabilities.add("entropy")
     if isinstance(dialect, Scorer):
         capabilities.add("score")
     if isinstance(dialect, Rater):

@@ -96,6 +96,14 @@ class Distribution:
             return logprob
         return math.log(self.floor) if self._floor_rank(index) < self._floor_ids else -math.inf
 
+    @property
+    def entropy(self) -> float:
+        """Return the entropy in nats."""
+        of_likely = -math.fsum(p * math.log(p) for p in self.probabilities)
+        if self.floor == 0.0:
+            return of_likely
+        return of_likely - self._floor_ids * self.floor * math.log(self.floor)
+
     def draw(self, uniform: float) -> int:
         """Return the token at a uniform in [0, 1): inverse distribution, likely tokens first."""
         target = uniform * self._mass
@@ -518,11 +526,15 @@ class Writer:
         return Completion(kept, tokenizer.decode(kept), ended, (0.0,) * len(kept))
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Return the raw log-probability of every token of the suffix."""
+        """Return the raw log-probability of every token of the suffix, or minus the entropies."""
         state = self._read(request.prefix).copy()
         logprobs: list[float] = []
         for index in request.suffix:
-            logprobs.append(self.model.distribution(state).logprob(index))
+            distribution = self.model.distribution(state)
+            if request.entropies:
+                logprobs.append(-distribution.entropy)
+            else:
+                logprobs.append(distribution.logprob(index))
             self.model.advance(state, index)
         self._states[request.prefix + request.suffix] = state
         return tuple(logprobs)

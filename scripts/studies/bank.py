@@ -1,15 +1,16 @@
 """Record a bank of rollouts of a real pair: the draft's, scored by the target, and what takeovers
 change.
 
-Each problem brings `SAMPLES` rollouts of the draft with the log-probabilities of both models,
-`TARGET_SAMPLES` rollouts of the target alone, the target's verdict on every finished rollout of the
-draft, and an experiment on one of its chunks: the draft finishes the rollout `CONTINUATIONS` times
+Each problem brings `SAMPLES` rollouts of the draft with the log-probabilities of both models and the
+draft's entropies, `TARGET_SAMPLES` rollouts of the target alone, the target's verdict on every
+finished rollout of the draft, and experiments on some of its chunks: the draft finishes the rollout `CONTINUATIONS` times
 after its own chunk, and as often after the target's chunk in its place. The share of correct
 answers after the second less that after the first is the measured advantage of a takeover there.
 
 The bank is a file of JSON lines outside the repository. It is written problem by problem, and the
-same command continues where it ended; with `--rollouts-only` it continues
-with what comparisons of cascades need: the rollouts of both, and no score or takeover.
+same command continues where it ended. It also adds what complete problems lack, because an earlier
+version did not record it or because they were recorded with `--rollouts-only`: the rollouts of both
+models, which comparisons of cascades need, and no score or takeover.
 """
 
 from __future__ import annotations
@@ -93,10 +94,13 @@ def split(names: Sequence[str]) -> Split:
 class Recorder:
     """Makes the records of one problem with a draft and a target that share a tokenizer."""
 
-    def __init__(self, draft: Engine, target: Engine, is_whole: bool = True) -> None:
+    def __init__(
+        self, draft: Engine, target: Engine, is_whole: bool = True, experiments: int = 1
+    ) -> None:
         self.draft = draft
         self.target = target
         self.is_whole = is_whole
+        self.experiments = experiments  # chunks of each problem at which a takeover is measured
         self._system = Policy().system
 
     def prompt(self, problem: Problem) -> TokenIds:
@@ -112,10 +116,40 @@ class Recorder:
         rollouts = await collect([partial(draft, sample) for sample in range(SAMPLES)])
         target = partial(self.written_by_target, problem, prompt)
         others = await collect([partial(target, sample) for sample in range(TARGET_SAMPLES)])
-        experiment: list[dict[str, Any]] = []
-        if self.is_whole:
-            experiment = await self.experiment(problem, prompt, rollouts)
-        return [*rollouts, *others, *experiment]
+        if not self.is_whole:
+            return [*rollouts, *others]
+        return [*rollouts, *others, *await self.takeovers(problem, prompt, rollouts, [])]
+
+    async def missing(
+        self, problem: Problem, recorded: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the records that a complete problem lacks."""
+        prompt = self.prompt(problem)
+        drafts = [one for one in recorded if one["kind"] == "draft"]
+        before = [one for one in recorded if one["kind"] == "takeover"]
+        fields = await collect([partial(self.readings, problem, prompt, one) for one in drafts])
+        records: list[dict[str, Any]] = []
+        for one, more in zip(drafts, fields, strict=True):
+            if more:
+                name = {"kind": "added", "problem": problem.id, "sample": one["sample"]}
+                records.append({**name, "fields": more})
+        return records + await self.takeovers(problem, prompt, drafts, before)
+
+    async def readings(
+        self, problem: Problem, prompt: TokenIds, rollout: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return what both models say of a finished rollout, as far as its record lacks it."""
+        ids = tuple(rollout["ids"])
+        fields: dict[str, Any] = {}
+        if "draft_entropies" not in rollout:
+            read = await self.draft.score(ScoreRequest(prompt, ids, entropies=True))
+            fields["draft_entropies"] = _rounded([-value for value in read.logprobs])
+        if "target_logprobs" not in rollout:
+            scores = await self.target.score(ScoreRequest(prompt, ids))
+            fields["target_logprobs"] = _rounded(scores.logprobs)
+        if "said_correct" not in rollout:
+            fields["said_correct"] = await self.asked(problem, rollout["text"], WHOLE)
+        return fields
 
     async def write(
         self, role: Role, ids: TokenIds, tokens: int, seed: Seed, stop: tuple[str, ...] = ()
@@ -162,9 +196,7 @@ class Recorder:
             "correct": is_right,
         }
         if self.is_whole:
-            scores = await self.target.score(ScoreRequest(prompt, done.ids))
-            record["target_logprobs"] = _rounded(scores.logprobs)
-            record["said_correct"] = await self.asked(problem, done.text, WHOLE)
+            record |= await self.readings(problem, prompt, record)
         return record
 
     async def written_by_target(
@@ -215,16 +247,25 @@ class Recorder:
             given.append((await self.target.score(ScoreRequest(prefix, suffix))).logprobs[0])
         return _rounded(given)
 
-    async def experiment(
-        self, problem: Problem, prompt: TokenIds, rollouts: Sequence[dict[str, Any]]
+    async def takeovers(
+        self,
+        problem: Problem,
+        prompt: TokenIds,
+        rollouts: Sequence[dict[str, Any]],
+        recorded: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Measure what a takeover changes at one chunk of the problem, chosen by its name."""
-        places = [
-            (rollout, index) for rollout in rollouts for index in range(len(rollout["chunks"]) - 1)
-        ]
-        if not places:
-            return []
-        rollout, index = random.Random(f"place {problem.id}").choice(places)
+        """Measure what takeovers change at the problem's chunks, as far as that is not recorded."""
+        measured = {(one["sample"], one["chunk"]) for one in recorded}
+        made: list[dict[str, Any]] = []
+        for rollout, index in places(problem.id, rollouts, self.experiments):
+            if (rollout["sample"], index) not in measured:
+                made.append(await self.experiment(problem, prompt, rollout, index))
+        return made
+
+    async def experiment(
+        self, problem: Problem, prompt: TokenIds, rollout: dict[str, Any], index: int
+    ) -> dict[str, Any]:
+        """Measure what a takeover changes at one chunk."""
         ends = rollout["chunks"]
         begin = ends[index - 1] if index else 0
         ids = tuple(rollout["ids"])
@@ -260,7 +301,7 @@ class Recorder:
         record["kept"] = pairs[0::2]
         record["replaced"] = pairs[1::2]
         record["finished_by_target"] = outcomes[2 * CONTINUATIONS :]
-        return [record]
+        return record
 
     async def finish(
         self,
@@ -293,6 +334,23 @@ STEPWISE = (
 )
 
 
+def places(
+    name: str, rollouts: Sequence[dict[str, Any]], count: int
+) -> list[tuple[dict[str, Any], int]]:
+    """Return the chunks at which takeovers are measured, chosen by the problem's name.
+
+    No rollout's last chunk is among them. More of them begin with the same ones.
+    """
+    left = [(rollout, index) for rollout in rollouts for index in range(len(rollout["chunks"]) - 1)]
+    chosen: list[tuple[dict[str, Any], int]] = []
+    for number in range(min(count, len(left))):
+        # the first name is that of banks with one experiment a problem
+        place = random.Random(f"place {name}" + f" {number}" * (number > 0)).choice(left)
+        left.remove(place)
+        chosen.append(place)
+    return chosen
+
+
 def _rounded(values: Sequence[float]) -> list[float]:
     return [round(value, 4) for value in values]
 
@@ -322,21 +380,59 @@ async def record(
     wanted: Sequence[Problem],
     options: LocalOptions,
     is_whole: bool,
+    experiments: int,
 ) -> None:
-    """Record these problems, some at a time."""
+    """Record these problems, some at a time, or what they lack."""
+    recorded: dict[str, list[dict[str, Any]]] = {}
+    for entry in read(path):
+        recorded.setdefault(entry["problem"], []).append(entry)
+    recorded = {name: merged(records) for name, records in recorded.items()}
     async with (
         LocalEngine(draft, name="draft", options=options) as small,
         LocalEngine(target, name="target", options=options) as large,
     ):
-        recorder = Recorder(small, large, is_whole)
+        recorder = Recorder(small, large, is_whole, experiments)
+
+        async def records(problem: Problem) -> list[dict[str, Any]]:
+            before = recorded.get(problem.id)
+            if before is None:
+                return await recorder.records(problem)
+            return await recorder.missing(problem, before)
+
         for begin in range(0, len(wanted), PROBLEMS_AT_ONCE):
             some = wanted[begin : begin + PROBLEMS_AT_ONCE]
-            answers = await collect([partial(recorder.records, problem) for problem in some])
+            answers = await collect([partial(records, problem) for problem in some])
             lines: list[dict[str, Any]] = []
-            for problem, records in zip(some, answers, strict=True):
-                lines += [*records, {"kind": "complete", "problem": problem.id}]
+            for problem, made in zip(some, answers, strict=True):
+                lines += [*made, {"kind": "complete", "problem": problem.id}]
             append(path, lines)
             say(f"bank: {begin + len(some)} of {len(wanted)} problems recorded")
+
+
+def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a problem's records with what was added to them later."""
+    drafts: dict[int, dict[str, Any]] = {}
+    others: list[dict[str, Any]] = []
+    for record in records:
+        if record["kind"] == "added":
+            drafts[record["sample"]] |= record["fields"]
+        elif record["kind"] == "draft":
+            drafts[record["sample"]] = dict(record)
+        elif record["kind"] != "complete":
+            others.append(record)
+    return [*drafts.values(), *others]
+
+
+def has_everything(records: Sequence[dict[str, Any]], experiments: int) -> bool:
+    """Return whether a problem has every reading, and as many experiments as it has room for."""
+    drafts = [one for one in records if one["kind"] == "draft"]
+    takeovers = [one for one in records if one["kind"] == "takeover"]
+    wanted = len(places(records[0]["problem"], drafts, experiments)) if drafts else 0
+    return len(takeovers) >= wanted and all(
+        name in one
+        for one in drafts
+        for name in ("draft_entropies", "target_logprobs", "said_correct")
+    )
 
 
 def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -346,16 +442,30 @@ def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def begin_bank(out: Path, limit: int) -> tuple[Path, list[Problem]]:
-    """Write down the split before anything is measured; return the file and the problems it lacks."""
+def begin_bank(
+    out: Path, limit: int, rollouts_only: bool = False, experiments: int = 1
+) -> tuple[Path, list[Problem]]:
+    """Write down the split before anything is measured.
+
+    Return the file, and the problems that it lacks or of which something is missing.
+    """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bank.jsonl"
     wanted = problems()[:limit]
     parts = split([problem.id for problem in wanted])
     text = json.dumps({"development": parts.development, "confirmation": parts.confirmation})
     (out / "split.json").write_text(text, encoding="utf-8")
-    complete = {entry["problem"] for entry in read(path) if entry["kind"] == "complete"}
-    return path, [problem for problem in wanted if problem.id not in complete]
+    recorded: dict[str, list[dict[str, Any]]] = {}
+    for entry in read(path):
+        recorded.setdefault(entry["problem"], []).append(entry)
+    complete = {
+        name
+        for name, records in recorded.items()
+        if rollouts_only or has_everything(merged(records), experiments)
+    }
+    # what is new comes first: problems that only lack a reading can be used already
+    lacking = [problem for problem in wanted if problem.id not in complete]
+    return path, sorted(lacking, key=lambda problem: problem.id in recorded)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -371,14 +481,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="neither scores nor takeovers: enough to compare cascades, in a quarter of the time",
     )
+    parser.add_argument(
+        "--experiments", type=int, default=1, help="chunks of each problem to take over"
+    )
     given = parser.parse_args(arguments)
     if not problems():
         parser.error("no benchmark files at hand: name their folder in ATTS_SHARED_DATA")
-    path, wanted = begin_bank(given.out, given.limit)
+    path, wanted = begin_bank(given.out, given.limit, given.rollouts_only, given.experiments)
     options = LocalOptions(
         device="cpu", threads=given.threads, max_batch=128, kv_tokens=CACHE_TOKENS
     )
-    anyio.run(record, given.draft, given.target, path, wanted, options, not given.rollouts_only)
+    is_whole = not given.rollouts_only
+    anyio.run(
+        record, given.draft, given.target, path, wanted, options, is_whole, given.experiments
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.evaluators import group
-from scripts.studies.bank import read
+from scripts.studies.bank import merged, read
 from scripts.studies.harness import Chart, Options, Row, Table, say
 
 Floats = NDArray[np.float64]
@@ -54,17 +54,22 @@ class BankProblem:
 
 def load(path: Path) -> list[BankProblem]:
     """Return the complete problems of a bank in the order in which they were recorded."""
-    problems: dict[str, BankProblem] = {}
+    recorded: dict[str, list[dict[str, Any]]] = {}
     for record in read(path):
-        problem = problems.setdefault(record["problem"], BankProblem(record["problem"]))
-        problem.source = record.get("source", problem.source)
-        if record["kind"] == "draft":
-            problem.drafts.append(record)
-        elif record["kind"] == "target":
-            problem.targets.append(record)
-        elif record["kind"] == "takeover":
-            problem.takeovers.append(record)
-    return list(problems.values())
+        recorded.setdefault(record["problem"], []).append(record)
+    problems: list[BankProblem] = []
+    for name, records in recorded.items():
+        problem = BankProblem(name)
+        for record in merged(records):
+            problem.source = record.get("source", problem.source)
+            if record["kind"] == "draft":
+                problem.drafts.append(record)
+            elif record["kind"] == "target":
+                problem.targets.append(record)
+            elif record["kind"] == "takeover":
+                problem.takeovers.append(record)
+        problems.append(problem)
+    return problems
 
 
 def chunks_of(rollout: Mapping[str, Any]) -> list[Chunk]:

@@ -48,6 +48,8 @@ def test_every_problem_has_its_rollouts_and_one_experiment(recorded: Path) -> No
             assert rollout["chunks"][-1] == count
             assert rollout["chunks"] == sorted(set(rollout["chunks"]))
             assert len(rollout["draft_logprobs"]) == len(rollout["target_logprobs"]) == count
+            assert len(rollout["draft_entropies"]) == count
+            assert min(rollout["draft_entropies"]) >= 0
             assert sum(len(chunk.target) for chunk in judges.chunks_of(rollout)) == count
         for takeover in problem.takeovers:
             assert len(takeover["kept"]) == len(takeover["replaced"]) == bank.CONTINUATIONS
@@ -64,6 +66,47 @@ def test_a_problem_that_a_kill_cut_is_recorded_again(recorded: Path, tmp_path: P
     torn.write_text(text[:-200], encoding="utf-8")
     kept = {entry["problem"] for entry in bank.read(torn)}
     assert kept == set(complete[:-1])
+
+
+@pytest.mark.parametrize("lacks", ["entropies", "everything but the rollouts", "experiments"])
+def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
+    recorded: Path, tmp_path: Path, lacks: str
+) -> None:
+    """The records stay as they are, and the same numbers are added as a new bank would hold."""
+    path = tmp_path / "bank.jsonl"
+    problems = toy_problems(6, 5)
+    older: list[dict[str, Any]] = []
+    for line in recorded.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if lacks == "everything but the rollouts":
+            for name in ("target_logprobs", "said_correct"):
+                if entry["kind"] == "draft":
+                    del entry[name]
+        if lacks != "experiments":
+            entry.pop("draft_entropies", None)
+        if lacks != "everything but the rollouts" or entry["kind"] != "takeover":
+            older.append(entry)
+    bank.append(path, older)
+    wanted = 2 if lacks == "experiments" else 1
+
+    async def fill() -> None:
+        async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
+            recorder = bank.Recorder(draft, target, experiments=wanted)
+            for problem in problems:
+                before = [one for one in bank.read(path) if one["problem"] == problem.id]
+                assert not bank.has_everything(bank.merged(before), wanted)
+                records = await recorder.missing(problem, bank.merged(before))
+                bank.append(path, [*records, {"kind": "complete", "problem": problem.id}])
+                again = [one for one in bank.read(path) if one["problem"] == problem.id]
+                assert bank.has_everything(bank.merged(again), wanted)
+                assert await recorder.missing(problem, bank.merged(again)) == []
+
+    run_virtual(partial(fill))
+    for filled, whole in zip(judges.load(path), judges.load(recorded), strict=True):
+        assert filled.drafts == whole.drafts
+        assert filled.targets == whole.targets
+        assert filled.takeovers[:1] == whole.takeovers
+        assert len(filled.takeovers) == wanted
 
 
 def test_the_split_shares_both_halves_among_both_sources() -> None:

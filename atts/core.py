@@ -145,6 +145,10 @@ class ScoreRequest:
 
     With `entropies`, each number is minus the entropy of the distribution at that token instead of
     the token's own log-probability: the log-probability that a draw from it has on average.
+
+    With `texts`, a problem and the steps of its solution so far, a reward model beside the target
+    is asked. Its one number is the logarithm of the chance that the last step is correct; the
+    suffix is then the last token of that step.
     """
 
     prefix: TokenIds
@@ -154,6 +158,7 @@ class ScoreRequest:
     turn: int = 0  # turn of the rollout; recorded for timing only
     draw: SampleRequest | None = None  # never changes the scores
     entropies: bool = False  # for engines with the capability "entropy"
+    texts: tuple[str, ...] = ()  # for engines with the capability "reward"
 
 
 @dataclass(frozen=True, slots=True)

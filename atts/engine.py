@@ -29,15 +29,16 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 _Value = TypeVar("_Value")
 _MOST_IDS = 1 << 31
 EngineState = Literal["new", "open", "closed"]
-Capability = Literal["sample", "score", "rate", "draw", "entropy", "thinking"]
-"""What an engine can do: sample, score, rate, draw, give entropies and end a think block.
+Capability = Literal["sample", "score", "rate", "draw", "entropy", "reward", "thinking"]
+"""What an engine can do: sample, score, rate, draw, give entropies or rewards, end a think block.
 
 "sample": it continues ids. "score": it returns the log-probability of every token of a suffix.
 "rate": it scores single-token suffixes among a few likely tokens, which is enough for a one-digit
 rating. "draw": while scoring, it also samples from the distributions that it computes
 (`ScoreRequest.draw`), and it continues a completion that another engine began
 (`SampleRequest.num_begun`). "entropy": it returns the entropy of its distribution at every token
-of a suffix (`ScoreRequest.entropies`). "thinking": it closes a think block that has used up its budget
+of a suffix (`ScoreRequest.entropies`). "reward": a reward model is beside it
+(`ScoreRequest.texts`). "thinking": it closes a think block that has used up its budget
 (`SampleRequest.thinking_budget`).
 """
 
@@ -444,6 +445,8 @@ class BaseEngine(ABC):
         """Score the suffix; see `atts.engine.Engine`."""
         if request.entropies:
             self._admit("entropy")
+        elif request.texts:
+            self._admit("reward")
         else:
             is_rating = len(request.suffix) == 1 and "rate" in self.spec.capabilities
             self._admit("rate" if is_rating else "score")
@@ -491,7 +494,7 @@ class BaseEngine(ABC):
         if self._state != "open":
             raise not_open(self._name, self._state)
         if verb not in self.spec.capabilities:
-            what = "give entropies" if verb == "entropy" else verb
+            what = {"entropy": "give entropies", "reward": "give rewards"}.get(verb, verb)
             raise UnsupportedByEngine(self._name, f"{self.spec.engine} cannot {what}")
 
     async def _counted(

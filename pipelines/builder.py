@@ -134,6 +134,7 @@ class RolloutBuilder:
         self.target = context.bind(context.target, "target", scope, policy.timeout_seconds)
         draft = self.draft.spec
         target = self.target.spec
+        self.problem_text = problem.text
         self.score_rule = policy.score
         self.score_source = source_of(policy.score)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atts.core import Role
 from atts.engine import EngineSpec
-from atts.errors import UnsupportedByEngine
+from atts.errors import OptionError, UnsupportedByEngine
 from atts.pipelines.gates import (
     AgreementGate,
     CappedGate,
@@ -37,6 +37,7 @@ def check_engines(
     """See that the target can judge and that log-probs come where they are used.
 
     :raises UnsupportedByEngine: naming the engine, what it lacks, what wants it, and what would do.
+    :raises OptionError: the score needs a reward model, and none is named.
     """
     source = source_of(policy.score)
     if isinstance(_innermost(gate), _BLIND):
@@ -45,6 +46,12 @@ def check_engines(
         _check_scorer(target)
     if source == "draft":
         _check_logprobs(draft, "draft", "score kind draft")
+    if source == "reward" and "reward" not in target.capabilities:
+        raise OptionError(
+            "score.reward",
+            "score.kind prm needs the address of a reward model, such as "
+            "vllm:http://HOST:PORT/Qwen/Qwen2.5-Math-PRM-7B",
+        )
     if source == "entropy":
         _check_entropies(draft, f"score kind {kind_of(policy.score)}")
     if policy.exact:

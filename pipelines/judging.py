@@ -258,6 +258,8 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
         return await _compare_continuation(builder, proposal)
     if source == "entropy":
         return await _read_again(builder, proposal)
+    if source == "reward":
+        return await _reward(builder, proposal)
     if source == "draft":
         score = score_of(builder.score_rule, (), chunk)
         flaw = "the draft tells no log-probabilities" if math.isnan(score) else ""
@@ -295,6 +297,28 @@ async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
         return replace(proposal, flaw=_excuse(error))
     read = max(0, len(request.prefix) + len(request.suffix) - scores.cached_tokens)
     builder.count(Usage(draft_prefill_tokens=read, calls=1))
+    return replace(proposal, score=score_of(builder.score_rule, scores.logprobs, chunk))
+
+
+async def _reward(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
+    """Return the proposal with the score that a reward model gives it."""
+    chunk = proposal.chunk
+    written = [one.text for turn in builder.rollout.turns for one in turn.chunks]
+    steps = [text for text in written if text.strip()]
+    # the ids name the call; the reward model reads the texts
+    ids = builder.ids("target", [chunk])
+    request = ScoreRequest(
+        ids[:-1],
+        ids[-1:],
+        builder.name,
+        turn=builder.turn,
+        texts=(builder.problem_text, *steps, chunk.text),
+    )
+    try:
+        scores = await builder.target.score(request)
+    except EngineError as error:
+        return replace(proposal, flaw=_excuse(error))
+    builder.count(Usage(scored_tokens=len(chunk.target_ids), calls=1))
     return replace(proposal, score=score_of(builder.score_rule, scores.logprobs, chunk))
 
 

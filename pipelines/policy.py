@@ -86,6 +86,8 @@ class Budget:
 PromptName = Literal["select", "synthesis"]
 COMBINE_KEYS = ("combine", "finalists", "combine_tokens", "select_prompt", "synthesis_prompt")
 """Fields of a policy that decide nothing where `combine` is "vote", and are left out of manifests."""
+REWARD_KEYS = ("reward", "separator")
+"""Fields of a score that decide nothing unless its kind is "prm", and are left out of manifests."""
 PROMPT_FIELDS = ("{problem}", "{solutions}")
 
 
@@ -418,6 +420,9 @@ class Policy:
         if self.combine == "vote":
             for name in COMBINE_KEYS:
                 del fields[name]
+        if self.score.kind != "prm":
+            for name in REWARD_KEYS:
+                fields["score"].pop(name, None)
         return fields
 
 

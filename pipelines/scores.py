@@ -21,21 +21,25 @@ ScoreKind = Literal[
     "draft",
     "entropy",
     "entropy-worst",
+    "prm",
     "rating",
     "verdict",
     "continuation",
     "disagreement",
 ]
 SCORE_KINDS: tuple[ScoreKind, ...] = get_args(ScoreKind)
-ScoreSource = Literal["log-probabilities", "draft", "entropy", "question", "continuation", "votes"]
+ScoreSource = Literal[
+    "log-probabilities", "draft", "entropy", "reward", "question", "continuation", "votes"
+]
 """What a score is made of: the target's log-probabilities of the chunk, the draft's own, the
-entropy of the draft's distributions, the target's answer to a question about the chunk, what the
-target writes in its place, or the votes of a problem's rollouts.
+entropy of the draft's distributions, a reward model's chance, the target's answer to a question
+about the chunk, what the target writes in its place, or the votes of a problem's rollouts.
 """
 _SOURCES: Mapping[ScoreKind, ScoreSource] = {
     "draft": "draft",
     "entropy": "entropy",
     "entropy-worst": "entropy",
+    "prm": "reward",
     "rating": "question",
     "verdict": "question",
     "continuation": "continuation",
@@ -50,6 +54,7 @@ _UNITS: Mapping[ScoreKind, str] = {
     "draft": "nats at the least likely token",
     "entropy": "nats per token",
     "entropy-worst": "nats at the least certain token",
+    "prm": "nats",
     "verdict": "nats",
 }
 """What the logarithm of a score is counted in. The other scores are read as they are."""
@@ -74,6 +79,9 @@ class ScoreRule:
         many next tokens it wavers between. The draft reads its chunk again; the target reads
         nothing. entropy-worst takes the largest entropy instead of the mean. From a server that
         lists its likeliest tokens, an entropy is a lower bound.
+    prm: one over the chance that a process reward model gives the chunk. The model is on a server of
+        its own, whose address is `reward`; `separator` stands after each step where the model
+        rewards each.
     rating: 10 less the target's rating of the chunk from 0 to 9, which takes single tokens after it.
     verdict: one over the chance that the target calls the chunk correct, asked in both orders.
     continuation: 2 less the share of words that the chunk's beginning and the target's own
@@ -83,6 +91,13 @@ class ScoreRule:
     """
 
     kind: Annotated[ScoreKind, "how log-probabilities become a score"] = "mean"
+    reward: Annotated[
+        str,
+        "reward model of kind prm: vllm:http://HOST:PORT/MODEL, or sglang: in the place of vllm:",
+    ] = ""
+    separator: Annotated[
+        str, "text after each step of a solution, for a reward model on vLLM that rewards each"
+    ] = "<extra_0>"
 
     def __post_init__(self) -> None:
         if self.kind not in SCORE_KINDS:
@@ -98,6 +113,7 @@ class ScoreRule:
 
         For "speculative" the differences target - author are given for log-probabilities, for
         "draft" the author's own; see `score_of`. For the entropies, minus the entropy at each token.
+        For "prm", the logarithm of the reward.
         """
         assert logprobs, "an engine must refuse to score nothing"
         if self.kind == "byte":

@@ -18,7 +18,7 @@ from atts.core import Role
 from atts.engine import GIVE_UP_AFTER, Engine
 from atts.errors import ATTSError, OptionError
 from atts.models.folders import template_of
-from atts.pipelines import SMALL, Budget, Policy
+from atts.pipelines import SMALL, Budget, Policy, ScoreRule
 
 if TYPE_CHECKING:
     from atts.accel import SpeculationOptions, StageOptions, Zoo
@@ -597,3 +597,16 @@ def _engine_words(engine: str | Engine) -> str:
     if kind == "LocalEngine":
         return f"hf:{model}"
     return "server:" if kind in _SERVER_CLASSES else "scripted"
+
+
+def beside_reward_model(target: Engine, rule: ScoreRule) -> Engine:
+    """Return the target, beside the reward model that the score rule names, if it names one.
+
+    :raises OptionError: its address names no reward model.
+    """
+    if rule.kind != "prm" or not rule.reward:
+        return target
+    # servers are loaded only where they are used
+    from atts.servers.rewards import RemoteRewardModel, RewardedTarget
+
+    return RewardedTarget(target, RemoteRewardModel(rule.reward, rule.separator))

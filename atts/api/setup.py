@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import anyio.to_thread
 
-from atts.api.engines import Speculate, budget_of, budget_warnings, build_engines, score_warnings
+from atts.api.engines import (
+    Speculate,
+    beside_reward_model,
+    budget_of,
+    budget_warnings,
+    build_engines,
+    score_warnings,
+)
 from atts.api.keys import Key, flat, keys_of
 from atts.api.pairs import PAIR, run_tokens
 from atts.calibration import (
@@ -244,7 +251,7 @@ class Setup:
 
         :raises OptionError: no engine is called that, or these cannot speculate so.
         """
-        return build_engines(
+        draft, target = build_engines(
             self.draft,
             self.target,
             self.speculation,
@@ -252,6 +259,7 @@ class Setup:
             self.in_flight,
             give_up_after=self.give_up_after,
         )
+        return draft, beside_reward_model(target, self.run_policy.score)
 
     @property
     def in_flight(self) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from atts.analysis import (
     save_run_set,
 )
 from atts.api.config import Configuration, Job, config_keys, configure
-from atts.api.engines import build_engines
+from atts.api.engines import beside_reward_model, build_engines
 from atts.api.evaluation import logged, sync
 from atts.api.keys import Key, keys_of
 from atts.core import Role
@@ -326,6 +326,14 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
                         most,
                         give_up_after=point.configuration["give_up_after"],
                     )
+                    rules = {one.configuration.setup().run_policy.score for one in alike}
+                    judged = [rule for rule in rules if rule.kind == "prm"]
+                    if len(judged) > 1:
+                        raise OptionError(
+                            "score.reward", "a sweep asks one reward model; sweep each by itself"
+                        )
+                    for rule in judged:
+                        target = beside_reward_model(target, rule)
                     for engine in dict.fromkeys((draft, target)):
                         await engines.enter_async_context(engine)
                     opened = _words(point), draft, target

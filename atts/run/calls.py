@@ -435,6 +435,8 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
         text = f"{role} scores {request.rollout!r} after {len(request.prefix)}{drawn}"
         if request.entropies:
             text += " entropies"
+        if request.texts:
+            text += f" rewards {request.texts!r}"
         ids = request.prefix + request.suffix
     hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
     try:

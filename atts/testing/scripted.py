@@ -102,9 +102,7 @@ class ScriptedEngine(BaseEngine):
         faults: Faults = NO_FAULTS,
         drift: ScoreDrift = NO_DRIFT,
         context_length: int = 8192,
-        capabilities: frozenset[Capability] = frozenset(
-            {"sample", "score", "draw", "entropy"}
-        ),
+        capabilities: frozenset[Capability] = frozenset({"sample", "score", "draw", "entropy"}),
         selector: Selector | None = None,
     ) -> None:
         if role not in ("draft", "target"):

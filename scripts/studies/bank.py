@@ -492,9 +492,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device="cpu", threads=given.threads, max_batch=128, kv_tokens=CACHE_TOKENS
     )
     is_whole = not given.rollouts_only
-    anyio.run(
-        record, given.draft, given.target, path, wanted, options, is_whole, given.experiments
-    )
+    anyio.run(record, given.draft, given.target, path, wanted, options, is_whole, given.experiments)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ from atts.run import RunResult
 from atts.testing import ScriptedEngine, Selector, run_virtual, toy_problems
 
 Solve = Callable[..., list[Outcome]]
-OF_CHUNKS = tuple(kind for kind in get_args(ScoreKind) if kind != "disagreement")
+OF_CHUNKS = tuple(
+    kind for kind in get_args(ScoreKind) if kind not in ("disagreement", "prm", "learned")
+)
 STEP = re.compile(r"(\d+) (plus|minus) (\d+) (?:is|gives|makes|was) (\d+)")
 
 
@@ -62,6 +64,24 @@ class Grader(EngineAround):
         return Scores((first, *([0.0] * (len(request.suffix) - 1))))
 
 
+class Wavering(EngineAround):
+    """A draft whose distributions are wide at wrong steps, but for a share of them."""
+
+    def __init__(self, errors: float) -> None:
+        super().__init__(ScriptedEngine("draft"), "own")
+        self._errors = errors
+
+    async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Give planted entropies; pass on everything else."""
+        if not isinstance(request, ScoreRequest) or not request.entropies:
+            return await call(request)
+        text = self.tokenizer.decode(request.suffix)
+        is_wrong = is_right(text) is False
+        if random.Random(text).random() < self._errors:
+            is_wrong = not is_wrong
+        return Scores((-2.0 if is_wrong else -0.5,) * len(request.suffix))
+
+
 class Scoring(NonLearningGate):
     """Scores every chunk, and keeps it."""
 
@@ -71,11 +91,17 @@ class Scoring(NonLearningGate):
 
 
 def auroc(
-    kind: ScoreKind, attempt: Solve, errors: float = 0.0, target: Engine | None = None
+    kind: ScoreKind,
+    attempt: Solve,
+    errors: float = 0.0,
+    target: Engine | None = None,
+    draft: Engine | None = None,
 ) -> float:
     """Return the chance that a wrong step scores worse than a right one."""
     policy = Policy(samples=4, score=ScoreRule(kind), early_stop="none")
-    outcomes = attempt(policy, Scoring(), problems=40, target=target or Grader(errors), seed=1)
+    outcomes = attempt(
+        policy, Scoring(), problems=40, draft=draft, target=target or Grader(errors), seed=1
+    )
     wrong: list[float] = []
     right: list[float] = []
     for outcome in outcomes:
@@ -92,14 +118,35 @@ def auroc(
 @pytest.mark.parametrize("kind", OF_CHUNKS)
 def test_a_score_with_skill_finds_planted_mistakes(kind: ScoreKind, attempt: Solve) -> None:
     """The toy target knows sums, and the toy draft is less sure of its slips."""
-    is_draft_alone = source_of(ScoreRule(kind)) in ("draft", "entropy")
-    assert auroc(kind, attempt) > (0.6 if is_draft_alone else 0.7)
+    draft = Wavering(0.0) if source_of(ScoreRule(kind)) == "entropy" else None
+    assert auroc(kind, attempt, draft=draft) > (0.6 if kind == "draft" else 0.7)
 
 
 @pytest.mark.parametrize("kind", ["rating", "verdict"])
 def test_an_answer_without_skill_finds_nothing(kind: ScoreKind, attempt: Solve) -> None:
     """A target that answers by lot is a coin."""
     assert 0.4 < auroc(kind, attempt, errors=0.5) < 0.6
+
+
+@pytest.mark.parametrize("kind", ["entropy", "entropy-worst"])
+def test_entropies_without_skill_find_nothing(kind: ScoreKind, attempt: Solve) -> None:
+    """A draft that wavers by lot is a coin, and the target scores nothing."""
+    assert 0.4 < auroc(kind, attempt, draft=Wavering(0.5)) < 0.6
+
+
+@pytest.mark.parametrize("kind", ["entropy", "entropy-worst"])
+def test_entropies_need_a_draft_that_shows_its_distributions(kind: ScoreKind) -> None:
+    """The run is refused before anything is asked, and the message says what would do."""
+    hidden = frozenset[Capability]({"sample", "score"})
+    setup = Setup(
+        ScriptedEngine("draft", capabilities=hidden),
+        "scripted",
+        policy=Policy(score=ScoreRule(kind)),
+    )
+    with pytest.raises(
+        UnsupportedByEngine, match=f"which score kind {kind} needs.*score.kind draft"
+    ):
+        run_virtual(partial(evaluate, toy_problems(1, 5), setup))
 
 
 def mute(judge: float = 0.8) -> ScriptedEngine:

@@ -1,0 +1,289 @@
+"""Reward models on servers: a number for the last step of a solution, and a target that gives it.
+
+vLLM: a process reward model answers `POST /pooling` with one row per separator token, and a model
+that rewards a whole text answers `POST /classify`. SGLang: reward models answer `POST /classify`,
+one number per text. Both are asked for the solution up to and with the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import msgspec
+
+from atts.core import Message, ScoreRequest, Scores
+from atts.engine import Engine, EngineAround, EngineSpec, Tokenizer, opened
+from atts.errors import BadReply, EngineUnavailable, OptionError, UnsupportedByEngine
+from atts.servers.addresses import ServerAddress, read_server
+from atts.servers.client import Call, Client, error_text
+from atts.servers.engine import open_tokenizer
+
+SEPARATOR = "<extra_0>"
+"""Stands after each step for Qwen2.5-Math-PRM."""
+_NAME = "reward model"
+_SCHEMES = ("vllm", "sglang")
+_TRIAL = ("What is 1 + 2 + 3?", "1 + 2 = 3.", "3 + 3 = 6, so the answer is \\boxed{6}.")
+Route = Literal["/pooling", "/classify"]
+
+
+class RewardModel(Protocol):
+    """A model that rewards the last step of a solution, opened by `async with`."""
+
+    async def reward(self, problem: str, steps: Sequence[str]) -> float:
+        """Return the chance that the last step is correct, in [0, 1].
+
+        :raises EngineError: no answer came, or one that is no reward.
+        """
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> bool | None: ...
+
+
+class RemoteRewardModel:
+    """A reward model on a vLLM or SGLang server, which is asked for a trial when it opens.
+
+    :raises OptionError: the address names no such server.
+    """
+
+    def __init__(self, address: str, separator: str = SEPARATOR) -> None:
+        self._address = read_reward_address(address)
+        self._separator = separator
+        self._client: Client | None = None
+        self._model = self._address.model
+        self._route: Route = "/pooling" if self._address.dialect == "vllm" else "/classify"
+        self._tokenizer: Tokenizer | None = None
+
+    async def __aenter__(self) -> Self:
+        address = self._address
+        client = Client(_NAME, address.url, address.options)
+        try:
+            await self._open(client)
+        except BaseException:
+            await client.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> bool | None:
+        client = self._client
+        self._client = None
+        if client is not None:
+            await client.aclose()
+        return None
+
+    async def reward(self, problem: str, steps: Sequence[str]) -> float:
+        """Return the chance that the last step is correct; see `RewardModel`."""
+        client = opened(self._client, _NAME)
+        call = self._call(problem, steps)
+        tokens = len(problem) + sum(map(len, steps))
+        return await client.ask(
+            lambda rid: call, lambda reply: self._read(reply, len(steps)), lambda rid: None, tokens
+        )
+
+    async def _open(self, client: Client) -> None:
+        """Find the model, and see it reward a trial.
+
+        :raises EngineError: the server is not there, has another model, or rewards nothing.
+        """
+        names = await _models(client)
+        if not self._model:
+            self._model = names[0]
+        elif self._model not in names:
+            raise UnsupportedByEngine(
+                _NAME,
+                f"{client.url} serves {', '.join(names)}, not {self._model}",
+                "Name one of these after the URL in score.reward",
+            )
+        if self._address.dialect == "sglang":
+            self._tokenizer = await open_tokenizer(self._address.tokenizer, self._model, _NAME)
+        problem, *steps = _TRIAL
+        reply = await client.look(self._route, self._call(problem, steps).body)
+        if reply.status == 404 and self._route == "/pooling":
+            self._route = "/classify"  # a model that rewards whole texts
+            reply = await client.look(self._route, self._call(problem, steps).body)
+        if reply.status == 404:
+            raise UnsupportedByEngine(
+                _NAME,
+                f"{client.url} has no route {self._route}: it serves a model that writes text",
+                "Start vLLM with --runner pooling, or SGLang with --is-embedding",
+            )
+        if reply.status != 200:
+            raise UnsupportedByEngine(
+                _NAME,
+                f"{client.url}{self._route} refused a trial (status {reply.status}: "
+                f"{error_text(reply.body)})",
+                "Look at the server's log",
+            )
+        try:
+            self._read(reply.body, len(steps))
+        except BadReply as error:
+            raise UnsupportedByEngine(_NAME, error.problem, _ADVICE) from error
+        self._client = client
+
+    def _call(self, problem: str, steps: Sequence[str]) -> Call:
+        if self._tokenizer is not None:
+            ids = self._tokenizer.render([Message("user", problem)])
+            return Call("/classify", {"input_ids": ids + self._tokenizer.encode("".join(steps))})
+        text = "".join(steps)
+        if self._route == "/pooling":
+            # a separator inside a step would bring one more reward
+            parts = [step.replace(self._separator, " ").strip() for step in steps]
+            text = "".join(part + self._separator for part in parts)
+        messages = [
+            {"role": "user", "content": problem},
+            {"role": "assistant", "content": text},
+        ]
+        body = {"model": self._model, "messages": messages, "add_generation_prompt": False}
+        return Call(self._route, body)
+
+    def _read(self, reply: bytes, steps: int) -> float:
+        """Return the reward of the last step.
+
+        :raises BadReply: there is not one reward a step, or one is no chance.
+        """
+        try:
+            data: Any = msgspec.json.decode(reply)
+            if self._tokenizer is not None:
+                row: Any = (data[0] if isinstance(data, list) else data)["embedding"]
+            elif self._route == "/classify":
+                row = data["data"][0]["probs"]
+            else:
+                rows = data["data"][0]["data"]
+                if len(rows) != steps:
+                    raise BadReply(
+                        _NAME,
+                        f"{len(rows)} rewards came back for {steps} steps that end with the "
+                        f"separator {self._separator!r}",
+                    )
+                row = rows[-1]
+            values = [float(value) for value in (row if isinstance(row, list) else [row])]
+        except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise BadReply(
+                _NAME, f"the reply of {self._route} has no reward where one belongs"
+            ) from error
+        return chance_of(values)
+
+
+_ADVICE = (
+    "Serve a process reward model, and set score.separator to the token that stands after each of "
+    "its steps"
+)
+
+
+def chance_of(values: Sequence[float]) -> float:
+    """Return the chance that a reward model's row of numbers stands for.
+
+    Two numbers are the chances of "wrong" and "correct", or their logits. One number is a logit:
+    its order is what matters.
+
+    >>> chance_of([0.25, 0.75]), chance_of([0.0])
+    (0.75, 0.5)
+
+    :raises BadReply: there are more numbers, as of an embedding, or one is not finite.
+    """
+    if not 1 <= len(values) <= 2:
+        raise BadReply(
+            _NAME, f"a row has {len(values)} numbers, not one or two: an embedding is no reward"
+        )
+    if not all(map(math.isfinite, values)):
+        raise BadReply(_NAME, "a reward is not a number")
+    if len(values) == 2 and min(values) >= 0 and abs(sum(values) - 1) < 1e-2:
+        return min(1.0, values[1])
+    logit = values[-1] - (values[0] if len(values) == 2 else 0.0)
+    if logit < -700:
+        return 0.0
+    return 1 / (1 + math.exp(-logit))
+
+
+def read_reward_address(address: str) -> ServerAddress:
+    """Read the address of a reward model.
+
+    :raises OptionError: it names no server, or one of another kind.
+    """
+    scheme = address.partition(":")[0]
+    if scheme not in _SCHEMES:
+        raise OptionError(
+            "score.reward",
+            f"{address!r} names no reward model; write vllm:http://HOST:PORT/MODEL or "
+            "sglang:http://HOST:PORT/MODEL",
+            _SCHEMES,
+            scheme,
+        )
+    return read_server(address)
+
+
+async def _models(client: Client) -> list[str]:
+    """Return the names of the models that the server has.
+
+    :raises EngineUnavailable: it names none.
+    """
+    reply = await client.look("/v1/models")
+    names: list[str] = []
+    if reply.status == 200:
+        try:
+            names = [str(row["id"]) for row in msgspec.json.decode(reply.body)["data"]]
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise BadReply(_NAME, f"{client.url}/v1/models lists no models") from error
+    if not names:
+        raise EngineUnavailable(
+            _NAME,
+            f"{client.url}/v1/models names no model (status {reply.status})",
+            "Check the URL in score.reward",
+        )
+    return names
+
+
+class RewardedTarget(EngineAround):
+    """A target beside a reward model: requests with a problem and steps are the reward model's."""
+
+    def __init__(self, target: Engine, rewards: RewardModel) -> None:
+        super().__init__(target, "own")
+        self._rewards = rewards
+        self._stack = AsyncExitStack()
+
+    @property
+    def spec(self) -> EngineSpec:
+        spec = super().spec
+        return replace(spec, capabilities=spec.capabilities | {"reward"})
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Return the logarithm of the reward as the score of one token, or the target's scores."""
+        if not request.texts:
+            return await super().score(request)
+        problem, *steps = request.texts
+        chance = await self._rewards.reward(problem, steps)
+        return Scores((math.log(chance) if chance > 0 else -math.inf,))
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._engine)
+            await stack.enter_async_context(self._rewards)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)

@@ -607,6 +607,6 @@ def beside_reward_model(target: Engine, rule: ScoreRule) -> Engine:
     if rule.kind != "prm" or not rule.reward:
         return target
     # servers are loaded only where they are used
-    from atts.servers.rewards import RemoteRewardModel, RewardedTarget
+    from atts.servers import RemoteRewardModel, RewardedTarget
 
     return RewardedTarget(target, RemoteRewardModel(rule.reward, rule.separator))

@@ -7,9 +7,13 @@ from atts.servers.options import ApiKey, Prefill, RemoteOptions
 from atts.servers.pool import Replica, ReplicaLoad, ReplicaPool
 from atts.servers.probing import Finding
 from atts.servers.ray import RayEngine, RayOptions
+from atts.servers.rewards import RemoteRewardModel, RewardedTarget, RewardModel
 from atts.servers.vllm import compatibility_table, lacking, read_version, start_flags
 
 __all__ = [
+    "RemoteRewardModel",
+    "RewardModel",
+    "RewardedTarget",
     "DIALECTS",
     "SCHEMES",
     "ApiKey",

@@ -1,4 +1,4 @@
-"""One way to run a policy on the toy language, in virtual time."""
+"""A fixture that runs a policy on the toy language in virtual time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def answers() -> Answers:
 
 @pytest.fixture
 def attempt(answers: Answers) -> Solve:
-    """Solve toy problems under a policy and a gate; events of the graph go to `events` when given."""
+    """Solve toy problems under a policy and a gate; events of the graph go to `events` if it is
+    given.
+    """
 
     def run(
         policy: Policy,

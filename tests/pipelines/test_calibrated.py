@@ -1,4 +1,4 @@
-"""Gates made from calibrations: warm-ups, certificates, and a gate that skips scores."""
+"""Tests of gates made from calibrations: warm-ups, certified gates, and gates that skip scores."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def right(outcome: Outcome) -> bool:
     return outcome.answer == outcome.problem.answer
 
 
-def test_a_warm_up_stores_without_acting_and_counts_what_it_cost(attempt: Solve) -> None:
-    """The first scores of the run never escalate, the later ones do; the bill is their tokens."""
+def test_a_warm_up_escalates_nothing_and_counts_its_cost(attempt: Solve) -> None:
+    """The first scores of the run are only stored; later ones may escalate, and the tokens of the
+    warm-up are reported.
+    """
     gate = warming_gate(30, 0.5, "marginal")
     outcomes = attempt(POLICY, gate)
     turns = [turn for o in outcomes for line in o.rollouts for turn in line.turns if turn.decision]
@@ -51,8 +53,10 @@ def test_a_warm_up_stores_without_acting_and_counts_what_it_cost(attempt: Solve)
     assert sum(o.usage.scored_tokens for o in outcomes) > gate.spent
 
 
-def test_after_the_warm_up_the_gate_knows_exactly_its_scores() -> None:
-    """Calibrated on 1..4, a fifth worse than all escalates, and one better than all does not."""
+def test_after_the_warm_up_the_gate_ranks_among_its_scores() -> None:
+    """Calibrated on scores 1 to 4 at rate 0.2, a score above all escalates and one below all does
+    not.
+    """
     gate = warming_gate(4, 0.4, "split")
     for number, score in enumerate([1.0, 2.0, 3.0, 4.0]):
         features = Features(f"q{number}", tokens=7)
@@ -68,8 +72,8 @@ def test_after_the_warm_up_the_gate_knows_exactly_its_scores() -> None:
     assert not gate.decide(Features("q"), 1.01).escalate
 
 
-def test_a_careful_warm_up_hands_everything_over() -> None:
-    """Meanwhile "escalate": nothing unjudged is kept."""
+def test_a_warm_up_may_escalate_everything() -> None:
+    """With meanwhile="escalate", no chunk is kept without a decision."""
     gate = warming_gate(2, 0.1, meanwhile="escalate")
     assert gate.decide(Features("q"), 1.0).escalate
     with pytest.raises(CalibrationInputError):
@@ -81,7 +85,7 @@ def test_a_careful_warm_up_hands_everything_over() -> None:
 
 
 def test_decisions_of_the_warm_up_do_not_count_for_the_rate() -> None:
-    """The calibrator hears only of what it decided itself."""
+    """The calibrator observes only the decisions that it made."""
     gate = warming_gate(2, 0.5, "marginal")
     for score in (1.0, 1.5):
         gate.observe(gate.decide(Features("q"), score), False)
@@ -91,7 +95,7 @@ def test_decisions_of_the_warm_up_do_not_count_for_the_rate() -> None:
     assert gate.gate.calibrator.decided == 1
 
 
-def test_a_certified_gate_decides_as_tested_and_says_so(attempt: Solve) -> None:
+def test_a_certified_gate_decides_as_it_was_tested(attempt: Solve) -> None:
     """Live decisions equal those of the frozen gate that labelled runs certified, and name the
     certificate.
     """
@@ -124,7 +128,9 @@ def test_a_certified_gate_decides_as_tested_and_says_so(attempt: Solve) -> None:
 
 
 def test_a_certified_gate_learns_nothing() -> None:
-    """A thousand observations later it decides as on the first day."""
+    """After a thousand observations it decides as at the beginning, because it was certified in
+    that state.
+    """
     target = [_solved(str(number)) for number in range(300)]
     certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)
     gate = certified_gate(certificate, STORED)
@@ -134,8 +140,8 @@ def test_a_certified_gate_learns_nothing() -> None:
     assert [gate.decide(Features("q"), score).p for score in (1.5, 3.0)] == before
 
 
-def test_nothing_is_certified_that_loses_too_much_or_was_run_on_other_problems() -> None:
-    """A policy that is always wrong, and a run of other problems."""
+def test_a_lossy_policy_and_runs_of_other_problems_are_not_certified() -> None:
+    """The policy is always wrong; runs of other problems cannot be compared."""
     target = [_solved(str(number)) for number in range(50)]
     wrong = [replace(outcome, answer="no") for outcome in target]
     certificate = certify_runs(target, [LabelledRun("split", 0.2, wrong)], right, epsilon=0.05)
@@ -146,9 +152,9 @@ def test_nothing_is_certified_that_loses_too_much_or_was_run_on_other_problems()
         certify_runs(target, [LabelledRun("split", 0.2, target[:-1])], right, epsilon=0.05)
 
 
-def test_losses_that_are_won_back_are_certified_net_and_not_else() -> None:
-    """The policy loses six of 300 answers and wins as many: only the difference is within a point
-    and a half.
+def test_balanced_losses_and_gains_pass_the_net_test_only() -> None:
+    """The policy loses six of 300 answers and wins as many, so only the net loss is within 1.5
+    points.
     """
     target = [_solved(str(number)) for number in range(300)]
     target = [replace(one, answer="no") if number < 6 else one for number, one in enumerate(target)]
@@ -169,8 +175,8 @@ def test_losses_that_are_won_back_are_certified_net_and_not_else() -> None:
 
 @pytest.mark.parametrize("rollouts", [4, 64, 256])
 def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) -> None:
-    """The first chunk asked for is scored last: all the others wait for it, so the pool is in the
-    order of asking.
+    """The first requested chunk is scored last; all others wait for it, so the pool keeps the order
+    of requests.
     """
     gate, calibrator = Setup(concurrency=rollouts).decider()
     issued = [gate.preview(Features("q", sample=sample, tokens=7)) for sample in range(rollouts)]  # type: ignore[union-attr]
@@ -180,7 +186,7 @@ def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) ->
 
 
 def test_presets_build_the_warmed_gate() -> None:
-    """A preset's name and a calibrator suffice."""
+    """A method's name and a calibrator are enough to build the gate."""
     assert isinstance(preset("atts").gate(GateInputs(Calibrator(0.2), warmup=10)), WarmingGate)
 
 
@@ -188,8 +194,8 @@ def _solved(name: str) -> Outcome:
     return Outcome(Problem(name, "?", "yes"), (), "yes")
 
 
-def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
-    """After a cut in the middle of the warm-up, the second session stores only the rest."""
+def test_a_resumed_warm_up_stores_only_the_rest(tmp_path: Path) -> None:
+    """After a cut in the middle of the warm-up, the second session does not start it again."""
 
     def setup() -> Setup:
         base = Setup(draft="scripted", target="scripted", rate=0.4, concurrency=4)
@@ -209,7 +215,7 @@ def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
 
 
 def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) -> None:
-    """The run directory alone gives the guarantee and what voids it, and every decision in the
+    """The run directory alone gives the guarantee and its assumptions, and each decision in the
     journal names it.
     """
     target = [_solved(str(number)) for number in range(300)]

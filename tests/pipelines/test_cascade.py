@@ -1,4 +1,6 @@
-"""Whole problems are escalated where the draft's rollouts disagree, at the nominal rate."""
+"""Tests of the cascade: whole problems escalate if the draft's rollouts disagree, at the nominal
+rate.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def authors(outcome: Outcome) -> list[set[str]]:
 
 
 def test_the_target_writes_whole_rollouts_of_escalated_problems_alone(attempt: Solve) -> None:
-    """Every problem has the draft's half; the other half is the target's, or was never asked for."""
+    """Each problem has the draft's half of the rollouts; the other half is the target's, or is
+    never requested.
+    """
     gate = ConformalGate(Calibrator(0.4, "aci", seed=3))
     outcomes = attempt(CASCADE, gate, problems=40)
     sizes = [len(outcome.rollouts) for outcome in outcomes]
@@ -47,8 +51,8 @@ def test_the_target_writes_whole_rollouts_of_escalated_problems_alone(attempt: S
     assert abs(sizes.count(8) / 40 - 0.4) <= 0.1
 
 
-def test_what_agrees_least_goes_over(attempt: Solve) -> None:
-    """With every score stored beforehand, all that goes over agrees no more than all that stays."""
+def test_the_problems_that_agree_least_escalate(attempt: Solve) -> None:
+    """With all scores stored beforehand, each escalated problem agrees no more than any other."""
     alone = attempt(replace(CASCADE, samples=5, first_wave=4), FixedGate("accept"), problems=40)
     shares = [max(outcome.votes.values(), default=0.0) for outcome in alone]
     stored = [4 / share if share else 8.0 for share in shares]
@@ -63,7 +67,7 @@ def test_what_agrees_least_goes_over(attempt: Solve) -> None:
     assert max(escalated) <= min(kept)
 
 
-def test_a_problem_that_stays_says_how_many_agree(attempt: Solve) -> None:
+def test_an_accepted_problem_says_how_many_rollouts_agree(attempt: Solve) -> None:
     """The reason is part of the outcome."""
     outcome = attempt(CASCADE, FixedGate("accept"), problems=1)[0]
     leading = int(max(outcome.votes.values()))
@@ -74,13 +78,13 @@ def test_a_problem_that_stays_says_how_many_agree(attempt: Solve) -> None:
 def test_a_gate_that_needs_no_score_decides_too(
     attempt: Solve, action: Literal["accept", "escalate"]
 ) -> None:
-    """A fixed gate sends none or all over."""
+    """A fixed gate escalates all problems or none."""
     outcomes = attempt(CASCADE, FixedGate(action), problems=5)
     assert {len(outcome.rollouts) for outcome in outcomes} == {8 if action == "escalate" else 4}
 
 
 def test_a_gate_of_rounds_cannot_judge_a_problem(attempt: Solve) -> None:
-    """It ranks siblings, and a problem has none."""
+    """Such a gate ranks the siblings of a rollout, and a problem has none."""
     with pytest.raises(UsageError, match="whole problem"):
         attempt(CASCADE, TopGate.of(0.5), problems=1)
 
@@ -102,7 +106,7 @@ def test_policies_that_leave_nothing_to_escalate_are_refused(changes: dict[str, 
 
 
 def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
-    """Fewer rollouts behind the leading answer are worse, and none is the worst."""
+    """Fewer rollouts behind the leading answer score worse, and a problem without an answer worst."""
     counts = [(8,), (7, 1), (4, 4), (2, 2, 2, 1, 1), (1,), ()]
     scores = [
         disagreement(Tally(tuple("abcdefgh"[: len(count)]), tuple(map(float, count)), count), 8)
@@ -116,10 +120,10 @@ def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
 @pytest.mark.parametrize("order", ["random", "easy first", "hard first", "drifting"])
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate: float) -> None:
-    """10^5 simulated problems of eight rollouts whose agreement is one of nine scores.
+    """The test simulates 10^5 problems of eight rollouts whose agreement is one of nine scores.
 
-    What an order can take away is the way of the level from its start to its end: about 400
-    decisions' worth where the scores only fall.
+    The error is at most the way of the level from its start to its end, worth about 400 decisions
+    if the scores only fall.
     """
     rng = random.Random(f"{order} {rate}")
     number = 100_000
@@ -144,7 +148,7 @@ def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate
     assert abs(escalated / number - rate) <= 0.005
 
 
-def test_the_rest_of_a_rollout_goes_over_with_its_chunk(attempt: Solve) -> None:
+def test_escalating_the_rest_gives_the_target_the_rollout(attempt: Solve) -> None:
     """After the chunk that the gate rejects, the target writes alone and is not judged."""
     policy = Policy(samples=6, escalates="rest", early_stop="none")
     gate = ConformalGate(Calibrator(0.2, "aci", seed=5))
@@ -165,7 +169,9 @@ def test_the_rest_of_a_rollout_goes_over_with_its_chunk(attempt: Solve) -> None:
 
 @pytest.mark.parametrize("latency", ["quick problems first", "slow problems first"])
 def test_a_small_run_meets_its_rate_in_whatever_order_problems_end(latency: str) -> None:
-    """Problems that agree end early, so the scores rise all the time; a run knows how many are left."""
+    """Problems that agree end early, so scores rise all the time; the run uses the number that is
+    left.
+    """
     problems = toy_problems(40, 5)
     setup = Setup(
         draft=ScriptedEngine("draft", latency=Latency(sampled_token=0.01)),
@@ -186,8 +192,8 @@ def test_a_small_run_meets_its_rate_in_whatever_order_problems_end(latency: str)
 
 
 @pytest.mark.parametrize("order", ["easy first", "hard first"])
-def test_what_is_left_steers_the_rate_of_few_problems(order: str) -> None:
-    """Sorted by agreement, 40 problems would land at 0.6 or 0.1 for 0.3 without it."""
+def test_without_the_number_left_a_small_run_misses_its_rate(order: str) -> None:
+    """Sorted by agreement, 40 problems at rate 0.3 end at 0.6 or 0.1 if the number left is unknown."""
     number = 40
     shares: list[float] = []
     for seed in range(20):
@@ -211,7 +217,7 @@ def test_what_is_left_steers_the_rate_of_few_problems(order: str) -> None:
 
 
 def test_what_a_cascade_waits_for_is_counted_as_edges_between_siblings(tmp_path: Path) -> None:
-    """Each target rollout begins behind all four of the draft, which hold no place meanwhile."""
+    """Each target rollout begins after all four of the draft, which hold no slot meanwhile."""
     base = Setup(method="cascade", rate=0.5, draft="scripted", target="scripted", concurrency=8)
     setup = replace(base, policy=replace(base.policy, samples=8))
     result = evaluate_sync(toy_problems(12, 3), setup, directory=tmp_path)

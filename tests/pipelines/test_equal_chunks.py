@@ -1,5 +1,5 @@
-"""Equal chunks after equal beginnings: the target is asked about one of them, every one is decided
-on its own.
+"""Tests of equal chunks after equal beginnings: the target scores one of them, and each gets its
+own decision.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEEP = ThresholdGate(math.inf)
 
 
 class Heedful(ScriptedEngine):
-    """A target that notes what it was asked about, and loses its first answers."""
+    """A target that records what it was asked, and loses its first replies."""
 
     def __init__(self, lost: int = 0, *, draws: bool = False, latency: float = 0.0) -> None:
         capabilities = frozenset({"sample", "score", *(["draw"] if draws else [])})
@@ -63,9 +63,9 @@ def turns(outcomes: list[Outcome]) -> list[tuple[Rollout, Turn]]:
 
 
 @pytest.mark.parametrize("latency", [0.0, 2.0])
-def test_the_target_is_asked_about_one_of_equal_chunks(attempt: Solve, latency: float) -> None:
-    """No equal chunk is scored twice, even while the first score is under way, and every chunk is
-    decided on.
+def test_equal_chunks_are_scored_once(attempt: Solve, latency: float) -> None:
+    """No equal chunk is scored twice, even while the first score is computed, and each chunk gets a
+    decision.
     """
     target = Heedful(latency=latency)
     outcomes = attempt(GREEDY, GATE, target=target)
@@ -79,9 +79,7 @@ def test_the_target_is_asked_about_one_of_equal_chunks(attempt: Solve, latency: 
 
 
 def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
-    """Each is what the target says when it is asked about that very chunk after that very
-    beginning.
-    """
+    """Each score equals the target's reply about that chunk after that beginning."""
     found = turns(attempt(POLICY, KEEP, target=Heedful()))
     recalled = [(line, turn) for line, turn in found if turn.score_reused]
     assert len(recalled) > 5
@@ -100,9 +98,9 @@ def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
         assert turn.score == run_virtual(partial(alone, line, turn))
 
 
-def test_an_answer_that_is_lost_is_nobodys(attempt: Solve) -> None:
-    """The rollout that asked hands its chunk over; the next one asks for itself, and the others
-    know.
+def test_a_lost_score_is_not_shared(attempt: Solve) -> None:
+    """The rollout that asked escalates its chunk, the next one asks again, and the others use that
+    reply.
     """
     target = Heedful(lost=1)
     outcomes = attempt(GREEDY, KEEP, target=target, problems=1, retries=RetryPolicy(calls=1))
@@ -111,9 +109,9 @@ def test_an_answer_that_is_lost_is_nobodys(attempt: Solve) -> None:
     assert max(target.asked.values()) == 2
 
 
-def test_what_goes_is_read_where_the_target_draws_meanwhile(attempt: Solve) -> None:
-    """A recalled chunk that goes is asked about after all; the texts are those of a target that
-    cannot draw.
+def test_an_escalated_chunk_with_a_recalled_score_is_read_again(attempt: Solve) -> None:
+    """A target that draws while scoring must read the chunk then; the texts equal those of a target
+    that cannot draw.
     """
     nothing = ThresholdGate(0.5)
     drawing = Heedful(draws=True)
@@ -126,10 +124,8 @@ def test_what_goes_is_read_where_the_target_draws_meanwhile(attempt: Solve) -> N
     assert not any(turn.score_reused for _, turn in turns(drawn))
 
 
-def test_a_replay_counts_what_was_asked(attempt: Solve, answers: Answers) -> None:
-    """The tokens scored of rollouts cut to their first turns are those of the scores that were
-    asked for.
-    """
+def test_a_replay_counts_only_requested_scores(attempt: Solve, answers: Answers) -> None:
+    """The scored tokens of shortened rollouts are those of scores that were requested."""
     outcomes = attempt(GREEDY, KEEP, target=Heedful())
     again = replay_policy(outcomes, KEEP, replace(GREEDY, turns=1), answers.group)
     first = [line.turns[0] for line in lines(outcomes)]
@@ -142,8 +138,8 @@ def test_a_replay_counts_what_was_asked(attempt: Solve, answers: Answers) -> Non
 
 
 @pytest.mark.parametrize("takeover", ["continue", "replace", "repair"])
-def test_turns_say_what_was_scored_in_them(attempt: Solve, takeover: Takeover) -> None:
-    """Recalled chunks count no scored tokens, and the turns' sum is what was charged."""
+def test_turns_count_the_tokens_scored_in_them(attempt: Solve, takeover: Takeover) -> None:
+    """Recalled scores count no tokens, and the sum over turns is what was charged."""
     policy = replace(POLICY, takeover=takeover, sampling=Sampling(temperature=0.7))
     outcomes = attempt(policy, ThresholdGate(1.8), target=Heedful())
     found = turns(outcomes)
@@ -153,9 +149,9 @@ def test_turns_say_what_was_scored_in_them(attempt: Solve, takeover: Takeover) -
 
 
 @pytest.mark.parametrize("latency", [0.0, 2.0])
-def test_waiting_for_a_siblings_score_counts_as_that(attempt: Solve, latency: float) -> None:
-    """Five of six rollouts that write the same wait for the answer that the first asked for, turn
-    by turn.
+def test_waiting_for_a_siblings_score_is_recorded(attempt: Solve, latency: float) -> None:
+    """Five of six rollouts with equal texts wait for the score that the first requested, turn by
+    turn.
     """
     events: list[Any] = []
     [outcome] = attempt(GREEDY, KEEP, target=Heedful(latency=latency), problems=1, events=events)
@@ -168,7 +164,7 @@ def test_waiting_for_a_siblings_score_counts_as_that(attempt: Solve, latency: fl
     assert all(wait.wait == latency and wait.queue == wait.compute == 0.0 for wait in waits)
     waited = sum(event.waited for event in events if isinstance(event, RolloutSpan))
     assert waited == latency * len(recalled)
-    # each wait is an edge from the score that it waited for
+    # each wait is an edge from the score's call
     spans = [event for event in events if isinstance(event, CallSpan)]
     scored = {span.node for span in spans if span.stage == "score"}
     edges = sibling_edges(spans)
@@ -176,9 +172,9 @@ def test_waiting_for_a_siblings_score_counts_as_that(attempt: Solve, latency: fl
     assert {before for before, _ in edges} <= scored
 
 
-def test_nobody_waits_while_a_siblings_call_is_tried_again(attempt: Solve) -> None:
-    """When the call that the others wait for fails, one of them asks at once: no backoff is waited
-    for.
+def test_a_failed_shared_call_delays_no_sibling(attempt: Solve) -> None:
+    """If the call that others wait for fails, one of them asks at once instead of waiting for the
+    retry.
     """
 
     class Failing(Heedful):

@@ -1,6 +1,4 @@
-"""Draws made while a chunk is scored: what they save, that they change no token, the method that is
-made of them.
-"""
+"""Tests of method exact: the target draws while it scores, which saves steps and changes no token."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def used(outcomes: Sequence[Outcome], kind: str) -> int:
 
 
 def only_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the draft write every chunk, whatever it loses."""
+    """Let the draft write every chunk, whatever it costs."""
 
     def begin(_self: WriterChoice, now: float) -> BegunChunk:
         return BegunChunk("draft", now, is_look=False)
@@ -79,6 +77,9 @@ def only_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exact_writes_what_the_target_alone_writes(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch, temperature: float, length: int
 ) -> None:
+    """The text equals that of the target alone for the same seeds, and all of its tokens are drawn
+    while scoring.
+    """
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, length))
     only_drafts(monkeypatch)
     base = replace(PLAIN, sampling=Sampling(temperature))
@@ -90,8 +91,10 @@ def test_exact_writes_what_the_target_alone_writes(
     )
 
 
-def test_a_drafts_token_is_what_the_target_drew_or_it_goes(attempt: Solve) -> None:
-    """A draft that is the target loses nothing; one that writes nonsense changes no token."""
+def test_a_draft_token_is_kept_only_if_the_target_drew_it(attempt: Solve) -> None:
+    """A draft equal to the target loses no token; one that writes nonsense loses nearly all and
+    changes none.
+    """
     policy = preset("exact").policy(PLAIN)
     twin = attempt(policy, FixedGate("accept"), draft=ScriptedEngine("target"))
     nonsense = attempt(policy, FixedGate("accept"), draft=Nonsense(ScriptedEngine("draft"), "own"))
@@ -110,7 +113,7 @@ class Nonsense(EngineAround):
         )
 
 
-def test_a_takeover_goes_on_from_what_was_drawn_while_its_chunk_was_scored(attempt: Solve) -> None:
+def test_a_takeover_starts_with_tokens_drawn_during_scoring(attempt: Solve) -> None:
     gate = ThresholdGate(1.3)
     policy = replace(PLAIN, takeover="replace")
     drawn = attempt(policy, gate, problems=12)
@@ -122,7 +125,7 @@ def test_a_takeover_goes_on_from_what_was_drawn_while_its_chunk_was_scored(attem
 
 
 @pytest.mark.parametrize("cut", [1, 5, 11])
-def test_a_beginning_and_its_rest_are_the_whole(cut: int) -> None:
+def test_a_text_in_two_requests_equals_one_request(cut: int) -> None:
     """Stop strings are found across the cut as well."""
 
     async def main() -> None:
@@ -140,7 +143,7 @@ def test_a_beginning_and_its_rest_are_the_whole(cut: int) -> None:
 
 
 def test_an_engine_that_draws_other_tokens_is_found() -> None:
-    """Planted bugs: the stream of another attempt, a rest that begins its stream again."""
+    """The planted bugs are the stream of another attempt, and a rest that begins its stream again."""
 
     class OtherStream(ScriptedEngine):
         async def score(self, request: ScoreRequest) -> Scores:
@@ -158,7 +161,7 @@ def test_an_engine_that_draws_other_tokens_is_found() -> None:
         assert [result.check for result in report.broken] == ["drawing"], engine
 
 
-def test_what_a_target_drew_must_follow_the_scored_text() -> None:
+def test_drawn_tokens_must_follow_the_scored_text() -> None:
     draw = SampleRequest((1, 2), 3)
     request = ScoreRequest((1, 2), (4, 5, 6), draw=draw)
     spec = _spec(ScriptedEngine("target"))
@@ -176,7 +179,7 @@ def test_what_a_target_drew_must_follow_the_scored_text() -> None:
             check_scores(Scores((-1.0,) * 3, 0, lie), request, spec)
 
 
-def test_engines_that_cannot_are_refused_before_anything_is_asked() -> None:
+def test_engines_that_cannot_draw_while_scoring_are_refused() -> None:
     policy = preset("exact").policy(PLAIN)
     gate = FixedGate("accept")
     able = _spec(ScriptedEngine("target"))
@@ -203,7 +206,7 @@ def _spec(engine: ScriptedEngine) -> EngineSpec:
     return run_virtual(main)
 
 
-def test_what_a_run_learns_of_its_drafts_serves_all_of_its_problems(
+def test_all_problems_of_a_run_share_the_learned_draft_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = list[DraftLength]()
@@ -221,7 +224,7 @@ def test_what_a_run_learns_of_its_drafts_serves_all_of_its_problems(
     assert all(one is kept[0] for one in kept)
 
 
-def test_more_is_drafted_where_more_stands() -> None:
+def test_draft_length_grows_with_acceptance() -> None:
     lengths = [
         DraftLength(1000, stood, 1000, draft_seconds=1.0, scores=100, score_seconds=1.0).length(64)
         for stood in (0, 300, 600, 900, 980, 1000)
@@ -247,10 +250,10 @@ def timed(
     return max(event.ended for event in events if isinstance(event, RolloutSpan))
 
 
-def test_where_drafts_seldom_stand_the_target_writes_itself(
+def test_if_drafts_are_rarely_accepted_the_target_writes_alone(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run of method exact does not wait for drafts that do not pay, and its text is that of the
+    """Method exact then does not wait for drafts that do not pay, and its text is that of the
     target alone.
     """
 
@@ -266,17 +269,17 @@ def test_where_drafts_seldom_stand_the_target_writes_itself(
     alone = attempt(preset("target-only").policy(PLAIN), gate, problems=40)
     assert texts(exact) == texts(alone)
     assert used(exact, "drawn_tokens") < 0.25 * used(exact, "target_tokens")
-    chosen = timed(attempt, "exact", 40, *engines())  # in virtual time
+    chosen = timed(attempt, "exact", 40, *engines())  # virtual seconds
     only_drafts(monkeypatch)
     assert chosen < 2 * timed(attempt, "target-only", 40, *engines())
     assert chosen < 0.5 * timed(attempt, "exact", 40, *engines())
 
 
-def test_where_drafts_stand_and_the_target_is_slow_the_draft_goes_on_writing(
+def test_if_drafts_are_accepted_and_the_target_is_slow_the_draft_writes(
     attempt: Solve,
 ) -> None:
-    """The target writes the first stretch and what was in flight by then, as engines that take all
-    requests at once let it.
+    """The target writes only the first trial and what was in flight then, because engines take all
+    requests at once.
     """
     draft = ScriptedEngine("target", latency=Latency(sampled_token=0.001))
     target = ScriptedEngine("target", latency=Latency(per_score=0.03, sampled_token=0.03))
@@ -292,7 +295,9 @@ def test_where_drafts_stand_and_the_target_is_slow_the_draft_goes_on_writing(
 
 
 def test_a_better_writer_is_found_again_when_it_has_changed() -> None:
-    """Tokens a second of the draft fall to a quarter in the middle of a run."""
+    """The draft's tokens per second fall to a quarter in the middle of a run, and the choice
+    follows.
+    """
     choice = WriterChoice()
     now = 0.0
     written = {"draft": [0, 0], "target": [0, 0]}
@@ -333,7 +338,7 @@ def test_a_piece_that_is_given_up_is_finished_by_the_target(
 def test_a_run_with_pieces_that_were_given_up_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int
 ) -> None:
-    """Killed at any place, it comes to the text of the target alone, and repeats no recorded call."""
+    """Killed at any point, it reaches the text of the target alone and repeats no recorded call."""
     only_drafts(monkeypatch)
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, 3))
     asked = count()

@@ -1,7 +1,7 @@
-"""Losses of method exact compared with the target alone, on two simulated engines that share processors.
+"""Tests of the time that method exact loses against the target alone, on two simulated engines.
 
-Each engine takes steps: a step decodes a token of every text that waits for one, and reads prompts
-and drafts in the same pass. While both engines are busy, each computes at half its speed.
+Both engines share processors. A step decodes a token of every text that waits for one, and reads
+prompts and drafts in the same pass. While both engines are busy, each computes at half its speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Method = Literal["target-only", "exact", "drafts alone"]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Tokens to read, then tokens to write, one a step."""
+    """Tokens to read and then tokens to write, one a step."""
 
     reads: int
     writes: int = 0
@@ -30,7 +30,7 @@ class Job:
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """Seconds of a step, of a text's token in it, and of a token that is read."""
+    """An engine with given seconds of a step, of each text's token in it, and of each token read."""
 
     step: float
     token: float
@@ -85,7 +85,7 @@ class OnlyDrafts(WriterChoice):
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A pair: how likely a drafted token is accepted, and what steps of both take."""
+    """A pair: the acceptance of drafted tokens, and the step times of both models."""
 
     acceptance: float
     draft: tuple[float, float, float]
@@ -93,7 +93,7 @@ class Models:
 
 
 MODELS = {
-    # as the steps of a real pair of 0.5B and 1.5B on two cores
+    # measured on a pair of 0.5B and 1.5B on two cores
     "real": Models(0.66, (0.012, 0.0012, 0.0005)),
     "weak": Models(0.3, (0.012, 0.0012, 0.0005)),
     "cheap": Models(0.95, (0.003, 0.0002, 0.0001)),
@@ -210,14 +210,14 @@ def relative(models: str, shape: Sequence[int], method: Method) -> list[float]:
         ((1, 8, 10), 1.03),
         ((4, 16, 10), 1.03),
         ((32, 160, 6), 1.03),
-        # the first chunk of the draft holds up one rollout, and here all end together
+        # all rollouts end together here, so the draft's first chunk delays the end
         ((32, 32, 10), 1.045),
     ],
 )
 def test_drafts_that_do_not_pay_lose_little(
     models: str, shape: tuple[int, int, int], most: float
 ) -> None:
-    """Where drafts alone would take 1.2 to 2 times as long, or a little less for one rollout."""
+    """The bound holds although drafts alone would take 1.2 to 2 times as long as the target."""
     assert max(relative(models, shape, "exact")) <= most
     if shape[0] > 1 or models == "weak":
         assert min(relative(models, shape, "drafts alone")) > 1.1

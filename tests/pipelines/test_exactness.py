@@ -1,5 +1,5 @@
-"""Pipelines draw from exactly the distribution they promise, computed from engines that are small
-tables.
+"""Tests that pipelines draw from exactly the documented distribution, computed from engines that
+are small tables.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from atts.run import EngineCalls
 from atts.sampling import Seed, uniforms
 from atts.testing import run_virtual
 
-# "a" is the prompt and a letter, "n" plays the delimiter, "." is the end.
+# "a" is the prompt and a letter, "n" is the delimiter, "." is the end.
 DRAFT = {"a": [0.4, 0.3, 0.2, 0.1], "b": [0.2, 0.2, 0.5, 0.1], "n": [0.3, 0.5, 0.1, 0.1]}
 TARGET = {"a": [0.2, 0.4, 0.2, 0.2], "b": [0.5, 0.1, 0.2, 0.2], "n": [0.1, 0.3, 0.4, 0.2]}
 LENGTH = 4
@@ -60,7 +60,7 @@ POLICY = Policy(
     sampling=Sampling(),
     early_stop="none",
     system="",
-    repeats=99,  # the guard against endless repetition changes the distribution, and is off here
+    repeats=99,  # off, because the guard against repetition changes the distribution
 )
 RAW = Sampling()
 
@@ -86,8 +86,8 @@ class LetterTokenizer:
 
 
 class TableEngine:
-    """A Markov chain over letters as an engine: last letter to the probabilities of the next, and
-    of the end.
+    """An engine that is a Markov chain: the last letter gives the probabilities of the next letter
+    and the end.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class TableEngine:
         )
 
     def probability(self, text: str, sampling: Sampling = RAW, start: str = "") -> float:
-        """Return the exact probability that a text after `start` (default: the prompt) begins with
-        `text`; "." is the end.
+        """Return the exact probability that a text after `start` (by default the prompt) begins
+        with `text`.
         """
         letters = self.tokenizer.letters
         last = start or letters[0]
@@ -123,7 +123,7 @@ class TableEngine:
         return product
 
     def distribution(self, last: str, sampling: Sampling = RAW) -> tuple[float, ...]:
-        """Return the next token's distribution after this letter; temperature only."""
+        """Return the next token's distribution after this letter; only the temperature matters."""
         powered = [p ** (1 / sampling.temperature) for p in self.table[last]]
         return tuple(p / sum(powered) for p in powered)
 
@@ -151,7 +151,7 @@ class TableEngine:
         return Completion(tuple(ids), self.tokenizer.decode(ids), ended, tuple(logprobs))
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Look the suffix up."""
+        """Look the probabilities of the suffix up."""
         check_score(request, self.spec)
         await anyio.lowlevel.checkpoint()
         steps = zip((request.prefix[-1], *request.suffix[:-1]), request.suffix, strict=True)
@@ -185,7 +185,7 @@ def _pick(distribution: Sequence[float], uniform: float) -> int:
 
 
 class Glued(TableEngine):
-    """Planted bug: a delimiter is glued between chunks."""
+    """A planted bug: a delimiter is inserted between chunks."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         glue = self.tokenizer.encode("n") if len(request.ids) > 1 else ()
@@ -193,7 +193,7 @@ class Glued(TableEngine):
 
 
 class Beheaded(TableEngine):
-    """Planted bug: the first token of every completion is dropped."""
+    """A planted bug: the first token of every completion is dropped."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         whole = await super().sample(replace(request, max_tokens=request.max_tokens + 1))
@@ -202,7 +202,7 @@ class Beheaded(TableEngine):
 
 
 class Reusing(TableEngine):
-    """Planted bug: half of the replacements are the rejected chunk itself."""
+    """A planted bug: half of the replacements are the rejected chunk itself."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         if request.seed.key() % 2:
@@ -212,7 +212,7 @@ class Reusing(TableEngine):
 
 
 class Drawing(TableEngine):
-    """Draws in a chunk's places while it scores it."""
+    """An engine that draws at a chunk's positions while it scores the chunk."""
 
     def __init__(self, table: Mapping[str, Sequence[float]], role: Role = "target") -> None:
         super().__init__(table, role)
@@ -236,9 +236,7 @@ class Drawing(TableEngine):
 
 
 class Leaking(Drawing):
-    """Planted bug: what is drawn with a score is drawn with the stream of the chunk that the
-    score is about.
-    """
+    """A planted bug: draws made with a score use the random stream of the scored chunk."""
 
     async def score(self, request: ScoreRequest) -> Scores:
         draw = request.draw and replace(request.draw, seed=replace(request.draw.seed, role="draft"))
@@ -305,32 +303,30 @@ def exact(engine: TableEngine, sampling: Sampling = RAW) -> dict[str, float]:
 
 
 REPLACING = replace(POLICY, takeover="replace", answers="verify")
-# temperatures differ less than the planted bugs do
+# more texts, because temperatures differ less than the planted bugs
 TEMPERED = replace(REPLACING, samples=2 * POLICY.samples)
 
 
 @pytest.mark.parametrize("optimistic", [False, True])
-def test_rate_0_is_the_draft(optimistic: bool) -> None:
-    """Accepting everything, the pipeline's distribution is the draft's; drafting ahead does not
-    change it.
-    """
+def test_rate_0_draws_from_the_draft(optimistic: bool) -> None:
+    """If every chunk is accepted, the distribution is the draft's, with and without drafting ahead."""
     draft = TableEngine(DRAFT, "draft")
     target = TableEngine(TARGET, "target")
     seen = texts(draft, target, replace(POLICY, optimistic=optimistic), ACCEPT)
     assert p_value(seen, exact(draft)) > 1e-4
 
 
-def test_rate_1_with_replace_is_the_target() -> None:
-    """Rejecting everything and replacing it, the distribution is the target's: nothing of the draft
-    shines through.
+def test_rate_1_with_replace_draws_from_the_target() -> None:
+    """If every chunk is replaced, the distribution is the target's and nothing of the draft
+    remains.
     """
     draft = TableEngine(DRAFT, "draft")
     target = TableEngine(TARGET, "target")
     assert p_value(texts(draft, target, REPLACING, ESCALATE), exact(target)) > 1e-4
 
 
-def test_rate_1_with_replace_and_its_own_temperature() -> None:
-    """The target's own sampling settings is the one that counts."""
+def test_the_targets_own_temperature_is_used() -> None:
+    """At rate 1 with `replace`, only the target's sampling settings count."""
     draft = TableEngine(DRAFT, "draft")
     target = TableEngine(TARGET, "target")
     warm = Sampling(temperature=0.6)
@@ -339,8 +335,8 @@ def test_rate_1_with_replace_and_its_own_temperature() -> None:
 
 
 def test_continue_alternates_the_two_models() -> None:
-    """Continue keeps the draft's chunk and continues with the target's: the mixed distribution,
-    computed exactly.
+    """`continue` keeps the draft's chunk and adds the target's; the mixed distribution is computed
+    exactly.
     """
     draft = TableEngine(DRAFT, "draft")
     target = TableEngine(TARGET, "target")
@@ -351,8 +347,9 @@ def test_continue_alternates_the_two_models() -> None:
 def _alternating(
     text: str, engines: Sequence[TableEngine], last: str = "a", turn: int = 0, used: int = 0
 ) -> float:
-    """Return the probability of a text if the models take turns of up to two letters; the draft's
-    end hands over, the target's ends the text.
+    """Return the probability of a text if the models take turns of up to two letters.
+
+    The draft's end gives the turn to the target, and the target's end ends the text.
     """
     if not text:
         return 1.0
@@ -369,15 +366,15 @@ def _alternating(
 
 
 @pytest.mark.parametrize("bug", [Glued, Beheaded, Reusing])
-def test_a_planted_bug_shows(bug: type[TableEngine]) -> None:
-    """The test above has the power to see what it is there for."""
+def test_each_planted_bug_fails_the_test(bug: type[TableEngine]) -> None:
+    """The chi-square test rejects each engine with a planted bug, so it has power."""
     draft = TableEngine(DRAFT, "draft")
     target = bug(TARGET, "target")
     assert p_value(texts(draft, target, REPLACING, ESCALATE), exact(TableEngine(TARGET))) < 1e-6
 
 
-def test_a_wrong_temperature_shows() -> None:
-    """So does sampling at another temperature than asked."""
+def test_a_wrong_temperature_fails_the_test() -> None:
+    """The chi-square test also rejects sampling at another temperature than requested."""
     draft = TableEngine(DRAFT, "draft")
     target = TableEngine(TARGET, "target")
     seen = texts(
@@ -387,7 +384,7 @@ def test_a_wrong_temperature_shows() -> None:
 
 
 GATED = replace(REPLACING, score=ScoreRule("mean"))
-CUT = ThresholdGate(6.0)  # perplexity under the target
+CUT = ThresholdGate(6.0)  # a threshold on the perplexity under the target
 
 
 def gated(
@@ -411,15 +408,15 @@ def gated(
 
 
 def pieces(engine: TableEngine, last: str, size: int) -> dict[str, float]:
-    """Return the probability of every chunk of up to so many letters."""
+    """Return the probability of every chunk of up to this many letters."""
     short = [letter for letter in "abn." if size == 1 or letter in "n."]
     long = [first + second for first in "ab" for second in "abn."] if size > 1 else []
     return {piece: engine.probability(piece, start=last) for piece in [*short, *long]}
 
 
 def stays(piece: str, target: TableEngine, last: str) -> bool:
-    """Return whether the gate accepts a chunk; if the chunk ended the text, what was written before
-    the end is scored.
+    """Return whether the gate accepts a chunk; if the chunk ended the text, the part before the end
+    is scored.
     """
     written = piece.removesuffix(".")
     return (
@@ -429,10 +426,8 @@ def stays(piece: str, target: TableEngine, last: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", [TableEngine, Drawing])
-def test_what_replaces_a_rejected_chunk_has_the_law_of_the_target(kind: type[TableEngine]) -> None:
-    """The gate reads the chunk and its score; the takeover's numbers have nothing to do with
-    either.
-    """
+def test_a_replacement_is_drawn_from_the_target(kind: type[TableEngine]) -> None:
+    """The gate reads the chunk and its score, and the takeover's random numbers depend on neither."""
     draft = TableEngine(DRAFT)
     target = kind(TARGET, "target")
     exactly = cells(lambda text: gated(text, draft, target))
@@ -440,11 +435,11 @@ def test_what_replaces_a_rejected_chunk_has_the_law_of_the_target(kind: type[Tab
 
 
 @pytest.mark.parametrize("kind", [TableEngine, Drawing, Leaking])
-def test_a_takeover_with_the_stream_of_its_chunk_shows(
+def test_a_takeover_with_its_chunks_stream_fails_the_test(
     kind: type[TableEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted bugs: its numbers say that the chunk they belong to was rejected; so do those of what
-    is begun.
+    """Its random numbers would reveal that the chunk was rejected; so would those of a begun
+    takeover.
     """
     draft = TableEngine(DRAFT)
     target = kind(TARGET, "target")

@@ -1,4 +1,4 @@
-"""Engines that fail in every way: no rollout hangs, nothing is silently accepted, the outcome says
+"""Tests of engines that fail: no rollout hangs, no chunk is silently accepted, and the outcome says
 what happened.
 """
 
@@ -41,7 +41,7 @@ def conformal() -> Gate:
 
 
 class Silent(ScriptedEngine):
-    """A draft that gives no log-probabilities, as chat servers do."""
+    """A draft that returns no log-probabilities, as chat servers do."""
 
     @property
     def spec(self) -> EngineSpec:
@@ -52,7 +52,7 @@ class Silent(ScriptedEngine):
 
 
 class TrustsTheDraft(ConformalGate):
-    """Accepts what the draft was sure of without a score."""
+    """A gate that accepts without a score what the draft was sure of."""
 
     def preview(self, features: Features) -> Decision:
         if features.draft_logprob > -9.0:
@@ -61,14 +61,14 @@ class TrustsTheDraft(ConformalGate):
 
 
 class Undecided(ConformalGate):
-    """Hands its preview back as its final decision."""
+    """A gate that returns its preview as its final decision."""
 
     def decide(self, features: Features, score: float) -> Decision:
         return features.decision("verify", score=score)
 
 
 def test_a_draft_without_log_probabilities_is_never_sure(attempt: Solve) -> None:
-    """A gate that trusts the draft's numbers accepts nothing unscored where there are none."""
+    """A gate that trusts the draft's log-probabilities accepts nothing unscored if there are none."""
     gate = TrustsTheDraft(Calibrator(0.3, "marginal"))
     judged = [
         turn.decision
@@ -81,7 +81,7 @@ def test_a_draft_without_log_probabilities_is_never_sure(attempt: Solve) -> None
 
 
 def test_a_final_decision_to_verify_is_refused(attempt: Solve) -> None:
-    """The chunk has its score: what is neither accepted nor escalated must not be kept silently."""
+    """The chunk is already scored, so a gate must accept or escalate it."""
     with pytest.raises(UsageError, match="must return 'accept' or 'escalate'"):
         attempt(POLICY, Undecided(Calibrator(0.3, "marginal")), problems=1)
 
@@ -92,11 +92,11 @@ LOST: list[FaultKind] = ["refused", "dropped", "timeout", "hang"]
 
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_score_that_never_comes_right_is_an_escalation(
+def test_a_chunk_that_cannot_be_scored_escalates(
     attempt: Solve, kind: FaultKind, backend: str
 ) -> None:
-    """Every scoring call fails: every judged chunk goes to the target, with the reason in its
-    decision.
+    """If every scoring call fails, each judged chunk goes to the target, and its decision has the
+    reason.
     """
     target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="score"))
     outcomes = attempt(
@@ -114,12 +114,10 @@ def test_a_score_that_never_comes_right_is_an_escalation(
 
 @pytest.mark.parametrize("kind", LOST)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_target_that_is_not_there_decides_nothing(
+def test_a_missing_target_leaves_chunks_undecided(
     attempt: Solve, kind: FaultKind, backend: str
 ) -> None:
-    """No scoring call is answered: no chunk is judged, and its rollout failed for that reason
-    alone.
-    """
+    """No scoring call is answered, so no chunk is judged, and the rollout failed for that reason."""
     target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="score"))
     outcomes = attempt(
         POLICY, conformal(), target=target, retries=PATIENT, problems=2, backend=backend
@@ -135,7 +133,7 @@ def test_a_target_that_is_not_there_decides_nothing(
 def test_a_dead_target_fails_only_the_rollouts_that_need_it(
     attempt: Solve, kind: FaultKind
 ) -> None:
-    """Rollouts that never escalate finish; the others fail with the engine's words."""
+    """Rollouts that never escalate finish; the others fail with the engine's error."""
     target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="sample"))
     outcomes = attempt(POLICY, conformal(), target=target, retries=PATIENT, problems=4)
     ends = {rollout.finish for rollout in lines(outcomes)}
@@ -148,10 +146,10 @@ def test_a_dead_target_fails_only_the_rollouts_that_need_it(
 
 
 def test_finished_work_is_kept_when_the_target_dies_in_mid_run(attempt: Solve) -> None:
-    """Answers from before the death stay, and their votes count."""
+    """Answers from before the failure are kept, and their votes count."""
 
     class Mortal(ScriptedEngine):
-        """Dies after some calls and stays dead."""
+        """A target that fails after some calls and stays unavailable."""
 
         calls = 0
 
@@ -171,7 +169,7 @@ def test_finished_work_is_kept_when_the_target_dies_in_mid_run(attempt: Solve) -
             )
 
         def _dying(self) -> ScriptedEngine:
-            return ScriptedEngine("target")  # never opened: every call is refused
+            return ScriptedEngine("target")  # an engine that is never opened refuses every call
 
     outcomes = attempt(POLICY, conformal(), target=Mortal("target"), retries=PATIENT, problems=12)
     assert len(outcomes) == 12
@@ -190,8 +188,8 @@ class Mute(ScriptedEngine):
         return Completion((), "", "length", ())
 
 
-def test_a_draft_that_returns_nothing_hands_over(attempt: Solve) -> None:
-    """Nothing to score is an escalation, and the target alone finishes the problem."""
+def test_an_empty_chunk_escalates(attempt: Solve) -> None:
+    """An empty chunk cannot be scored, so it escalates, and the target alone finishes the problem."""
     outcomes = attempt(POLICY, conformal(), draft=Mute("draft"), problems=2)
     assert {rollout.finish for rollout in lines(outcomes)} == {"answer"}
     decisions = [turn.decision for rollout in lines(outcomes) for turn in rollout.turns]
@@ -199,15 +197,15 @@ def test_a_draft_that_returns_nothing_hands_over(attempt: Solve) -> None:
 
 
 class Stuck(ScriptedEngine):
-    """A draft that says the same for ever."""
+    """A draft that repeats the same chunk forever."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         ids = self.tokenizer.encode("Hmm.\n\n")
         return Completion(ids, "Hmm.\n\n", "delimiter", (-0.1,) * len(ids))
 
 
-def test_endless_repetition_ends(attempt: Solve) -> None:
-    """The same chunk three times in a row ends the rollout, long before its limits."""
+def test_a_chunk_repeated_three_times_ends_the_rollout(attempt: Solve) -> None:
+    """The rollout ends long before its limits."""
     outcomes = attempt(POLICY, FixedGate("accept"), draft=Stuck("draft"), problems=1)
     assert all(len(rollout.turns) == 3 and rollout.finish == "end" for rollout in lines(outcomes))
     assert all("in a row" in rollout.error for rollout in lines(outcomes))
@@ -215,7 +213,7 @@ def test_endless_repetition_ends(attempt: Solve) -> None:
 
 
 def test_nan_from_a_score_rule_is_not_a_score(attempt: Solve) -> None:
-    """A score that is not a number cannot be accepted, whatever the gate would say."""
+    """Such a chunk cannot be accepted, whatever the gate would decide."""
 
     def rule(logprobs: Sequence[float], text: str) -> float:
         return math.nan

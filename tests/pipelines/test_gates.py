@@ -1,4 +1,4 @@
-"""Gates are pure: numbers in, a decision out, so every promise is checked without waiting."""
+"""Tests of gates, which are pure: numbers in, a decision out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from atts.testing import toy_groups
 SCORES = st.floats(1.0, 50.0, allow_nan=False)
 
 
-def test_the_conformal_gate_passes_on_what_the_calibrator_says() -> None:
+def test_the_conformal_gate_returns_the_calibrators_decision() -> None:
     """It numbers the chunks in the order of requests, across sessions."""
     calibrator = Calibrator(0.5, "marginal", stored=[1.1, 1.2, 1.3])
     gate = ConformalGate(calibrator)
@@ -62,14 +62,14 @@ def test_the_conformal_gate_passes_on_what_the_calibrator_says() -> None:
 
 
 @pytest.mark.parametrize("score", [math.nan, 0.5, -1.0])
-def test_what_is_not_a_perplexity_is_refused(score: float) -> None:
-    """The calibrator raises; the pipeline makes an escalation of it."""
+def test_a_value_that_is_not_a_perplexity_is_refused(score: float) -> None:
+    """The calibrator raises an error, which the pipeline turns into an escalation."""
     with pytest.raises(CalibrationInputError):
         ConformalGate(Calibrator(0.5, "marginal")).decide(Features("q"), score)
 
 
-def test_a_threshold_knows_its_bad_side_and_fails_closed() -> None:
-    """A NaN escalates, whichever side is bad."""
+def test_a_threshold_gate_escalates_nan() -> None:
+    """A NaN escalates whether low or high scores are the worse ones."""
     assert not ThresholdGate(2.0).decide(Features("q"), 2.0).escalate
     assert ThresholdGate(2.0).decide(Features("q"), 2.1).escalate
     assert ThresholdGate(7.0, "below").decide(Features("q"), 6.9).escalate
@@ -79,10 +79,10 @@ def test_a_threshold_knows_its_bad_side_and_fails_closed() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(SCORES, min_size=1, max_size=40), SCORES, st.sampled_from([0.1, 0.25, 0.4, 0.5]))
-def test_the_published_rule_is_the_published_rule(
+def test_the_published_rule_equals_its_formula(
     stored: list[float], score: float, rate: float
 ) -> None:
-    """The rule is c/N >= tau with ties counted as not below."""
+    """A chunk escalates if c/N >= tau, where ties do not count as below."""
     decision = StaticRankGate.of(stored, rate).decide(Features("q"), score)
     assert decision.escalate == (bisect_left(sorted(stored), score) / len(stored) >= 1 - rate)
 
@@ -91,7 +91,7 @@ def test_the_published_rule_is_the_published_rule(
 @given(
     st.lists(st.lists(SCORES, min_size=1, max_size=16), min_size=1, max_size=8), st.floats(0.0, 1.0)
 )
-def test_the_sort_takes_the_worst_and_carries_its_rounding(
+def test_the_round_gate_takes_the_worst_and_carries_its_remainder(
     rounds: list[list[float]], rate: float
 ) -> None:
     """After any number of rounds the count is within one half of the budget, unless a round was too
@@ -109,8 +109,8 @@ def test_the_sort_takes_the_worst_and_carries_its_rounding(
     assert abs(count - rate * total) <= 0.5 + 1e-6
 
 
-def test_the_coin_is_fair_and_belongs_to_the_chunk() -> None:
-    """The same chunk gets the same coin, and many chunks get the rate."""
+def test_the_coin_depends_on_the_chunk_and_meets_the_rate() -> None:
+    """The same chunk gets the same coin, and many chunks escalate at the rate."""
     gate = CoinGate(0.3, seed=2)
     coins = [gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)]
     assert coins == [
@@ -119,8 +119,8 @@ def test_the_coin_is_fair_and_belongs_to_the_chunk() -> None:
     assert abs(sum(coins) / 1600 - 0.3) < 4 * math.sqrt(0.21 / 1600)
 
 
-def test_missing_log_probabilities_are_unknown_and_never_certainty() -> None:
-    """Every rule: without log-probabilities both numbers of the draft are NaN."""
+def test_missing_log_probabilities_give_nan() -> None:
+    """Under each score rule, both numbers of the draft are NaN instead of certainty."""
     bare = Chunk("draft", "x", (1,), (1,), "end")
     for kind in SCORE_KINDS:
         assert math.isnan(evidence(ScoreRule(kind), bare))
@@ -129,8 +129,10 @@ def test_missing_log_probabilities_are_unknown_and_never_certainty() -> None:
     assert math.isnan(Features("q").draft_evidence)
 
 
-def test_the_mean_and_the_evidence_are_two_numbers() -> None:
-    """Under the speculative rule the lowest log-probability is the evidence; the mean stays."""
+def test_the_mean_and_the_lowest_log_probability_are_separate() -> None:
+    """Under the speculative rule the gate's evidence is the lowest log-probability, while the mean
+    stays.
+    """
     chunk = Chunk("draft", "xy", (1, 2), (1, 2), "end", (-1.0, -3.0))
     assert mean_logprob(chunk) == -2.0
     assert evidence(ScoreRule("speculative"), chunk) == pytest.approx(-3.0)
@@ -138,7 +140,7 @@ def test_the_mean_and_the_evidence_are_two_numbers() -> None:
 
 
 def test_a_gate_without_a_decision_of_its_own_cannot_be_made() -> None:
-    """A preview of "verify" must not become the final decision."""
+    """A preview of "verify" must not become the final decision, so `decide` is required."""
 
     class OnlyPreviews(NonLearningGate):
         pass
@@ -148,7 +150,7 @@ def test_a_gate_without_a_decision_of_its_own_cannot_be_made() -> None:
 
 
 def test_a_draft_without_log_probabilities_is_refused_by_a_gate_that_needs_them() -> None:
-    """Capped or not; a gate that looks at scores alone takes any draft."""
+    """This holds with and without a cap; a gate that looks at scores alone takes any draft."""
     able = EngineSpec("able", "m", "t", 512, (1,), 100)
     mute = replace(able, name="mute", logprobs="none")
 
@@ -163,14 +165,14 @@ def test_a_draft_without_log_probabilities_is_refused_by_a_gate_that_needs_them(
             check_engines(Policy(), refused, mute, able)
 
 
-def test_a_cue_hands_over() -> None:
-    """Hesitation in the text escalates, in upper and lower case."""
+def test_a_cue_escalates() -> None:
+    """Words of hesitation escalate a chunk, in upper and lower case."""
     assert CueGate().preview(Features("q", text="So x = 3. WAIT, no")).escalate
     assert not CueGate().preview(Features("q", text="So x = 3.")).escalate
 
 
-def test_a_cap_is_never_exceeded_and_says_why() -> None:
-    """Slots run out: the rest is accepted, in words."""
+def test_a_cap_is_never_exceeded() -> None:
+    """If the cap is used up, other chunks are accepted, and the decision says why."""
     slots = iter([True, True])
     gate = CappedGate(FixedGate("escalate"), lambda features: next(slots, False))
     decisions = [gate.preview(Features("q", turn)) for turn in range(5)]
@@ -180,7 +182,7 @@ def test_a_cap_is_never_exceeded_and_says_why() -> None:
 
 @pytest.mark.parametrize("row", PRESETS, ids=lambda row: row.name)
 def test_every_preset_is_a_policy_and_a_gate(row: object) -> None:
-    """Rows of the table build from the same inputs."""
+    """All methods are built from the same inputs."""
     found = preset(row.name)  # type: ignore[attr-defined]
     gate = found.gate(
         GateInputs(Calibrator(0.2, "marginal", stored=StoredScores.of([1.1, 1.5], 1)))
@@ -190,7 +192,7 @@ def test_every_preset_is_a_policy_and_a_gate(row: object) -> None:
 
 
 def test_misspelt_options_are_errors_with_a_suggestion() -> None:
-    """Methods, ways to escalate and limits are covered."""
+    """This covers methods, takeovers and limits."""
     with pytest.raises(OptionError, match="did you mean 'top-b'"):
         preset("topb")
     with pytest.raises(OptionError, match="did you mean 'replace'"):
@@ -206,7 +208,7 @@ def test_misspelt_options_are_errors_with_a_suggestion() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-30, 0), min_size=1, max_size=30))
 def test_scores_are_perplexities(logprobs: list[float]) -> None:
-    """Every kind lies in [1, inf]; no mean is worse than the worst token."""
+    """Each kind lies in [1, inf], and no mean is worse than the worst token."""
     text = "x" * len(logprobs)
     mean = ScoreRule()(logprobs, text)
     assert 1 <= mean <= math.exp(-min(logprobs)) * (1 + 1e-9)
@@ -220,9 +222,7 @@ def test_scores_are_perplexities(logprobs: list[float]) -> None:
 def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(
     pairs: list[tuple[float, float]],
 ) -> None:
-    """The product of min(1, target / author), token by token; an end token's own log-probability is
-    not compared.
-    """
+    """The chance is the product of min(1, target / author) over tokens; an end token is left out."""
     target = [t for t, _ in pairs]
     own = [o for _, o in pairs]
     chunk = Chunk(
@@ -243,9 +243,7 @@ def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(
 
 @pytest.mark.parametrize("kind", ["mean", "byte", "speculative"])
 def test_scores_that_differ_by_rounding_alone_are_equal(kind: Any) -> None:
-    """Sums of floats depend on the company they are computed in; what ranks scores must not see
-    that.
-    """
+    """Sums of floats depend on the batch, which must not change the ranks of scores."""
     draws = random.Random(8)
     equal = 0
     for _ in range(300):
@@ -260,14 +258,15 @@ def test_scores_that_differ_by_rounding_alone_are_equal(kind: Any) -> None:
         )
         moved = [value * (1 + draws.uniform(-1e-7, 1e-7)) for value in theirs]
         equal += score_of(ScoreRule(kind), theirs, chunk) == score_of(ScoreRule(kind), moved, chunk)
-    assert equal >= 297  # a score on the edge between two roundings may fall on either side
+    assert equal >= 297  # a score on the edge between two rounded values may become either
 
 
 def agreement_run(
     gate: ConformalGate | AgreementGate, seed: int, problems: int = 60
 ) -> dict[bool, tuple[int, int]]:
-    """Run sixteen rollouts of eight chunks, of which siblings agree in half of the problems; return
-    (escalated, all) for both halves.
+    """Run sixteen rollouts of eight chunks, whose siblings agree in half of the problems.
+
+    Return (escalated, all) for both halves.
     """
     draw = random.Random(seed)
     handed = Counter[bool]()
@@ -293,9 +292,9 @@ def agreement_run(
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3])
-def test_what_is_spared_where_siblings_agree_is_spent_where_they_do_not(rate: float) -> None:
-    """The total stays within a hundredth; from the third answer on nothing goes over where they
-    agree.
+def test_escalations_saved_on_agreement_are_spent_on_disagreement(rate: float) -> None:
+    """The total stays within a hundredth; where siblings agree, nothing escalates after their third
+    answer.
     """
     conformal = ConformalGate(Calibrator(rate, "aci", seed=1))
     found = agreement_run(AgreementGate(conformal, 0.9), seed=2)
@@ -306,8 +305,8 @@ def test_what_is_spared_where_siblings_agree_is_spent_where_they_do_not(rate: fl
     assert agreed / of < 0.6 * rate < rate * 1.3 < split / others
 
 
-def test_nothing_is_spared_before_three_siblings_have_answered() -> None:
-    """Two may agree by chance; and a skipped chunk says so."""
+def test_agreement_counts_from_three_siblings_on() -> None:
+    """Two siblings may agree by chance; a skipped chunk says why."""
     gate = AgreementGate(ConformalGate(Calibrator(1.0, "aci")), 0.9)
     for answered, action in ((2, "escalate"), (3, "accept")):
         said = gate.decide(Features("q", answered=answered, agreement=1.0, issue=answered), 2.0)
@@ -317,8 +316,8 @@ def test_nothing_is_spared_before_three_siblings_have_answered() -> None:
 
 
 def test_impossible_budgets_are_refused() -> None:
-    """An agreement is a share; rounds have no siblings that answered; a setup says so before a
-    model is loaded.
+    """An agreement is a share, rounds have no siblings that answered, and the setup refuses before
+    models load.
     """
     for setup in (
         Setup(accept_when_agreeing=1.5),
@@ -330,8 +329,8 @@ def test_impossible_budgets_are_refused() -> None:
     assert isinstance(Setup(accept_when_agreeing=0.9).decider()[0], AgreementGate)
 
 
-def test_siblings_agree_by_their_answers_alone() -> None:
-    """A rollout's own earlier answer is not a sibling's, and its new one is compared with theirs."""
+def test_a_rollout_is_compared_with_its_siblings_only() -> None:
+    """A rollout's own earlier answer does not count as a sibling's."""
     siblings = Siblings(toy_groups)
     for sample, answer in enumerate(["7", "7", "8", None]):
         siblings.rollouts[sample] = Rollout(
@@ -341,17 +340,15 @@ def test_siblings_agree_by_their_answers_alone() -> None:
         count, share, is_among = siblings.agreement(9, answer)
         assert (count, is_among) == (3, belongs)
         assert share == pytest.approx(2 / 3)
-    # without the first rollout's own answer, one of each is left
+    # without the first rollout's own answer, one sibling has each answer
     count, share, _ = siblings.agreement(0, "9")
     assert count == 2
     assert share == pytest.approx(1 / 2)
     assert Siblings(toy_groups).agreement(0, "7") == (0, 0.0, False)
 
 
-def test_positions_in_the_tree_of_chunks_are_all_different() -> None:
-    """Equal chunks after equal beginnings share one position; the prompt is 0, which nothing else
-    is.
-    """
+def test_positions_in_the_tree_of_chunks_are_unique() -> None:
+    """Only equal chunks after equal beginnings share a position; the prompt alone has position 0."""
     siblings = Siblings(toy_groups)
     chunks = [Chunk("draft", str(n), (n,), (n,), "length") for n in range(3)]
     paths = [path for size in range(4) for path in itertools.product(chunks, repeat=size)]

@@ -1,4 +1,6 @@
-"""The presets of the paper decide as its published code did, on recorded runs and arrays."""
+"""Tests that the presets of the paper decide as its published code did, on recorded runs and
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,8 @@ def recorded(shared_data: Path, run: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("run", ARRAYS)
-def test_every_recorded_decision_comes_out_the_same(
-    shared_data: Path, load: Load, run: str
-) -> None:
-    """The released code's percentile and action, turn by turn; no decision differs."""
+def test_every_recorded_decision_is_repeated(shared_data: Path, load: Load, run: str) -> None:
+    """The preset gives the released code's percentile and action for each turn."""
     gate = gate_of("paper-marginal", load(ARRAYS[run], None))
     turns = list(recorded(shared_data, run))
     decisions = [
@@ -88,8 +88,8 @@ def test_questions_are_ranked_among_their_own_scores(
 ) -> None:
     """The gate is calibrated on one draw of sixteen scores a question and decides on another.
 
-    Rate and spread over questions are those measured of the released rule, and every decision is
-    that of its formula.
+    Rate and spread over questions equal those measured for the released rule, and each decision
+    follows its formula.
     """
     scores = load(flat, 16)
     names = [str(place // 16) for place in range(len(scores.scores))]
@@ -99,7 +99,7 @@ def test_questions_are_ranked_among_their_own_scores(
     assert len(live) == questions
     rates: list[float] = []
     for question, (key, values) in enumerate(live.items()):
-        del key  # the order of the questions is that of the flat array
+        del key  # questions have the order of the flat array
         pool = np.array(scores.scores[question * 16 : question * 16 + 16])
         decided = [gate.decide(Features(str(question)), value).escalate for value in values]
         assert decided == [(pool < value).mean() >= 0.6 for value in values]
@@ -108,7 +108,7 @@ def test_questions_are_ranked_among_their_own_scores(
     assert np.std(rates) == pytest.approx(spread, abs=6e-4)
 
 
-def test_only_first_turns_are_stored_and_a_strange_question_is_accepted() -> None:
+def test_only_first_turns_are_stored_and_unknown_questions_accepted() -> None:
     """Later turns of a calibration run are not part of the published pool."""
     stored = StoredScores((1.0, 2.0, 9.0, 9.0), ("a", "a", "a", "b"), (0, 0, 1, 0))
     marginal = gate_of("paper-marginal", stored, 0.5)
@@ -125,7 +125,7 @@ def test_only_first_turns_are_stored_and_a_strange_question_is_accepted() -> Non
 
 
 def test_an_answer_is_judged_before_it_ends_its_rollout() -> None:
-    """A chunk that holds the answer may escalate, as in the published loop, and then stays."""
+    """A chunk with the answer may escalate and then stays, as in the published loop."""
     base = Policy(samples=2, turns=1)
     first = Setup(draft="scripted", target="scripted", rate=0.0, policy=base)
     stored = scores_of(evaluate_sync(toy_problems(6), first))
@@ -145,7 +145,7 @@ def test_an_answer_is_judged_before_it_ends_its_rollout() -> None:
 
 
 def test_a_recorded_run_is_replayed_by_its_own_preset(tmp_path: Path) -> None:
-    """Stored scores keep their questions in the manifest, so no decision changes in a replay."""
+    """The manifest keeps the questions of stored scores, so no decision changes in a replay."""
     base = Policy(samples=4, turns=1, early_stop="none")
     first = Setup(draft="scripted", target="scripted", rate=0.0, policy=base, seed=7)
     stored = replace(scores_of(evaluate_sync(toy_problems(5), first)), fingerprint={})
@@ -165,7 +165,7 @@ def test_a_recorded_run_is_replayed_by_its_own_preset(tmp_path: Path) -> None:
 
 @pytest.mark.checkout
 @pytest.mark.parametrize("method", ["paper-marginal", "paper-conditional"])
-def test_departures_are_listed_where_the_method_is_named(method: str, tmp_path: Path) -> None:
+def test_departures_from_the_paper_are_listed(method: str, tmp_path: Path) -> None:
     """Each departure is in the dry run and on the page of methods."""
     departures = preset(method).departures
     assert departures

@@ -1,5 +1,5 @@
-"""The same distributions on the real engine: its caches hold scored and rejected chunks, and none
-may shine through.
+"""Tests of the same distributions on the local engine, whose caches hold scored and rejected
+chunks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import EMBEDDED, path
 
 Texts = dict[tuple[str, int], TokenIds]
-ALL_OVER = ThresholdGate(0.0)  # every chunk is scored, and every score is too bad
-ALL_KEPT = ThresholdGate(float("inf"))  # every chunk is scored, and none is
-HERE = LocalOptions(worker="thread")  # opened often
+ALL_OVER = ThresholdGate(0.0)  # scores every chunk and rejects it
+ALL_KEPT = ThresholdGate(float("inf"))  # scores every chunk and accepts it
+HERE = LocalOptions(worker="thread")  # a thread, because it is opened often
 
 
 def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:
@@ -51,7 +51,7 @@ def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Role, Texts]:
-    """Return the texts that each model writes without interference."""
+    """Return the texts that each model writes alone."""
     keep = FixedGate("accept")
     return {"draft": run("draft-only", keep)[0], "target": run("target-only", keep)[0]}
 
@@ -60,8 +60,8 @@ def alone() -> dict[Role, Texts]:
 def test_scored_and_kept_chunks_are_the_drafts_own(
     alone: dict[Role, Texts], optimistic: bool
 ) -> None:
-    """Rate 0 with every chunk scored: token for token what the draft writes alone, drafted ahead or
-    not.
+    """At rate 0 with every chunk scored, tokens equal the draft's own, with and without drafting
+    ahead.
     """
     texts, outcomes = run("atts", ALL_KEPT, optimistic=optimistic)
     assert texts == alone["draft"]
@@ -69,17 +69,15 @@ def test_scored_and_kept_chunks_are_the_drafts_own(
 
 
 def test_scored_and_replaced_chunks_leave_the_targets_own(alone: dict[Role, Texts]) -> None:
-    """Rate 1, replace, answers verified: token for token what the target writes alone with the same
-    random numbers.
+    """At rate 1 with `replace`, tokens equal those of the target alone with the same random
+    numbers.
     """
     texts, outcomes = run("atts", ALL_OVER)
     assert texts == alone["target"]
     assert sum(outcome.usage.scored_tokens for outcome in outcomes) > 0
 
 
-def test_a_mixed_run_is_neither(alone: dict[Role, Texts]) -> None:
-    """The comparison has power: where coins keep some chunks and replace others, the texts are
-    another story.
-    """
+def test_a_mixed_run_differs_from_both_models(alone: dict[Role, Texts]) -> None:
+    """If a coin replaces some chunks, the texts differ, so the comparison has power."""
     texts, _ = run("atts", CoinGate(0.5, seed=0))
     assert texts not in (alone["target"], alone["draft"])

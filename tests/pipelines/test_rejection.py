@@ -1,4 +1,4 @@
-"""The three stages handle a chunk in every mode, and leave the rollout in the documented state."""
+"""Tests of drafting, scoring and takeover in every mode."""
 
 from __future__ import annotations
 
@@ -57,17 +57,15 @@ def conformal(rate: float) -> Gate:
     return ConformalGate(Calibrator(rate, "question-turn"))
 
 
-def test_an_accepted_chunk_stays_and_nobody_else_writes(attempt: Solve) -> None:
-    """Rate 0: every chunk is the draft's, the target neither scores nor writes."""
+def test_at_rate_0_only_the_draft_writes(attempt: Solve) -> None:
+    """Each chunk is the draft's, and the target neither scores nor writes."""
     outcomes = attempt(POLICY, FixedGate("accept"))
     assert {chunk.author for turn in turns(outcomes) for chunk in turn.chunks} == {"draft"}
     assert all(o.usage.target_tokens == o.usage.scored_tokens == 0 for o in outcomes)
 
 
 def test_continue_keeps_the_chunk_and_appends_the_targets(attempt: Solve) -> None:
-    """In the paper's mode the target's chunk follows the draft's, with nothing discarded and
-    nothing between them.
-    """
+    """As in the paper, the target's chunk follows the draft's, with nothing discarded or inserted."""
     outcomes = attempt(replace(POLICY, takeover="continue"), FixedGate("escalate"))
     judged = [turn for turn in turns(outcomes) if turn.decision]
     assert judged
@@ -86,10 +84,10 @@ def test_replace_discards_the_chunk(attempt: Solve) -> None:
     assert all(o.usage.wasted_tokens > 0 for o in outcomes)
 
 
-def test_repair_keeps_what_the_target_does_not_doubt(attempt: Solve, answers: Answers) -> None:
-    """A part of the rejected chunk stays, token for token, the target continues after it, and every
-    token counts once.
-    """
+def test_repair_keeps_the_part_before_the_first_rejected_token(
+    attempt: Solve, answers: Answers
+) -> None:
+    """That part stays token for token, the target continues after it, and each token counts once."""
     policy = replace(POLICY, takeover="repair", score=ScoreRule("speculative"))
     outcomes = attempt(policy, ThresholdGate(0.0))
     mended = [turn for turn in turns(outcomes) if len(turn.chunks) == 2]
@@ -119,10 +117,8 @@ def test_repair_keeps_what_the_target_does_not_doubt(attempt: Solve, answers: An
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 11, 12, 13, 24, 25])
 @pytest.mark.parametrize("small", ["neither", "draft", "target"])
-def test_repair_fits_where_a_chunk_fills_what_is_left(
-    attempt: Solve, max_tokens: int, small: str
-) -> None:
-    """The limit of tokens or a context ends in the middle of a turn: nothing fails or grows longer."""
+def test_repair_respects_the_remaining_tokens(attempt: Solve, max_tokens: int, small: str) -> None:
+    """If the token limit or the context ends in the middle of a turn, nothing fails or gets longer."""
     policy = Policy(
         samples=3,
         max_tokens=max_tokens,
@@ -154,7 +150,7 @@ def test_repair_fits_where_a_chunk_fills_what_is_left(
 
 @given(st.lists(st.tuples(st.floats(-50, 0), st.floats(-50, 0)), min_size=1))
 def test_the_first_rejected_token_is_the_first_large_drop(pairs: list[tuple[float, float]]) -> None:
-    """Nothing before it has fallen by a nat; it has, or nothing has and it has fallen most."""
+    """It is the first token whose log-probability fell by a nat, or else the one that fell most."""
     theirs = [a for a, _ in pairs]
     own = [b for _, b in pairs]
     drops = [b - a for a, b in pairs]
@@ -164,8 +160,8 @@ def test_the_first_rejected_token_is_the_first_large_drop(pairs: list[tuple[floa
     assert first_rejected_token(theirs, own[:-1]) == 0
 
 
-def test_an_answer_ends_a_rollout_before_anyone_judges_it(attempt: Solve) -> None:
-    """Answer first: the chunk with the box is never scored, unless verification was asked for."""
+def test_an_answer_ends_a_rollout_unjudged(attempt: Solve) -> None:
+    """By default the chunk with the box is not scored, unless verification is requested."""
     stopped = attempt(replace(POLICY, answers="stop"), conformal(0.3))
     assert all(
         r.turns[-1].decision is None or r.turns[-1].chunks[-1].author == "target"
@@ -176,7 +172,7 @@ def test_an_answer_ends_a_rollout_before_anyone_judges_it(attempt: Solve) -> Non
 
 
 def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
-    """Turns and tokens are hard; a cut answer is no answer."""
+    """Turns and tokens are hard limits, and a cut answer does not count."""
     few = lines(attempt(replace(POLICY, turns=1), FixedGate("accept")))
     assert {r.finish for r in few} <= {"turns", "answer"}
     assert all(len(r.turns) == 1 for r in few)
@@ -185,9 +181,9 @@ def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
     assert {r.finish for r in short} <= {"tokens", "answer"}
 
 
-def test_a_number_still_being_written_is_no_answer(attempt: Solve) -> None:
-    """Where a marker and no brace ends the answer, a chunk cut by its length gives one only when
-    more follows it.
+def test_a_number_cut_by_the_chunk_limit_is_not_an_answer(attempt: Solve) -> None:
+    """If a marker instead of a brace ends the answer, more text must follow before the answer
+    counts.
     """
 
     def after_the_mark(text: str) -> str | None:
@@ -204,8 +200,8 @@ def test_a_number_still_being_written_is_no_answer(attempt: Solve) -> None:
     assert all(not rollout.text[-1].isdigit() for rollout in ended)
 
 
-def test_a_finished_text_without_a_mark_is_read_again(attempt: Solve) -> None:
-    """A guess never ends a rollout: it counts once the model has ended its text, and is marked."""
+def test_a_finished_text_gets_the_fallback_extraction(attempt: Solve) -> None:
+    """A guessed answer counts only once the model ended its text, and is marked."""
     unmarked = Answers(lambda text: None, toy_groups)
     guessing = replace(unmarked, extract_finished=toy_answer)
     plain = attempt(replace(POLICY, turns=60), FixedGate("accept"), answers=unmarked)
@@ -220,8 +216,8 @@ def test_a_finished_text_without_a_mark_is_read_again(attempt: Solve) -> None:
     assert any(outcome.answer for outcome in read_again)
 
 
-def test_a_text_that_a_limit_cut_is_not_read_again(attempt: Solve) -> None:
-    """A partly cut answer is not an answer, so only finished texts get the fallback."""
+def test_a_cut_text_gets_no_fallback_extraction(attempt: Solve) -> None:
+    """A cut text may end in a part of an answer."""
     eager = Answers(lambda text: None, toy_groups, extract_finished=lambda text: "1")
     for limits in ({"turns": 1}, {"max_tokens": 10}):
         cut = lines(attempt(replace(POLICY, **limits), FixedGate("accept"), answers=eager))  # type: ignore[arg-type]
@@ -233,7 +229,7 @@ def test_a_text_that_a_limit_cut_is_not_read_again(attempt: Solve) -> None:
 
 
 def test_a_marked_answer_is_never_guessed(attempt: Solve, answers: Answers) -> None:
-    """The fallback is not asked where the text marks its answer."""
+    """The fallback is not used if the text marks its answer."""
     eager = replace(answers, extract_finished=lambda text: "a guess")
     outcomes = attempt(replace(POLICY, turns=60), FixedGate("accept"), answers=eager)
     marked = [r for r in lines(outcomes) if r.finish == "answer"]
@@ -241,9 +237,9 @@ def test_a_marked_answer_is_never_guessed(attempt: Solve, answers: Answers) -> N
     assert not any(r.is_fallback_answer or r.answer == "a guess" for r in marked)
 
 
-def test_text_without_an_answer_is_looked_through_once(attempt: Solve) -> None:
-    """However long a rollout grows, a chunk costs a look at what is last, and the rollouts are the
-    same.
+def test_text_without_an_answer_is_searched_once(attempt: Solve) -> None:
+    """However long a rollout grows, each chunk causes a search of the latest text only, with the
+    same result.
     """
     looked: list[int] = []
 
@@ -267,7 +263,7 @@ def test_text_without_an_answer_is_looked_through_once(attempt: Solve) -> None:
 
 
 def test_the_context_is_a_limit_too(attempt: Solve) -> None:
-    """A rollout that fills the smaller context ends; it does not overflow it."""
+    """A rollout that fills the smaller context ends instead of overflowing it."""
     tight = ScriptedEngine("target", context_length=150)
     short = lines(attempt(POLICY, FixedGate("escalate"), target=tight))
     assert {r.finish for r in short} <= {"tokens", "answer"}
@@ -279,9 +275,9 @@ def test_the_context_is_a_limit_too(attempt: Solve) -> None:
     assert all("context holds 20" in r.error for r in none)
 
 
-def test_budget_forcing_makes_a_rollout_go_on(attempt: Solve) -> None:
-    """After its first answer the rollout is asked to wait; the answer it had is the answer if no
-    other comes.
+def test_budget_forcing_extends_a_rollout(attempt: Solve) -> None:
+    """After its first answer the rollout gets a prompt to wait; that answer counts if no other
+    follows.
     """
     plain = lines(attempt(POLICY, FixedGate("accept")))
     forced = lines(attempt(replace(POLICY, budget_forcing=1, turns=30), FixedGate("accept")))
@@ -293,7 +289,7 @@ def test_budget_forcing_makes_a_rollout_go_on(attempt: Solve) -> None:
 
 
 def test_drafting_ahead_changes_nothing_but_time(attempt: Solve) -> None:
-    """Same seeds, same texts: the discard depends on the earlier chunk alone."""
+    """The same seeds give the same texts, because a discard depends only on the earlier chunk."""
     gate = CoinGate(0.4, seed=3)
     plain = attempt(POLICY, _scoring(gate))
     ahead = attempt(replace(POLICY, optimistic=True), _scoring(gate))
@@ -302,15 +298,15 @@ def test_drafting_ahead_changes_nothing_but_time(attempt: Solve) -> None:
 
 
 class Broken(ScriptedEngine):
-    """A target that scores, slowly, and cannot write."""
+    """A target that scores slowly and cannot write."""
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Refuse."""
+        """Refuse the request."""
         raise EngineError("target", "it writes nothing")
 
 
-def test_what_was_drafted_ahead_is_wasted_once_where_the_takeover_fails(attempt: Solve) -> None:
-    """Everything that was written is in a turn or was wasted, the chunk ahead included."""
+def test_a_failed_takeover_wastes_the_drafted_chunks_once(attempt: Solve) -> None:
+    """Each written token is in a turn or counts as wasted, the chunk drafted ahead included."""
     target = Broken("target", latency=Latency(per_score=5.0))
     policy = replace(POLICY, optimistic=True, takeover="replace")
     outcomes = attempt(policy, _scoring(CoinGate(0.9, seed=3)), target=target)
@@ -320,12 +316,12 @@ def test_what_was_drafted_ahead_is_wasted_once_where_the_takeover_fails(attempt:
         kept = sum(chunk.tokens for turn in rollout.turns for chunk in turn.chunks)
         usage = rollout.usage
         assert usage.draft_tokens + usage.target_tokens == kept + usage.wasted_tokens
-    # two chunks each: the one that was judged, and the one ahead of it
+    # two chunks each: the judged one and the one drafted ahead
     assert max(rollout.usage.wasted_tokens for rollout in failed) > 20
 
 
 def _scoring(gate: Gate) -> Gate:
-    """Return the same coins behind a preview that asks for every chunk's score."""
+    """Return the same coins behind a preview that requests every chunk's score."""
 
     class Scoring(CoinGate):
         def preview(self, features):  # type: ignore[no-untyped-def]
@@ -338,8 +334,8 @@ def _scoring(gate: Gate) -> Gate:
     return Scoring(gate.rate, gate.seed)
 
 
-def test_seeds_make_runs_repeat_under_any_schedule(attempt: Solve) -> None:
-    """With a gate that does not learn, latencies change nothing; another seed does."""
+def test_a_seed_repeats_a_run_under_any_schedule(attempt: Solve) -> None:
+    """With a gate that does not learn, latencies change nothing, but another seed does."""
     gate = CoinGate(0.3)
     quick = attempt(POLICY, gate)
     slow = attempt(
@@ -350,10 +346,8 @@ def test_seeds_make_runs_repeat_under_any_schedule(attempt: Solve) -> None:
     assert [r.text for r in lines(quick)] != [r.text for r in lines(other)]
 
 
-def test_no_edge_between_siblings_but_for_equal_chunks_and_no_time_lost(attempt: Solve) -> None:
-    """Asynchronous mode: a rollout's nodes wait for its own nodes, or for the score of a sibling's
-    equal chunk, which is then not asked for again.
-    """
+def test_rollouts_wait_for_siblings_only_for_equal_chunks(attempt: Solve) -> None:
+    """Each node waits for nodes of its own rollout, or for the score of a sibling's equal chunk."""
     events: list[Any] = []
     attempt(POLICY, conformal(0.3), events=events)
     nodes = {e.node: e for e in events if hasattr(e, "after")}
@@ -366,7 +360,7 @@ def test_no_edge_between_siblings_but_for_equal_chunks_and_no_time_lost(attempt:
 
 
 def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
-    """Top-B: of each round exactly the carried share goes over, and time is lost waiting."""
+    """In top-B mode each round escalates exactly its share, and time is lost waiting."""
     events: list[object] = []
     slow = ScriptedEngine("draft", latency=Latency(sampled_token=0.02, jitter=0.5))
     outcomes = attempt(
@@ -378,8 +372,8 @@ def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
     assert sum(e.wait for e in events if hasattr(e, "after")) > 0  # type: ignore[attr-defined]
 
 
-def test_the_rate_is_held_live(attempt: Solve) -> None:
-    """The calibrated gate lands near its rate in the pipeline, not only in replay."""
+def test_the_rate_is_met_in_a_live_run(attempt: Solve) -> None:
+    """The calibrated gate ends near its rate in the pipeline as well as in a replay."""
     outcomes = attempt(replace(POLICY, samples=8), conformal(0.3), problems=30)
     decisions = [t.decision for t in turns(outcomes) if t.decision]
     rate = sum(d.escalate for d in decisions) / len(decisions)
@@ -387,7 +381,7 @@ def test_the_rate_is_held_live(attempt: Solve) -> None:
 
 
 def test_the_usage_adds_up(attempt: Solve) -> None:
-    """Tokens of kept and discarded chunks are the tokens that were paid for."""
+    """Tokens of kept and discarded chunks add up to the tokens that were charged."""
     for outcome in attempt(replace(POLICY, takeover="replace"), CoinGate(0.5)):
         for rollout in outcome.rollouts:
             chunks = [c for t in rollout.turns for c in (*t.chunks, *t.discarded)]
@@ -401,7 +395,7 @@ def test_the_usage_adds_up(attempt: Solve) -> None:
 
 
 def test_different_tokenizers_read_the_same_text(attempt: Solve) -> None:
-    """Each side keeps its own ids; both decode to the rollout's text, and nothing is tokenised
+    """Each side keeps its own ids, both decode to the rollout's text, and nothing is tokenised
     twice.
     """
     other = ToyTokenizer("other")
@@ -417,8 +411,8 @@ def test_different_tokenizers_read_the_same_text(attempt: Solve) -> None:
         assert ToyTokenizer().decode(draft_ids) == rollout.text == other.decode(target_ids)
 
 
-def test_one_model_can_be_both(attempt: Solve) -> None:
-    """Self mode: the draft scores itself; its own log-probs are the scores."""
+def test_one_model_can_be_draft_and_target(attempt: Solve) -> None:
+    """The draft scores its own chunks, so the scores are its own log-probabilities."""
     one = ScriptedEngine("draft")
     outcomes = attempt(
         replace(POLICY, takeover="continue", score=ScoreRule("mean")),

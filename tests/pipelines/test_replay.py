@@ -1,4 +1,6 @@
-"""Replay: the same gate gives the same story, another one is honest about where the record ends."""
+"""Tests of replays: the same gate repeats all decisions, and another gate marks where the record
+ends.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def conformal(rate: float) -> Gate:
 def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(
     attempt: Solve, answers: Answers
 ) -> None:
-    """Every decision as recorded, nothing off-policy, every vote as it was."""
+    """Each decision and vote is as recorded, and nothing is off-policy."""
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     again = replay_policy(outcomes, ThresholdGate(1.8), POLICY, answers.group)
     assert again.off_policy == 0
@@ -52,11 +54,9 @@ def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(
     assert sum(r.scored_tokens for r in lines) == sum(o.usage.scored_tokens for o in outcomes)
 
 
-def test_what_a_cut_rollout_wrote_outside_its_turns_is_counted(
-    attempt: Solve, answers: Answers
-) -> None:
-    """A settled vote ends rollouts between two calls: what they had written counts in the record
-    and in its replay.
+def test_tokens_of_cancelled_calls_are_counted(attempt: Solve, answers: Answers) -> None:
+    """A settled vote ends rollouts between two calls; tokens written by then count in the record
+    and the replay.
     """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     loose = Usage(draft_tokens=7, target_tokens=5, scored_tokens=3, wasted_tokens=12)
@@ -84,11 +84,11 @@ def test_what_a_cut_rollout_wrote_outside_its_turns_is_counted(
 def test_an_online_gate_replays_exactly_in_the_recorded_order(
     attempt: Solve, answers: Answers
 ) -> None:
-    """Given the order in which decisions were taken, a learning gate takes the same ones again."""
+    """In the recorded order of decisions, a learning gate repeats them."""
     decided: dict[TurnKey, Decided] = {}
 
     class Noting(ConformalGate):
-        """Remember the order of asking."""
+        """A gate that records the order of its requests."""
 
         def decide(self, features, score):  # type: ignore[no-untyped-def]
             decision = super().decide(features, score)
@@ -101,7 +101,7 @@ def test_an_online_gate_replays_exactly_in_the_recorded_order(
 
 
 def test_another_rate_is_off_policy_where_it_differs(attempt: Solve, answers: Answers) -> None:
-    """A rate of 0 strays exactly in the rollouts that escalated a scored chunk."""
+    """A rate of 0 is off-policy exactly in rollouts that escalated a scored chunk."""
     outcomes = attempt(POLICY, conformal(0.4))
     none = replay_policy(outcomes, FixedGate("accept"), POLICY, answers.group)
     strayed = {
@@ -121,8 +121,10 @@ def test_another_rate_is_off_policy_where_it_differs(attempt: Solve, answers: An
     assert none.rate == 0
 
 
-def test_fewer_samples_and_turns_are_cuts_of_the_record(attempt: Solve, answers: Answers) -> None:
-    """Samples beyond m do not vote; an answer that came after the last turn is none."""
+def test_a_replay_with_fewer_samples_and_turns_cuts_the_record(
+    attempt: Solve, answers: Answers
+) -> None:
+    """Samples beyond m do not vote, and answers after the last turn do not count."""
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     one = replay_policy(outcomes, ThresholdGate(1.8), changed(POLICY, samples=1), answers.group)
     assert [p.answer for p in one.problems] == [o.rollouts[0].answer for o in outcomes]
@@ -130,9 +132,9 @@ def test_fewer_samples_and_turns_are_cuts_of_the_record(attempt: Solve, answers:
     assert all(r.answer is None for p in brief.problems for r in p.rollouts)
 
 
-def test_words_that_were_put_in_are_no_models_tokens(attempt: Solve, answers: Answers) -> None:
-    """Tokens that budget forcing inserted count no more in a rollout cut to fewer turns than in the
-    whole rollout's usage.
+def test_inserted_tokens_are_not_counted_as_written(attempt: Solve, answers: Answers) -> None:
+    """Tokens that budget forcing inserted count neither in a shortened rollout nor in the whole
+    one.
     """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     wait = Turn(0, (Chunk("draft", "Wait", (1, 2, 3), (1, 2, 3), "delimiter"),), is_forced=True)
@@ -146,7 +148,7 @@ def test_words_that_were_put_in_are_no_models_tokens(attempt: Solve, answers: An
 
 
 def test_a_round_gate_replays_over_whole_rounds(attempt: Solve, answers: Answers) -> None:
-    """The sort takes its share of each problem's scored chunks."""
+    """The round gate takes its share of each problem's scored chunks."""
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     again = replay_policy(outcomes, TopGate.of(0.25), POLICY, answers.group)
     assert abs(again.rate - 0.25) < 0.05
@@ -159,10 +161,10 @@ def run_of(problems: int, samples: int, directory: Path) -> None:
     evaluate_sync(toy_problems(problems, 4), changed(setup, policy=policy), directory=directory)
 
 
-def test_a_replay_keeps_columns_and_no_texts(tmp_path: Path) -> None:
-    """After a journal is read only numbers for each chunk and its decisions are held."""
+def test_a_replay_keeps_numbers_and_no_texts(tmp_path: Path) -> None:
+    """After a journal is read, only numbers of each chunk and its decisions stay in memory."""
     run_of(24, 4, tmp_path)
-    atts.replay(tmp_path, rate=0.4)  # imports, caches
+    atts.replay(tmp_path, rate=0.4)  # the first replay fills imports and caches
     tracemalloc.start()
     try:
         done = atts.replay(tmp_path, rate=0.4)
@@ -170,11 +172,11 @@ def test_a_replay_keeps_columns_and_no_texts(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert len(done.decisions) > 24 * 4 * 3
-    assert held / len(done.decisions) < 700  # it was more than 2,000
+    assert held / len(done.decisions) < 700  # earlier versions needed more than 2,000
 
 
 def test_replayed_decisions_read_like_a_list(tmp_path: Path) -> None:
-    """They are made again from columns, the same each time, reason included."""
+    """They are made from columns each time, equal and with their reasons."""
     run_of(6, 4, tmp_path)
     done = atts.replay(tmp_path, rate=0.1)
     pairs = list(done.decisions)
@@ -189,14 +191,14 @@ def test_replayed_decisions_read_like_a_list(tmp_path: Path) -> None:
 
 
 class Reading:
-    """Escalate by the text alone."""
+    """A gate that escalates by the text alone."""
 
     def preview(self, features: Features) -> Decision:
         """Look for a letter."""
         return features.decision("escalate" if "e" in features.text else "accept")
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide the same."""
+        """Decide as the preview did."""
         return self.preview(features)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -204,8 +206,10 @@ class Reading:
 
 
 @pytest.mark.parametrize("way", ["a gate of the user's", "a method that looks for words", "capped"])
-def test_gates_that_read_get_the_texts(way: str, tmp_path: Path) -> None:
-    """A gate of someone else's may read; our own says so, also within another."""
+def test_a_gate_that_reads_gets_the_texts(way: str, tmp_path: Path) -> None:
+    """A user's gate may read texts; atts' own gates declare that they do not, also inside another
+    gate.
+    """
     run_of(6, 2, tmp_path)
     texts = {
         (rollout.problem, rollout.sample, turn.index): (turn.drafted or turn.chunks[0]).text
@@ -229,7 +233,7 @@ def test_gates_that_read_get_the_texts(way: str, tmp_path: Path) -> None:
 
 
 def test_a_method_that_would_have_written_other_chunks_is_not_replayed(tmp_path: Path) -> None:
-    """Its gate alone says nothing of it: the target would write every chunk, or nothing at all."""
+    """The gate alone does not show what the target would have written under another method."""
     setup = Setup(draft="scripted", target="scripted", policy=Policy(samples=2))
     run = evaluate_sync(toy_problems(1), setup, directory=tmp_path / "run")
     for method, named in (
@@ -245,8 +249,8 @@ def test_a_method_that_would_have_written_other_chunks_is_not_replayed(tmp_path:
         assert atts.replay(run, method=method).replayed.decisions > 0
 
 
-def test_nothing_is_decided_again_without_scores(tmp_path: Path) -> None:
-    """A run of coins has none: another rate is refused, fewer samples are not."""
+def test_a_run_without_scores_cannot_be_replayed_at_another_rate(tmp_path: Path) -> None:
+    """A run of coins has no scores; fewer samples of it can be replayed."""
     setup = Setup(draft="scripted", target="scripted", method="coin", policy=Policy(samples=2))
     run = evaluate_sync(toy_problems(1), setup, directory=tmp_path / "run")
     changes: list[dict[str, Any]] = [{"rate": 0.5}, {"method": "atts"}, {"budget": 1}]

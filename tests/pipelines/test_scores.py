@@ -1,4 +1,4 @@
-"""Every score finds planted mistakes, and one without skill finds none."""
+"""Tests of score rules: each finds planted mistakes, and one without skill finds none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEP = re.compile(r"(\d+) (plus|minus) (\d+) (?:is|gives|makes|was) (\d+)")
 
 
 def is_right(step: str) -> bool | None:
-    """Return whether a step's sum is right; None where it holds no sum."""
+    """Return whether a step's sum is correct; None if it holds no sum."""
     match = STEP.search(step)
     if match is None:
         return None
@@ -40,14 +40,14 @@ def is_right(step: str) -> bool | None:
 
 
 class Grader(EngineAround):
-    """A target that answers questions about the last step as it is, but for a share of them."""
+    """A target that judges the last step correctly, except for a share of the questions."""
 
     def __init__(self, errors: float) -> None:
         super().__init__(ScriptedEngine("target"), "own")
         self._errors = errors
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Answer a question by truth; pass on everything else."""
+        """Answer a question by the truth; pass on everything else."""
         if not isinstance(request, ScoreRequest) or request.draw is not None:
             return await call(request)
         text = self.tokenizer.decode(request.prefix)
@@ -83,7 +83,7 @@ class Wavering(EngineAround):
 
 
 class Scoring(NonLearningGate):
-    """Scores every chunk, and keeps it."""
+    """A gate that scores every chunk and accepts it."""
 
     def decide(self, features: Any, score: float) -> Any:
         """Accept the chunk with its score."""
@@ -97,7 +97,7 @@ def auroc(
     target: Engine | None = None,
     draft: Engine | None = None,
 ) -> float:
-    """Return the chance that a wrong step scores worse than a right one."""
+    """Return the chance that a wrong step scores worse than a correct one."""
     policy = Policy(samples=4, score=ScoreRule(kind), early_stop="none")
     outcomes = attempt(
         policy, Scoring(), problems=40, draft=draft, target=target or Grader(errors), seed=1
@@ -123,8 +123,8 @@ def test_a_score_with_skill_finds_planted_mistakes(kind: ScoreKind, attempt: Sol
 
 
 @pytest.mark.parametrize("kind", ["rating", "verdict"])
-def test_an_answer_without_skill_finds_nothing(kind: ScoreKind, attempt: Solve) -> None:
-    """A target that answers by lot is a coin."""
+def test_a_target_that_answers_at_random_finds_nothing(kind: ScoreKind, attempt: Solve) -> None:
+    """Its AUROC is that of a coin."""
     assert 0.4 < auroc(kind, attempt, errors=0.5) < 0.6
 
 
@@ -167,7 +167,7 @@ def test_a_target_without_log_probabilities_is_asked_in_text(
 
 @pytest.mark.parametrize("kind", ["rating", "verdict", "continuation"])
 def test_scores_without_log_probabilities_beat_a_coin_at_equal_rate(kind: ScoreKind) -> None:
-    """Whole runs: the rate is met, and single rollouts are correct more often than with a coin."""
+    """Over whole runs the rate is met, and single rollouts are correct more often than with a coin."""
 
     def run(method: str, score: ScoreKind) -> RunResult:
         policy = Policy(samples=4, early_stop="none", score=ScoreRule(score))
@@ -180,7 +180,7 @@ def test_scores_without_log_probabilities_beat_a_coin_at_equal_rate(kind: ScoreK
     assert found.unscored == 0
     difference = compare_runs(_shares(coin), _shares(found)).difference
     assert difference.low > 0
-    # asked, written and thrown away: it is part of what the target wrote
+    # replies to questions are discarded, but the target wrote them
     assert found.usage.target_tokens > coin.usage.target_tokens
     assert found.usage.wasted_tokens > coin.usage.wasted_tokens
     assert found.usage.scored_tokens == 0
@@ -198,15 +198,15 @@ class Silent(EngineAround):
     """A hosted target that answers no question."""
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return other words where a question is asked."""
+        """Return other words if a question is asked."""
         if request.max_tokens <= 4:
             ids = self.tokenizer.encode("Hmm")
             return Completion(ids, "Hmm", "length", (0.0,) * len(ids))
         return await call(request)
 
 
-def test_a_question_without_an_answer_is_met_by_escalation(attempt: Solve) -> None:
-    """Replies without an expected word give no score, and the reason is recorded."""
+def test_a_question_without_an_answer_escalates(attempt: Solve) -> None:
+    """A reply without an expected word gives no score, and the decision has the reason."""
     policy = Policy(samples=2, score=ScoreRule("verdict"), early_stop="none")
     outcomes = attempt(policy, Scoring(), problems=2, target=Silent(mute(), "own"))
     turns = [turn for one in outcomes for line in one.rollouts for turn in line.turns]
@@ -229,14 +229,14 @@ def test_every_score_is_at_least_one_and_worse_is_higher() -> None:
     assert math.isnan(ScoreRule("worst")([-1.0, math.nan], "ab"))
 
 
-def test_an_answer_that_prefers_a_position_is_balanced() -> None:
-    """A model that always takes the first word offered is worth a coin: two."""
+def test_a_preference_for_the_first_word_gives_the_neutral_score() -> None:
+    """A model that always takes the first word offered scores 2, as a coin would."""
     always_first = [[-0.1, -5.0], [-5.0, -0.1]]
     assert verdict_score(always_first) == pytest.approx(2.0)
 
 
-def test_words_without_any_chance_make_no_score() -> None:
-    """NaN, so that no gate takes it for one."""
+def test_expected_words_of_probability_zero_give_nan() -> None:
+    """NaN is never taken for a score by a gate."""
     assert math.isnan(verdict_score([[-math.inf, -math.inf], [-1.0, -1.0]]))
     assert math.isnan(rating_score([[-math.inf] * 10]))
 
@@ -252,7 +252,7 @@ def test_the_drafts_own_score_asks_the_target_nothing(attempt: Solve) -> None:
 
 
 def spec(*, scores: bool, logprobs: bool) -> EngineSpec:
-    """Make an engine's spec with or without scores and log-probs."""
+    """Make an engine's spec with or without scores and log-probabilities."""
     able: set[Capability] = {"sample", "score"} if scores else {"sample"}
     return EngineSpec(
         "any",
@@ -266,8 +266,8 @@ def spec(*, scores: bool, logprobs: bool) -> EngineSpec:
     )
 
 
-def test_engines_are_checked_for_what_the_score_is_made_of() -> None:
-    """A hosted target needs no scores where the draft's own or the votes do."""
+def test_engines_are_checked_for_what_a_score_needs() -> None:
+    """A hosted target needs no scores if the score is the draft's own or that of votes."""
     writer = spec(scores=False, logprobs=False)
     plain = spec(scores=False, logprobs=True)
     gate: Gate = Scoring()
@@ -285,15 +285,15 @@ def test_engines_are_checked_for_what_the_score_is_made_of() -> None:
 
 
 def test_votes_score_problems_and_nothing_else() -> None:
-    """Either without the other is refused by name."""
+    """The score of votes and the cascade need each other; either alone is refused by name."""
     with pytest.raises(OptionError, match=r"score.*disagreement"):
         Policy(score=ScoreRule("disagreement"))
     with pytest.raises(OptionError, match=r"score.*disagreement"):
         Policy(escalates="problem")
 
 
-def test_a_programs_own_rule_reads_the_targets_log_probabilities() -> None:
-    """A plain function counts as one."""
+def test_a_users_score_rule_reads_the_targets_log_probabilities() -> None:
+    """A plain function is enough as a rule."""
     assert source_of(lambda logprobs, text: 1.0) == "log-probabilities"
     assert source_of(ScoreRule("draft")) == "draft"
 
@@ -308,7 +308,7 @@ def _at(logits: Sequence[float], temperature: float) -> list[float]:
 def test_the_speculative_score_is_the_chance_of_acceptance_at_temperature_1(
     temperature: float, is_exact: bool
 ) -> None:
-    """A chunk of three tokens is accepted as often as one over its score says, by simulation."""
+    """In simulation, a chunk of three tokens is accepted as often as one over its score."""
     draft = [0.0, -0.4, -1.5, -0.2]
     target = [-1.0, 0.3, -0.8, 0.1]
     chunk = (0, 3, 0)
@@ -336,10 +336,10 @@ def test_the_speculative_score_is_the_chance_of_acceptance_at_temperature_1(
         (0.7, None, "mean", False),
     ],
 )
-def test_a_run_says_where_the_speculative_score_is_no_chance(
+def test_a_run_warns_if_the_speculative_score_is_not_a_probability(
     draft: float, target: float | None, kind: ScoreKind, warns: bool
 ) -> None:
-    """The warning comes before the run, with both temperatures and the flag that changes them."""
+    """The warning precedes the run, with both temperatures and the flag that changes them."""
     policy = Policy(
         score=ScoreRule(kind),
         sampling=Sampling(temperature=draft),

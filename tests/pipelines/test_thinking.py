@@ -1,4 +1,4 @@
-"""A thinking budget: the think block is closed in time, and the rollout answers after it."""
+"""Tests of the thinking budget: the think block is closed in time, and the rollout still answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def thoughts(rollout: Rollout) -> int | None:
 def test_no_rollout_thinks_longer_than_its_budget(
     attempt: Solve, gate: Gate, takeover: Takeover, optimistic: bool
 ) -> None:
-    """The thinking is stopped at the budget, whichever model writes, and the answer follows."""
+    """The thinking stops at the budget, whichever model writes, and the answer follows."""
     policy = replace(POLICY, takeover=takeover, optimistic=optimistic)
     rollouts = lines(attempt(policy, gate))
     stopped = [rollout for rollout in rollouts if thoughts(rollout) is not None]
@@ -56,13 +56,13 @@ def test_no_rollout_thinks_longer_than_its_budget(
         assert whole <= BUDGET if thought is None else thought <= BUDGET
         assert sum(turn.is_forced for turn in rollout.turns) == (thought is not None)
     assert sum(rollout.text.count("I have no time left") for rollout in rollouts) == len(stopped)
-    # the text that was put in ends with the beginning of the answer, and no model opened a block
+    # the inserted text ends with the beginning of the answer; no model opened a block
     assert all("</think>" not in rollout.text for rollout in rollouts)
     assert any(rollout.answer is not None for rollout in stopped)
 
 
-def test_drafting_ahead_changes_no_text(attempt: Solve) -> None:
-    """A chunk that was written ahead never follows the end of the thinking."""
+def test_drafting_ahead_changes_no_text_at_the_budget(attempt: Solve) -> None:
+    """A chunk that was drafted ahead never follows the end of the thinking."""
     gate = CoinGate(0.4, seed=3)
     plain = lines(attempt(POLICY, gate))
     ahead = lines(attempt(replace(POLICY, optimistic=True), gate))
@@ -93,8 +93,8 @@ class Closing(ScriptedEngine):
         return Completion(ids, text, "delimiter", (-1.0,) * len(ids))
 
 
-def test_a_block_that_the_model_closed_is_not_cut(attempt: Solve) -> None:
-    """The budget bounds the block alone: what follows it may be longer."""
+def test_the_budget_does_not_limit_the_answer(attempt: Solve) -> None:
+    """The budget limits the think block alone; the text after it may be longer."""
     policy = replace(OPEN, thinking_tokens=40, chunking=Chunking(draft_tokens=40))
     rollouts = lines(attempt(policy, FixedGate("accept"), draft=Closing("draft")))
     assert all(thoughts(rollout) is None for rollout in rollouts)
@@ -103,7 +103,7 @@ def test_a_block_that_the_model_closed_is_not_cut(attempt: Solve) -> None:
 
 
 def test_the_whole_length_still_bounds_the_rollout(attempt: Solve) -> None:
-    """Where the text that ends the thinking does not fit, the rollout runs into its limit."""
+    """If the text that ends the thinking does not fit, the rollout reaches its limit."""
     policy = replace(POLICY, max_tokens=BUDGET + 4)
     for rollout in lines(attempt(policy, FixedGate("accept"))):
         assert len(rollout.ids("target")) - len(rollout.prompt.target_ids) <= BUDGET + 4
@@ -111,7 +111,7 @@ def test_the_whole_length_still_bounds_the_rollout(attempt: Solve) -> None:
 
 
 def test_a_stopped_rollout_is_not_asked_to_wait(attempt: Solve) -> None:
-    """Budget forcing makes a rollout think longer, which the budget forbids."""
+    """Budget forcing would make a rollout think longer, which the thinking budget forbids."""
     policy = replace(POLICY, budget_forcing=3)
     stopped = [r for r in lines(attempt(policy, FixedGate("accept"))) if "no time left" in r.text]
     assert stopped
@@ -120,7 +120,7 @@ def test_a_stopped_rollout_is_not_asked_to_wait(attempt: Solve) -> None:
 
 
 def test_an_impossible_budget_is_refused() -> None:
-    """It must leave room for the answer, and end in a text."""
+    """It must leave room for the answer, and its end must be a text."""
     with pytest.raises(OptionError, match="leave none for the answer"):
         Policy(thinking_tokens=100, max_tokens=100)
     with pytest.raises(OptionError, match="0 is below 1"):
@@ -130,10 +130,10 @@ def test_an_impossible_budget_is_refused() -> None:
 
 
 def test_a_cut_run_resumes_to_the_same_texts(tmp_path: Path) -> None:
-    """Recorded calls are recalled under the same budget, and the end of the thinking is put in
+    """Recorded calls are recalled under the same budget, and the end of the thinking is inserted
     again.
     """
-    gate = CoinGate(0.3, seed=2)  # its decisions do not depend on the order of calls
+    gate = CoinGate(0.3, seed=2)  # a gate whose decisions do not depend on the order of calls
     setup = Setup(draft="scripted", target="scripted", gate=gate, policy=POLICY, seed=4)
     problems = toy_problems(4, 5)
     whole = evaluate_sync(problems, setup, directory=tmp_path / "whole")

@@ -1,4 +1,6 @@
-"""Votes are counted by equivalence, settle only when they may, and say how sure they are."""
+"""Tests of votes: they count equivalent answers together, settle only if certain, and weigh
+confidence.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ BALLOTS = st.lists(st.integers(0, 8), min_size=1, max_size=8)
 def test_the_count_does_not_depend_on_spelling_or_on_order(
     numbers: list[int], rng: random.Random
 ) -> None:
-    """Shuffling changes no class's weight, only who represents it; ties go to the first seen."""
+    """Shuffling changes no class's weight, only the spelling that represents it; ties go to the
+    first seen.
+    """
     count = tally([Ballot(str(n)) for n in numbers], modulo)
     shuffled = numbers[:]
     rng.shuffle(shuffled)
@@ -55,8 +59,8 @@ def test_the_count_does_not_depend_on_spelling_or_on_order(
 @settings(max_examples=60, deadline=None)
 @given(BALLOTS, st.integers(0, 4))
 def test_a_settled_vote_cannot_change(numbers: list[int], remaining: int) -> None:
-    """Whenever it says so, no way to cast the remaining ballots changes the winner; brute force
-    over all of them.
+    """If a vote is called settled, no way to cast the remaining votes changes the winner, by
+    enumeration.
     """
     count = tally([Ballot(str(n)) for n in numbers], modulo)
     if cannot_change(count, remaining):
@@ -66,7 +70,7 @@ def test_a_settled_vote_cannot_change(numbers: list[int], remaining: int) -> Non
 
 
 def test_a_lead_that_could_be_caught_is_not_settled() -> None:
-    """Equal to what is left is not enough, one more is."""
+    """A lead equal to the remaining votes is not enough, but one more is."""
     assert not cannot_change(Tally(("1", "2"), (4.0, 1.0), (4, 1)), 3)
     assert cannot_change(Tally(("1", "2"), (5.0, 1.0), (5, 1)), 3)
     assert not cannot_change(Tally((), (), ()), 0)
@@ -76,7 +80,7 @@ def test_a_lead_that_could_be_caught_is_not_settled() -> None:
     ("counts", "remaining"), [((4,), 4), ((3, 1), 4), ((2, 1, 1), 4), ((5, 2), 6)]
 )
 def test_the_settled_probability_is_a_lower_bound(counts: tuple[int, ...], remaining: int) -> None:
-    """Simulating the stated model, the leader wins at least as often as claimed, and not absurdly
+    """In simulations of the stated model the leader wins at least as often as claimed, and not much
     more often.
     """
     names = tuple(str(i) for i in range(len(counts)))
@@ -96,8 +100,8 @@ def test_the_settled_probability_is_a_lower_bound(counts: tuple[int, ...], remai
 
 
 def test_weights_are_bounded_and_survive_bad_scores() -> None:
-    """Missing or infinite log-probabilities neither kill a vote nor make it count more than a plain
-    one.
+    """Missing or infinite log-probabilities neither invalidate a vote nor make it count more than a
+    plain one.
     """
     assert weight("majority", []) == 1.0
     assert weight("confidence", [math.log(0.25), math.log(0.25)]) == pytest.approx(0.25)
@@ -108,11 +112,9 @@ POLICY = Policy(samples=12, early_stop="none")
 
 
 @pytest.mark.parametrize("stop", ["certain", "likely"])
-def test_a_settled_vote_spares_rollouts_and_keeps_the_answer(
-    attempt: Solve, stop: Literal["certain", "likely"]
-) -> None:
-    """Certain: the winner is the full vote's, always. Likely: it saves more, and says how sure it
-    was.
+def test_settling_a_vote_saves_rollouts(attempt: Solve, stop: Literal["certain", "likely"]) -> None:
+    """With `certain` the winner is always that of the full vote; `likely` saves more and states its
+    probability.
     """
     full = attempt(POLICY, FixedGate("accept"), problems=15)
     early = attempt(replace(POLICY, early_stop=stop), FixedGate("accept"), problems=15)
@@ -123,8 +125,8 @@ def test_a_settled_vote_spares_rollouts_and_keeps_the_answer(
     assert all(agree) if stop == "certain" else sum(agree) >= 13
 
 
-def test_a_first_wave_that_agrees_spares_the_second(attempt: Solve) -> None:
-    """The remaining samples are asked only where the first disagree."""
+def test_a_first_wave_that_agrees_ends_the_problem(attempt: Solve) -> None:
+    """The remaining samples are requested only if the first ones disagree."""
     outcomes = attempt(replace(POLICY, first_wave=3), FixedGate("accept"), problems=15)
     sizes = {len(outcome.rollouts) for outcome in outcomes}
     assert sizes == {3, 12}
@@ -134,7 +136,7 @@ def test_a_first_wave_that_agrees_spares_the_second(attempt: Solve) -> None:
 
 
 def test_waves_grow_until_they_agree(attempt: Solve) -> None:
-    """Adaptive m: easy problems end after the first wave, the hardest take all samples."""
+    """Easy problems end after the first wave, and the hardest take all samples."""
     policy = replace(POLICY, samples=16, first_wave=2, growth=2.0, agreement=0.7)
     sizes = [len(outcome.rollouts) for outcome in attempt(policy, FixedGate("accept"), problems=20)]
     assert set(sizes) <= {2, 4, 8, 16}
@@ -142,7 +144,7 @@ def test_waves_grow_until_they_agree(attempt: Solve) -> None:
 
 
 def test_the_heaviest_answer_wins_not_the_most_frequent() -> None:
-    """Two unsure ballots weigh less than a sure one; the count stays what it is."""
+    """Two unsure votes weigh less than a sure one, and the counts are reported unchanged."""
     count = tally([Ballot("1", 0.2), Ballot("4", 0.3), Ballot("2", 0.9)], modulo)
     assert count.winner == "2"
     assert count.weights == pytest.approx((0.9, 0.5))
@@ -153,7 +155,7 @@ def test_the_heaviest_answer_wins_not_the_most_frequent() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.floats(0.001, 1.0)), min_size=1, max_size=8))
 def test_weighted_votes_match_a_sum_by_hand(ballots: list[tuple[int, float]]) -> None:
-    """Each class weighs the sum of its ballots, and none is heavier than the winner's."""
+    """Each class weighs the sum of its votes, and none is heavier than the winner's."""
     count = tally([Ballot(str(number), share) for number, share in ballots], modulo)
     sums = [0.0] * 3
     for number, share in ballots:
@@ -172,11 +174,11 @@ def test_a_lead_equal_to_what_is_left_is_not_settled() -> None:
 
 
 def test_a_tie_is_never_settled() -> None:
-    """With nothing left, a rival that is level has drawn level; with something left, it may lead."""
+    """A rival that is level, or may become level, could still win."""
     level = Tally(("1", "2"), (2.0, 2.0), (2, 2))
     assert settled_probability(level, 0) == 0.0
     assert settled_probability(level, 3) < 0.5
     ahead = Tally(("1", "2"), (3.0, 2.0), (3, 2))
     assert settled_probability(ahead, 0) == 1.0
-    # three exchangeable chances with one ballot left: the rival draws level with (2 + 1) / (5 + 3)
+    # with one vote left, the rival draws level with probability (2 + 1) / (5 + 3)
     assert settled_probability(ahead, 1) == pytest.approx(1 - 3 / 8)

@@ -1,4 +1,4 @@
-"""An evaluation of toy problems by scripted engines, in virtual time or for real."""
+"""Fixtures that evaluate toy problems by scripted engines, in virtual or real time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.run.crashing import essence
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A grader's word."""
+    """A verdict of the test's grader."""
 
     status: Literal["equal", "different", "unscored"]
     rule: str = "same text"
@@ -111,19 +111,19 @@ def world(tmp_path: Path) -> World:
 
 @pytest.fixture
 def outcomes() -> Callable[[RunResult], dict[str, str]]:
-    """Return a function that maps a result's problems to their outcomes, in essence."""
+    """Return a function that maps a result's problems to their outcomes, without timing."""
     return lambda result: {outcome.problem.id: essence(outcome) for outcome in result.outcomes()}
 
 
 class SmallDisk:
-    """An append-only file on a disk with room for so many bytes."""
+    """An append-only file on a disk with room for this many bytes."""
 
     def __init__(self, path: Path, room: int) -> None:
         self._file = path.open("ab", buffering=0)
         self._room = room
 
     def write(self, data: bytes, /) -> int:
-        """Take what fits, then refuse, as a full disk does."""
+        """Write what fits, then refuse, as a full disk does."""
         if not self._room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         taken = self._file.write(data[: self._room])
@@ -134,11 +134,11 @@ class SmallDisk:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Give the real file back."""
+        """Close the real file."""
         self._file.close()
 
 
 @pytest.fixture
 def small_disk() -> Callable[[int], Callable[[Path], SmallDisk]]:
-    """Return an opener of files on a disk with that much room."""
+    """Return an opener of files on a disk with this much room."""
     return lambda room: lambda path: SmallDisk(path, room)

@@ -1,8 +1,8 @@
-"""Runs that are killed over and over, or meet a full disk: the children, and the bookkeeping about
-them.
+"""Runs that are killed many times or meet a full disk: their child processes, and checks of their
+journals.
 
-Run as a program it is a small server that forks one evaluation per line it reads, so that a child
-starts in milliseconds. The tests and the study `crash` load it by its path.
+Run as a program, this file is a small server that forks one evaluation per line it reads, so that a
+child starts in milliseconds. The tests and the study `crash` load it by its path.
 """
 
 from __future__ import annotations
@@ -58,37 +58,37 @@ TARGET_SLOTS = 2
 SLOTS = DRAFT_SLOTS + TARGET_SLOTS
 Way = Literal["outside", "die", "refuse"]
 KILLS: tuple[Way, ...] = ("outside", "outside", "die", "die")
-# every engine call that began: process and key, written before the engine is asked
+# lists every engine call that began, with process and key, before the engine is asked
 CALLS = "calls.txt"
-FULL = "full"  # instead of a key: the disk was full for the first time
+FULL = "full"  # stands in place of a key when the disk was full for the first time
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One child: where it runs, and what is to happen to it."""
+    """The order for one child: its directory, and how it ends."""
 
     directory: str
     problems: int = 3
     seed: int = 5
-    room: int | None = None  # bytes this session can write into its journal
-    # at the first byte beyond: SIGKILL in mid-write, or no space left
+    room: int | None = None  # bytes that this session can write into its journal
+    # what happens at the next byte: SIGKILL in the middle of a write, or no space
     then: Literal["die", "refuse"] = "die"
     signals: Literal["handle", "ignore"] = "ignore"
-    slowness: float = 1.0  # slows the engines, so that the kill meets this child at work
+    slowness: float = 1.0  # slows the engines, so that the kill comes while this child works
 
 
 class CountingEngine(ScriptedEngine):
-    """A scripted engine that notes each call as it begins."""
+    """A scripted engine that records each call as it begins."""
 
     notes: int = -1
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Note, then sample."""
+        """Record the call, then sample."""
         self._note(request_key("draft" if self.spec.name == "draft" else "target", request))
         return await super().sample(request)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Note, then score."""
+        """Record the call, then score."""
         self._note(request_key("target", request))
         return await super().score(request)
 
@@ -101,9 +101,7 @@ def _tell(notes: int, what: str) -> None:
 
 
 class ShortFile(FileIO):
-    """An append-only file that ends badly: at a certain byte its process is killed, or its disk is
-    full.
-    """
+    """An append-only file that ends at a given byte: its process is killed, or its disk is full."""
 
     def __init__(self, path: Path, room: int, then: Literal["die", "refuse"]) -> None:
         super().__init__(path, "ab")
@@ -112,7 +110,7 @@ class ShortFile(FileIO):
         self._then = then
 
     def write(self, data: Any, /) -> int:
-        """Write what there is room for; at the end of it, die or refuse."""
+        """Write what fits; at the end of the space, kill the process or refuse."""
         taken = super().write(data[: self._room]) or 0
         self._room -= taken
         if not self._room and self._then == "die":
@@ -132,7 +130,7 @@ class ShortFile(FileIO):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A grader's word."""
+    """A verdict of the test's grader."""
 
     status: Literal["equal", "different", "unscored"]
     rule: str = "same text"
@@ -203,21 +201,21 @@ def serve() -> None:
 
 
 class Nursery:
-    """The server from the outside."""
+    """The parent's view of the server of children."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def start(self, order: Order) -> int:
-        """Begin a child; its process id."""
+        """Begin a child, and return its process id."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(order)) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def wait(self) -> int:
-        """Return the exit code of the child started last; minus the signal's number if it was
-        killed.
+        """Return the exit code of the child started last, or minus the number of the signal that
+        killed it.
         """
         return self._answer()
 
@@ -274,14 +272,14 @@ class Crashes:
     full_disks: int
     sessions: int
     recalled: int  # calls of earlier sessions that were not made again
-    repeated: int  # calls made again although they had been in flight, never recorded
+    repeated: int  # calls made again because they were in flight and never recorded
 
 
 def crash_runs(
     children: Nursery, folder: Path, whole: int, kills: int, seed: int, *, most: int = 10
 ) -> Generator[tuple[Path, Crashes], None, None]:
-    """Make exactly `kills` kills, at most `most` of them in one run, over as many runs as that
-    takes (see `crash`).
+    """Make exactly `kills` kills, at most `most` of them in one run, over several runs (see
+    `crash`).
     """
     number = unharmed = 0
     while kills:
@@ -297,12 +295,11 @@ def crash_runs(
 def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int) -> Crashes:
     """Kill a run again and again at seeded points, then let it end.
 
-    Of five sessions one does not die but finds its disk full, two are killed from outside, two in
-    the middle of a write. After each the whole lines must be the beginning of all that follows. A
-    run quicker than its kill ends before its time. `whole` is the size of the journal of a run
-    without kills.
+    Of five sessions one finds its disk full, two are killed from outside and two in the middle of a
+    write. After each, its whole lines must be the beginning of every later journal. A run may end
+    before its kill. `whole` is the size of the journal of a run without kills.
 
-    :raises AssertionError: anything recorded changed, or was done again.
+    :raises AssertionError: a record changed, or a recorded call was made again.
     """
     draws = random.Random(seed)
     ways: Iterator[Way] = cycle(("refuse", *draws.sample(KILLS, len(KILLS))))
@@ -344,10 +341,10 @@ def _interrupt(
 def check_calls(
     directory: Path, interruptions: Literal["none", "some"] = "none"
 ) -> tuple[int, int, int]:
-    """Check that no recorded call was made again; return the numbers of sessions, recalled calls
-    and repeated calls.
+    """Check that no recorded call was made again; return the numbers of sessions, recalled and
+    repeated calls.
 
-    :raises AssertionError: one was.
+    :raises AssertionError: a recorded call was made again.
     """
     entries = list(read_entries(directory / JOURNAL))
     recorded: dict[int, set[str]] = {}
@@ -358,7 +355,7 @@ def check_calls(
         elif isinstance(entry.event, SessionOpened):
             pids[str(entry.event.pid)] = entry.session
     begun: dict[str, set[str]] = {}
-    # begun when the disk was full, before the news had reached everybody
+    # begun after the disk was full, before every task knew it
     late: dict[str, set[str]] = {}
     seen: set[str] = set()
     repeated = 0
@@ -372,7 +369,7 @@ def check_calls(
         seen.add(key)
     for pid in begun.keys() | late.keys():
         keys = begun.get(pid, set())
-        session = pids.get(pid, 0)  # none for a process that died before its first line was whole
+        session = pids.get(pid, 0)  # none if the process died before its first line was whole
         earlier = set().union(
             *(found for number, found in recorded.items() if 0 < number < session)
         )
@@ -403,7 +400,7 @@ def decisions(directory: Path) -> dict[tuple[str, int, int], str]:
 
 
 def outcomes(directory: Path) -> dict[str, str]:
-    """Return every outcome in essence."""
+    """Return every outcome without timing."""
     return {
         outcome.problem.id: essence(outcome)
         for outcome in read_outcomes(read_entries(directory / JOURNAL))
@@ -411,11 +408,10 @@ def outcomes(directory: Path) -> dict[str, str]:
 
 
 def essence(outcome: Outcome) -> str:
-    """Return an outcome without what depends only on timing: caches, and the order of calls, also
-    for equal chunks.
+    """Return an outcome without what depends only on timing: caches, and the order of calls.
 
-    Which of the siblings that wrote an equal chunk asked, and is charged for it, is known from the
-    sum alone.
+    Of siblings with equal chunks, the one that was charged for the score depends on timing too, so
+    only their sum is kept.
     """
     rollouts: list[Rollout] = []
     for rollout in outcome.rollouts:

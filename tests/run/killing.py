@@ -1,9 +1,8 @@
-"""Evaluations on two local engines in processes of their own, which are there to be killed; run as
-a program.
+"""Evaluations on two local engines in their own processes, to be killed by tests.
 
-With a directory it is one evaluation, as a command would be. Without, it is a server that forks one
-evaluation per directory it reads, whose engines fork their processes in turn: what all of them
-import is imported once.
+Run as a program with a directory, it is one evaluation, as a command would be. Without one, it is a
+server that forks an evaluation per directory it reads, whose engines fork their processes in turn,
+so common modules are imported once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PROBLEMS = [
 
 
 def main(directory: Path) -> int:
-    """Evaluate, whatever is there already; the exit code."""
+    """Evaluate, continuing whatever is there, and return the exit code."""
     options = LocalOptions(device="cpu", threads=1, kv_tokens=8192)
     plan = RunSpec(
         LocalEngine(path("draft"), name="draft", options=options),
@@ -52,8 +51,8 @@ def main(directory: Path) -> int:
 
 
 class Forked(subprocess.Popen[bytes]):
-    """A worker process that is a fork of its parent: the same pipes and the same program, nothing
-    imported again.
+    """A worker process that is a fork of its parent, with the usual pipes and program but without
+    new imports.
     """
 
     def _execute_child(self, *arguments: Any) -> None:

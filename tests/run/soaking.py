@@ -1,4 +1,4 @@
-"""Runs under faults, cancels and drift, one after the other, and what the process holds between
+"""Runs under faults, cancellations and drift, one after the other, with the resources held between
 them.
 
 The tests run it for a second or two minutes, the study `soak` for an hour.
@@ -47,8 +47,8 @@ SHARES: Mapping[FaultKind, float] = {
     "refused": 0.01, "slow": 0.01, "dropped": 0.01, "timeout": 0.005, "wrong_length": 0.005, "nan": 0.005,
     "empty": 0.005, "wrong_ids": 0.005, "hang": 0.001,
 }  # fmt: skip
-# sets of problems, again and again under other seeds: the toy models remember every distribution
-# they ever made
+# the same sets of problems under other seeds, because the toy models remember every distribution
+# that they ever made
 _SETS = 6
 _CACHE = 8192  # KV tokens of each local engine
 
@@ -63,7 +63,7 @@ class Level:
     threads: int
     files: int
     tasks: int
-    in_flight: int  # requests the engines still know of
+    in_flight: int  # requests that the engines still know
     blocks: int  # KV tokens locked by a sequence in the local engines
     temporary: int  # files left in the folder of runs
 
@@ -86,13 +86,15 @@ class Station:
 
     draft: Engine
     target: Engine
-    problems: Callable[[int, int], Sequence[Problem]]  # number of problems, number of the episode
+    problems: Callable[
+        [int, int], Sequence[Problem]
+    ]  # takes the number of problems and the number of the episode
     policy: Policy
-    models: tuple[LocalEngine, ...] = ()  # whose blocks are counted
+    models: tuple[LocalEngine, ...] = ()  # its blocks are counted
 
 
 async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS) -> Tally:
-    """Run episodes of these kinds in turn until the time is over, and read levels between them."""
+    """Run episodes of these kinds in turn until the time is over, and measure levels between them."""
     tally = Tally()
     number = 0
     said = 0.0
@@ -170,7 +172,7 @@ async def _episode(
     result = await _run(station, problems, directory, live, number)
     _compare(result, live, tally, f"{kind}, run {number}")
     failed = any(sample.finish == "failed" for line in result.problems for sample in line.samples)
-    if not failed:  # those that failed would be tried again
+    if not failed:  # failed problems would be tried again
         await _recall(kind, station, problems, directory, result, tally=tally, number=number)
     tally.episodes[kind] = tally.episodes.get(kind, 0) + 1
     tally.problems += len(problems)
@@ -189,7 +191,7 @@ async def _recall(
     tally: Tally,
     number: int,
 ) -> None:
-    """Check that a finished run that is requested again is the same, and costs no call."""
+    """Check that requesting a finished run again gives the same result and costs no call."""
     requests = [engine.stats().requests for engine in (station.draft, station.target)]
     again = await _run(station, problems, directory, {}, number)
     if again.problems != result.problems or requests != [
@@ -229,7 +231,7 @@ def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name:
     for outcome in result.outcomes():
         seen = live.get(outcome.problem.id)
         if seen is None:
-            continue  # it ended during the cancellation, so its event was not delivered
+            continue  # it ended during the cancellation, so the listener did not get its event
         tally.compared += 1
         if not _same(outcome, seen):
             tally.differences.append(
@@ -239,7 +241,7 @@ def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name:
 
 def _same(told: Outcome, seen: Outcome) -> bool:
     plain = (told.answer, dict(told.votes), told.status, told.usage, len(told.rollouts))
-    # representations: a score that is not a number equals itself there
+    # compared as text, in which a NaN score equals itself
     return plain == (
         seen.answer,
         dict(seen.votes),

@@ -1,4 +1,4 @@
-"""Answers that are withheld where labelled problems do not vouch for them."""
+"""Tests of withheld answers: atts gives no answer if labelled problems do not support it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ NEW = toy_problems(12, 9)
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make forty graded problems: if the votes agree the draft is correct, if they are split it is
-    not always.
-    """
+    """Make forty graded problems: agreeing votes are correct, split votes not always."""
     directory = tmp_path_factory.mktemp("labelled")
     evaluate_sync(toy_problems(40, 1), SETUP, directory=directory)
     return directory
@@ -33,8 +31,8 @@ def abstaining(labelled: Path, abstain: str = ".2@.9") -> Setup:
 
 
 @pytest.mark.anyio
-async def test_an_answer_is_withheld_where_too_few_votes_agree(labelled: Path) -> None:
-    """The outcome keeps its votes, loses its answer, and says why."""
+async def test_an_answer_with_too_few_agreeing_votes_is_withheld(labelled: Path) -> None:
+    """The outcome keeps its votes, has no answer, and says why."""
     async with Session(abstaining(labelled)) as session, Session(SETUP) as plain:
         for problem in NEW:
             found = await session.solve(problem)
@@ -47,8 +45,8 @@ async def test_an_answer_is_withheld_where_too_few_votes_agree(labelled: Path) -
                 assert "abstained" in found.why
 
 
-def test_a_run_says_what_it_answered_and_what_was_promised(labelled: Path, tmp_path: Path) -> None:
-    """Result, JSON and report say it, and again when the run is opened a second time."""
+def test_a_run_reports_its_answers_and_the_guarantee(labelled: Path, tmp_path: Path) -> None:
+    """Result, JSON and report have both, also when the run is opened a second time."""
     result = evaluate_sync(NEW, abstaining(labelled), directory=tmp_path / "run")
     given = [problem for problem in result.problems if problem.answer is not None]
     assert 0 < len(given) < len(NEW)
@@ -67,8 +65,8 @@ def test_a_run_says_what_it_answered_and_what_was_promised(labelled: Path, tmp_p
     assert evaluate_sync(NEW[:2], SETUP).answered is None
 
 
-def test_other_settings_and_the_labelled_problems_themselves_are_refused(labelled: Path) -> None:
-    """Each difference is named; a seed and other problems are none."""
+def test_labels_of_other_settings_or_of_the_same_problems_are_refused(labelled: Path) -> None:
+    """Each difference is named; another seed and other problems are allowed."""
     setup = abstaining(labelled)
     with pytest.raises(FingerprintError, match="policy.samples: stored 4, now 5"):
         evaluate_sync(NEW, replace(setup, policy=Policy(samples=5)))
@@ -80,14 +78,18 @@ def test_other_settings_and_the_labelled_problems_themselves_are_refused(labelle
 
 
 @pytest.mark.parametrize("text", ["x", "2@.9", ".1@1", ".1@", "@.9", "-.1", "nan@.9"])
-def test_a_promise_that_is_none_is_refused(labelled: Path, text: str) -> None:
-    """Before anything is run, with the form."""
+def test_a_malformed_guarantee_is_refused(labelled: Path, text: str) -> None:
+    """The error shows the correct form before anything runs."""
     with pytest.raises(OptionError, match=r"such as \.1@\.9"):
         evaluate_sync(NEW, abstaining(labelled, text))
 
 
-def test_what_labels_too_little_says_how_much_would_do(labelled: Path, tmp_path: Path) -> None:
-    """Too few problems, a run that is not over, one that withheld answers, one without the other."""
+def test_too_few_labelled_problems_are_refused_with_the_number_needed(
+    labelled: Path, tmp_path: Path
+) -> None:
+    """Unfinished runs, runs that withheld answers, and one setting without the other are refused
+    too.
+    """
     with pytest.raises(OptionError, match="about .* labelled problems like these would do"):
         evaluate_sync(NEW, abstaining(labelled, ".02@.9"))
     half: dict[str, Any] = {"directory": tmp_path / "half"}

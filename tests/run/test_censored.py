@@ -1,5 +1,5 @@
-"""Rollouts that were stopped before they could answer are neither right nor wrong, wherever a run
-is read.
+"""Tests of rollouts that were cancelled before they answered: no reader counts them as correct or
+wrong.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def spared(problem: FinishedProblem) -> list[int]:
     ]
 
 
-def test_a_spared_rollout_is_never_wrong(run: RunResult) -> None:
-    """Its verdict says so in the result, in what is read back and in JSON; it is not graded."""
+def test_a_cancelled_rollout_is_never_wrong(run: RunResult) -> None:
+    """It is not graded, and its verdict says so in the result, in the journal and in JSON."""
     assert any(map(spared, run.problems))
     back = open_run(run.directory).state().finished if run.directory else {}
     for problem in run.problems:
@@ -55,8 +55,8 @@ def test_a_spared_rollout_is_never_wrong(run: RunResult) -> None:
     }
 
 
-def test_what_an_older_version_called_wrong_is_read_as_spared() -> None:
-    """Journals that hold a verdict on a rollout that was stopped are read as if they did not."""
+def test_old_verdicts_on_cancelled_rollouts_are_ignored() -> None:
+    """Older journals have verdicts on cancelled rollouts, which readers must ignore."""
     prompt = Prompt((1,), (1,))
     cut = tuple(Rollout("p", sample, prompt, finish="cancelled") for sample in range(2))
     outcome = Outcome(toy_problems(1)[0], cut, None, status="unanswered")
@@ -67,9 +67,9 @@ def test_what_an_older_version_called_wrong_is_read_as_spared() -> None:
     assert ([one.verdict for one in found.samples], found.verdict) == (["spared", "spared"], None)
 
 
-def test_fewer_samples_are_the_first_ones_and_spared_ones_are_unknown(run: RunResult) -> None:
-    """One sample gives its answer or none, no decision changes, and bounds hold the whole samples'
-    values.
+def test_a_replay_with_fewer_samples_treats_cancelled_ones_as_unknown(run: RunResult) -> None:
+    """The first samples are taken, no decision changes, and bounds contain the values of all
+    samples.
     """
     one = replay(run, samples=1)
     firsts = {problem.problem: problem.samples[0] for problem in run.problems}
@@ -87,10 +87,10 @@ def test_fewer_samples_are_the_first_ones_and_spared_ones_are_unknown(run: RunRe
         assert found.replayed.tokens == "at least"
 
 
-def test_results_of_a_run_are_compared_without_what_was_spared(
-    run: RunResult, tmp_path: Path
-) -> None:
-    """The lines of `atts eval --json`, and lines of others that say "spared", count what ended."""
+def test_a_comparison_leaves_cancelled_rollouts_out(run: RunResult, tmp_path: Path) -> None:
+    """Lines of `atts eval --json`, and of other tools that mark them, count only rollouts that
+    ended.
+    """
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps(problem.as_json()) + "\n" for problem in run.problems))
     rollouts = tmp_path / "rollouts.jsonl"
@@ -107,12 +107,8 @@ def test_results_of_a_run_are_compared_without_what_was_spared(
 
 
 @pytest.mark.parametrize("name", ["run", None])
-def test_a_problem_that_was_cut_before_any_answer_is_not_graded(
-    world: Any, name: str | None
-) -> None:
-    """A run that is out of time says of such problems that they were cancelled, and no accuracy
-    counts them.
-    """
+def test_a_cancelled_problem_without_an_answer_is_not_graded(world: Any, name: str | None) -> None:
+    """In a run that is out of time such problems count in no accuracy."""
     result = world.run(world.plan(timeout_seconds=2.5), world.session(name), problems=8)
     assert result.status == "stopped"
     cut = [one for one in result.problems if one.answer is None]
@@ -126,8 +122,8 @@ def test_a_problem_that_was_cut_before_any_answer_is_not_graded(
         assert found.recorded.accuracy.n_problems == found.replayed.accuracy.n_problems == judged
 
 
-def test_tokens_of_another_rate_are_unknown(tmp_path: Path) -> None:
-    """A text that was never written has no tokens to count; the record's own replay counts its
+def test_tokens_at_another_rate_are_unknown(tmp_path: Path) -> None:
+    """Texts that were never written have no tokens; a replay of the recorded settings counts its
     tokens.
     """
     setup = Setup(
@@ -143,8 +139,8 @@ def test_tokens_of_another_rate_are_unknown(tmp_path: Path) -> None:
     assert more.replayed.draft_tokens is None
 
 
-def test_bounds_of_another_rate_hold_what_it_comes_to(tmp_path: Path) -> None:
-    """Live runs at the replayed rate end within the bounds as often as these claim, chance aside."""
+def test_live_runs_end_within_the_bounds_of_a_replay(tmp_path: Path) -> None:
+    """Live runs at the replayed rate end within the bounds as often as stated, except for chance."""
     model = ToyModel(Skill(right=0.7, repair=0.0), ToyTokenizer())
     policy = Policy(samples=5, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy)
@@ -160,5 +156,5 @@ def test_bounds_of_another_rate_hold_what_it_comes_to(tmp_path: Path) -> None:
             accuracy = replay(recorded, rate=rate).replayed.accuracy
             inside += accuracy.low <= live.value <= accuracy.high
             cases += 1
-    # if 95 % are inside, 16 or fewer of 20 cases have a chance of 0.3 %
+    # if 95 % are inside, the chance of 16 or fewer of 20 is 0.3 %
     assert inside > 16

@@ -1,5 +1,5 @@
-"""Where votes split the target selects or rewrites: planted skill gains what theory says, a coin
-loses nothing, and a killed run ends the same.
+"""Tests of combining: if votes split, the target selects or rewrites an answer, and killed runs
+resume.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLICY = Policy(samples=6, early_stop="none")
 
 
 def planned(world: Any, selector: Selector, combine: Any = "select", **changes: Any) -> Any:
-    """Plan a run in which a weak draft writes alone, and the target is asked where votes split."""
+    """Plan a run in which a weak draft writes alone, and the target is asked if votes split."""
     return world.plan(
         draft=ScriptedEngine("draft", model=ToyModel(WEAK, ToyTokenizer())),
         target=ScriptedEngine("target", selector=selector),
@@ -48,7 +48,7 @@ def planned(world: Any, selector: Selector, combine: Any = "select", **changes: 
 
 
 def chance_of(chosen: int, correct: Sequence[bool], selector: Selector) -> float:
-    """Return the chance that a finalist is chosen, over every outcome of every question.
+    """Return the chance that a finalist is chosen, by enumeration of every question's outcomes.
 
     This is a second implementation of the rule: verdicts are points, most points win, and the
     earlier finalist wins a tie.
@@ -76,9 +76,9 @@ def chance_of(chosen: int, correct: Sequence[bool], selector: Selector) -> float
 
 
 @pytest.mark.parametrize("selector", [Selector(0.9), Selector(0.75, first=0.3), Selector(0.5)])
-def test_the_gain_of_a_planted_selector_is_what_theory_says(world: Any, selector: Selector) -> None:
-    """Given the votes, the number of correct answers has a known distribution: it is within three
-    standard deviations of its mean.
+def test_a_selector_of_known_skill_gains_as_computed(world: Any, selector: Selector) -> None:
+    """Given the votes, the number of correct answers has a known distribution; it is within three
+    standard deviations.
     """
     result = world.run(planned(world, selector), world.session(None), problems=100)
     expected = 0.0
@@ -113,8 +113,8 @@ def test_the_gain_of_a_planted_selector_is_what_theory_says(world: Any, selector
     assert found.ceiling == pytest.approx(winnable / 100)
 
 
-def test_a_skilled_selector_gains_and_no_selector_beats_its_ceiling(world: Any) -> None:
-    """With one that is always correct the gain is that of the oracle among the finalists."""
+def test_a_perfect_selector_reaches_the_best_of_the_finalists(world: Any) -> None:
+    """No selector can gain more than choosing a correct finalist whenever there is one."""
     perfect = world.run(planned(world, Selector(1.0)), world.session(None), problems=100).combined
     assert perfect.lost == 0
     assert 0 < perfect.gain.value <= perfect.ceiling
@@ -122,12 +122,12 @@ def test_a_skilled_selector_gains_and_no_selector_beats_its_ceiling(world: Any) 
     written = world.run(
         planned(world, Selector(1.0), "synthesize"), world.session(None), problems=100
     ).combined
-    # a synthesis may also be correct where no rollout is
+    # a synthesis may also be correct if no rollout is
     assert written.gain.value >= perfect.gain.value
 
 
-def test_cost_is_counted_and_belongs_to_the_problem(world: Any) -> None:
-    """Calls, written and read tokens are those of the journal, and part of each problem's usage."""
+def test_the_cost_of_combining_is_part_of_a_problems_usage(world: Any) -> None:
+    """Calls, written tokens and read tokens equal those of the journal."""
     result = world.run(planned(world, Selector(0.8)), world.session(), problems=40)
     asked = [
         event for event in world.events() if isinstance(event, Sampled) and event.role == "target"
@@ -135,7 +135,8 @@ def test_cost_is_counted_and_belongs_to_the_problem(world: Any) -> None:
     found = result.combined
     assert len(asked) == found.usage.calls == 2 * found.pairs > 0
     assert found.usage.target_tokens == sum(len(event.completion.ids) for event in asked)
-    assert result.usage.target_tokens == found.usage.target_tokens  # the draft writes alone
+    # the draft writes alone, so all target tokens are of comparisons
+    assert result.usage.target_tokens == found.usage.target_tokens
     assert found.usage.target_prefill_tokens > 0
     recorded = [event for event in world.events() if isinstance(event, OutcomeReached)]
     pairs = [event.combination.pairs for event in recorded if event.combination is not None]
@@ -144,8 +145,10 @@ def test_cost_is_counted_and_belongs_to_the_problem(world: Any) -> None:
 
 
 @pytest.mark.parametrize("combine", ["select", "synthesize", "auto"])
-def test_a_killed_run_ends_the_same(world: Any, outcomes: Outcomes, combine: Any) -> None:
-    """Wherever the journal is cut, the resumed run has the same answers, and asks nothing twice."""
+def test_a_killed_combining_run_resumes_to_the_same_answers(
+    world: Any, outcomes: Outcomes, combine: Any
+) -> None:
+    """Wherever the journal is cut, the resumed run has the same answers and asks nothing twice."""
     quick = Latency(per_sample=0.05, sampled_token=0.01, jitter=0.5)
 
     def plan() -> Any:
@@ -177,18 +180,18 @@ def test_a_killed_run_ends_the_same(world: Any, outcomes: Outcomes, combine: Any
         assert len(plans) == len(set(plans)) == 8
 
 
-def test_a_coin_loses_nothing_under_auto(world: Any) -> None:
-    """`auto` lets no coin overrule votes, and stops asking it; asking it outright costs points."""
+def test_auto_ignores_a_selector_without_skill(world: Any) -> None:
+    """`auto` lets no coin change a vote and stops asking it; without `auto` a coin costs accuracy."""
     coin = Selector(0.5)
     outright = world.run(planned(world, coin), world.session(None), problems=160).combined
     found = world.run(planned(world, coin, "auto"), world.session(None), problems=160).combined
     assert outright.gain.value < -0.005
     assert found.gain.value >= -0.005
-    assert found.split < outright.split  # it gave up
+    assert found.split < outright.split  # it stopped asking
 
 
 def test_auto_uses_a_skilled_selector_after_its_trial(world: Any) -> None:
-    """Its gain is positive, and no problem of the trial changed its answer."""
+    """The gain is positive, and no problem of the trial changed its answer."""
     result = world.run(planned(world, Selector(0.95), "auto"), world.session(None), problems=160)
     found = result.combined
     assert 0 < found.trials < found.split
@@ -199,11 +202,11 @@ def test_auto_uses_a_skilled_selector_after_its_trial(world: Any) -> None:
 
 @pytest.mark.parametrize("is_graded", [True, False])
 @pytest.mark.parametrize("share_split", [0.15, 0.5])
-def test_a_coin_stays_within_half_a_point_in_many_simulated_runs(
+def test_a_selector_without_skill_loses_half_a_point_at_most(
     is_graded: bool, share_split: float
 ) -> None:
-    """Over 400 runs of 500 problems, graded or not, what a coin under `auto` loses is 0.5 points at
-    most on average, and at most 0.5 points in all but a few runs.
+    """Over 400 simulated runs of 500 problems under `auto`, this holds on average and in all but a
+    few runs.
     """
     losses = [_loss_of_a_coin(seed, is_graded, share_split) for seed in range(400)]
     assert sum(losses) / len(losses) < 0.001
@@ -271,8 +274,10 @@ def test_the_threshold_is_the_quantile_of_what_could_be_won() -> None:
     assert 0.86 < covered / 400 < 0.94
 
 
-def test_votes_of_halves_stand_in_for_references() -> None:
-    """Without grades the threshold is that of half votes which the whole vote overruled."""
+def test_half_votes_replace_missing_references() -> None:
+    """Without grades the threshold comes from votes of half the rollouts that all rollouts
+    overruled.
+    """
     combiner = Combiner()
     for number in range(9):
         halves = ((0.5 + number / 100, False), (0.9, True))
@@ -282,24 +287,24 @@ def test_votes_of_halves_stand_in_for_references() -> None:
     assert combiner.below == pytest.approx(0.58)
 
 
-def test_odds_are_a_martingale_of_a_fair_coin() -> None:
-    """Their mean over fair cases stays 1, so they exceed 10 in a tenth of the runs at most."""
+def test_the_odds_of_a_fair_coin_rarely_exceed_10() -> None:
+    """Their mean over fair cases stays 1, so they exceed 10 in at most a tenth of the runs."""
     for better, worse in [(0, 0), (3, 1), (7, 9)]:
         mean = (odds(better + 1, worse) + odds(better, worse + 1)) / 2
         assert mean == pytest.approx(odds(better, worse))
 
 
 class Refusing(EngineAround):
-    """A target that replies to no comparison."""
+    """A target that refuses every comparison."""
 
     async def around(self, request: Any, call: Any) -> Any:
-        """Refuse what is asked beyond the rollouts."""
+        """Refuse all requests after the rollouts."""
         if isinstance(request, SampleRequest) and request.seed.sample >= POLICY.samples:
             raise BadReply(self.spec.name, "the content was filtered")
         return await call(request)
 
 
-def test_the_vote_stands_where_the_target_cannot_be_asked(world: Any) -> None:
+def test_a_refused_comparison_keeps_the_vote(world: Any) -> None:
     """A refused comparison costs no problem its answer, and the run is complete."""
     plan = planned(world, Selector(1.0))
     refusing = replace(plan, target=Refusing(ScriptedEngine("target"), "own"))
@@ -328,7 +333,9 @@ class Babbling(EngineAround):
 
 
 def test_a_reply_that_states_an_answer_names_its_solution(world: Any) -> None:
-    """Models that solve the problem again instead of naming a solution are understood."""
+    """Some models solve the problem again instead of naming a solution, and atts understands their
+    reply.
+    """
     plan = planned(world, Selector(1.0))
     babbling = replace(plan, target=Babbling(ScriptedEngine("target"), "own"))
     result = world.run(babbling, world.session(None), problems=20)
@@ -339,6 +346,6 @@ def test_a_reply_that_states_an_answer_names_its_solution(world: Any) -> None:
 
 
 def test_a_prompt_must_have_its_fields() -> None:
-    """A prompt without room for the solutions is refused before anything runs."""
+    """A prompt without a place for the solutions is refused before anything runs."""
     with pytest.raises(OptionError, match="solutions"):
         Policy(select_prompt="Which is better? {problem}")

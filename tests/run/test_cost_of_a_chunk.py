@@ -1,4 +1,4 @@
-"""One accepted chunk in the caller's process: functions and files passed, calls made, lines written."""
+"""Tests of the work for one accepted chunk: functions and files passed, calls made, lines written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FOLDERS = {
         for name in ("calibration", "evaluators", "pipelines")
     ),
 }
-# A few more than counted: whether a queue is empty at the moment of a call decides a call or two.
+# A few more than counted, because one or two calls depend on whether a queue is empty.
 FUNCTIONS = 103
 FILES = 21
 CALLS = 147
@@ -52,7 +52,7 @@ LINES = 5
 
 def in_project(code: CodeType) -> bool:
     """Return whether a function belongs to this project; comprehensions and generated methods do
-    not.
+    not count.
     """
     if code.co_name.startswith("<") and code.co_name != "<lambda>":
         return False
@@ -71,8 +71,9 @@ def is_by_the_clock(frame: FrameType) -> bool:
 
 @dataclass
 class Meter:
-    """Lists the calls of each turn, from its first request to its record; a coroutine that is
-    resumed is not a new call.
+    """A profiler that lists the calls of each turn, from its first request to its record.
+
+    A coroutine that is resumed does not count as a call.
     """
 
     calls: list[CodeType] = field(default_factory=list[CodeType])
@@ -88,7 +89,7 @@ class Meter:
             self.calls.append(frame.f_code)
 
     def recalled(self, event: Event) -> None:
-        """Ignore earlier sessions: there are none."""
+        """Ignore earlier sessions; there are none."""
 
     def notify(self, event: Notice) -> None:
         """Begin a turn with a request to the draft, and end it when it is recorded."""
@@ -101,7 +102,7 @@ class Meter:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
-    """Run one problem, one rollout of the embedded models in processes of their own, written to a
+    """Run one problem, one rollout of the embedded models in their own processes, written to a
     journal.
     """
     meter = Meter()
@@ -114,7 +115,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
     async def main() -> None:
         draft, target = (LocalEngine(path(role), name=role) for role in EMBEDDED)
         async with draft, target:
-            # else it is synced by the clock, in the middle of a chunk
+            # otherwise it is synced by the clock, in the middle of a chunk
             journal = JournalOptions(durability="close")
             session = RunOptions(directory, [meter], journal, engines="are open", signals="ignore")
             sys.setprofile(meter.profile)
@@ -128,8 +129,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
 
 
 def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None:
-    """Calls are counted from the request to the draft to the record of the turn; the first turns
-    import and prepare.
+    """Calls count from the request to the draft until the turn is recorded; the first turns import
+    and prepare.
     """
     meter, _ = run
     accepted = [
@@ -156,9 +157,9 @@ def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None
         assert changes <= CHANGES, counts
 
 
-def test_an_accepted_chunk_is_five_lines(run: tuple[Meter, Path]) -> None:
-    """Sampled, numbered by the gate, scored, decided, turned; spans and what was done share the
-    lines of others.
+def test_an_accepted_chunk_is_five_lines_of_the_journal(run: tuple[Meter, Path]) -> None:
+    """They are its text, its number at the gate, score, decision and turn; spans share the lines of
+    others.
     """
     _, directory = run
     entries = list(read_entries(directory / JOURNAL))

@@ -1,5 +1,5 @@
-"""SIGKILL at any moment: nothing recorded changes, nothing recorded is done again, and the outcome
-is the same.
+"""Tests of SIGKILL at any moment: no record changes, no recorded call is repeated, and outcomes are
+the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the children ar
 
 @pytest.fixture(scope="module")
 def crashing() -> ModuleType:
-    """Load the children and their bookkeeping from the file next to this one."""
+    """Load the children and their checks from the file next to this one."""
     spec = importlib.util.spec_from_file_location(
         "crashing", Path(__file__).with_name("crashing.py")
     )
@@ -51,13 +51,12 @@ def whole(crashing: ModuleType, children: Any, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_ten_kills(
+def test_ten_kills_change_no_record(
     crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, seed: int
 ) -> None:
-    """Ten kills at seeded points, some in the middle of a write, full disks in between, as if none
-    had been.
+    """Kills come at seeded points, some in the middle of a write, with full disks in between.
 
-    Twenty kills in all; `scripts/bench crash --full` does two hundred.
+    There are twenty kills in all; `scripts/bench crash --full` makes two hundred.
     """
     size = (whole / crashing.JOURNAL).stat().st_size
     runs = list(crashing.crash_runs(children, tmp_path, size, 10, seed))
@@ -70,15 +69,13 @@ def test_ten_kills(
 
 
 def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_path: Path) -> None:
-    """While one process runs, another one ends at once with the documented exit code; the first is
-    not disturbed.
-    """
+    """It ends at once with the documented exit code, and the first process is not disturbed."""
     child = children.start(crashing.Order(str(tmp_path), slowness=4.0))
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or not journal.stat().st_size:
         time.sleep(0.001)
     command = [sys.executable, str(Path(__file__).with_name("crashing.py")), str(tmp_path)]
-    os.kill(child, signal.SIGSTOP)  # it must not be done before the second has begun
+    os.kill(child, signal.SIGSTOP)  # slow enough that it still runs when the second begins
     second = subprocess.run(command, capture_output=True, text=True, check=False)
     os.kill(child, signal.SIGCONT)
     assert second.returncode == 4, second.stderr
@@ -88,14 +85,14 @@ def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_pa
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c(
+def test_ctrl_c_saves_or_drops_calls_in_flight(
     crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, times: int
 ) -> None:
-    """Once: calls in flight finish and are saved. Twice: they are dropped. Either way 130, and the
-    run can continue.
+    """The first Ctrl-C lets calls finish, the second drops them; the exit code is 130, and the run
+    can continue.
     """
     order = crashing.Order(str(tmp_path), signals="handle")
-    # it must not be done before it hears of it
+    # slow enough that it still runs when the signal comes
     child = children.start(replace(order, slowness=8.0))
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or journal.stat().st_size < 20_000:

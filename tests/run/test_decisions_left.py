@@ -1,6 +1,4 @@
-"""The share of a run's decisions that is expected to be left: from how far rollouts went that
-ended.
-"""
+"""Tests of the forecast of a run's remaining decisions, from the lengths of rollouts that ended."""
 
 import itertools
 import random
@@ -17,7 +15,9 @@ def decide(left: RunLengthEstimate, problem: str, sample: int, turn: int) -> Non
 
 
 def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended() -> None:
-    """Those under way are expected to take the rest of their own, and not a whole one again."""
+    """Rollouts in flight are expected to take the rest of the same number, not the whole number
+    again.
+    """
     left = RunLengthEstimate(10, 2)
     for problem in range(4):
         for turn in range(5 if problem < 2 else 3):
@@ -32,9 +32,7 @@ def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended(
 
 @pytest.mark.parametrize("in_flight", [8, 64])
 def test_the_expected_number_is_near_the_truth_in_the_middle_of_a_run(in_flight: int) -> None:
-    """Rollouts end when they will, many at once: the first to end are short, which is not taken for
-    the rule.
-    """
+    """The first rollouts to end are short, which must not be taken as typical."""
     draw = random.Random(3)
     ratios = list[float]()
     for _ in range(20):
@@ -61,9 +59,9 @@ def test_the_expected_number_is_near_the_truth_in_the_middle_of_a_run(in_flight:
 
 
 def test_rollouts_of_sorted_problems_are_expected_to_be_like_the_latest() -> None:
-    """Hard problems first: their long rollouts say little about the short ones to come.
+    """If hard problems come first, their long rollouts say little about the short ones to come.
 
-    With all rollouts counted alike, 1.8 times as many decisions are expected as are left.
+    If all rollouts counted alike, the forecast would be 1.8 times too high.
     """
     draw = random.Random(5)
     ratios = list[float]()
@@ -99,7 +97,7 @@ def test_rollouts_of_sorted_problems_are_expected_to_be_like_the_latest() -> Non
 
 
 def test_the_order_in_which_the_rollouts_of_a_problem_are_stopped_does_not_matter() -> None:
-    """They are stopped together, so that a resumed run may see them end in another order."""
+    """They are stopped together, so a resumed run may see them end in another order."""
     shares = set[float | None]()
     for order in itertools.permutations(range(3)):
         left = RunLengthEstimate(4, 3)
@@ -114,21 +112,23 @@ def test_the_order_in_which_the_rollouts_of_a_problem_are_stopped_does_not_matte
     assert len(shares) == 1
 
 
-def test_a_concluded_problem_ends_what_it_never_began_and_what_was_cut_off() -> None:
-    """A vote that settled: its rollouts went as far as they went."""
+def test_a_settled_problem_has_no_decisions_left() -> None:
+    """Its cancelled rollouts count with the length they reached, and those not begun count no more."""
     left = RunLengthEstimate(4, 2)
     decide(left, "0", 0, 0)
     left.conclude("0")
-    # one of two rollouts took a decision, so three of the six to come will
+    # one of two rollouts took a decision, so three of the remaining six will
     assert left.share == pytest.approx(3 / 4)
     for problem in "123":
         left.conclude(problem)
-    # never nothing: the one that is about to be taken counts
+    # never 0, because the decision about to be taken counts
     assert left.share == pytest.approx(1 / 2)
 
 
-def test_a_request_for_a_score_is_no_decision_and_a_turn_counts_once() -> None:
-    """A recalled decision that is made again changes nothing."""
+def test_only_decisions_count_and_each_turn_once() -> None:
+    """A request for a score is not a decision, and a recalled decision that is repeated changes
+    nothing.
+    """
     whole = RunLengthEstimate(3, 2)
     repeated = RunLengthEstimate(3, 2)
     for turn in range(3):
@@ -140,7 +140,7 @@ def test_a_request_for_a_score_is_no_decision_and_a_turn_counts_once() -> None:
     assert whole.share == repeated.share == pytest.approx(15 / 18)
 
 
-def test_a_run_of_unknown_size_knows_no_share() -> None:
+def test_a_run_of_unknown_size_has_no_forecast() -> None:
     """Problems that stream in are not counted beforehand."""
     left = RunLengthEstimate(None, 2)
     decide(left, "0", 0, 0)

@@ -1,6 +1,4 @@
-"""The share of chunks handed over counts every chunk the gate judged, also in rollouts that were
-cut.
-"""
+"""Tests of the share of escalated chunks: it counts every judged chunk, also in cancelled rollouts."""
 
 from typing import Any
 
@@ -15,7 +13,7 @@ from atts.run import Stop
 
 
 class Counts:
-    """Stops a run after so many judged chunks."""
+    """A listener that stops a run after a number of judged chunks."""
 
     def __init__(self, stop: Stop, after: int) -> None:
         self._stop = stop
@@ -46,10 +44,8 @@ async def _failing_late(
     raise ValueError("lost at the last moment")
 
 
-def test_the_summary_counts_what_the_gate_was_told(world: Any) -> None:
-    """Rollouts end early here while the target writes for them: those chunks were handed over all
-    the same.
-    """
+def test_the_summary_counts_every_observed_decision(world: Any) -> None:
+    """Rollouts are cancelled while the target writes for them, but their chunks were escalated."""
     result = world.run(_plan(world), world.session(), problems=12)
     told = [event for event in world.events() if isinstance(event, Observed)]
     turns = [
@@ -66,8 +62,8 @@ def test_the_summary_counts_what_the_gate_was_told(world: Any) -> None:
     assert rate.value == pytest.approx(sum(event.escalated for event in told) / len(told))
 
 
-def test_it_is_the_same_in_memory_and_after_an_interruption(world: Any) -> None:
-    """Earlier sessions count, once."""
+def test_the_share_is_the_same_after_an_interruption(world: Any) -> None:
+    """Decisions of earlier sessions count once, with and without a directory."""
     whole = world.run(_plan(world), world.session(None), problems=12).summary.rate
     stop = Stop()
     world.run(
@@ -80,8 +76,8 @@ def test_it_is_the_same_in_memory_and_after_an_interruption(world: Any) -> None:
     assert whole.n_samples > 60
 
 
-def test_a_problem_that_failed_and_goes_on_keeps_its_count(world: Any) -> None:
-    """Chunks that were judged before the failure count in the session that succeeds."""
+def test_a_resumed_problem_keeps_its_count(world: Any) -> None:
+    """Chunks that were judged before a failure count in the session that succeeds."""
     broken = world.plan(gate=world.online(), policy=POLICY, pipeline=_failing_late)
     world.run(broken, world.session(), problems=3)
     resumed = world.run(_plan(world), world.session(), problems=3)
@@ -91,7 +87,7 @@ def test_a_problem_that_failed_and_goes_on_keeps_its_count(world: Any) -> None:
 
 
 def test_problems_without_a_judged_chunk_do_not_count() -> None:
-    """A share of nothing is undefined; problems alike give the pooled share's own interval."""
+    """A share of no chunks is undefined, and equal problems give the interval of the pooled share."""
     assert share_estimate([(0, 0)]).note
     assert share_estimate([(1, 4), (0, 0), (3, 4)]).n_problems == 2
     even = share_estimate([(2, 10)] * 50)

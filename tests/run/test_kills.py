@@ -1,5 +1,5 @@
-"""Signals to a run on local engines, to a child of it or to all: nothing is lost or changed,
-nothing left running.
+"""Tests of signals to a run on local engines, to one of its processes or to all: nothing is lost or
+left running.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Runs(Protocol):
     """A starter of evaluations, one at a time, each in its own session."""
 
     def start(self, directory: Path) -> int:
-        """Begin one; the id of its first process, which is that of its session."""
+        """Begin an evaluation, and return the id of its first process, which is that of its
+        session.
+        """
         ...
 
     def wait(self) -> int:
@@ -40,10 +42,10 @@ class Runs(Protocol):
 
 
 class Commands:
-    """Every evaluation is a new Python, and so is each engine of it."""
+    """A starter that runs every evaluation, and each engine of it, as a new Python process."""
 
     def start(self, directory: Path) -> int:
-        """Begin one."""
+        """Begin an evaluation."""
         self.process = subprocess.Popen([*PROGRAM, str(directory)], start_new_session=True)
         return self.process.pid
 
@@ -53,8 +55,8 @@ class Commands:
 
 
 class Forks:
-    """Every evaluation is a fork of one server, and its engines are forks of it: many more fit into
-    the same time.
+    """A starter that forks every evaluation from one server, and its engines from it, which saves
+    time.
     """
 
     def __init__(self) -> None:
@@ -63,7 +65,7 @@ class Forks:
         )
 
     def start(self, directory: Path) -> int:
-        """Begin one."""
+        """Begin an evaluation."""
         assert self.server.stdin is not None
         self.server.stdin.write(f"{directory}\n")
         self.server.stdin.flush()
@@ -99,7 +101,9 @@ def members(session: int) -> list[int]:
 
 
 def send(pids: list[int], end: signal.Signals, first: int) -> None:
-    """Send a signal to these; after a stop, kill the first process, or nothing would ever end."""
+    """Send a signal to these processes; after a stop, kill the first one, because nothing else
+    would end it.
+    """
     for pid, number in [
         *((pid, end) for pid in pids),
         *([(first, signal.SIGKILL)] if end == signal.SIGSTOP else []),
@@ -111,8 +115,9 @@ def send(pids: list[int], end: signal.Signals, first: int) -> None:
 
 
 def told(directory: Path) -> dict[str, object]:
-    """Return every problem's answer, and each rollout's texts and decisions; scores are left out,
-    because they may differ in rounding.
+    """Return every problem's answer, and each rollout's texts and decisions.
+
+    Scores are left out, because they may differ in rounding.
     """
     found = dict[str, object]()
     for outcome in read_outcomes(read_entries(directory / JOURNAL)):
@@ -131,7 +136,7 @@ def told(directory: Path) -> dict[str, object]:
 
 
 class Study:
-    """Signals so far, and how long anything outlived its run."""
+    """Counts of signals so far, and how long any process outlived its run."""
 
     def __init__(self, runs: Runs, size: int) -> None:
         self.runs = runs
@@ -142,7 +147,7 @@ class Study:
         self.slowest = 0.0
 
     def session(self, directory: Path, *, is_quiet: bool) -> int:
-        """Run one process from start to end with a signal on the way, and return its exit code."""
+        """Run one process from start to end with one signal on the way, and return its exit code."""
         journal = directory / JOURNAL
         before = journal.read_bytes() if journal.exists() else b""
         first = self.runs.start(directory)
@@ -160,8 +165,8 @@ class Study:
         return code
 
     def _interrupt(self, journal: Path, before: int, first: int) -> None:
-        """Interrupt the run before the engines are there, while they load, or after some more of
-        the work.
+        """Interrupt the run before the engines exist, while they load, or after some more of the
+        work.
         """
         draws = self.draws
         deadline = time.monotonic() + 60
@@ -186,8 +191,8 @@ class Study:
 
 
 def test_signals_at_any_moment_change_nothing(runs: Runs, tmp_path: Path) -> None:
-    """ATTS_KILLS many, at seeded moments from the start of a process on; the run continues after
-    each to the same end.
+    """The run gets ATTS_KILLS signals at seeded moments, and after each it continues to the same
+    end.
     """
     whole = tmp_path / "whole"
     number = 0

@@ -1,4 +1,6 @@
-"""No cap is exceeded by one call, token or cent, under any interleaving, and after any kill."""
+"""Tests of caps on calls, tokens and dollars: none is exceeded, under any interleaving and after
+any kill.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ amounts = st.builds(
 
 
 class Ledger(RuleBasedStateMachine):
-    """Requests that open, reserve, answer, fail and end in any order inside one ceiling."""
+    """A state machine: requests open, reserve, get replies, fail and end in any order under one
+    common cap.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +97,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(most=amounts, at=st.integers(0, 100))
     def reserve(self, most: Amount, at: int) -> None:
-        """Reserve a call; the refusal names a cap that really has no room."""
+        """Reserve a call; a refusal must name a cap that really is used up."""
         if not self.requests:
             return
         account = self.requests[at % len(self.requests)]
@@ -107,7 +111,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 100), share=st.floats(0, 1), answered=st.booleans())
     def settle(self, at: int, share: float, answered: bool) -> None:
-        """End a call: answered for a part of what was reserved, or failed and charged whole."""
+        """End a call: with a reply for a part of what was reserved, or failed and charged whole."""
         if not self.open:
             return
         context, reservation = self.open.pop(at % len(self.open))
@@ -121,7 +125,7 @@ class Ledger(RuleBasedStateMachine):
 
     @invariant()
     def within(self) -> None:
-        """Check that every cap holds, and that the ceiling equals the sum of its requests."""
+        """Check that each cap holds, and that the common account equals the sum of its requests."""
         for account in (self.ceiling, *self.requests):
             check(account)
         assert sum((one.spent for one in self.requests), Amount()) == self.ceiling.spent
@@ -135,7 +139,7 @@ TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline
 @pytest.mark.parametrize("requests", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_random_requests_on_the_scripted_engine_keep_every_cap(requests: int) -> None:
-    """Requests have random sizes, a third of them is cancelled, and engines fail."""
+    """Requests have random sizes, a third of them are cancelled, and engines fail."""
     draw = random.Random(7)
     ceiling = Account(Caps(max_calls=3 * requests, max_cost=requests * 1e-4), prices=PRICES)
     refused = 0
@@ -201,7 +205,7 @@ def test_random_requests_on_the_scripted_engine_keep_every_cap(requests: int) ->
 
 
 def test_a_call_waits_for_what_others_reserved_and_did_not_use() -> None:
-    """A cap is not spent by calls that may take less than they reserved."""
+    """A reserved amount is not spent yet, because a call may take less than it reserved."""
     account = Account(Caps(max_total_tokens=100))
     order: list[str] = []
 
@@ -235,10 +239,10 @@ def test_a_call_waits_for_what_others_reserved_and_did_not_use() -> None:
         (Caps(max_cost=0.001), "max_cost"),
     ],
 )
-def test_a_run_stops_at_its_cap_and_goes_on_with_a_higher_one(
+def test_a_run_stops_at_its_cap_and_resumes_with_a_higher_one(
     world: World, tmp_path: Path, caps: Caps, limit: str
 ) -> None:
-    """Problems stay open, what was spent is remembered, and the end is that of a run without caps."""
+    """Problems stay open, spending is remembered, and the results are those of a run without caps."""
     problems = toy_problems(6)
     directory = tmp_path / "run"
 
@@ -273,7 +277,7 @@ def test_a_run_stops_at_its_cap_and_goes_on_with_a_higher_one(
     ]
 
 
-def test_a_problem_concludes_from_what_ended_when_its_cap_is_spent(world: World) -> None:
+def test_a_request_at_its_cap_answers_from_finished_rollouts(world: World) -> None:
     """A served request answers with the rollouts that the cap allowed."""
     account = Account(Caps(max_total_tokens=3_000), prices=PRICES)
 
@@ -306,7 +310,9 @@ while True:
 
 
 def test_a_killed_process_forgets_no_reservation(tmp_path: Path) -> None:
-    """After kill -9, whatever was dispatched is charged: settled as taken, the rest whole."""
+    """After kill -9 each dispatched call is charged: settled calls as taken, others with their
+    whole reservation.
+    """
     path = tmp_path / LEDGER
     announced = 0
     for _ in range(3):
@@ -327,7 +333,7 @@ def test_a_killed_process_forgets_no_reservation(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) -> None:
-    """A line that was not finished belongs to a call that was never dispatched."""
+    """An unfinished line belongs to a call that was never dispatched."""
     path = tmp_path / LEDGER
     with LedgerFile(path) as file:
         account = Account(file=file)
@@ -342,8 +348,8 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
         LedgerFile(path)
 
 
-def test_a_long_file_becomes_its_sum_and_forgets_nothing(tmp_path: Path) -> None:
-    """The size stays bounded, with a call in flight all the while, and every call is counted."""
+def test_a_long_ledger_is_compacted_to_its_sum(tmp_path: Path) -> None:
+    """The file's size stays bounded with a call always in flight, and each call is counted."""
     path = tmp_path / LEDGER
     file = LedgerFile(path, most_lines=50)
     account = Account(file=file)
@@ -352,7 +358,7 @@ def test_a_long_file_becomes_its_sum_and_forgets_nothing(tmp_path: Path) -> None
             with account.reserved_now(Amount(1, 0, 5)) as reservation:
                 reservation.answered(Amount(1, 0, 2))
             assert len(path.read_bytes().splitlines()) <= 53
-        # as a kill would leave it here
+        # as a kill would leave the file here
         assert sum(read_ledger(path).values(), Amount()) == Amount(301, 0, 1_600)
     file.close()
     with LedgerFile(path) as again:
@@ -360,8 +366,10 @@ def test_a_long_file_becomes_its_sum_and_forgets_nothing(tmp_path: Path) -> None
     assert len(path.read_bytes().splitlines()) == 1
 
 
-def test_a_kept_account_survives_restarts_apart_from_the_others(tmp_path: Path) -> None:
-    """Its calls, and which of them came to no reply, are known however often the file is opened."""
+def test_a_named_account_survives_restarts(tmp_path: Path) -> None:
+    """Its calls, and those without a reply, are counted separately however often the file is
+    opened.
+    """
     path = tmp_path / LEDGER
     for session in range(1, 4):
         with LedgerFile(path, most_lines=10, keep=["mine"]) as file:
@@ -386,7 +394,7 @@ def test_a_kept_account_survives_restarts_apart_from_the_others(tmp_path: Path) 
 
 
 def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
-    """The engine may have done the work, whatever came back."""
+    """The engine may have done the work although no reply came."""
     account = Account(prices=PRICES)
 
     async def main() -> SampleRequest:
@@ -402,8 +410,8 @@ def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
     assert account.as_json()["cancelled"]["calls"] == 1
 
 
-def test_no_call_begins_that_waited_for_room_while_the_run_was_asked_to_end() -> None:
-    """The first call leaves room for the second, which is not made any more, nor charged."""
+def test_a_call_that_waited_is_not_begun_after_the_run_was_stopped() -> None:
+    """The first call leaves budget for the second, which is neither made nor charged."""
 
     async def main() -> Account:
         async with ScriptedEngine("target", latency=Latency(per_sample=5.0)) as engine:
@@ -431,7 +439,7 @@ def test_no_call_begins_that_waited_for_room_while_the_run_was_asked_to_end() ->
 
 
 def test_a_reply_costs_what_its_model_costs() -> None:
-    """Cached tokens cost their own price, written ones the output price, to the picodollar."""
+    """Cached tokens have their own price and written ones the output price, to the picodollar."""
 
     async def main() -> None:
         async with ScriptedEngine("draft") as engine:
@@ -447,7 +455,7 @@ def test_a_reply_costs_what_its_model_costs() -> None:
 
 
 def test_prices_are_read_by_model_or_role(tmp_path: Path) -> None:
-    """A file names models; a role's name stands for whichever model has the role."""
+    """A file names models; the name of a role applies to whichever model has the role."""
     path = tmp_path / "prices.toml"
     path.write_text('["Qwen/Qwen3-32B"]\ninput = 0.1\noutput = 0.3\n[draft]\ninput=0\noutput=0\n')
     prices = prices_of(read_prices(path), {"draft": "any", "target": "Qwen/Qwen3-32B"})
@@ -468,8 +476,10 @@ def test_prices_are_read_by_model_or_role(tmp_path: Path) -> None:
         ("m = 3\n", "object"),
     ],
 )
-def test_a_wrong_price_file_says_what_is_wrong(tmp_path: Path, text: str, problem: str) -> None:
-    """A user's error has a message."""
+def test_a_wrong_price_file_is_refused_with_a_message(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    """The message names the fault."""
     path = tmp_path / "prices.toml"
     path.write_text(text)
     with pytest.raises(OptionError, match=problem):
@@ -480,6 +490,6 @@ def test_a_wrong_price_file_says_what_is_wrong(tmp_path: Path, text: str, proble
 
 @pytest.mark.parametrize("name", ["max_calls", "max_target_tokens", "max_total_tokens", "max_cost"])
 def test_an_impossible_cap_is_refused(name: str) -> None:
-    """A cap of nothing is a mistake."""
+    """A cap of 0 is a mistake, because nothing could run."""
     with pytest.raises(OptionError, match=name):
         Caps(**{name: 0})

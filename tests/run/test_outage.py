@@ -1,5 +1,5 @@
-"""Engines that are lost in mid-run: nothing is decided for want of them, what they failed is open,
-the rest is kept.
+"""Tests of engines that are lost during a run: nothing is decided without them, and the next
+session does the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Outcomes = Callable[[Any], dict[str, str]]
 
 
 class Mortal(ScriptedEngine):
-    """An engine that is lost after so many calls, and stays lost."""
+    """An engine that fails after a number of calls, and stays unavailable."""
 
     def __init__(
         self, name: Role, calls: float, error: type[EngineError] = EngineUnavailable
@@ -66,7 +66,7 @@ def decided(world: Any, name: str = "run") -> list[str]:
 
 
 def outage(world: Any, role: Role, calls: int, name: str, **changes: Any) -> Any:
-    """Run with an engine that is lost after so many calls."""
+    """Run with an engine that fails after this many calls."""
     return world.run(
         world.plan(**{role: Mortal(role, calls), "retries": ONCE, **changes}), world.session(name)
     )
@@ -77,7 +77,9 @@ def outage(world: Any, role: Role, calls: int, name: str, **changes: Any) -> Any
 def test_an_outage_at_any_point_changes_no_outcome(
     world: Any, outcomes: Outcomes, points: int, role: Role
 ) -> None:
-    """A frozen gate: the first session says what is missing, the next one does exactly that."""
+    """With a frozen gate the first session says what is missing, and the next one does exactly
+    that.
+    """
     whole = world.run(world.plan(), world.session("whole"))
     calls = sum(isinstance(e, Sampled | Scored) and e.role == role for e in world.events("whole"))
     draws = random.Random(11)
@@ -102,14 +104,14 @@ def test_an_outage_at_any_point_changes_no_outcome(
         assert len(set(keys)) == len(keys)
 
 
-def test_good_rollouts_of_an_open_outcome_are_not_done_again(world: Any) -> None:
-    """Only calls that never succeeded are made by the next session."""
+def test_finished_rollouts_of_an_open_problem_are_not_repeated(world: Any) -> None:
+    """The next session makes only calls that never succeeded."""
     outage(world, "target", 25, "run")
     made = {e.key for e in world.events() if isinstance(e, Sampled | Scored)}
     asked: list[str] = []
 
     class Noting(ScriptedEngine):
-        """Notes what it is asked."""
+        """An engine that records what it is asked."""
 
         async def sample(self, request: SampleRequest) -> Completion:
             asked.append(request_key("draft" if self.spec.name == "draft" else "target", request))
@@ -125,11 +127,9 @@ def test_good_rollouts_of_an_open_outcome_are_not_done_again(world: Any) -> None
     assert not made & set(asked)
 
 
-def test_an_outage_that_lasts_several_sessions_is_none_of_the_last(
-    world: Any, outcomes: Outcomes
-) -> None:
-    """Calls that failed again and again are tried again, however often; then everything is as if
-    nothing had been.
+def test_an_outage_over_several_sessions_changes_no_outcome(world: Any, outcomes: Outcomes) -> None:
+    """Failed calls are tried again however often they failed; then the results are as without an
+    outage.
     """
     whole = world.run(world.plan(), world.session("whole"))
     for calls in (9, 0, 17, 0):
@@ -144,7 +144,7 @@ def test_an_outage_that_lasts_several_sessions_is_none_of_the_last(
 def test_a_lost_engine_decides_nothing(
     world: Any, error: type[EngineError], optimistic: bool
 ) -> None:
-    """A chunk without a score because the target is away is neither accepted nor escalated."""
+    """A chunk without a score because the target is missing is neither accepted nor escalated."""
     policy = Policy(
         samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none", optimistic=optimistic
     )
@@ -164,13 +164,13 @@ def test_a_lost_engine_decides_nothing(
     assert not [said for said in decided(world) if "forced" in said]
 
 
-def test_nothing_done_is_a_run_that_failed(world: Any) -> None:
-    """Every problem without one rollout: "failed", exit code 3, the first error; nothing is called
-    wrong.
+def test_a_run_without_any_rollout_has_failed(world: Any) -> None:
+    """Each problem is "failed", the exit code is 3, the first error is printed, and nothing is
+    called wrong.
     """
 
     class Headless(ScriptedEngine):
-        """An engine whose tokenizer lacks what it needs."""
+        """An engine whose tokenizer lacks a method."""
 
         @property
         def tokenizer(self) -> Any:
@@ -191,10 +191,8 @@ def test_nothing_done_is_a_run_that_failed(world: Any) -> None:
             assert {problem.verdict for problem in found.problems} == {None}
 
 
-def test_readers_know_what_is_missing(world: Any, tmp_path: Path) -> None:
-    """Report, results, progress, merge and replay: rollouts that were lost are open, and neither
-    right nor wrong.
-    """
+def test_every_reader_treats_lost_rollouts_as_open(world: Any, tmp_path: Path) -> None:
+    """Report, results, progress, merge and replay count them neither as correct nor as wrong."""
     cut = outage(world, "target", 25, "run")
     lost = {(p.problem, s.sample) for p in cut.problems for s in p.samples if s.finish == "failed"}
     assert lost

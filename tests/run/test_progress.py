@@ -1,4 +1,4 @@
-"""Progress that is shown equals the journal at every moment and across sessions."""
+"""Tests that shown progress equals the journal at every moment and across sessions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from atts.run import CallBegun, Notice, Progress, ProgressSnapshot, RunBegun, St
 
 
 class Clock:
-    """Seconds that pass on command."""
+    """A clock whose seconds pass on command."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -54,16 +54,16 @@ BEGUN = RunBegun(4, 0, 2, 0.0, draft="small", target="large", directory=None)
 DECISION = Decision("accept", 0.25, "p", score=1.5)
 
 
-def test_nothing_is_known_at_first() -> None:
-    """There is no problem, no rate and no time left, and the output is strict JSON all the same."""
+def test_progress_at_the_start_is_empty_and_strict_json() -> None:
+    """There is no problem, rate or remaining time yet."""
     found = after([])
     assert (found.problems, found.done, found.left, found.nominal) == (None, 0, None, None)
     assert math.isnan(found.rate.value)
     assert json.loads(json.dumps(found.as_json(), allow_nan=False))["rate"]["value"] is None
 
 
-def test_every_rollout_is_somewhere() -> None:
-    """A rollout is at one stage at a time when it is asked, answered, asked again and ended."""
+def test_every_rollout_is_at_exactly_one_stage() -> None:
+    """This holds when it is requested, answered, requested again and ended."""
     first = CallBegun("p", "p/0", "draft")
     second = CallBegun("p", "p/1", "draft")
     scored = Scored("p", "k", Scores((-1.0,)), rollout="p/0")
@@ -87,8 +87,8 @@ def test_every_rollout_is_somewhere() -> None:
     assert after(heard).rollouts_done == 1
 
 
-def test_a_forced_escalation_and_a_discarded_chunk_are_told_apart() -> None:
-    """EscalationCounter over, of these without a score, and thrown away are three numbers."""
+def test_forced_escalations_and_discarded_chunks_are_counted_separately() -> None:
+    """Escalated chunks, those escalated without a score, and discarded chunks are three numbers."""
     forced = replace(DECISION, action="escalate", why="not scored", origin="forced")
     chunk = Chunk("draft", "x", (1,), (1,), "delimiter")
     found = after(
@@ -102,22 +102,22 @@ def test_a_forced_escalation_and_a_discarded_chunk_are_told_apart() -> None:
     assert (found.accepted, found.escalated, found.forced, found.rejected) == (1, 2, 1, 2)
 
 
-def test_a_rate_without_a_number_is_no_nominal_rate() -> None:
-    """Gates that promise none say nan."""
+def test_a_gate_without_a_rate_shows_no_nominal_rate() -> None:
+    """Such a gate reports NaN."""
     assert after([Decided(replace(DECISION, rate=math.nan))]).nominal is None
     assert after([Decided(DECISION), Decided(replace(DECISION, rate=math.nan))]).nominal == 0.25
 
 
 def test_the_rate_of_a_run_is_shown_without_an_interval() -> None:
-    """It is a count of what was done; the interval would be of other problems."""
+    """The rate is a count of what was done; an interval would be about other problems."""
     escalated = replace(DECISION, action="escalate")
     other = replace(DECISION, question="q")
     seen = after([Decided(DECISION), Observed(escalated, True), Observed(other, False)])
     assert "; rate 0.500, nominal 0.25;" in f"{line(seen)};"
 
 
-def test_speed_is_of_late_and_of_this_session() -> None:
-    """Tokens of an earlier session, or of a minute ago, make nothing faster; they are counted."""
+def test_speed_counts_only_the_last_minute_of_this_session() -> None:
+    """Older tokens are counted but do not raise the speed."""
     clock = Clock()
     progress = Progress(clock)
     sampled = Sampled("p", "k", Completion((1,) * 300, "x", "end", ()), "draft")
@@ -151,8 +151,8 @@ def test_the_speed_of_long_calls_is_measured_over_their_length() -> None:
 
 
 def test_the_time_left_counts_rollouts_in_flight_as_partly_done() -> None:
-    """All of 48 rollouts at once take 80 to 120 s; once a few of them ended, half of 96 are nearly
-    done.
+    """If all 48 rollouts run at once, 80 to 120 s remain; once a few ended, half of 96 count as
+    nearly done.
     """
     clock = Clock()
     progress = Progress(clock)
@@ -173,8 +173,8 @@ def test_the_time_left_counts_rollouts_in_flight_as_partly_done() -> None:
     assert shown[47] == pytest.approx(100, rel=0.1)
 
 
-def test_the_time_left_is_of_this_session() -> None:
-    """The work of an earlier session does not make this session look fast."""
+def test_the_remaining_time_ignores_earlier_sessions() -> None:
+    """Their work would make this session look fast."""
     clock = Clock()
     progress = Progress(clock)
     for event in (ProblemStarted(Problem("a", "?")), OutcomeReached("a", "answered", "1", (0, 1))):
@@ -185,7 +185,7 @@ def test_the_time_left_is_of_this_session() -> None:
     progress.notify(CallBegun("b", "b/0", "draft"))
     clock.now += 10
     progress.notify(RolloutSpan("b", 0, "done", 0.0, 0.0, 1.0, 1.0))
-    # one rollout at a time, each in 10 s, and five are left
+    # one rollout at a time takes 10 s, and five are left
     assert progress.snapshot().left == pytest.approx(50)
     assert progress.snapshot().seconds == pytest.approx(60)
     progress.over()
@@ -208,7 +208,7 @@ def test_trouble_is_shown() -> None:
 
 
 class Watched:
-    """A listener that keeps what it hears, and may ask the run to end."""
+    """A listener that records events, and may ask the run to end."""
 
     def __init__(self, stop: Stop, at: int | None = None) -> None:
         self.progress = Progress()
@@ -217,12 +217,12 @@ class Watched:
         self._at = at
 
     def recalled(self, event: Event) -> None:
-        """Keep an earlier session's event, and pass it on."""
+        """Record an earlier session's event, and pass it on."""
         self.events.append(event)
         self.progress.recalled(event)
 
     def notify(self, event: Notice) -> None:
-        """Keep an event, pass it on, and stop the run after enough of them."""
+        """Record an event, pass it on, and stop the run after enough of them."""
         self.events.append(event)
         self.progress.notify(event)
         if len(self.events) == self._at:
@@ -230,7 +230,7 @@ class Watched:
 
 
 def expected(events: Sequence[Event]) -> dict[str, Any]:
-    """Count the same numbers the slow way from the journal."""
+    """Count the same numbers from the journal in a simple, slow way."""
     sampled: Counter[str] = Counter()
     for event in events:
         if isinstance(event, Sampled):
@@ -265,10 +265,8 @@ def shown(found: ProgressSnapshot) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("gate", ["online", "round"])
-def test_the_picture_is_the_journal(world: Any, gate: str) -> None:
-    """After a whole run, and after one that was ended and resumed, the sums are those of the
-    journal.
-    """
+def test_progress_sums_equal_the_journal(world: Any, gate: str) -> None:
+    """This holds for a whole run, and for one that was stopped and resumed."""
 
     def plan() -> Any:
         if gate == "round":

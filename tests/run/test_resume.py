@@ -1,4 +1,4 @@
-"""A run continues from any beginning of its journal as if it had never stopped."""
+"""Tests that a run continues from any beginning of its journal as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Outcomes = Callable[[RunResult], dict[str, str]]
 
 
 def cuts(directory: Path, count: int, seed: int) -> list[int]:
-    """Draw places to cut a journal, from inside its first line to just before its end."""
+    """Draw positions to cut a journal, from inside its first line to just before its end."""
     size = (directory / JOURNAL).stat().st_size
     draws = random.Random(seed)
     return [10, *(draws.randrange(size) for _ in range(count - 2)), size - 1]
@@ -65,12 +65,12 @@ def torn_copy(world: Any, place: int, name: str = "copy") -> None:
 
 
 def decided(world: Any, name: str) -> list[str]:
-    """Return every recorded decision in order, as text, because a rate may be nan."""
+    """Return every recorded decision in order, as text, because a rate may be NaN."""
     return [repr(event) for event in world.events(name) if isinstance(event, Decided)]
 
 
 def places(world: Any) -> list[tuple[str, int, int, str]]:
-    """Return the place of each decision of the copy, and whether its score was requested or had
+    """Return the position of each decision of the copy, and whether its score was requested or had
     arrived.
     """
     found = [event for event in world.events("copy") if isinstance(event, Decided)]
@@ -81,8 +81,8 @@ def places(world: Any) -> list[tuple[str, int, int, str]]:
 
 
 def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcomes) -> None:
-    """Outcomes and verdicts equal those of the uninterrupted run; recorded bytes stay; no call is
-    doubled.
+    """Outcomes and verdicts equal those of the uninterrupted run, recorded bytes stay, and no call
+    is repeated.
     """
     first = world.run(world.plan(), world.session())
     calls = sum(isinstance(event, Sampled) for event in world.events())
@@ -108,7 +108,9 @@ def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcome
 def test_scores_asked_for_in_text_are_recalled(
     world: Any, outcomes: Outcomes, kind: Literal["verdict", "continuation"]
 ) -> None:
-    """A target without log-probabilities answers in text: no question is asked twice."""
+    """A target without log-probabilities replies in text, and no question is asked twice after a
+    resume.
+    """
     writes: frozenset[Capability] = frozenset({"sample"})
 
     def plan() -> Any:
@@ -128,12 +130,10 @@ def test_scores_asked_for_in_text_are_recalled(
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_who_asked_about_equal_chunks_asks_again(
+def test_a_resume_requests_no_score_of_equal_chunks_twice(
     world: Any, outcomes: Outcomes, draws: bool
 ) -> None:
-    """Short chunks are often equal: no score is asked for twice, and no recorded turn comes out
-    otherwise.
-    """
+    """Short chunks are often equal; each recorded turn is repeated unchanged."""
     policy = Policy(samples=6, turns=8, chunking=Chunking(4, 4, ()), early_stop="none")
 
     def plan() -> Any:
@@ -179,8 +179,8 @@ POLICIES = {
 def test_a_virtual_schedule_ends_the_same_with_an_online_gate(
     world: Any, outcomes: Outcomes, name: str
 ) -> None:
-    """When recalled calls take the time they took, decisions that depend on the order of arrival
-    come out alike.
+    """Recalled calls take their recorded time, so decisions that depend on the order of arrival are
+    the same.
     """
 
     def plan() -> Any:
@@ -216,8 +216,8 @@ def test_a_crash_between_any_two_lines_changes_nothing(world: Any, outcomes: Out
 
 
 def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
-    """Later decisions may differ at full speed, recorded ones may not, and the gate knows all
-    earlier observations.
+    """Later decisions may differ, but recorded ones may not, and the gate gets all earlier
+    observations.
     """
     plan = world.plan(gate=world.online())
     world.run(plan, world.session())
@@ -241,13 +241,13 @@ def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(10, 16))
 def test_a_hard_cap_is_carried_over(world: Any, seed: int) -> None:
-    """Slots spent before a crash stay spent, and what was left of the run then is left of it now."""
+    """Escalations before a crash count against the cap, and the recorded remainder is used again."""
 
     def plan() -> Any:
         wishes = count()
 
         def take(features: Features) -> bool:
-            """Grant every tenth escalation that is wished for."""
+            """Grant every tenth requested escalation."""
             number = next(wishes)
             return number > 0 and number % 10 == 0
 
@@ -289,7 +289,9 @@ def test_one_rollout_at_a_time_decides_alike_in_every_run(world: Any) -> None:
 
 
 def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
-    """Each once, with its place and what the gate observed; requests for scores are not decisions."""
+    """Each decision occurs once, with its position and the gate's observation; requests for scores
+    are left out.
+    """
     world.run(world.plan(gate=world.online()), world.session())
     found = list(open_run(world.tmp_path / "run").decisions())
     told = sum(isinstance(event, Observed) for event in world.events())
@@ -298,9 +300,7 @@ def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
 
 
 def test_a_barrier_ends_the_same(world: Any, outcomes: Outcomes) -> None:
-    """The synchronous baseline carries a rest from round to round: it is carried across a crash,
-    too.
-    """
+    """The synchronous baseline carries a remainder from round to round, also across a crash."""
     policy = Policy(
         samples=4, turns=4, chunking=Chunking(12, 12, ()), barrier=True, early_stop="none"
     )
@@ -323,9 +323,7 @@ def facts(world: Any) -> list[str]:
 
 
 def test_failed_calls_are_remembered(world: Any) -> None:
-    """Bad scores that led to forced decisions stay bad after a crash, though the engine is well by
-    then.
-    """
+    """Bad scores that forced decisions stay bad after a crash, although the engine works again."""
     ill = ScriptedEngine(
         "target", latency=QUICK, faults=Faults({"refused": 0.3, "nan": 0.2}, seed=4, only="score")
     )
@@ -345,8 +343,8 @@ def test_failed_calls_are_remembered(world: Any) -> None:
 def test_a_full_disk_is_survived(
     world: Any, outcomes: Outcomes, small_disk: Callable[..., Any]
 ) -> None:
-    """The run ends with a clear error, everything before it is kept, and with room again it ends as
-    it would have.
+    """The run ends with a clear error and keeps everything before it; with space again it ends as
+    usual.
     """
     whole = world.run(world.plan(), world.session("whole"))
     for room in (100, 40_000, 90_000):
@@ -368,21 +366,21 @@ def test_a_full_disk_is_survived(
 
 
 def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
-    """No engine is called, the result is the same, and the journal has a session more."""
+    """No engine is called, the result is the same, and the journal gets one more session."""
     first = world.run(world.plan(), world.session())
     draft = ScriptedEngine("draft")
     again = world.run(world.plan(draft=draft), world.session())
     assert (again.status, again.problems, again.sessions) == ("finished", first.problems, 2)
     assert again.seconds == pytest.approx(first.seconds)
-    # however often it is looked at
+    # however often the run is opened
     assert world.run(world.plan(), world.session()).seconds == again.seconds
     assert draft.stats().requests == 0
     assert outcomes(again) == outcomes(first)
 
 
-def test_node_numbers_go_on(world: Any) -> None:
-    """Edges stay true across sessions: numbers are never used twice, recalled nodes are marked and
-    cost nothing.
+def test_node_numbers_continue_after_a_resume(world: Any) -> None:
+    """Numbers are never used twice, so edges stay valid; recalled nodes are marked and cost
+    nothing.
     """
     world.run(world.plan(), world.session())
     torn_copy(world, cuts(world.tmp_path / "run", 3, seed=6)[1])
@@ -413,7 +411,7 @@ def test_node_numbers_go_on(world: Any) -> None:
     ],
 )
 def test_another_run_is_refused(world: Any, changes: dict[str, Any], field: str) -> None:
-    """The field that differs is named and nothing in the directory changes."""
+    """The error names the differing field, and nothing in the directory changes."""
     world.run(world.plan(), world.session(), problems=1)
     before = (world.tmp_path / "run" / JOURNAL).read_bytes()
     with pytest.raises(FingerprintError, match=field):
@@ -424,7 +422,7 @@ def test_another_run_is_refused(world: Any, changes: dict[str, Any], field: str)
 
 
 def test_a_bad_directory_is_found_before_engines_open(world: Any) -> None:
-    """A damaged manifest, a file in the way: no model is loaded for nothing."""
+    """With a damaged manifest or a file in its place, no model is loaded in vain."""
     (world.tmp_path / "run").mkdir()
     (world.tmp_path / "run" / "manifest.json").write_text("{")
     draft = ScriptedEngine("draft")
@@ -433,12 +431,12 @@ def test_a_bad_directory_is_found_before_engines_open(world: Any) -> None:
     (world.tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
         world.run(world.plan(draft=draft), world.session("file"))
-    # it was never opened, so it still can be
+    # the engine was never opened, so it can still be opened
     world.run(world.plan(draft=draft), world.session(None), problems=1)
 
 
 def test_a_damaged_middle_is_refused(world: Any) -> None:
-    """With the number of the line; the file stays as it is."""
+    """The error has the number of the line, and the file is not changed."""
     world.run(world.plan(), world.session(), problems=1)
     path = world.tmp_path / "run" / JOURNAL
     lines = path.read_bytes().splitlines(keepends=True)
@@ -450,9 +448,7 @@ def test_a_damaged_middle_is_refused(world: Any) -> None:
 
 
 def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outcomes) -> None:
-    """The error leaves; what was in flight is tried again by the next session, with an engine that
-    is there.
-    """
+    """The error is raised, and the next session repeats what was in flight with a working engine."""
     whole = world.run(world.plan(), world.session("whole"))
     retries = replace(world.plan().retries, calls=1, failures_in_row=2)
 
@@ -470,9 +466,7 @@ def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outc
 
 
 def test_failed_problems_are_tried_again(world: Any, outcomes: Outcomes) -> None:
-    """An engine that was away for a while: what failed then is done by the next session, what was
-    done stays done.
-    """
+    """The next session does what failed, and keeps what was done."""
     whole = world.run(world.plan(), world.session("whole"), problems=3)
     name = toy_problems(3, 5)[1].id
 

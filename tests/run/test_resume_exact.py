@@ -1,6 +1,4 @@
-"""A run of method exact continues from its journal, although the clock decided who wrote and how
-much was drafted.
-"""
+"""Tests that a run of method exact resumes, although time decided which model wrote and how much."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def texts(result: RunResult) -> list[Any]:
 
 @pytest.mark.parametrize("drafts", ["draft", "target"])
 def test_method_exact_asks_for_no_recorded_call_again(world: Any, drafts: Role) -> None:
-    """Pieces that were begun continue with the writer and the lengths of the session before."""
+    """Parts that were begun continue with the writer and the lengths of the earlier session."""
 
     def plan() -> Any:
         draft = ScriptedEngine(drafts, latency=Latency(sampled_token=0.002))

@@ -1,4 +1,4 @@
-"""A run reports, keeps, grades and refuses as documented, and ends when it is asked to."""
+"""Tests of a run: what it reports, records, grades and refuses, and how it ends."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ Outcomes = Callable[[RunResult], dict[str, str]]
 
 
 class Diary:
-    """Hears everything, and may act on it."""
+    """A listener that records all events, and may react to one."""
 
     def __init__(self, act: Callable[[int], None] = lambda count: None) -> None:
         self.before: list[Event] = []
@@ -90,7 +90,7 @@ class Diary:
         self._act = act
 
     def recalled(self, event: Event) -> None:
-        """Keep it."""
+        """Record the event."""
         self.before.append(event)
 
     def notify(self, event: Notice) -> None:
@@ -106,8 +106,10 @@ class Diary:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_listeners_hear_what_the_journal_holds(world: Any, backend: Backend) -> None:
-    """The same events in the same order, and chunks as they are written; a resume recalls them all."""
+def test_listeners_get_the_events_of_the_journal(world: Any, backend: Backend) -> None:
+    """They get the same events in order, and chunks as they are written; a resume recalls all of
+    them.
+    """
     diary = Diary()
     later = Diary()
     world.run(world.plan(gate=FixedGate("escalate")), world.session(listeners=[diary]), 3, backend)
@@ -118,12 +120,15 @@ def test_listeners_hear_what_the_journal_holds(world: Any, backend: Backend) -> 
     assert len(chunks) == sum(isinstance(event, Sampled) for event in journal)
     world.run(world.plan(gate=FixedGate("escalate")), world.session(listeners=[later]), 3, backend)
     assert later.before == journal
-    assert [type(event) for event in later.live] == [RunBegun, RunEnded]  # nothing is left to do
+    assert [type(event) for event in later.live] == [
+        RunBegun,
+        RunEnded,
+    ]  # the resumed run has nothing left to do
 
 
 def test_every_call_is_a_node_and_a_step(world: Any) -> None:
-    """Live calls appear once as a step and once as a timed node, waits as a node alone; rollouts,
-    problems as spans.
+    """Each live call is recorded once with its result and once with its times; waits have times
+    only.
     """
     world.run(world.plan(), world.session())
     count = Counter(type(event) for event in world.events())
@@ -137,9 +142,7 @@ def test_every_call_is_a_node_and_a_step(world: Any) -> None:
 
 
 def test_fallback_answers_are_marked_in_the_journal(world: Any) -> None:
-    """An answer that is only stated counts once its text has ended, and says so wherever it is
-    kept.
-    """
+    """An answer without a mark counts once its text has ended, and is marked wherever it is stored."""
     answers = Answers(lambda text: None, toy_groups, extract_finished=toy_answer)
     plan = world.plan(answers=answers, policy=replace(POLICY, turns=60))
     result = world.run(plan, world.session())
@@ -151,14 +154,14 @@ def test_fallback_answers_are_marked_in_the_journal(world: Any) -> None:
 
 
 def test_only_a_finished_text_may_state_its_answer() -> None:
-    """A growing text needs a mark, a finished one a last sentence with a value."""
+    """A growing text needs a marked answer; a finished one may end with a sentence that states it."""
     answers = answers_for("math")
     text = "She sells 9 eggs for 2 dollars each. The total is 18."
     assert (answers.extract(text), answers.extract_finished(text)) == (None, "18")
 
 
 def test_without_a_directory_the_result_keeps_the_outcomes(world: Any, outcomes: Outcomes) -> None:
-    """The same outcomes as with one; nothing is written."""
+    """The outcomes equal those of a run with a directory, and nothing is written."""
     kept = world.run(world.plan(), world.session(None))
     written = world.run(world.plan(), world.session())
     assert outcomes(kept) == outcomes(written)
@@ -193,8 +196,8 @@ def test_the_manifest_says_what_was_run(world: Any) -> None:
     assert manifest.created > 1e9
 
 
-def test_verdicts(world: Any) -> None:
-    """Right, wrong, no answer, undecided, and a grader that breaks: each says which."""
+def test_each_kind_of_verdict_is_reported(world: Any) -> None:
+    """Correct, wrong, without an answer, undecided, and a grader that raises are distinguished."""
     words = {"1": "equal", "2": "different", "3": "unscored"}
 
     async def pipeline(
@@ -236,7 +239,7 @@ def test_verdicts(world: Any) -> None:
 
 
 def test_a_pipeline_that_breaks_fails_its_problem_alone(world: Any) -> None:
-    """The outcome says why; the others are solved."""
+    """The outcome has the reason, and other problems are solved."""
 
     async def pipeline(
         problem: Problem, policy: Policy, context: Context, scope: ProblemScope
@@ -263,7 +266,7 @@ def test_two_problems_of_one_name_are_refused(world: Any) -> None:
     ("option", "value"), [("engines", "open"), ("signals", "hear"), ("keep", "everything")]
 )
 def test_unknown_choices_are_refused(world: Any, option: str, value: str) -> None:
-    """A misspelt choice is an error that names the known ones, never silently another."""
+    """The error names the known choices, and no default is taken silently."""
     with pytest.raises(OptionError, match=f"{option}: unknown value '{value}'"):
         world.session(**{option: value})
 
@@ -278,10 +281,10 @@ def test_impossible_plans_are_refused(world: Any) -> None:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("times", [1, 2])
-def test_asked_to_end(world: Any, outcomes: Outcomes, backend: Backend, times: int) -> None:
-    """Once: calls in flight finish and are recorded. Twice: they are cancelled. Then it continues
-    to the same end.
-    """
+def test_a_stop_request_lets_calls_finish_and_a_second_cancels_them(
+    world: Any, outcomes: Outcomes, backend: Backend, times: int
+) -> None:
+    """After either, the run can be resumed to the same results."""
     whole = world.run(world.plan(), world.session("whole"), backend=backend)
     stop = Stop()
 
@@ -306,9 +309,7 @@ def test_asked_to_end(world: Any, outcomes: Outcomes, backend: Backend, times: i
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_no_file_and_no_work_outlive_a_run(world: Any, backend: Backend) -> None:
-    """However a run ends (cancelled anywhere, failed engines, out of time), its files are closed
-    and its slots free.
-    """
+    """However a run ends, its files are closed and its slots free."""
     before = open_files()
     for end in range(12):
         draft = ScriptedEngine("draft", latency=world.quick)
@@ -334,8 +335,8 @@ def open_files() -> list[str]:
     return sorted(file.path for file in psutil.Process().open_files())
 
 
-def test_asked_at_the_very_end_is_finished(world: Any) -> None:
-    """A request that comes when all is done changes nothing."""
+def test_a_stop_request_after_the_last_problem_changes_nothing(world: Any) -> None:
+    """All work is done, so the run counts as finished."""
     stop = Stop()
 
     class Late(Diary):
@@ -349,8 +350,8 @@ def test_asked_at_the_very_end_is_finished(world: Any) -> None:
     )
 
 
-def test_out_of_time(world: Any) -> None:
-    """Open problems conclude from what they have, the others are left; the status says so."""
+def test_a_run_out_of_time_concludes_open_problems(world: Any) -> None:
+    """Open problems conclude from what they have, others are not begun, and the status says so."""
     result = world.run(world.plan(timeout_seconds=1.0, concurrency=4), world.session())
     assert result.status == "stopped"
     assert 0 < len(result.problems) < 5
@@ -361,7 +362,9 @@ def test_out_of_time(world: Any) -> None:
 
 
 class Queue(ScriptedEngine):
-    """Answers after 30 seconds, and takes a step a second for as many of them as `works` says."""
+    """An engine that answers after 30 seconds, and takes one step a second for as many as `works`
+    says.
+    """
 
     def __init__(self, role: Role, works: float) -> None:
         super().__init__(role)
@@ -386,7 +389,7 @@ class Queue(ScriptedEngine):
 def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
     world: Any, works: float, failed: bool
 ) -> None:
-    """The deadline of 6 s counts from the newest step of an engine that takes some."""
+    """The deadline of 6 s counts from the newest step of an engine that counts steps."""
     plan = world.plan(
         draft=Queue("draft", works),
         policy=replace(POLICY, timeout_seconds=6.0),
@@ -399,7 +402,7 @@ def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
 
 
 def test_a_wrapped_engine_is_late_as_it_is_alone(world: Any) -> None:
-    """The deadline of 6 s counts from the newest step of the engine inside: no call is too late."""
+    """The deadline of 6 s counts from the newest step of the wrapped engine, so no call is late."""
     wrapped = EngineAround(EngineAround(Queue("draft", 1e9), "own"), "own")
     plan = world.plan(
         draft=wrapped,
@@ -411,15 +414,15 @@ def test_a_wrapped_engine_is_late_as_it_is_alone(world: Any) -> None:
 
 
 class Closed(ScriptedEngine):
-    """Counts steps only while it is open, and is never opened."""
+    """An engine that counts steps only while it is open, and is never opened."""
 
     def steps_taken(self) -> int:
-        """Refuse: the engine is not open."""
+        """Refuse, because the engine is not open."""
         raise EngineUnavailable("target", "it is not open", "Open it")
 
 
 class Lost(Queue):
-    """Loses count of its steps while calls wait for it."""
+    """An engine whose step counter fails while calls wait for it."""
 
     def steps_taken(self) -> int:
         """Refuse once the first call has waited for 3 seconds."""
@@ -428,8 +431,8 @@ class Lost(Queue):
         return super().steps_taken()
 
 
-def test_an_engine_that_counts_no_steps_ends_no_run(world: Any) -> None:
-    """One that no call asks may be closed; the calls of a lost one are late by themselves."""
+def test_a_failing_step_counter_does_not_end_the_run(world: Any) -> None:
+    """An unused engine may be closed, and the calls of a lost engine reach their own deadline."""
     plan = world.plan(target=Closed("target"), gate=FixedGate("accept"))
     assert world.run(plan, world.session("closed"), problems=1).status == "finished"
     plan = world.plan(
@@ -443,8 +446,8 @@ def test_an_engine_that_counts_no_steps_ends_no_run(world: Any) -> None:
     assert all("no step within 6 s" in event.text for event in failures)
 
 
-def test_recalled_turns_that_differ_are_told(world: Any) -> None:
-    """A pipeline that depends on something else than its arguments is found out."""
+def test_recalled_turns_that_differ_are_reported(world: Any) -> None:
+    """The journal warns of a pipeline that depends on anything other than its arguments."""
     chunk = Chunk("draft", "x", (1,), (1,), "end")
     notes = iter("abcdef")
 
@@ -466,10 +469,10 @@ def test_recalled_turns_that_differ_are_told(world: Any) -> None:
 
 
 @pytest.mark.parametrize("again", ["0a", "0a 0b", "0a 1x", "0a 0x", "0a 1c", "0a 0b 1d 1x", ""])
-def test_an_attempt_an_earlier_session_gave_up_may_stand(world: Any, again: str) -> None:
-    """Then it tried turn 0 again; whatever this session comes to, the journal tells these turns and
-    no mixture.
-    """
+def test_a_turn_that_was_tried_again_is_recorded_without_mixing_attempts(
+    world: Any, again: str
+) -> None:
+    """The journal has the turns of one attempt, whichever one this session repeats."""
     chunk = Chunk("draft", "x", (1,), (1,), "end")
     sessions = iter(["0a 0b 1d", again])
     seen: list[Outcome] = []
@@ -497,7 +500,7 @@ def test_an_attempt_an_earlier_session_gave_up_may_stand(world: Any, again: str)
 async def one_call(
     problem: Problem, policy: Policy, context: Context, scope: ProblemScope
 ) -> Outcome:
-    """Make one call per rollout: the smallest pipeline that does everything a run must handle."""
+    """Make one call per rollout: the smallest pipeline that a run can have."""
     ids = context.draft.tokenizer.encode(problem.text)
     prompt = Prompt(ids, ids)
 
@@ -537,10 +540,8 @@ def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
     assert not missing
 
 
-def test_samples_of_a_problem() -> None:
-    """Rollouts that the vote cancelled are left out, not counted as wrong; one that could not be
-    graded is neither.
-    """
+def test_accuracy_of_samples_leaves_cancelled_ones_out() -> None:
+    """A cancelled rollout does not count as wrong, and an ungraded one counts neither way."""
     samples = (
         FinishedSample(0, "answer", "1", "correct"),
         FinishedSample(1, "settled", None, "wrong"),
@@ -556,9 +557,7 @@ def test_samples_of_a_problem() -> None:
 
 
 def test_alarms_are_recorded_once(world: Any) -> None:
-    """A calibrator fed with scores unlike the stored ones raises an alarm; the journal says when
-    and what was done.
-    """
+    """If scores are unlike the stored ones, the journal has one alarm with its time and reaction."""
 
     def plan() -> Any:
         stored = [1.0 + number / 1000 for number in range(400)]
@@ -574,7 +573,7 @@ def test_alarms_are_recorded_once(world: Any) -> None:
 
 
 class Census(Diary):
-    """Counts all living values of ours whenever a certain problem is over."""
+    """A listener that counts all living values of atts whenever a given problem ends."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__()
@@ -582,7 +581,7 @@ class Census(Diary):
         self._problems = problems
 
     def notify(self, event: Notice) -> None:
-        """Forget it, after counting."""
+        """Count the values, and keep no reference to the event."""
         if isinstance(event, OutcomeReached) and event.problem in self._problems:
             gc.collect()
             kinds = (type(thing) for thing in gc.get_objects())
@@ -596,11 +595,10 @@ def _is_ours(kind: type) -> bool:
 
 
 def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
-    """With the journal on and nothing kept, what lives after 200 problems is what lived after 20:
-    those in flight.
+    """With the journal on and no results kept, memory after 200 problems equals that after 20.
 
-    How many wait for a thread or for the disk at these two moments is the machine's business: up to
-    sixteen problems. Kept for good, even one value in two problems would be 90 more.
+    Up to sixteen problems may wait for a thread or the disk at these moments. If even one value in
+    two problems were kept, 90 more would be counted.
     """
     problems = (
         Problem(f"p{number}", f"Start at {number % 90}. +1. What is the result?")
@@ -608,7 +606,8 @@ def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
     )
     census = Census("p20", "p200")
     gc.collect()
-    before = sum(type(thing) is Problem for thing in gc.get_objects())  # other tests keep theirs
+    # values of other tests are not counted
+    before = sum(type(thing) is Problem for thing in gc.get_objects())
     plan = world.plan(
         pipeline=one_call, concurrency=8, draft=ScriptedEngine("draft"), limits={"draft": Limit(4)}
     )
@@ -620,7 +619,7 @@ def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
 
 
 class Crowd(Diary):
-    """Counts the problems that were begun and are not over."""
+    """A listener that counts the problems that have begun and not ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -633,9 +632,7 @@ class Crowd(Diary):
 
 
 def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
-    """The results that wait for a grade are in proportion to what may be in flight, however fast
-    the engines are.
-    """
+    """The number of results that wait for a grade is limited, however fast the engines are."""
     one_at_a_time = threading.Lock()
     usual = world.plan(concurrency=4, draft=ScriptedEngine("draft"))
 
@@ -657,8 +654,8 @@ def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
     assert crowd.most <= 4  # by their number alone eight might be open
 
 
-def test_a_calibrator_lets_go_of_problems_that_are_over(world: Any) -> None:
-    """Live and after a resume: apart from the scores of all, nothing of a finished problem is kept."""
+def test_a_calibrator_forgets_finished_problems(world: Any) -> None:
+    """Live and after a resume it keeps only scores of finished problems."""
     for _ in range(2):
         calibrator = Calibrator(0.4, "question-turn", seed=3)
         world.run(
@@ -670,10 +667,8 @@ def test_a_calibrator_lets_go_of_problems_that_are_over(world: Any) -> None:
         assert "toy-" not in repr([state["pool"], state["controller"]])
 
 
-def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
-    """They continue in another session, which remembers them: an outage of any length is not paid
-    for in memory.
-    """
+def test_a_calibrator_forgets_failed_problems(world: Any) -> None:
+    """They continue in another session, which remembers them, so a long outage takes no memory."""
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="sample")
     draft = ScriptedEngine("draft", latency=world.quick, faults=ill)
     retries = RetryPolicy(calls=1, rollouts=1)
@@ -691,8 +686,8 @@ def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
     "wants",
     [{"warmup": 3}, {"method": "coin"}, {"method": "top-b"}, {"accept_when_agreeing": 0.5}],
 )
-def test_every_gate_lets_go_of_problems_that_are_over(world: Any, wants: dict[str, Any]) -> None:
-    """Every gate does so, also for chunks that were announced and never scored."""
+def test_every_gate_forgets_finished_problems(world: Any, wants: dict[str, Any]) -> None:
+    """This includes chunks that were announced and never scored."""
     setup = Setup(rate_scope="question-turn", rate=0.4, policy=world.plan().policy, **wants)
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="score")
     target = ScriptedEngine("target", latency=world.quick, faults=ill)
@@ -702,7 +697,7 @@ def test_every_gate_lets_go_of_problems_that_are_over(world: Any, wants: dict[st
     while gate is not None:
         own: dict[str, Any] = {}
         if isinstance(gate, Calibrator):
-            gate.settle()  # scores that wait for that of a lost chunk
+            gate.settle()  # scores that wait for the score of a lost chunk
             own = gate.state()
         kept = [getattr(gate, name, None) for name in ("_carry", "_asked")] + [
             own.get("pool"),
@@ -738,10 +733,10 @@ def _completion(ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion
         (_completion((), ()), _ASKED, _SPEC, ""),
     ],
 )
-def test_what_a_completion_may_be(
+def test_an_inconsistent_completion_is_refused(
     reply: Completion, request_: SampleRequest, spec: EngineSpec, problem: str
 ) -> None:
-    """Its parts agree with each other and with the request, to the token."""
+    """Its parts must agree with each other and with the request, to the token."""
     if not problem:
         check_completion(reply, request_, spec)
         return
@@ -750,7 +745,7 @@ def test_what_a_completion_may_be(
 
 
 def test_every_part_of_two_usages_adds_up() -> None:
-    """No field is left out, and the share is the target's part of what both wrote."""
+    """No field is left out, and the share is the target's part of all written tokens."""
     parts = [field.name for field in fields(Usage)]
     one = Usage(**{name: place + 1 for place, name in enumerate(parts)})
     other = Usage(**{name: 10 * (place + 1) for place, name in enumerate(parts)})

@@ -1,6 +1,4 @@
-"""One long run in every calibration mode at once, under faults: what the process holds does not
-grow.
-"""
+"""Tests of a long run in every calibration mode under faults: the resources it holds do not grow."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from atts.testing import FaultKind, Faults, Latency, ScriptedEngine, toy_problem
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc")]
 SECONDS = float(os.environ.get("ATTS_SOAK", "120"))
-WARM_UP = 1000  # problems, over all modes
+WARM_UP = 1000  # number of problems over all modes
 GROWTH = 1.10
 FAULTS: dict[FaultKind, float] = {
     "refused": 0.01, "slow": 0.01, "dropped": 0.01, "timeout": 0.005, "wrong_length": 0.005, "nan": 0.005,
@@ -37,7 +35,7 @@ FAULTS: dict[FaultKind, float] = {
 
 @dataclass(slots=True)
 class Curve:
-    """Resources that the process holds, problem by problem."""
+    """A record of the resources that the process holds, problem by problem."""
 
     began: float = field(default_factory=time.monotonic)
     over: dict[Mode, int] = field(default_factory=dict[Mode, int])
@@ -61,13 +59,13 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Counts the problems of one run that are over."""
+    """A listener that counts the finished problems of one run."""
 
     mode: Mode
     curve: Curve
 
     def recalled(self, event: Event) -> None:
-        """Ignore earlier sessions: there are none."""
+        """Ignore earlier sessions; there are none."""
 
     def notify(self, event: Notice) -> None:
         """Count a problem when its outcome arrives."""
@@ -76,17 +74,13 @@ class Counter:
 
 
 def questions(mode: Mode, count: int) -> list[Problem]:
-    """Make few questions under many names, because the toy models remember every text they ever
-    made.
-    """
+    """Make few questions under many names, because the toy models remember every text they made."""
     asked = toy_problems(48, seed=7)
     return [replace(asked[number % len(asked)], id=f"{mode} {number}") for number in range(count)]
 
 
 async def run(mode: Mode, engines: tuple[Engine, Engine], folder: Path, curve: Curve) -> None:
-    """Run until the time is over or the problems are; the journal holds the lines, the result holds
-    none.
-    """
+    """Run until the time or the problems end; the journal has the lines, and the result keeps none."""
     stored = [1 + random.Random(place).expovariate(2) for place in range(200)]
     setup = Setup(
         method="atts",
@@ -122,11 +116,13 @@ async def soak(folder: Path) -> Curve:
 
 
 def test_a_run_in_every_mode_grows_by_at_most_a_tenth(tmp_path: Path) -> None:
-    """ATTS_SOAK seconds under faults; after the first thousand problems memory stays within 10 % of
-    what it was.
+    """Over ATTS_SOAK seconds under faults, memory stays within 10 % of that after the first
+    thousand problems.
     """
     curve = anyio.run(soak, tmp_path)
-    warm = min(WARM_UP, sum(curve.over.values()) // 2)  # a short run is asked about its second half
+    warm = min(
+        WARM_UP, sum(curve.over.values()) // 2
+    )  # a short run is compared over its second half
     first = next(level for level in curve.levels if level[0] >= warm)
     most = max(curve.levels[curve.levels.index(first) :], key=lambda level: level[1])
     last = curve.levels[-1]

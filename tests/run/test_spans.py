@@ -1,4 +1,4 @@
-"""Spans of a run have the right parents, times and attributes; needs the OpenTelemetry SDK."""
+"""Tests of OpenTelemetry spans of a run: parents, times and attributes; they need its SDK."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def by_operation(finished: list[Any]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_parents_are_right_under_concurrency(world: Any, backend: Backend) -> None:
-    """Twenty rollouts run at once; each call is under its own rollout, each rollout under its
-    problem, within its parent's time, and there are as many as the journal has.
+def test_parents_are_correct_under_concurrency(world: Any, backend: Backend) -> None:
+    """With twenty rollouts at once each call is under its rollout and each rollout under its
+    problem, as in the journal.
     """
     with recording() as (listener, finished):
         plan = world.plan(gate=FixedGate("escalate"))
@@ -88,7 +88,9 @@ def test_parents_are_right_under_concurrency(world: Any, backend: Backend) -> No
 
 
 def test_calls_have_the_conventions_attributes(world: Any) -> None:
-    """Tokens, models and finish reasons are those of the journal; problems have their verdict."""
+    """Tokens, models and finish reasons equal those of the journal, and problems have their
+    verdict.
+    """
     with recording() as (listener, finished):
         world.run(world.plan(), world.session(listeners=[listener]))
     groups = by_operation(finished)
@@ -117,7 +119,7 @@ def test_calls_have_the_conventions_attributes(world: Any) -> None:
 
 
 def test_failed_calls_are_errors(world: Any) -> None:
-    """A call that fails and is tried again is two spans, the first with its error."""
+    """A call that fails and is tried again gives two spans, the first with its error."""
     with recording() as (listener, finished):
         target = ScriptedEngine("target", faults=Faults({"refused": 0.3}, seed=1))
         world.run(world.plan(target=target), world.session(listeners=[listener]))
@@ -129,7 +131,7 @@ def test_failed_calls_are_errors(world: Any) -> None:
 
 
 def test_an_error_leaves_no_open_span(world: Any) -> None:
-    """A run that an error ends has whole trees; what never got its end is ended as an error."""
+    """Spans that were open when an error ended the run are ended as errors."""
 
     class Bomb:
         def recalled(self, event: object) -> None:
@@ -158,7 +160,7 @@ def test_an_error_leaves_no_open_span(world: Any) -> None:
     assert problem.attributes["error.type"] == "interrupted"
 
 
-def test_a_program_s_span_is_the_parent(world: Any) -> None:
+def test_a_run_joins_the_trace_of_the_program(world: Any) -> None:
     """A run inside a span of the program belongs to that span's trace."""
     provider = sdk.TracerProvider()
     with provider.get_tracer("program").start_as_current_span("request") as outer:
@@ -175,7 +177,7 @@ def test_spans_go_out_by_otlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     class Collector(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            """Keep the body."""
+            """Record the body."""
             body = self.rfile.read(int(self.headers["Content-Length"]))
             bodies.append((self.path, self.headers.get("Content-Encoding", ""), body))
             self.send_response(200)
@@ -213,7 +215,7 @@ def test_a_provider_that_fails_harms_nothing(world: Any, caplog: pytest.LogCaptu
 
     class Provider:
         def get_tracer(self, name: str) -> Tracer:
-            """Return one that fails."""
+            """Return a tracer that fails."""
             return Tracer()
 
     listener = spans.TracedRun(provider=Provider())
@@ -224,8 +226,8 @@ def test_a_provider_that_fails_harms_nothing(world: Any, caplog: pytest.LogCaptu
     assert "no collector" in record.message
 
 
-def test_a_missing_sdk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package the command that installs it is named."""
+def test_a_missing_sdk_names_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package, the error has the command."""
 
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)

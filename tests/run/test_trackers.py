@@ -1,4 +1,4 @@
-"""Trackers get the numbers of a run, problem by problem, and can never harm it."""
+"""Tests of experiment trackers: they get a run's numbers problem by problem, and cannot harm it."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCRIPTED = Setup(draft="scripted", target="scripted")
 
 
 class Notebook:
-    """A tracker that keeps what it gets."""
+    """A tracker that records what it gets."""
 
     def __init__(self) -> None:
         self.begun: list[RunDescription] = []
@@ -36,18 +36,18 @@ class Notebook:
         self.threads: set[int] = set()
 
     def begin(self, run: RunDescription) -> None:
-        """Keep the description, and an id for later sessions."""
+        """Record the description, and return an id for later sessions."""
         self.begun.append(run)
         run.keep(run.continued() or "first")
         self.threads.add(threading.get_ident())
 
     def log(self, points: Sequence[Point]) -> None:
-        """Keep the points."""
+        """Record the points."""
         self.points.extend(points)
         self.threads.add(threading.get_ident())
 
     def end(self, final: Point, status: str) -> None:
-        """Keep the end."""
+        """Record the end."""
         self.ends.append((final, status))
         self.threads.add(threading.get_ident())
 
@@ -66,15 +66,15 @@ class Broken(Notebook):
             raise SystemExit("no key")
 
     def begin(self, run: RunDescription) -> None:
-        """Fail, if it is the time."""
+        """Fail if this is the call to fail at."""
         self._fail_at("begin")
 
     def log(self, points: Sequence[Point]) -> None:
-        """Fail, if it is the time."""
+        """Fail if this is the call to fail at."""
         self._fail_at("log")
 
     def end(self, final: Point, status: str) -> None:
-        """Fail, if it is the time."""
+        """Fail if this is the call to fail at."""
         self._fail_at("end")
 
 
@@ -107,7 +107,7 @@ def expected(result: RunResult) -> dict[str, float]:
 
 
 def test_points_add_up_to_the_result(world: Any) -> None:
-    """Each problem is a step; the last sums are those of the result, and so are the final numbers."""
+    """Each problem is a step, and the last sums and final numbers equal the result."""
     book = Notebook()
     prices = {"draft": Price(1.0, 2.0), "target": Price(3.0, 5.0)}
     result = tracked(world, book, prices=prices)
@@ -134,8 +134,8 @@ def test_points_add_up_to_the_result(world: Any) -> None:
     assert book.threads.isdisjoint({threading.get_ident()})
 
 
-def test_a_resumed_run_goes_on_where_it_was(world: Any) -> None:
-    """Steps continue, sums include the first session, and the tracker's id is the one from before."""
+def test_a_resumed_run_continues_its_tracker(world: Any) -> None:
+    """Steps continue, sums include the first session, and the tracker's id is the same."""
     first = Notebook()
     stop = Stop()
 
@@ -173,7 +173,7 @@ def test_a_resumed_run_goes_on_where_it_was(world: Any) -> None:
 def test_a_broken_tracker_harms_nothing(
     world: Any, at: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is warned of once, gets nothing more, and neither the run nor another tracker notices."""
+    """It causes one warning and gets nothing more; the run and other trackers are not affected."""
     broken = Broken(at)
     book = Notebook()
     listeners = [TrackedRun("broken", broken), TrackedRun("notebook", book)]
@@ -190,8 +190,8 @@ def test_a_broken_tracker_harms_nothing(
     assert "no key" in record.message
 
 
-def test_a_tracker_that_hangs_is_left_behind(world: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Closing waits so long and no longer, and says what was lost."""
+def test_a_hanging_tracker_is_abandoned(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Closing waits for a limited time, and reports what was lost."""
     release = threading.Event()
 
     class Hanging(Notebook):
@@ -208,7 +208,7 @@ def test_a_tracker_that_hangs_is_left_behind(world: Any, caplog: pytest.LogCaptu
 
 
 def test_a_run_that_an_error_ends_is_closed_as_failed(world: Any) -> None:
-    """No result came, so the tracker's run has the status "failed"."""
+    """There is no result, so the tracker's run has the status "failed"."""
     book = Notebook()
     listener = TrackedRun("notebook", book)
 
@@ -232,7 +232,7 @@ def test_a_run_that_an_error_ends_is_closed_as_failed(world: Any) -> None:
 def test_names_are_checked_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unknown names, repeated ones, missing packages and missing places are refused."""
+    """Unknown names, repeated ones, missing packages and missing folders are refused."""
     with pytest.raises(OptionError, match=r"unknown tracker 'mlflw'; did you mean 'mlflow'"):
         open_logs(["mlflw"], tmp_path)
     with pytest.raises(OptionError, match="comes twice"):
@@ -260,7 +260,7 @@ def test_wandb_without_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(open_logs(["wandb"], tmp_path)) == 1
 
 
-# ---- the real packages, offline
+# the real packages, offline
 
 
 def evaluated(names: Sequence[str], folder: Path | None, limit: int = 3) -> RunResult:
@@ -273,7 +273,7 @@ def evaluated(names: Sequence[str], folder: Path | None, limit: int = 3) -> RunR
 def test_mlflow_keeps_settings_points_and_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real client over a local store; a second session continues the same run."""
+    """The real client writes to a local store, and a second session continues the same run."""
     mlflow = pytest.importorskip("mlflow", reason="pip install 'atts-llm[mlflow]'")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
@@ -293,7 +293,7 @@ def test_mlflow_keeps_settings_points_and_status(
 
 @pytest.mark.filterwarnings("default")
 def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
-    """TensorBoard's own reader finds every step, and two trackers work together."""
+    """TensorBoard's own reader finds each step, and two trackers work together."""
     pytest.importorskip("tensorboardX", reason="pip install 'atts-llm[tensorboard]'")
     loading: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     result = evaluated(["tensorboard", f"tensorboard:{tmp_path}/all"], tmp_path / "run")
@@ -311,7 +311,7 @@ def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The offline file has the settings and the points; a second session has the same id."""
+    """The offline file has the settings and the points, and a second session has the same id."""
     pytest.importorskip("wandb", reason="pip install 'atts-llm[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -329,7 +329,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_trackio_keeps_points_and_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its local database has the points; standard output stays empty."""
+    """Its local database has the points, and standard output stays empty."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio", reason="pip install 'atts-llm[trackio]'")
     result = evaluated(["trackio:sums"], tmp_path / "run")

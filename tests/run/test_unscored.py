@@ -1,4 +1,4 @@
-"""A target that stops giving usable scores ends the run, or the report says so first of all."""
+"""Tests of a target that stops giving usable scores: the run ends, or its report says so first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Fault = Literal["nan", "short", "impossible", "positive"]
 
 
 class Overflowing(EngineAround):
-    """A target whose scores are useless from the `after`-th call on, for a text or for all."""
+    """A target whose scores are useless from the `after`-th call on, for one text or for all."""
 
     def __init__(self, fault: Fault, after: int = 14, spared: str = "") -> None:
         super().__init__(ScriptedEngine("target"), "own")
@@ -34,7 +34,7 @@ class Overflowing(EngineAround):
         self.calls = 0
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Spoil everything that is not excepted."""
+        """Spoil all scores except those of the excepted text."""
         answer = await call(request)
         if not isinstance(request, ScoreRequest):
             return answer
@@ -67,7 +67,7 @@ def setup(target: EngineAround, reaction: OnUnscored = "stop") -> Setup:
 
 @pytest.mark.parametrize("fault", ["nan", "short", "impossible", "positive"])
 def test_a_target_without_usable_scores_ends_the_run(fault: Fault, tmp_path: Path) -> None:
-    """Soon, with exit code 3, a diagnosis and everything that was recorded."""
+    """It ends soon with exit code 3, a diagnosis and everything that was recorded."""
     target = Overflowing(fault)
     with pytest.raises(UnusableScores, match="fixed sentence is not scored either") as raised:
         solved(toy_problems(12), setup(target), directory=tmp_path / "run")
@@ -77,14 +77,14 @@ def test_a_target_without_usable_scores_ends_the_run(fault: Fault, tmp_path: Pat
     assert list((tmp_path / "run").glob("journal*"))
 
 
-def test_a_target_that_scores_some_texts_is_told_apart() -> None:
-    """The probe's sentence is scored, so the chunks or the load are to blame."""
+def test_the_diagnosis_says_if_the_target_scores_other_texts() -> None:
+    """The probe's sentence is scored, so the chunks or the load are the cause."""
     with pytest.raises(UnusableScores, match="a fixed sentence is scored"):
         solved(toy_problems(12), setup(Overflowing("nan", spared="the answer is 4.")))
 
 
-def test_the_run_goes_on_when_the_target_is_mended(tmp_path: Path) -> None:
-    """Earlier failures do not count in the same directory with a sound target."""
+def test_the_run_resumes_once_the_target_works(tmp_path: Path) -> None:
+    """Earlier failures do not count against the working target."""
     directory = tmp_path / "run"
     with pytest.raises(UnusableScores):
         solved(toy_problems(6), setup(Overflowing("nan")), directory=directory)
@@ -110,7 +110,7 @@ def escalated(tmp_path: Path) -> RunResult:
     )
 
 
-def test_a_run_that_goes_on_says_so_first(tmp_path: Path) -> None:
+def test_a_run_without_scores_says_so_first(tmp_path: Path) -> None:
     """It is the first fact of the summary and of the report."""
     result = escalated(tmp_path)
     assert result.status == "finished"
@@ -126,14 +126,14 @@ def test_a_run_that_goes_on_says_so_first(tmp_path: Path) -> None:
     assert text.index(words) < text.index("accuracy of the vote")
 
 
-def test_a_sound_run_says_nothing_of_it() -> None:
-    """No line about what did not happen."""
+def test_a_run_with_scores_has_no_such_line() -> None:
+    """Nothing is printed about failures that did not happen."""
     result = solved(toy_problems(3), setup(Overflowing("nan", after=10**9)))
     assert result.unscored == 0
     assert result.unscored_words == ""
 
 
-def test_a_stray_failure_ends_nothing() -> None:
+def test_single_scoring_failures_do_not_end_the_run() -> None:
     """One usable score starts the count again."""
 
     class Stray(Overflowing):
@@ -146,7 +146,7 @@ def test_a_stray_failure_ends_nothing() -> None:
 
 
 def test_an_unknown_reaction_is_refused() -> None:
-    """The error names it and lists the valid ones."""
+    """The error lists the valid reactions."""
     with pytest.raises(OptionError, match="on_unscored"):
         Setup(draft="scripted", target="scripted", on_unscored="never").plan(  # type: ignore[arg-type]
             ScriptedEngine("draft"), ScriptedEngine("target")

@@ -1,4 +1,4 @@
-"""Runs that end once they are distinguished from an earlier one."""
+"""Tests of runs that end once their difference from an earlier run is clear."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ def said(world: Any, name: str = "run") -> list[str]:
     ]
 
 
-def test_it_ends_when_the_question_is_answered(world: Any) -> None:
-    """Nothing is begun after that, everything begun is finished, and the answer is in the journal
-    once.
-    """
+def test_a_run_ends_when_the_comparison_is_decided(world: Any) -> None:
+    """Nothing more is begun, all begun problems finish, and the journal has the result once."""
     result = world.run(plan(world, votes(0.0)), world.session(), PROBLEMS)
     assert (result.status, result.exit_code) == ("decided", 0)
     assert result.comparison is not None
@@ -61,8 +59,8 @@ def test_it_ends_when_the_question_is_answered(world: Any) -> None:
     assert len(said(world)) == 1
 
 
-def test_a_run_that_was_killed_comes_to_the_same_answer(world: Any) -> None:
-    """The journal cut anywhere: the same number of problems decide, by the same interval."""
+def test_a_killed_comparison_resumes_to_the_same_result(world: Any) -> None:
+    """Wherever the journal is cut, the same number of problems decide with the same interval."""
     whole = world.run(plan(world, votes(0.0)), world.session("whole"), PROBLEMS)
     lines = (world.tmp_path / "whole" / JOURNAL).read_bytes().splitlines(keepends=True)
     for share in (0.1, 0.4, 0.7, 0.95):
@@ -75,10 +73,8 @@ def test_a_run_that_was_killed_comes_to_the_same_answer(world: Any) -> None:
         assert said(world, cut.name) == said(world, "whole"), share
 
 
-def test_what_ends_first_does_not_count_first(world: Any) -> None:
-    """Problems are looked at in their order: one that fails holds up the others, until a session
-    has done it.
-    """
+def test_problems_are_compared_in_their_order(world: Any) -> None:
+    """A problem that fails delays the later ones until a session has solved it."""
 
     async def pipeline(problem: Any, *others: Any) -> Outcome:
         if problem.id == PROBLEMS[2].id and not healed:
@@ -98,7 +94,7 @@ def test_what_ends_first_does_not_count_first(world: Any) -> None:
 
 
 def test_a_run_that_cannot_decide_says_so(world: Any) -> None:
-    """All problems are done, the exit code is that of a check that did not pass."""
+    """All problems are done, and the exit code is that of a failed check."""
     result = world.run(plan(world, votes(1.0)), world.session(), PROBLEMS[:12])
     assert (result.status, result.exit_code, result.comparison.settled) == (
         "finished",
@@ -109,9 +105,7 @@ def test_a_run_that_cannot_decide_says_so(world: Any) -> None:
 
 
 def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> None:
-    """The command in one call: the order is the seed's, the report says what came of it, a resume
-    holds it to that.
-    """
+    """The command draws the order, the report has the result, and a resume must keep the order."""
     earlier = tmp_path / "earlier.jsonl"
     earlier.write_text(
         "".join(f'{{"id": "{problem.id}", "correct": false}}\n' for problem in PROBLEMS[:20])
@@ -145,8 +139,8 @@ def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> Non
         evaluate_sync(PROBLEMS, setup, **words)
 
 
-def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
-    """One setting without the other, unknown values, a shard, and other problems are refused."""
+def test_impossible_comparisons_are_refused(tmp_path: Path) -> None:
+    """One setting without the other, unknown values, a shard and other problems are errors."""
     earlier = tmp_path / "earlier.jsonl"
     earlier.write_text('{"id": "x", "correct": false}\n')
     setup = Setup(draft="scripted", target="scripted")

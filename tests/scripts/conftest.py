@@ -1,4 +1,4 @@
-"""Models that know the answers of a benchmark, behind real servers that speak vLLM's dialect."""
+"""Models that know the answers of a benchmark, behind servers that speak vLLM's dialect."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytest.importorskip("scripts.studies.mathematics", reason="needs a checkout")
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Role, str, tuple[Problem, ...]], tuple[DialectServer, str]]]:
-    """Return a function that serves a model that knows these problems in vLLM's dialect, and
-    returns the server and the engine's address.
+    """Return a function that serves a model that knows these problems; it returns the server and
+    the engine's address.
     """
     with ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""The mathematics script: every preset end to end on real benchmark files, over servers that speak
+"""Tests of `scripts/math`: each preset runs end to end on benchmark files, over servers that speak
 vLLM's dialect.
 """
 
@@ -73,8 +73,8 @@ def test_a_pair_of_every_kind_runs(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each kind, and each benchmark, over HTTP: a target that knows the answers is graded right, a
-    rate is realised.
+    """For each kind of pair and each benchmark, a target that knows the answers is graded correct
+    over HTTP.
     """
     pair = find_pair(name)
     servers, line = words(pair, benchmark, file_of(shared_data, benchmark), serve)
@@ -100,12 +100,10 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def test_the_same_command_goes_on_and_the_table_says_what_nobody_ran(
+def test_the_script_resumes_and_marks_arms_that_were_not_run(
     shared_data: Path, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second run of the command asks the servers for nothing but who they are; the page has the
-    paper's columns.
-    """
+    """A second run asks the servers only for their identity; the page has the paper's columns."""
     pair = find_pair("qwen-7b/qwq-32b")
     servers, line = words(pair, "aime24", file_of(shared_data, "aime24"), serve)
     line += ["--out", str(tmp_path), "--repeats", "2"]
@@ -131,7 +129,7 @@ def test_the_same_command_goes_on_and_the_table_says_what_nobody_ran(
 
 
 def test_the_page_agrees_with_what_is_run() -> None:
-    """Settings of the presets, arms and published rows stand on the page as they are."""
+    """Settings of the presets, arms and published rows are on the page unchanged."""
     page = (Path(__file__).resolve().parents[2] / "docs/mathematics.md").read_text()
     for arm in ARMS:
         assert f"`{arm.name}`" in page or f"*{arm.name}*" in page or arm.what in page, arm.name

@@ -1,6 +1,4 @@
-"""The run that plants faults: each still has its place, and what is seen is distinguished from what
-is not.
-"""
+"""Tests of the script that plants faults and reports which of them the tests find."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ pytestmark = pytest.mark.checkout
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_fault_has_its_place_and_its_tests(mutant: Mutant) -> None:
-    """The line stands once in its file, the other line parses there, and the tests exist."""
+def test_each_fault_fits_its_file_and_names_existing_tests(mutant: Mutant) -> None:
+    """The old line occurs once in the file, the new line parses there, and the tests exist."""
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
     assert text.count(mutant.old) == 1
     compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
@@ -42,10 +40,10 @@ def tree(tmp_path: Path) -> Path:
         ("return 3 * number", "test_nothing.py", 60.0, "broken"),
     ],
 )
-def test_faults_are_told_from_changes_that_nobody_sees(
+def test_faults_are_reported_as_caught_survived_or_hung(
     tree: Path, line: str, tests: str, seconds: float, verdict: str
 ) -> None:
-    """Caught, survived, hung or not tried; and the source is whole afterwards."""
+    """The source is unchanged afterwards."""
     before = (tree / "module.py").read_text()
     mutant = Mutant("one", "module.py", "return 2 * number", line, tests)
     trial = try_mutant(tree, mutant, seconds)
@@ -54,7 +52,7 @@ def test_faults_are_told_from_changes_that_nobody_sees(
 
 
 def test_a_fault_without_its_place_is_not_tried(tree: Path) -> None:
-    """A line that was changed since makes the table wrong, and is said."""
+    """If the line has changed since, the fault is reported as out of date."""
     with pytest.raises(ValueError, match="exactly once"):
         plant(tree, Mutant("one", "module.py", "return 5", "return 6", "test_module.py"))
 

@@ -1,4 +1,4 @@
-"""The supply chain: every version has its hashes, and a release holds its files and nothing else."""
+"""Tests of the supply chain: every version has hashes, and a release holds exactly its files."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def constrained() -> dict[str, str]:
 
 
 def test_the_lock_has_the_tested_versions_with_hashes() -> None:
-    """Both files have the same version of each package, and every requirement of the project is
-    locked.
-    """
+    """Lock and constraints agree on each package, and each requirement of the project is locked."""
     locked = {pin.name: pin.version for pin in read_lock(LOCK.read_text())}
     tested = constrained()
     differing = {name for name in locked.keys() & tested.keys() if locked[name] != tested[name]}
@@ -59,7 +57,7 @@ def test_a_lock_without_a_hash_is_refused() -> None:
 
 
 def test_the_bill_of_materials_names_everything() -> None:
-    """CycloneDX, the same bytes every time, with licences of what is installed."""
+    """It is CycloneDX with licences, and has the same bytes every time."""
     command = [sys.executable, "-m", "scripts.studies.supply", "sbom"]
     runs = [
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -84,12 +82,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def test_a_release_holds_every_file_and_nothing_else(built: Built) -> None:
-    """The wheel, which is built from the sdist, has every tracked file of the four folders."""
+    """The wheel, built from the sdist, has every tracked file of the four folders."""
     assert list(wrong_contents(built)) == []
 
 
-def test_a_stray_file_and_a_missing_one_are_seen(built: Built, tmp_path: Path) -> None:
-    """The check compares both ways."""
+def test_a_stray_file_and_a_missing_one_are_reported(built: Built, tmp_path: Path) -> None:
+    """The check compares in both directions."""
     changed = tmp_path / built.wheel.name
     with zipfile.ZipFile(built.wheel) as old, zipfile.ZipFile(changed, "w") as new:
         for name in old.namelist():

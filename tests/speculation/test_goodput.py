@@ -1,4 +1,4 @@
-"""Lengths by goodput, on a machine whose step times are a table and whose clock is virtual."""
+"""Tests of speculation lengths chosen by goodput, on a simulated machine with a virtual clock."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ MOST = 16
 
 
 class Machine:
-    """Steps of so many sequences: each proposed token stands with the same probability, every time
-    is noisy.
-    """
+    """A simulated machine: proposed tokens are accepted independently, and step times are noisy."""
 
     ends = 0.01
-    # share of sequences a step; seconds a sequence that was not proposed for before
+    # share of sequences replaced per step; seconds for a sequence without earlier proposals
     catching_up = 0.0
 
     def __init__(
@@ -41,15 +39,15 @@ class Machine:
         self._random = np.random.default_rng(seed)
         self._new = count(1)
         self._keys: list[int] = []
-        self.expected = self.came = 0.0  # seconds, where a forecast was made
-        # what these take without proposals for as many tokens; what is reported of that
+        self.expected = self.came = 0.0  # seconds of steps with a forecast
+        # seconds that as many tokens take without proposals; the same as reported
         self.plain = self.saved = 0.0
-        self.looked: list[int] = []  # steps that each forecast stands for
+        self.looked: list[int] = []  # number of steps that each forecast represents
 
     def steps(
         self, number: int, sequences: int, acceptance: float, others: int = 0
     ) -> Iterator[list[int]]:
-        """Yield the lengths of each step; now and then a sequence ends and another takes its place."""
+        """Yield the lengths of each step; sometimes a sequence ends and another takes its place."""
         for _ in range(number):
             self._keys = [key for key in self._keys if self._random.random() > self.ends][
                 :sequences
@@ -102,7 +100,7 @@ class Machine:
         return tokens, self._table(len(lengths) + sum(lengths)) + self._proposing(sum(lengths))
 
     def rate(self, number: int, sequences: int, acceptance: float) -> float:
-        """Return the expected tokens per second over so many steps."""
+        """Return the expected tokens per second over this many steps."""
         each = [
             self.goodput(lengths, acceptance)
             for lengths in self.steps(number, sequences, acceptance)
@@ -132,11 +130,11 @@ def random_table(seed: int, most: int) -> Table:
 
 
 @pytest.mark.parametrize("sequences", [1, 4, 16])
-def test_on_random_tables_it_is_near_the_best_fixed_length_and_never_behind_plain_decoding(
+def test_chosen_lengths_are_near_the_best_on_random_step_times(
     sequences: int,
 ) -> None:
-    """Goodput is at least 0.97 of either once step times are known, except that a gain below 6 %
-    may be missed.
+    """Goodput is at least 0.97 of the best fixed length and of plain decoding, except that gains
+    below 6 % may be missed.
     """
     best_lengths = set[int]()
     for seed in range(6):
@@ -159,8 +157,8 @@ def test_on_random_tables_it_is_near_the_best_fixed_length_and_never_behind_plai
     assert len(best_lengths) > 1
 
 
-def test_a_drafter_that_costs_much_before_its_first_token_is_asked_for_many() -> None:
-    """The cost of one token does not predict the cost of eight."""
+def test_a_drafter_with_a_high_fixed_cost_gets_long_requests() -> None:
+    """The cost of one token does not predict the cost of eight, so both are learned."""
     machine = Machine(straight(1e-3, 2e-5), 2e-5, once=1e-3)
     machine.rate(400, 2, 0.9)
     fixed = [machine.fixed(length, 2, 0.9) for length in range(MOST + 1)]
@@ -177,11 +175,11 @@ def test_a_drafter_that_costs_much_before_its_first_token_is_asked_for_many() ->
         (64, 1e-3, 0.03, 5e-4, 0.96),
     ],
 )
-def test_texts_that_come_and_go_are_reckoned_with(
+def test_the_cost_of_new_texts_is_included(
     sequences: int, start: float, ends: float, catching_up: float, least: float
 ) -> None:
-    """A drafter must catch up with each new text: many tokens pay for that, and where they do not,
-    few are proposed.
+    """A drafter must read each new text first; long proposals may pay for that, otherwise few are
+    made.
     """
     machine = Machine(straight(start, 1.4e-4), 2e-5)
     machine.ends = ends
@@ -197,10 +195,10 @@ def test_texts_that_come_and_go_are_reckoned_with(
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.9])
-def test_decisions_that_come_out_the_same_become_rare(
+def test_repeated_decisions_are_made_less_often(
     acceptance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One in 64 steps at the end, proposing or not; and what is off is asked for next to nothing."""
+    """In the end one in 64 steps decides, and a proposer that is off is hardly ever tried."""
     decide = GoodputControl._decide  # pyright: ignore[reportPrivateUsage]
     made = list[int]()
 
@@ -223,21 +221,19 @@ def mean(lengths: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize("sequences", [1, 8])
-def test_it_goes_off_where_acceptance_falls_and_on_again_where_it_rises(sequences: int) -> None:
-    """Speculation is off within 200 steps and on again within 1,500 if a proposed token costs a
-    third of a step.
+def test_speculation_turns_off_and_on_with_acceptance(sequences: int) -> None:
+    """It is off within 200 steps and on again within 1,500 if a proposed token costs a third of a
+    step.
     """
     machine = Machine(straight(1e-3, 3e-4 / sequences), 3e-4 / sequences)
     assert mean(list(machine.steps(400, sequences, 0.9))[-100:]) > 0.8
-    # but for two trials of four tokens
+    # except for two trials of four tokens
     assert mean(list(machine.steps(300, sequences, 0.2))[200:]) < 0.33
     assert mean(list(machine.steps(1600, sequences, 0.9))[-100:]) > 0.8
 
 
 def test_less_is_proposed_with_more_sequences() -> None:
-    """A step of few rows takes hardly longer than one of one row, and one of many takes as long as
-    its rows.
-    """
+    """A step of few rows takes hardly longer than one of one row, but many rows cost time."""
     machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 12), 2e-5)
     found = [
         mean(list(machine.steps(500, sequences, 0.8))[-200:]) for sequences in (1, 2, 4, 8, 32)
@@ -256,10 +252,8 @@ def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
     assert beside < 0.3
 
 
-def test_one_step_in_eight_is_looked_at_while_a_decision_holds() -> None:
-    """An observation takes as long as a good part of a small model's step, so it stands for the
-    steps between.
-    """
+def test_one_step_in_eight_is_measured_between_decisions() -> None:
+    """Measuring takes a good part of a small model's step, so one step represents those between."""
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
     assert np.mean([any(lengths) for lengths in [*machine.steps(600, 4, 0.95)][-200:]]) > 0.9
     machine.looked.clear()
@@ -269,7 +263,7 @@ def test_one_step_in_eight_is_looked_at_while_a_decision_holds() -> None:
 
 
 def test_prompts_between_other_steps_change_no_lengths() -> None:
-    """A prompt is fed once, whatever is proposed, so the other steps decide which length pays."""
+    """A prompt is fed once whatever is proposed, so the other steps decide which length pays."""
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
     machine.ends = 0.0
     before = [*machine.steps(600, 4, 0.95)][-1]
@@ -281,17 +275,17 @@ def test_prompts_between_other_steps_change_no_lengths() -> None:
     assert np.mean(mixed) >= 0.8 * sum(before)
 
 
-def test_what_is_expected_of_steps_comes() -> None:
-    """Predicted seconds are those that came but for the noise."""
+def test_predicted_step_times_are_accurate() -> None:
+    """Predicted seconds equal the simulated ones except for noise."""
     machine = Machine(straight(1e-3, 5e-5), 2e-5)
     list(machine.steps(600, 4, 0.8))
     assert machine.expected / machine.came == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("acceptance", [0.8, 0.3])
-def test_what_is_said_to_be_saved_is(acceptance: float) -> None:
-    """The gain is relative to steps without proposals for as many tokens, measured in a few of
-    these.
+def test_the_reported_gain_is_the_real_one(acceptance: float) -> None:
+    """The gain is relative to steps without proposals for as many tokens, of which a few are
+    measured.
     """
     machine = Machine(straight(1e-3, 5e-5), 2e-5)
     list(machine.steps(2000, 2, acceptance))
@@ -299,9 +293,9 @@ def test_what_is_said_to_be_saved_is(acceptance: float) -> None:
     assert machine.saved > 0.3 * machine.plain or acceptance < 0.8
 
 
-def test_survival_is_not_biased_by_places_that_were_never_tested() -> None:
-    """Accepted over proposed would say 0.54 for 0.8 and five tokens; places know no more than those
-    before them.
+def test_acceptance_is_not_biased_by_untested_positions() -> None:
+    """Accepted over proposed would give 0.54 instead of 0.8 for five tokens, because positions
+    after a rejection are untested.
     """
     survival = Survival(8)
     random = np.random.default_rng(1)
@@ -317,8 +311,10 @@ def test_survival_is_not_biased_by_places_that_were_never_tested() -> None:
     assert other > 0.8
 
 
-def test_step_times_rise_between_and_beyond_what_was_measured() -> None:
-    """One outlier changes little; a new condition begins with the times of the nearest."""
+def test_estimated_step_times_rise_with_the_number_of_rows() -> None:
+    """This holds between and beyond measured sizes; one outlier changes little, and a new load
+    starts from the nearest.
+    """
     costs = StepCosts(wanders=False)
     where = condition(is_mixed=False, context=100, sequences=1)
     assert costs.curve(where) is None
@@ -340,11 +336,11 @@ def test_step_times_rise_between_and_beyond_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_steps_of_a_slower_time_are_not_taken_for_dearer_ones(seed: int) -> None:
-    """Large steps come while the machine is slow, small ones mostly while it is not; yet their
-    ratio is found.
+def test_a_slow_period_does_not_distort_the_costs_of_sizes(seed: int) -> None:
+    """Large steps come while the machine is slow and small ones mostly while it is not; their ratio
+    is still found.
 
-    Medians of the times of either have it at twice the truth.
+    Medians of the times of either would give twice the true ratio.
     """
     random = np.random.default_rng(seed)
     costs = StepCosts()

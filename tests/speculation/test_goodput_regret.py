@@ -1,9 +1,8 @@
-"""The choice of lengths costs little compared with plain decoding and with the best fixed length,
+"""Tests of what the choice of lengths loses against plain decoding and the best fixed length,
 learning included.
 
-On a machine that is like a small model on one core: texts end and others begin, a drafter that was
-not asked for a while catches up with all it missed, and looking at a step takes as long as a good
-part of one.
+The simulated machine is like a small model on one core: texts end and others begin, a drafter must
+read what it missed, and measuring a step takes a good part of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ DRAFTS = {
 
 @dataclass(slots=True)
 class Text:
-    """One that is being written."""
+    """A text that is being written."""
 
     key: int
     ids: int
@@ -37,9 +36,9 @@ class Text:
 
 
 class Machine:
-    """Writes texts, with lengths that are chosen or fixed."""
+    """A machine that writes texts, with lengths that are chosen or fixed."""
 
-    looking = 4e-5  # seconds that it takes to observe a step closely; an eighth of it, not to
+    looking = 4e-5  # seconds to measure a step; other steps take an eighth of it
 
     def __init__(
         self, lengths: GoodputControl | int, draft: str, seed: int = 0, is_shared: bool = False
@@ -53,7 +52,7 @@ class Machine:
         self._slowness = 1.0
 
     def rate(self, steps: int, sequences: int) -> float:
-        """Return the tokens per second over so many steps, without the slowness of a shared
+        """Return the tokens per second over this many steps, without the slowness of a shared
         machine.
         """
         each = [self._step(sequences) for _ in range(steps)]
@@ -84,8 +83,8 @@ class Machine:
     def _written(
         self, lengths: list[int]
     ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
-        """Return the tokens, the seconds on a quiet machine, the measured seconds of proposing and
-        of the step, and the accepted tokens.
+        """Return tokens, seconds on a quiet machine, measured seconds of proposing and of the step,
+        and accepted tokens.
         """
         proposing = 1.5e-4 * any(lengths)
         tokens = 0
@@ -104,7 +103,7 @@ class Machine:
         return tokens, proposing + step, (self._noisy(proposing), self._noisy(step)), rounds
 
     def _plain(self, rows: int) -> float:
-        """Return the seconds of a step that feeds so many rows."""
+        """Return the seconds of a step that feeds this many rows."""
         return 1e-3 * (0.12 + 0.17 * min(rows, 16) + 0.11 * max(0, rows - 16))
 
     def _stood(self, length: int) -> int:
@@ -112,9 +111,7 @@ class Machine:
         return length if stands.all() else int(stands.argmin())
 
     def _noisy(self, seconds: float) -> float:
-        """Add a tenth now and then, and a half to one step in fifty; add much more on a shared
-        machine.
-        """
+        """Add a tenth sometimes, a half in one step of fifty, and much more on a shared machine."""
         if self._is_shared:
             if self._random.random() < 0.01:
                 self._slowness = float(np.exp(0.35 * self._random.normal()))
@@ -133,7 +130,7 @@ def fixed(draft: str, sequences: int) -> dict[int, float]:
 
 @pytest.mark.parametrize("sequences", [1, 4, 16, 64])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_little_is_lost_beside_the_best_length(draft: str, sequences: int) -> None:
+def test_little_is_lost_against_the_best_length(draft: str, sequences: int) -> None:
     """Goodput is at least 0.97 of plain decoding from the first step on, and later near the best
     fixed length.
     """
@@ -149,7 +146,7 @@ def test_little_is_lost_beside_the_best_length(draft: str, sequences: int) -> No
 @pytest.mark.parametrize(
     ("draft", "sequences"), [("embedded", 1), ("embedded", 4), ("embedded", 16), ("weak", 4)]
 )
-def test_on_a_shared_machine_most_of_that_is_kept(draft: str, sequences: int) -> None:
+def test_little_is_lost_on_a_shared_machine(draft: str, sequences: int) -> None:
     """Times vary by half there, and the machine's speed changes every fifty steps."""
     kept = list[float]()
     for seed in range(4):
@@ -169,19 +166,18 @@ number of sequences.
 
 
 class Rounds(Machine):
-    """Writes rounds of two texts a sequence, 60 to 300 tokens each, that are begun together;
-    prompts are fed between.
+    """A machine that writes rounds of two texts a sequence, 60 to 300 tokens each, begun together.
 
-    Steps take what those of the embedded target took on one core, where rows of proposals are
-    hardly cheaper than those of other sequences.
+    Prompts are fed between. Steps take what those of the embedded target took on one core, where
+    rows of proposals are hardly cheaper than those of other sequences.
     """
 
     looking = 8e-5
     dear = DEAR
-    _left = 0  # texts of this round that are not begun
+    _left = 0  # texts of this round that have not begun
 
     def rate_of(self, tokens: int, sequences: int) -> float:
-        """Return the tokens per second over so many tokens."""
+        """Return the tokens per second over this many tokens."""
         written = 0
         seconds = 0.0
         while written < tokens:
@@ -221,7 +217,7 @@ class Rounds(Machine):
         return tokens + len(new), seconds
 
     def _own(self, count: int) -> float:
-        """Return the seconds of a step of so many sequences without proposals."""
+        """Return the seconds of a step of this many sequences without proposals."""
         return 1e-3 * (0.12 + 0.17 * count)
 
     def _fed(
@@ -247,7 +243,9 @@ class Rounds(Machine):
 def test_rounds_of_short_texts_are_no_slower_than_plain_decoding(
     draft: str, sequences: int
 ) -> None:
-    """After the first few hundred tokens of each sequence, where a step with proposals is dear."""
+    """This holds after the first few hundred tokens of each sequence, on a machine where steps with
+    proposals are slow.
+    """
     kept = list[float]()
     for seed in range(4):
         plain, machine = (Rounds(lengths, draft, seed) for lengths in (0, GoodputControl(12)))
@@ -267,8 +265,8 @@ CHEAP = {
 
 
 class Opened(Rounds):
-    """An engine that was just opened: memory that is touched for the first time interrupts steps
-    and drafts.
+    """An engine that was just opened: memory that is touched for the first time interrupts its
+    steps.
     """
 
     looking = 1.3e-4
@@ -325,16 +323,16 @@ class Prompts(Machine):
         ("weaker", 1, 0.04, 0.97),
         ("weaker", 8, 0.04, 0.97),
         ("embedded", 4, 0.04, 0.97),
-        ("embedded", 4, 0.01, 0.97),  # proposals that nearly pay are decided on seldom
-        # what a step takes without proposals is misjudged by as much as these lose
+        ("embedded", 4, 0.01, 0.97),  # proposals that nearly pay are decided on rarely
+        # the estimate of a plain step is wrong by as much as these lose
         ("embedded", 4, 0.003, 0.96),
     ],
 )
 def test_a_run_loses_little_whatever_misleads_the_forecasts(
     draft: str, sequences: int, reading: float, least: float
 ) -> None:
-    """Reading prompts is not part of a proposal's time, so forecasts promise a gain where whole runs
-    lose; what they lost stops them.
+    """Reading prompts is not part of a proposal's time, so forecasts promise a gain although whole
+    runs lose; measured losses stop them.
     """
     for seed in range(3):
         plain = Prompts(0, draft, seed, reading).rate(8000, sequences)

@@ -1,4 +1,4 @@
-"""Outcomes are ranked by what they are worth, and a cache gives every branch back once."""
+"""Tests of outcomes of a step, ranked by their value, and of the cache of their continuations."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def windows(draw: st.DrawFn) -> tuple[list[int], list[PlaceLaw]]:
 
 
 @given(windows())
-def test_outcomes_are_ranked_by_probability_and_share_out_no_more_than_all(
+def test_outcomes_are_ranked_by_probability(
     window: tuple[list[int], list[PlaceLaw]],
 ) -> None:
-    """Each once, never the proposed token as its own correction; together 1 where whole
-    distributions are known.
+    """Each outcome occurs once, a proposed token is never its own correction, and probabilities sum
+    to at most 1.
     """
     proposal, places = window
     found = ranked_outcomes(proposal, places)
@@ -43,7 +43,7 @@ def test_outcomes_are_ranked_by_probability_and_share_out_no_more_than_all(
     )
     lost = [
         place.probabilities[token] == 1.0
-        and place.acceptance < 1  # nothing else is thought possible there
+        and place.acceptance < 1  # no other token is considered there
         for place, token in zip(places, proposal, strict=False)
     ]
     if not any(lost):
@@ -55,12 +55,10 @@ def test_outcomes_are_ranked_by_probability_and_share_out_no_more_than_all(
     st.lists(chance, min_size=1, max_size=6),
     st.integers(1, 12),
 )
-def test_what_is_continued_is_worth_most(
+def test_the_continued_branches_have_the_highest_expected_value(
     chances: list[float], acceptance: list[float], budget: int
 ) -> None:
-    """As many branches of such a length as fit into the time are continued; no other number has a
-    higher expectation.
-    """
+    """No other number and length of branches that fits into the time has a higher expectation."""
     chances = sorted(chances, reverse=True)
 
     def length(count: int) -> int:
@@ -83,10 +81,10 @@ def test_what_is_continued_is_worth_most(
     st.integers(0, 3),
     st.integers(0, 4),
 )
-def test_a_cache_hands_out_every_branch_once(
+def test_a_cache_returns_every_branch_once(
     outcomes: set[tuple[int, int]], accepted: int, token: int
 ) -> None:
-    """The one that is asked for is served, all others are given back, and nothing is left."""
+    """The requested branch is served, all others are freed, and nothing is left."""
     cache = OutcomeCache[tuple[int, int]]()
     for outcome in outcomes:
         cache.put(*outcome, outcome)

@@ -1,4 +1,4 @@
-"""The pure parts of speculation: walks, ratio tests, and proposers that look things up."""
+"""Tests of the pure parts of speculation: ratio tests, and proposers that look text up."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_a_hint_is_followed_and_found_again_after_a_difference() -> None:
 
 
 def test_a_suffix_is_looked_up_in_its_own_text_and_in_siblings() -> None:
-    """The longest match continues; texts of other problems are not looked at; a finished one stays
-    known.
+    """The longest match is continued, texts of other problems are not searched, and finished
+    siblings stay known.
     """
     suffixes = SuffixProposer()
     leader = (1, 2, 3, *range(40, 60))
@@ -55,8 +55,10 @@ def test_a_suffix_is_looked_up_in_its_own_text_and_in_siblings() -> None:
     assert suffixes.propose([ask(own, 9, 2, key=4, rollout="r/0")])[0].tokens == (10, 11)
 
 
-def test_a_suffix_learns_how_far_matches_of_a_length_go() -> None:
-    """Confidence falls where they do not stand, and rises where they do."""
+def test_confidence_in_matches_follows_their_acceptance() -> None:
+    """Confidence in matches of a length falls if their tokens are rejected, and rises if they are
+    accepted.
+    """
     suffixes = SuffixProposer()
     text = (1, 2, 3, 4, 5, 6)
     suffixes.propose([ask(text, 6, rollout="p/0")])
@@ -68,10 +70,8 @@ def test_a_suffix_learns_how_far_matches_of_a_length_go() -> None:
     assert seen[0] > seen[3] < seen[-1]
 
 
-def test_the_next_request_of_a_rollout_goes_on_with_its_text() -> None:
-    """The text of its earlier requests is not counted again, and tokens that were taken back are
-    still known.
-    """
+def test_the_next_request_of_a_rollout_continues_its_text() -> None:
+    """Tokens of its earlier requests are not counted again, and discarded ones are still known."""
     suffixes = SuffixProposer()
     first = (1, 2, 3, 40, 41, 42, 43)
     suffixes.propose([ask(first, 4, key=1)])
@@ -90,7 +90,7 @@ def test_the_next_request_of_a_rollout_goes_on_with_its_text() -> None:
 
 
 class Sure(HintProposer):
-    """Proposes one token with a confidence of one's own choice, and counts."""
+    """A proposer of one token with a given confidence that counts its calls."""
 
     def __init__(self, token: int, confidence: float) -> None:
         super().__init__()
@@ -108,9 +108,9 @@ class Sure(HintProposer):
         self.told += 1
 
 
-def test_the_best_proposer_spares_the_others_the_work() -> None:
-    """One that is confident enough is the last that is asked; acceptance is reported to the one
-    that it came from.
+def test_a_confident_proposer_is_the_last_one_asked() -> None:
+    """Other proposers then need not work, and acceptance is reported to the one whose proposal was
+    used.
     """
     unsure = Sure(5, 0.2)
     sure = Sure(6, 0.8)
@@ -124,8 +124,8 @@ def test_the_best_proposer_spares_the_others_the_work() -> None:
     best.ended(1)
 
 
-def test_counters_add_up_and_what_came_between_is_their_difference() -> None:
-    """Places that only one of them has are those of the other's zeros."""
+def test_counters_can_be_added_and_subtracted() -> None:
+    """A position that only one of them has counts as zero in the other."""
     first = Speculated(2, 5, 3, (2, 2), (2, 1), 0.5, 4, 6, 3.0, 0.125, 4, 0.25)
     more = Speculated(1, 3, 3, (1, 1, 1), (1, 1, 1), 0.25, 2, 6, 2.0, 0.125, 3, 0.5)
     both = first + more

@@ -1,6 +1,4 @@
-"""The choice among schemes: the fastest gets nearly all steps, a change is noticed, and loads are
-distinguished.
-"""
+"""Tests of the choice among drafting schemes: the fastest is used, and changes are noticed."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def expected_tokens(accepted: float, proposed: int) -> float:
 def used(
     control: SchemeControl, rates: Rates, steps: int, sequences: int = 1, seed: int = 1
 ) -> Counter[int]:
-    """Count the steps of each scheme while step times scatter by a fifth."""
+    """Count the steps of each scheme while step times vary by a fifth."""
     draw = random.Random(seed)
     found = Counter[int]()
     for step in range(steps):
@@ -36,7 +34,7 @@ def used(
 
 @pytest.mark.parametrize("best", [0, 1, 2])
 def test_the_fastest_scheme_gets_nearly_all_steps(best: int) -> None:
-    """Any of the schemes may be the fastest; rates are a tenth apart."""
+    """This holds for each of the schemes as the fastest, with rates a tenth apart."""
     control = SchemeControl(3)
     found = used(
         control, lambda step: [1.1 if scheme == best else 1.0 for scheme in range(3)], 6000
@@ -46,10 +44,8 @@ def test_the_fastest_scheme_gets_nearly_all_steps(best: int) -> None:
 
 
 @pytest.mark.parametrize("slow", [0.2, 0.6, 0.9])
-def test_tries_lose_little(slow: float) -> None:
-    """Trials lose at most 3 % of the tokens that the fastest scheme would have written, even if
-    others are far slower.
-    """
+def test_trials_of_schemes_lose_little(slow: float) -> None:
+    """Trials lose at most 3 % of the tokens that the fastest scheme would have written."""
     control = SchemeControl(3)
     draw = random.Random(1)
     tokens = 0.0
@@ -62,14 +58,14 @@ def test_tries_lose_little(slow: float) -> None:
     assert tokens / seconds >= 0.97
 
 
-def test_a_change_is_noticed() -> None:
-    """The text becomes another one: within some turns the other scheme is used."""
+def test_a_change_of_the_fastest_scheme_is_noticed() -> None:
+    """When the text changes, the other scheme is used within some turns."""
     control = SchemeControl(2)
     used(control, lambda step: (2.0, 1.0), 3000)
     assert used(control, lambda step: (1.0, 2.0), 6000, seed=2)[1] >= 4000
 
 
-def test_loads_are_told_apart() -> None:
+def test_each_load_has_its_own_best_scheme() -> None:
     """The best scheme for one sequence need not be the best for sixteen."""
     control = SchemeControl(2)
     used(control, lambda step: (1.0, 2.0), 1000, sequences=1)
@@ -77,8 +73,10 @@ def test_loads_are_told_apart() -> None:
     assert used(control, lambda step: (1.0, 2.0), 2000, sequences=1)[1] >= 1800
 
 
-def test_a_load_that_goes_to_and_fro_is_one_load() -> None:
-    """Seven sequences, then eight, then seven: every scheme is tried, and the fastest one used."""
+def test_nearly_equal_loads_are_one_load() -> None:
+    """With seven, eight and again seven sequences, every scheme is tried once and the fastest is
+    used.
+    """
     control = SchemeControl(2)
     found = Counter[int]()
     for step in range(2000):
@@ -87,18 +85,18 @@ def test_a_load_that_goes_to_and_fro_is_one_load() -> None:
     assert found[1] >= 1600
 
 
-def test_one_scheme_is_always_used() -> None:
-    """There is nothing to try."""
+def test_a_single_scheme_is_always_used() -> None:
+    """There is nothing to choose or try."""
     assert used(SchemeControl(1), lambda step: (1.0,), 200) == Counter({0: 200})
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One sequence where independent tokens stand; of each scheme the outcomes it guesses, its
-    length and its seconds.
+    """A simulated sequence with independently accepted tokens, and each scheme's guesses, length
+    and seconds.
 
     The first scheme always has a proposal, the others after an outcome that was guessed; the last
-    hears an exit.
+    uses the target's early exit.
     """
 
     accepted: float
@@ -140,9 +138,9 @@ class Machine:
         return found, tokens / seconds / (whole / self.seconds[best])
 
 
-def test_an_exit_that_names_what_the_draft_does_not_is_found() -> None:
-    """A draft that is often wrong, on a device of its own: Mirror is the best there, and gets
-    nearly all steps.
+def test_a_useful_early_exit_is_found() -> None:
+    """With a draft that is often wrong, on its own device, Mirror is the best and gets nearly all
+    steps.
     """
     machine = Machine(0.8, (1.0, 0.33, 0.67, 0.95), (4, 5, 5, 5), (1.8, 1.0, 1.1, 1.15))
     assert machine.best() == 3
@@ -151,8 +149,8 @@ def test_an_exit_that_names_what_the_draft_does_not_is_found() -> None:
     assert regret >= 0.96
 
 
-def test_an_exit_is_not_tried_where_all_outcomes_guessed_would_not_pay() -> None:
-    """A draft that is cheap and right: hardly an outcome is missed, and drafts before the step are
+def test_an_early_exit_that_cannot_pay_is_not_tried() -> None:
+    """With a cheap and correct draft hardly any outcome is missed, so drafts before the step are
     the fastest.
     """
     machine = Machine(0.98, (1.0, 0.9, 0.95, 0.99), (8, 8, 8, 8), (1.3, 1.8, 2.5, 1.6))
@@ -164,8 +162,8 @@ def test_an_exit_is_not_tried_where_all_outcomes_guessed_would_not_pay() -> None
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 @pytest.mark.parametrize("slow", [1.8, 4.0])
-def test_an_exit_that_costs_too_much_is_dropped(slow: float, seed: int) -> None:
-    """It would pay if it were as fast as the others, and is not: a few steps tell."""
+def test_a_slow_early_exit_is_dropped(slow: float, seed: int) -> None:
+    """It would pay at the speed of the others but is slower, which a few steps show."""
     machine = Machine(0.8, (1.0, 0.33, 0.67, 0.95), (4, 5, 5, 5), (1.8, 1.0, 1.1, 1.15 * slow))
     assert machine.best() == 2
     found, regret = machine.run(8000, seed)

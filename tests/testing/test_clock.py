@@ -1,4 +1,4 @@
-"""Virtual time passes in the order real time would have, costs nothing, and never overtakes a
+"""Tests of virtual time: it keeps the order of real time, costs nothing, and never overtakes a
 thread.
 """
 
@@ -38,7 +38,7 @@ def test_a_day_passes_at_once(backend: Backend) -> None:
 
 
 def test_arguments_and_errors_pass_through(backend: Backend) -> None:
-    """The function's arguments, result and error are the caller's."""
+    """The function's arguments, result and error reach the caller."""
 
     async def divide(left: float, right: float) -> float:
         await anyio.lowlevel.checkpoint()
@@ -50,7 +50,7 @@ def test_arguments_and_errors_pass_through(backend: Backend) -> None:
 
 
 def test_sleepers_wake_in_the_order_of_their_deadlines(backend: Backend) -> None:
-    """Nested waits interleave as they would on a real clock."""
+    """Nested waits interleave as on a real clock."""
     log: Log = []
 
     async def walk(name: str, steps: tuple[float, ...]) -> None:
@@ -86,7 +86,7 @@ def test_deadlines_are_virtual(backend: Backend) -> None:
 
 
 def test_work_does_not_move_the_clock(backend: Backend) -> None:
-    """However long tasks compute or yield, time stands still until all of them wait."""
+    """However long tasks compute or yield, time stays until all of them wait."""
 
     async def main() -> float:
         for _ in range(1000):
@@ -119,13 +119,13 @@ def test_a_thread_is_waited_for(backend: Backend, kind: str) -> None:
             group.start_soon(nap)
         return anyio.current_time()
 
-    for _ in range(2):  # the second time the thread comes from a pool of idle ones
+    for _ in range(2):  # the second time the thread comes from the pool of idle threads
         assert run_virtual(main, backend=backend) == 30.0
     assert log == ["thread", "timer"] * 2
 
 
 def test_an_idle_thread_does_not_slow_time(backend: Backend) -> None:
-    """A pooled thread that finished its work is not outstanding."""
+    """A pooled thread that finished its work is not waited for."""
 
     async def main() -> float:
         await anyio.to_thread.run_sync(time.sleep, 0)
@@ -138,7 +138,7 @@ def test_an_idle_thread_does_not_slow_time(backend: Backend) -> None:
 
 
 def test_an_executor_thread_is_waited_for() -> None:
-    """Threads asked of the asyncio loop itself count too."""
+    """Threads that the asyncio loop itself started count too."""
 
     async def main() -> str:
         async def nap() -> str:
@@ -159,7 +159,7 @@ def test_an_executor_thread_is_waited_for() -> None:
 
 
 def test_a_thread_that_needs_the_clock_does_not_deadlock(backend: Backend) -> None:
-    """While a thread is outstanding time passes really, so a thread that waits for a timer gets it."""
+    """While a thread runs, time passes really, so a thread that waits for a timer gets it."""
 
     async def main() -> float:
         await anyio.to_thread.run_sync(lambda: anyio.from_thread.run(anyio.sleep, 0.05))
@@ -169,7 +169,7 @@ def test_a_thread_that_needs_the_clock_does_not_deadlock(backend: Backend) -> No
 
 
 def test_a_hung_thread_can_be_abandoned(backend: Backend) -> None:
-    """A deadline over a thread that never ends still comes."""
+    """A deadline over a thread that never ends still fires."""
     release = threading.Event()
 
     async def main() -> bool:
@@ -182,7 +182,7 @@ def test_a_hung_thread_can_be_abandoned(backend: Backend) -> None:
 
 
 def test_ready_input_is_read_before_time_jumps(backend: Backend) -> None:
-    """Data that already lies in a socket wins over a timer."""
+    """Data already in a socket is read before a timer fires."""
     ours, theirs = socket.socketpair()
 
     async def main() -> float:
@@ -196,7 +196,7 @@ def test_ready_input_is_read_before_time_jumps(backend: Backend) -> None:
 
 
 def test_patience_waits_for_input_that_is_on_its_way(backend: Backend) -> None:
-    """A socket that an unknown thread answers is waited for."""
+    """The clock waits for a socket that an unknown thread answers."""
     ours, theirs = socket.socketpair()
     helper = threading.Timer(0.02, theirs.sendall, (b"x",))
 

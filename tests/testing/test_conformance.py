@@ -1,4 +1,4 @@
-"""The conformance suite passes good engines and catches each kind of bad one."""
+"""Tests that the conformance suite passes correct engines and finds each kind of faulty one."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ SLOW = Latency(per_sample=0.01, per_score=0.005, sampled_token=0.002, jitter=0.2
 
 
 class Rig(ScriptedEngine):
-    """A sound engine with a queue and some latency: what the saboteurs start from."""
+    """A correct engine with a queue and some latency, from which the faulty ones are made."""
 
     def __init__(self) -> None:
         super().__init__(latency=SLOW, concurrency=3, context_length=1024)
@@ -126,7 +126,7 @@ def cut(engine: ScriptedEngine, done: Completion, count: int) -> Completion:
 
 
 def drops_the_stop(engine: Rig, done: Completion) -> Completion:
-    """Leave the completing token out, as servers do by default."""
+    """Leave the token that completes the stop out, as servers do by default."""
     return (
         cut(engine, done, len(done.ids) - 1)
         if done.ended == "delimiter" and len(done.ids) > 1
@@ -159,7 +159,7 @@ def truncates(engine: Rig, request: SampleRequest) -> SampleRequest:
 
 
 class TidyTokenizer(ToyTokenizer):
-    """Merges double spaces, as some cleaning tokenizers do."""
+    """A tokenizer that merges double spaces, as some do."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return super().decode(ids).replace("  ", " ")
@@ -171,7 +171,7 @@ class Tidy(ScriptedEngine):
 
 
 class StopsInsideTokensOnly(Rig):
-    """Looks for the stop string in each token by itself."""
+    """An engine that looks for the stop string in each token separately."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         done = await super().sample(replace(request, stop=()))
@@ -182,7 +182,7 @@ class StopsInsideTokensOnly(Rig):
 
 
 class ForgetsThePrefix(Rig):
-    """Scores parts as if nothing but the prompt's start had come before."""
+    """An engine that scores parts as if only the start of the prompt came before."""
 
     async def score(self, request: ScoreRequest) -> Scores:
         return await super().score(replace(request, prefix=request.prefix[:-3] or request.prefix))
@@ -203,7 +203,7 @@ class LogprobsDriftInCompany(Rig):
 
 
 class TrustsHints(Rig):
-    """Takes a rollout's earlier text for the beginning of any later one."""
+    """An engine that takes a rollout's earlier text for the beginning of any later one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class ScoresNothing(Rig):
 
 
 class ScoresAfterAll(ScriptedEngine):
-    """Claims that it cannot score, and does."""
+    """An engine that says it cannot score, and does."""
 
     @property
     def spec(self) -> EngineSpec:
@@ -260,7 +260,7 @@ class ScoresAfterAll(ScriptedEngine):
 
 
 class MixesUpAnswers(Rig):
-    """A fault: under load, an answer goes to the caller that asked last."""
+    """An engine whose replies go to the caller that asked last, under load."""
 
     last: SampleRequest | None = None
 
@@ -271,7 +271,7 @@ class MixesUpAnswers(Rig):
 
 
 class ForgetsCounts(Rig):
-    """Counters that start again."""
+    """An engine whose counters start again."""
 
     asked = 0
 
@@ -308,7 +308,7 @@ class ServesWhenClosed(Rig):
 
 
 class SharesSettings(Rig):
-    """Parks the settings of a request where all engines see them."""
+    """An engine that stores the settings of a request where all engines see them."""
 
     parked: ClassVar[list[Sampling]] = [Sampling()]
 
@@ -319,7 +319,7 @@ class SharesSettings(Rig):
 
 
 class ClosesForAll(Rig):
-    """Closing one changes how the others draw."""
+    """An engine whose closing changes how the others draw."""
 
     closed: ClassVar[list[bool]] = [False]
 
@@ -343,7 +343,7 @@ class ClosesForAll(Rig):
 
 
 class LeaksSlots(Rig):
-    """Does not give the slot of a cancelled request back."""
+    """An engine that does not free the slot of a cancelled request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class LeaksSlots(Rig):
 
 
 class FinishesAnyway(Rig):
-    """Works on to the end when cancelled."""
+    """An engine that continues to the end when it is cancelled."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         done: list[Completion] = []
@@ -367,7 +367,7 @@ class FinishesAnyway(Rig):
 
 
 class SwallowsCancellation(Rig):
-    """Answers with what it has when cancelled."""
+    """An engine that replies with what it has when it is cancelled."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         try:
@@ -383,8 +383,10 @@ def _arrival(engine: Rig) -> int:
 STRIPS_TEXT = answers(lambda _, done: replace(done, text=done.text.strip()))
 DROPS_THE_STOP = answers(drops_the_stop)
 IGNORES_TOP_K = ignores(top_k=0)
-ONE_STREAM = seeded(_arrival)  # draws every request's numbers from one stream, in order of arrival
-# each token with the distribution after it
+ONE_STREAM = seeded(
+    _arrival
+)  # random numbers of all requests come from one stream, in order of arrival
+# pairs each token with the distribution after it
 OFF_BY_ONE = scores(lambda logprobs, _: (*logprobs[1:], logprobs[0]))
 
 
@@ -528,8 +530,8 @@ def only(check: str, options: CheckOptions = QUICK) -> CheckOptions:
 
 
 @pytest.mark.parametrize(("check", "what"), SABOTEURS)
-def test_a_saboteur_is_caught_by_its_check(check: str, what: str) -> None:
-    """Each planted bug breaks the promise it is about."""
+def test_each_fault_is_found_by_its_check(check: str, what: str) -> None:
+    """Each planted bug fails the check of the promise that it breaks."""
     report = run_virtual(
         partial(check_engine, SABOTEURS[check, what], options=only(check), broken="report")
     )
@@ -537,10 +539,8 @@ def test_a_saboteur_is_caught_by_its_check(check: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_every_check_has_a_saboteur_and_spares_the_sound(check: str) -> None:
-    """No check is without proof that it can fail, and none fails the engine the saboteurs are made
-    from.
-    """
+def test_every_check_can_fail_and_passes_a_correct_engine(check: str) -> None:
+    """Each check has a planted bug, and none fails the engine that the bugs were planted in."""
     assert check in {name for name, _ in SABOTEURS}
     assert not run_virtual(partial(check_engine, Rig, options=only(check))).broken
 
@@ -557,10 +557,10 @@ def test_every_check_has_a_saboteur_and_spares_the_sound(check: str) -> None:
         lambda: FaultyEngine(ScriptedEngine("target"), Faults()),
     ],
 )
-def test_sound_engines_pass(
+def test_correct_engines_pass(
     factory: Callable[[], Engine], backend: Literal["asyncio", "trio"]
 ) -> None:
-    """The engines have either role, any queue, either tokenizer, one capability or both, on both
+    """This covers both roles, several queues, both tokenizers, one or both capabilities, and both
     back ends.
     """
     report = run_virtual(check_engine, factory, backend=backend)
@@ -568,7 +568,7 @@ def test_sound_engines_pass(
 
 
 def test_an_engine_without_seeds_passes_where_seeds_are_not_promised() -> None:
-    """Such an engine breaks several promises by default, and none when compared by greedy texts."""
+    """It fails several checks by default, and none if texts are compared greedily."""
     broken = run_virtual(partial(check_engine, ONE_STREAM, options=QUICK, broken="report")).broken
     assert {"seeds", "hints", "order"} <= {result.check for result in broken}
     report = run_virtual(partial(check_engine, ONE_STREAM, options=replace(QUICK, seeding="none")))
@@ -578,7 +578,7 @@ def test_an_engine_without_seeds_passes_where_seeds_are_not_promised() -> None:
 
 @pytest.mark.anyio
 async def test_an_open_engine_is_checked_and_stays_open() -> None:
-    """It is checked in real time too; checks that would close it are skipped with a reason."""
+    """It is checked in real time, and checks that would close it are skipped with a reason."""
     async with ScriptedEngine() as engine:
         report = await check_engine(engine)
         skipped = {
@@ -590,7 +590,7 @@ async def test_an_open_engine_is_checked_and_stays_open() -> None:
 
 
 def test_a_broken_engine_raises_with_a_list() -> None:
-    """Every broken promise is named with what was seen; the kept ones are not."""
+    """The error lists each broken promise with what was observed, and no kept one."""
 
     class TwoFlaws(Rig):
         @property
@@ -609,7 +609,7 @@ def test_a_broken_engine_raises_with_a_list() -> None:
 
 
 def test_an_engine_that_fails_or_hangs_is_reported_not_raised() -> None:
-    """Errors and hangs of an engine are findings of the check that met them."""
+    """Errors and hangs are findings of the check that met them."""
     failing = partial(
         check_engine, lambda: FaultyEngine(Rig(), Faults({"refused": 1.0})), broken="report"
     )
@@ -632,8 +632,8 @@ def test_an_engine_that_fails_or_hangs_is_reported_not_raised() -> None:
     ],
 )
 def test_an_engine_that_lacks_something_is_reported_not_raised(engine: Any, why: str) -> None:
-    """The report names the lack, or why the engine does not open or close; checks that could not
-    run are skipped.
+    """The report names what is missing, or why the engine does not open or close; other checks are
+    skipped.
     """
     report = run_virtual(partial(check_engine, engine, options=QUICK, broken="report"))
     assert why in [result.why for result in report.broken if result.check == "opening"][0]
@@ -651,15 +651,15 @@ def test_an_unknown_check_cannot_be_skipped() -> None:
 
 
 class Wordless(Rig):
-    """Returns no log-probabilities, whatever its spec says."""
+    """An engine that returns no log-probabilities, whatever its spec says."""
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Sample without log-probs."""
+        """Sample without log-probabilities."""
         return replace(await super().sample(request), logprobs=())
 
 
 class HonestlyWordless(Wordless):
-    """Says that it returns none."""
+    """An engine that returns no log-probabilities, and says so."""
 
     @property
     def spec(self) -> EngineSpec:
@@ -667,7 +667,7 @@ class HonestlyWordless(Wordless):
 
 
 def test_an_engine_may_return_no_log_probabilities_if_it_says_so() -> None:
-    """The check of ids fails the one that is silent, and passes the one that said it would be."""
+    """The check of ids fails only if the spec does not say it."""
     broken = {
         made: {
             result.check

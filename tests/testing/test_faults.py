@@ -1,4 +1,6 @@
-"""Planted failures and interruptions strike where they were planted, and nowhere else."""
+"""Tests of planted failures and interruptions: they occur where they were planted, and nowhere
+else.
+"""
 
 import math
 from collections.abc import Callable
@@ -30,13 +32,13 @@ KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 
 def asking(engine: Engine, sample: int = 0, attempt: int = 0) -> SampleRequest:
-    """Request ten tokens."""
+    """Make a request for ten tokens."""
     ids = engine.tokenizer.render([Message("user", TEXT)])
     return SampleRequest(ids, 10, seed=Seed(sample=sample, attempt=attempt))
 
 
 def scoring(engine: Engine) -> ScoreRequest:
-    """Request a score of three tokens."""
+    """Make a request to score three tokens."""
     return ScoreRequest(asking(engine).ids, engine.tokenizer.encode("So we take"))
 
 
@@ -46,7 +48,7 @@ def inside(faults: Faults) -> Engine:
 
 
 def around(faults: Faults) -> Engine:
-    """Put the same faults around an engine that knows nothing of them."""
+    """Put the same faults around an engine that does not know them."""
     return FaultyEngine(ScriptedEngine(latency=SLOW, concurrency=1), faults)
 
 
@@ -71,7 +73,7 @@ async def what_happens(engine: Engine, verb: Literal["sample", "score"]) -> tupl
 
 
 def flaw(engine: Engine, answer: Completion | Scores) -> str:
-    """Name what cannot be true of an answer."""
+    """Name the impossible part of a reply."""
     expected = len(answer.ids) if isinstance(answer, Completion) else 3
     if not answer.logprobs:
         return "empty"
@@ -83,7 +85,7 @@ def flaw(engine: Engine, answer: Completion | Scores) -> str:
         return "wrong_ids"
     if isinstance(answer, Completion) and max(answer.ids) >= engine.spec.vocabulary:
         return "wrong_ids"
-    return "slow"  # a true answer
+    return "slow"  # a correct reply
 
 
 @ways
@@ -94,9 +96,7 @@ def test_each_kind_does_what_its_name_says(
     verb: Literal["sample", "score"],
     backend: Literal["asyncio", "trio"],
 ) -> None:
-    """Nine calls, one of each kind, then a tenth that is sound: the failed ones left no slot
-    behind.
-    """
+    """After nine calls, one of each kind, a tenth works, so the failed ones left no slot behind."""
 
     async def main() -> None:
         delay = {"slow": 7.0, "dropped": 7.0, "timeout": 7.0}
@@ -115,7 +115,7 @@ def test_each_kind_does_what_its_name_says(
 
 @ways
 def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults], Engine]) -> None:
-    """About the requested share fails, the same calls in any order, and others at another attempt
+    """About the requested share fails: the same calls in any order, and others for another attempt
     or seed.
     """
 
@@ -142,8 +142,8 @@ def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults]
 
 
 @ways
-def test_a_score_asked_again_may_fare_better(make: Callable[[Faults], Engine]) -> None:
-    """Scores have no seed: the same one is distinguished by how often it was asked."""
+def test_a_repeated_score_request_may_succeed(make: Callable[[Faults], Engine]) -> None:
+    """Scores have no seed, so equal requests are distinguished by their count."""
 
     async def main() -> set[str]:
         async with make(Faults({"refused": 0.5})) as engine:
@@ -152,7 +152,7 @@ def test_a_score_asked_again_may_fare_better(make: Callable[[Faults], Engine]) -
     assert run_virtual(main) == {"refused", "slow"}
 
 
-def test_faults_can_be_kept_to_one_verb() -> None:
+def test_faults_can_be_limited_to_sampling_or_scoring() -> None:
     """A target that scores badly may still sample well."""
 
     async def main() -> tuple[str, str]:
@@ -165,7 +165,7 @@ def test_faults_can_be_kept_to_one_verb() -> None:
 
 
 def test_a_faulty_engine_is_opened_first() -> None:
-    """Calling it unopened is the caller's mistake and says so."""
+    """Calling it before it is opened is an error of the caller, and the message says so."""
     engine = around(Faults())
 
     async def main() -> None:
@@ -176,7 +176,7 @@ def test_a_faulty_engine_is_opened_first() -> None:
 
 
 def test_impossible_faults_are_errors() -> None:
-    """Unknown kinds and shares that are not probabilities."""
+    """Unknown kinds and shares that are not probabilities are refused."""
     with pytest.raises(OptionError, match="known: refused"):
         Faults({"refuse": 0.1})  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
     for shares in ({"nan": -0.1}, {"nan": 0.7, "slow": 0.7}, {"nan": math.nan}):

@@ -1,4 +1,4 @@
-"""The toy language is honest: its distributions sum to one, its texts parse, its skills show."""
+"""Tests of the toy language: its distributions sum to one, its texts parse, and skill shows."""
 
 import math
 import re
@@ -42,7 +42,7 @@ def answer(text: str) -> str | None:
     return found[-1] if found else None
 
 
-# --- tokenizer
+# tokenizer
 # -------------------------------------------------------------------------------------------
 
 
@@ -52,7 +52,7 @@ def answer(text: str) -> str | None:
     | st.from_regex(r"(So| we|: 17| plus|\.|\n|,| 8|\\boxed\{){0,20}", fullmatch=True)
 )
 def test_any_text_goes_to_ids_and_back(text: str) -> None:
-    """Encoding loses nothing, in either dialect, whatever the script."""
+    """Encoding and decoding return the text, in both dialects and any script."""
     for tokenizer in TOKENIZERS.values():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -60,7 +60,7 @@ def test_any_text_goes_to_ids_and_back(text: str) -> None:
 @QUICK
 @given(any_ids, any_ids)
 def test_decoding_is_concatenation(left: TokenIds, right: TokenIds) -> None:
-    """The text of two pieces is their texts joined, but for a character cut in between."""
+    """The text of two pieces is the two texts joined, unless a character was cut in between."""
     whole = PLAIN.decode(left + right)
     parts = PLAIN.decode(left) + PLAIN.decode(right)
     assert whole == parts or "\ufffd" in parts
@@ -83,7 +83,7 @@ def test_the_vocabulary_has_the_traps_of_real_ones() -> None:
 
 
 def test_special_tokens_are_neither_text_nor_made_of_text() -> None:
-    """Spelling a special token out gives bytes; decoding leaves real ones out."""
+    """Spelling a special token gives its bytes, and decoding leaves real ones out."""
     assert PLAIN.end_id not in PLAIN.encode("<|end|>")
     assert PLAIN.decode((PLAIN.end_id, *PLAIN.encode("So"), PLAIN.end_id)) == "So"
     with pytest.raises(UsageError, match="another tokenizer"):
@@ -91,7 +91,7 @@ def test_special_tokens_are_neither_text_nor_made_of_text() -> None:
 
 
 def test_the_template_opens_the_assistants_turn_once() -> None:
-    """Roles are marked; an unfinished assistant message stays open."""
+    """Roles are marked, and an unfinished assistant message stays open."""
     messages = [Message("system", "Be brief."), Message("user", "So?")]
     ids = PLAIN.render(messages)
     assert ids[0] == 1
@@ -100,15 +100,15 @@ def test_the_template_opens_the_assistants_turn_once() -> None:
     assert PLAIN.render([*messages, Message("assistant", "Now")]) == ids + PLAIN.encode("Now")
 
 
-def test_dialects_differ_in_digest_and_are_equal_to_themselves() -> None:
-    """Equal digests mean equal ids; an unknown dialect is an error."""
+def test_dialects_have_different_digests() -> None:
+    """Equal digests mean equal ids, and an unknown dialect is an error."""
     assert PLAIN.digest == ToyTokenizer().digest != TOKENIZERS["other"].digest
     assert PLAIN.encode("So we") != TOKENIZERS["other"].encode("So we")
     with pytest.raises(OptionError, match="known: plain, other"):
         ToyTokenizer("plane")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-# --- distributions
+# distributions
 # ---------------------------------------------------------------------------------------
 
 samplings = st.builds(
@@ -121,7 +121,7 @@ samplings = st.builds(
 weights = st.dictionaries(
     st.integers(0, 11), st.integers(1, 1000).map(lambda n: n / 100), min_size=1, max_size=6
 )
-# hundredths: equal, or apart by more than rounding
+# in hundredths, so two are equal or differ by more than rounding
 
 
 def dense(distribution: Distribution, size: int = 12) -> Vector:
@@ -130,7 +130,7 @@ def dense(distribution: Distribution, size: int = 12) -> Vector:
 
 
 def filtered(raw: Vector, sampling: Sampling) -> Vector:
-    """Apply temperature, top-k, top-p and min-p the plain way; ties go to the lower id."""
+    """Apply temperature, top-k, top-p and min-p in the simplest way; ties go to the lower id."""
     order = np.lexsort((np.arange(len(raw)), -raw.round(13)))
     if sampling.temperature == 0:
         return np.asarray(np.eye(len(raw))[order[0]])
@@ -147,10 +147,10 @@ def filtered(raw: Vector, sampling: Sampling) -> Vector:
 
 @QUICK
 @given(weights, samplings)
-def test_filtering_is_what_it_says(table: dict[int, float], sampling: Sampling) -> None:
-    """The sparse distribution, filtered, equals the dense one filtered step by step, and sums to
-    one.
-    """
+def test_sparse_filtering_equals_dense_filtering(
+    table: dict[int, float], sampling: Sampling
+) -> None:
+    """The filtered sparse distribution equals the dense one filtered step by step, and sums to one."""
     distribution = Distribution.of(table, 12, 1e-3)
     assert dense(distribution).sum() == pytest.approx(1)
     assert dense(distribution.under(sampling)) == pytest.approx(
@@ -161,8 +161,8 @@ def test_filtering_is_what_it_says(table: dict[int, float], sampling: Sampling) 
 @QUICK
 @given(weights, samplings)
 def test_drawing_is_the_inverse_distribution(table: dict[int, float], sampling: Sampling) -> None:
-    """A fine grid of uniforms draws every token as often as its probability says, the rare ones
-    included.
+    """A fine grid of uniform numbers draws each token as often as its probability says, even rare
+    ones.
     """
     distribution = Distribution.of(table, 12, 0.05).under(sampling)
     grid = 4000
@@ -187,8 +187,8 @@ def test_every_prefix_has_a_distribution(problem: int, ids: TokenIds) -> None:
 def test_the_distribution_is_a_function_of_the_prefix(
     problem: int, ids: TokenIds, cut: int
 ) -> None:
-    """Read at once, in two parts, by another equal model or after other work: the distribution is
-    the same.
+    """It is the same if the prefix is read at once, in two parts, by an equal model or after other
+    work.
     """
     prefix = ask(toy_problems(51)[problem]) + ids
     place = min(cut, len(prefix) - 1) or 1
@@ -214,9 +214,7 @@ def test_the_distribution_is_a_function_of_the_prefix(
 def test_scores_are_the_log_probs_of_sampling(
     problem: int, sample: int, cut: int, sampling: Sampling
 ) -> None:
-    """A memory of earlier requests changes nothing: warm and cold, whole and in parts, the numbers
-    agree exactly.
-    """
+    """Warm or cold, whole or in parts, the numbers are exactly equal."""
     ids = ask(toy_problems(21)[problem])
     warm = Writer(MODEL)
     done = warm.write(SampleRequest(ids, 60, sampling, Seed(sample=sample)))
@@ -228,12 +226,12 @@ def test_scores_are_the_log_probs_of_sampling(
             assert writer.score(ScoreRequest(ids + head, rest)) == done.logprobs[cut:]
 
 
-# --- problems and texts
+# problems and texts
 # ----------------------------------------------------------------------------------
 
 
 def test_distributions_that_were_forgotten_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with room for three writes what one with room for all writes, and keeps three."""
+    """A model with room for three distributions writes the same as one with room for all."""
     found = toy_problems(5, 1)
     whole = [solve(Writer(ToyModel(DRAFT, PLAIN)), problem) for problem in found]
     monkeypatch.setattr(toy_model, "_DISTRIBUTIONS_KEPT", 3)
@@ -242,8 +240,10 @@ def test_distributions_that_were_forgotten_are_made_again(monkeypatch: pytest.Mo
     assert len(small._known) == 3  # pyright: ignore[reportPrivateUsage]
 
 
-def test_problems_are_seeded_different_and_right() -> None:
-    """The same seed gives the same problems, another seed others; the answer is the chain's sum."""
+def test_problems_are_seeded_and_their_answers_correct() -> None:
+    """The same seed gives the same problems, another seed others, and the answer is the chain's
+    sum.
+    """
     problems = toy_problems(200, seed=4)
     assert problems == toy_problems(200, seed=4)
     assert problems[:50] == toy_problems(50, seed=4)
@@ -256,7 +256,7 @@ def test_problems_are_seeded_different_and_right() -> None:
 
 
 def test_the_question_is_found_inside_a_pipelines_prompt() -> None:
-    """Instructions around the statement make no difference to what is asked."""
+    """Instructions around the statement do not change the question."""
     problem = toy_problems(1)[0]
     plain = read_question(problem.text)
     wrapped = read_question(
@@ -271,10 +271,8 @@ def test_the_question_is_found_inside_a_pipelines_prompt() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
-def test_a_perfect_model_is_right_in_either_dialect(tokenizer: ToyTokenizer) -> None:
-    """Without slips every text ends with the right box, but for the rare one that a leaked token
-    derails.
-    """
+def test_a_perfect_model_is_correct_in_both_dialects(tokenizer: ToyTokenizer) -> None:
+    """Without slips every text ends with the correct box, except after a rare leaked token."""
     writer = Writer(ToyModel(Skill(right=1.0, wander=0.0, repair=1.0), tokenizer))
     tries = [(problem, solve(writer, problem)) for problem in toy_problems(60)]
     assert (
@@ -293,7 +291,7 @@ def share_right(skill: Skill, samples: int = 3) -> float:
 
 
 def test_skill_shows_in_answers() -> None:
-    """The target is nearly always right, the draft often wrong, and a draft that notices slips is
+    """The target is nearly always correct, the draft often wrong, and a draft that notices slips is
     better.
     """
     draft = share_right(DRAFT)
@@ -304,8 +302,8 @@ def test_skill_shows_in_answers() -> None:
 
 
 def test_a_target_that_takes_over_repairs() -> None:
-    """After a slip of the draft, the target's continuation is right far more often than the draft's
-    own.
+    """After a slip of the draft, the target's continuation is correct far more often than the
+    draft's own.
     """
     right = {"draft": 0, "target": 0}
     writers = {"draft": Writer(MODEL), "target": Writer(ToyModel(TARGET, PLAIN))}
@@ -343,14 +341,14 @@ def step_scores(
 
 
 def separation(scores: list[tuple[str, float, bool]]) -> float:
-    """Return the probability that a slipped chunk scores worse than a sound one."""
+    """Return the probability that a chunk with a slip scores worse than a correct one."""
     slipped = [score for _, score, bad in scores if bad]
     sound = [score for _, score, bad in scores if not bad]
     return float(np.mean([[s > t for t in sound] for s in slipped]))
 
 
 def test_slips_raise_the_targets_perplexity_by_a_margin_one_can_set() -> None:
-    """The default margin is moderate; a surer target raises it, and idle words lower it."""
+    """A more certain target raises the margin, and filler words lower it."""
     plain = separation(step_scores(TARGET))
     sure = separation(step_scores(Skill(right=0.9995, typical=0.05, fluency=1.0)))
     drowned = separation(
@@ -362,9 +360,7 @@ def test_slips_raise_the_targets_perplexity_by_a_margin_one_can_set() -> None:
 
 
 def test_scores_cluster_by_question() -> None:
-    """A third to four fifths of the variance lies between questions, as in real traces (intraclass
-    correlation).
-    """
+    """A third to four fifths of the variance lies between questions, as in real traces."""
     scores = step_scores(TARGET, tokens=60)
     by_question: dict[str, list[float]] = {}
     for problem, score, _ in scores:
@@ -377,7 +373,7 @@ def test_scores_cluster_by_question() -> None:
 
 
 def test_steps_vary_in_length_and_end_with_blank_lines_across_tokens() -> None:
-    """Chunk lengths spread, and some blank lines are completed by a token that already begins the
+    """Chunk lengths vary, and some blank lines are completed by a token that already begins the
     next step.
     """
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""The scripted engine waits, queues, counts, drifts and lets go as it was asked to."""
+"""Tests of the scripted engine: latency, queue, counters, drift and cancellation."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,9 @@ from atts.testing import Latency, ScoreDrift, ScriptedEngine, run_virtual, toy_p
 from atts.testing.toy_model import _nucleus  # pyright: ignore[reportPrivateUsage]
 
 Backend = Literal["asyncio", "trio"]
-PROBLEM = next(problem for problem in toy_problems(20) if problem.level == 5)  # ten steps or more
+PROBLEM = next(
+    problem for problem in toy_problems(20) if problem.level == 5
+)  # a problem of ten steps or more
 QUICK = settings(max_examples=60, deadline=None)
 
 
@@ -33,16 +35,16 @@ def ids_of(engine: ScriptedEngine) -> TokenIds:
 
 
 def request(engine: ScriptedEngine, sample: int = 0, tokens: int = 20) -> SampleRequest:
-    """Request a sample of at most so many tokens."""
+    """Make a request for at most this many tokens."""
     return SampleRequest(ids_of(engine), tokens, seed=Seed(sample=sample), rollout=str(sample))
 
 
-# --- time
+# time
 # ------------------------------------------------------------------------------------------------
 
 
 def test_latency_is_a_sum_of_its_parts(backend: Backend) -> None:
-    """Overhead, sampled, scored and prefilled tokens each cost what was said; cached tokens cost
+    """Overhead, sampled, scored and prefilled tokens cost their configured times, and cached tokens
     nothing.
     """
     latency = Latency(
@@ -56,7 +58,7 @@ def test_latency_is_a_sum_of_its_parts(backend: Backend) -> None:
             assert anyio.current_time() == 1 + 0.5 * 8 + 0.125 * len(ids)
             began = anyio.current_time()
             scored = await engine.score(ScoreRequest(ids + done.ids, done.ids[:4], rollout="0"))
-            cached = len(ids) + 8 - 1  # the last token is always computed
+            cached = len(ids) + 8 - 1  # the last token is always computed, never cached
             assert scored.cached_tokens == cached
             assert anyio.current_time() - began == 2 + 0.25 * 4 + 0.125 * (len(ids) + 8 - cached)
 
@@ -97,12 +99,12 @@ def test_real_latency_is_real() -> None:
     assert anyio.run(main) >= 0.05
 
 
-# --- queue
+# queue
 # -----------------------------------------------------------------------------------------------
 
 
 def test_slots_bound_what_runs_at_once_and_queue_in_order(backend: Backend) -> None:
-    """Five equal requests on two slots finish two by two, first come first served, more urgent ones
+    """Five equal requests on two slots finish two by two in order of arrival, more urgent ones
     sooner.
     """
 
@@ -134,8 +136,8 @@ def test_slots_bound_what_runs_at_once_and_queue_in_order(backend: Backend) -> N
     st.integers(1, 3),
 )
 def test_slots_are_never_lost_or_doubled(visits: list[tuple[int, int, int]], number: int) -> None:
-    """However callers come, hold and are cancelled: no more than the number hold at once; in the
-    end all is free.
+    """However callers come, hold and are cancelled, the limit holds, and in the end all slots are
+    free.
     """
 
     async def main() -> None:
@@ -165,9 +167,7 @@ def test_slots_are_never_lost_or_doubled(visits: list[tuple[int, int, int]], num
 
 
 def test_cancelling_frees_the_slot_at_once(backend: Backend) -> None:
-    """Work and waiting are both given up at the moment of cancelling, and the next request starts
-    right then.
-    """
+    """A cancelled request stops working or waiting at once, and the next one starts."""
 
     async def main() -> None:
         async with ScriptedEngine(latency=Latency(per_sample=100.0), concurrency=1) as engine:
@@ -191,13 +191,13 @@ def test_cancelling_frees_the_slot_at_once(backend: Backend) -> None:
     run_virtual(main, backend=backend)
 
 
-# --- answers
+# replies
 # ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio
 async def test_schedule_and_hints_change_nothing_but_cached_tokens() -> None:
-    """Answers are the same one by one on a new engine and all together on a busy one."""
+    """Replies are the same one by one on a new engine and all together on a busy one."""
     async with ScriptedEngine() as busy:
         together = await collect(
             [partial(busy.sample, request(busy, sample)) for sample in range(40)]
@@ -210,7 +210,7 @@ async def test_schedule_and_hints_change_nothing_but_cached_tokens() -> None:
 
 @pytest.mark.anyio
 async def test_roles_share_tokens_and_differ_in_skill() -> None:
-    """Draft and target read the same ids, and are distinguished by their specs."""
+    """Draft and target read the same ids, and have different specs."""
     async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
         assert draft.spec.tokenizer == target.spec.tokenizer
         assert draft.spec.fingerprint() != target.spec.fingerprint()
@@ -239,7 +239,7 @@ def solve_with(draft: ScriptedEngine, target: ScriptedEngine) -> list[float]:
 
 
 def test_drift_is_planted_where_it_was_asked_for() -> None:
-    """Log-probabilities are scaled from a number of calls or of steps on, and honest before it."""
+    """Log-probabilities are scaled from a number of calls or steps on, and unchanged before."""
     plain = solve_with(ScriptedEngine(), ScriptedEngine("target"))
     for drift in (ScoreDrift(4, 1.5), ScoreDrift(4, 1.5, when="steps")):
         drifted = solve_with(ScriptedEngine(), ScriptedEngine("target", drift=drift))
@@ -249,13 +249,13 @@ def test_drift_is_planted_where_it_was_asked_for() -> None:
         ScoreDrift(when="turns")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-# --- life
+# life
 # ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio
 async def test_an_engine_serves_between_opening_and_closing_only() -> None:
-    """Before and after, calls are refused with what to do; a closed engine is not opened again."""
+    """Before and after, calls are refused with advice, and a closed engine cannot be opened again."""
     engine = ScriptedEngine()
     with pytest.raises(EngineUnavailable, match="not open yet"):
         await engine.sample(request(engine))
@@ -269,7 +269,7 @@ async def test_an_engine_serves_between_opening_and_closing_only() -> None:
 
 @pytest.mark.anyio
 async def test_a_draft_need_not_score() -> None:
-    """Capabilities not listed are refused as unsupported."""
+    """A capability that is not listed is refused as unsupported."""
     async with ScriptedEngine(capabilities=frozenset({"sample"})) as engine:
         with pytest.raises(UnsupportedByEngine, match="cannot score"):
             await engine.score(ScoreRequest((3,), (4,)))
@@ -289,6 +289,8 @@ def test_impossible_options_are_errors() -> None:
     ("top_p", "kept", "floors"), [(0.5, 1, 0), (0.7, 2, 0), (0.75, 2, 1), (0.85, 2, 2), (1.0, 2, 3)]
 )
 def test_a_nucleus_is_the_fewest_tokens_with_the_mass(top_p: float, kept: int, floors: int) -> None:
-    """Two likely tokens and three that share the rest: as many of the latter as are needed."""
+    """If two tokens are likely and three share the rest, the nucleus takes the two and as many of
+    the three as needed.
+    """
     weights, count = _nucleus([0.5, 0.2], 0.1, 3, top_p)
     assert (len(weights), count) == (kept, floors)

@@ -1,0 +1,53 @@
+"""Transcripts, decisions, report numbers, verdicts and texts are those that were recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from atts.calibration import Calibrator
+from tests.frozen import PARTS, changed, differences, recording
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_that_is_frozen_changed(part: str) -> None:
+    """Each part equals its recording; `python -m tests.frozen record` records a meant change."""
+    places = changed(part)
+    assert not places, "\n".join([f"changed: {part}", *places])
+
+
+def test_every_part_is_recorded() -> None:
+    """A removed part leaves the recording too."""
+    assert list(recording()) == list(PARTS)
+
+
+def test_a_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One decision in 500 that comes out otherwise fails the comparison, and is named."""
+    decide = Calibrator.decide
+    count = 0
+
+    def decide_otherwise(self: Calibrator, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        decision = decide(self, *args, **kwargs)
+        if count != 300:
+            return decision
+        return replace(decision, action="accept" if decision.escalate else "escalate")
+
+    monkeypatch.setattr(Calibrator, "decide", decide_otherwise)
+    assert any(place.startswith("/escalated") for place in changed("decisions marginal"))
+
+
+def test_differences_are_named_by_their_place() -> None:
+    """Values, lengths and missing keys differ; added keys and last digits do not."""
+    recorded = {"a": [1, 2.0], "b": "x", "c": 0.1}
+    assert not list(differences(recorded, {**recorded, "c": 0.1 + 1e-12, "d": 5}, 1e-6))
+    now = {"a": [1, 2.1, 3], "b": "y"}
+    assert list(differences(recorded, now, 1e-6)) == [
+        "/a/1: 2.1, was 2.0",
+        "/a: 3 entries, were 2",
+        '/b: "y", was "x"',
+        "/c: gone, was 0.1",
+    ]

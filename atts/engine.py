@@ -582,13 +582,15 @@ class Speculated:
         >>> print(Speculated(100, 300, 240, (100, 90, 80), (90, 80, 70), choices=200, chosen=320))
         300 tokens proposed, 80 % accepted (by position 0.90 0.89 0.88), 1.6 per step
         """
+        if not self.proposed:
+            # lengths and times of steps without proposals would say nothing about speculation
+            return ", ".join(filter(None, ("no tokens proposed", self.silence)))
         shares = " ".join(f"{share:.2f}" for share in self.accepted_share[:8])
-        words = [f"{self.proposed:,} tokens proposed"]
-        if self.silence:
-            words.append(self.silence)
-        if self.proposed:
-            accepted = 100 * self.accepted / self.proposed
-            words.append(f"{accepted:.0f} % accepted (by position {shares})")
+        accepted = 100 * self.accepted / self.proposed
+        words = [
+            f"{self.proposed:,} tokens proposed",
+            f"{accepted:.0f} % accepted (by position {shares})",
+        ]
         if self.choices:
             words.append(f"{self.chosen / self.choices:.1f} per step")
         if self.came_seconds:

@@ -17,6 +17,8 @@ from atts.api.engines import speculation_words
 from atts.api.pairs import (
     CARDS,
     USUAL_CARDS,
+    GpuPlacement,
+    LocalPlacement,
     Pair,
     find_pair,
     gpu_placement,
@@ -409,10 +411,10 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
     here = [name for name, _ in _cards_here()]
     setup = configuration.setup()
     tokens = setup.run_policy.bounds().max_tokens
-    if card:
-        kinds: Sequence[str] = [card]
-    else:
-        kinds = sorted(set(here)) or USUAL_CARDS
+    if not card and not here:
+        yield _memory_elsewhere(configuration, pair)
+        return
+    kinds = [card] if card else sorted(set(here))
     if configuration["backend"] == "local":
         for kind in kinds:
             yield _local_memory(pair, setup, kind, here)
@@ -420,9 +422,7 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
     for kind in kinds:
         placement = gpu_placement(pair, kind, tokens, roles=setup.roles)
         if placement is None:
-            # Cards that were only guessed may be too small without being wrong.
-            status: Status = "fail" if card or here else "warn"
-            yield Check("memory", status, f"not even eight {kind} hold {pair.name}")
+            yield Check("memory", "fail", f"not even eight {kind} hold {pair.name}")
             continue
         count = "1 rollout" if placement.rollouts == 1 else f"{placement.rollouts} rollouts"
         seen = f"{placement}; the cache holds {count}"
@@ -434,6 +434,24 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
             yield Check("memory", "fail", seen, "Take a smaller pair, or larger cards")
         else:
             yield Check("memory", "ok", seen, start)
+
+
+def _memory_elsewhere(configuration: Configuration, pair: Pair) -> Check:
+    """Name in one line the cards that would hold the models, on a machine that has none."""
+    setup = configuration.setup()
+    tokens = setup.run_policy.bounds().max_tokens
+    fitting = list[str]()
+    for kind in USUAL_CARDS:
+        placement: GpuPlacement | LocalPlacement | None
+        if configuration["backend"] == "local":
+            placement = local_placement(pair, kind, tokens, setup.concurrency, (1, 2), setup.roles)
+        else:
+            placement = gpu_placement(pair, kind, tokens, roles=setup.roles)
+        if placement is not None:
+            fitting.append(f"{placement.count} x {kind}")
+    held_by = f"{' or '.join(fitting)} would hold" if fitting else "no usual card holds"
+    seen = f"this machine has no GPU; {held_by} {pair.name}"
+    return Check("memory", "warn", seen, "Name your card with --card for its shares of memory")
 
 
 def _local_memory(pair: Pair, setup: Setup, kind: str, here: Sequence[str]) -> Check:

@@ -237,10 +237,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("accuracy", f"{_share(summary.answers)}   {_answered_by(result)}"),
         ("pass@1", f"{_share(summary.samples_right)}   single rollouts{_leaning(result)}"),
         *_by_benchmark_names(result),
-        (
-            f"escalated {result.manifest.judged_unit}",
-            f"{summary.rate.counted()}   nominal rate {configuration['rate']:g}",
-        ),
+        (f"escalated {result.manifest.judged_unit}", _escalated(result, configuration)),
         (
             "tokens written",
             f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target "
@@ -294,6 +291,14 @@ def _count(number: int, noun: str) -> str:
     ('1 problem', '1,200 rollouts')
     """
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _escalated(result: RunResult, configuration: Configuration) -> str:
+    """Return the realised rate next to the nominal one; nothing where no chunk was judged."""
+    rate = result.summary.rate
+    if not rate.n_samples:
+        return ""
+    return f"{rate.counted()}   nominal rate {configuration['rate']:g}"
 
 
 def _answered_by(result: RunResult) -> str:

@@ -257,6 +257,16 @@ def test_progress_names_what_the_gate_judges(
     assert re.search(rf"; {unit} \d+ accepted, \d+ escalated", said.err)
 
 
+def test_a_run_without_a_gate_prints_no_rate(atts: Any, scripted: tuple[str, ...]) -> None:
+    """The target alone judges no chunk, so there is neither a realised nor a nominal rate."""
+    words = ("eval", "arithmetic[:2]", *scripted, "--samples", "2", "--report", "none")
+    said = atts(*words, "--method", "target-only")
+    assert said.code == 0
+    assert "accuracy" in said.out
+    assert "escalated" not in said.out
+    assert "nominal rate" not in said.out
+
+
 def test_sigterm_saves_calls_in_flight(tmp_path: Path) -> None:
     """A cluster's scheduler sends SIGTERM, so it acts like Ctrl-C, with an exit code of its own."""
     command = [sys.executable, "-m", "atts", "eval", "arithmetic[:40]", *FROZEN, "--out", "run"]

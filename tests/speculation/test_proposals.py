@@ -141,11 +141,11 @@ def test_counters_can_be_added_and_subtracted() -> None:
     assert faster.endswith("0.5 s faster than the 0.8 s expected without")
     slower = str(Speculated(1, 2, 2, came_seconds=7.7, saved_seconds=-5.2))
     assert slower.endswith("5.2 s slower than the 2.5 s expected without")
-    assert str(Speculated()) == "0 tokens proposed"
+    assert str(Speculated()) == "no tokens proposed"
     assert together(None, first) == together(first, None) == first
     assert together(first, more) == both
     assert speculated_since(None, object()) is None
-    silent = Speculated(choices=4, silence="no length was expected to pay")
-    assert str(silent).startswith("0 tokens proposed, no length was expected to pay")
+    silent = Speculated(choices=4, silence="no length was expected to pay", came_seconds=2.0)
+    assert str(silent) == "no tokens proposed, no length was expected to pay"
     assert (silent + first).silence == (first + silent).silence == ""
     assert (silent + silent).silence == (silent - silent).silence == silent.silence

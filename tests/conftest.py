@@ -1,4 +1,4 @@
-"""Share fixtures and options between test areas, and deal test files to runs in parallel."""
+"""Fixtures and options for all tests, and the division of test files among parallel runs."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """One fault: `old` becomes `new` in `file`; `tests` are files, folders or tests, with spaces between."""
+    """A fault: `old` becomes `new` in `file`; `tests` are files, folders or tests, with spaces
+    between.
+    """
 
     name: str
     file: str
@@ -271,7 +273,7 @@ OTHERS = [
     ),
     *_table(
         "atts/servers/engine.py",
-        "tests/servers/test_faults.py::test_other_weights_under_the_same_name_are_noticed_after_some_answers",
+        "tests/servers/test_faults.py::test_other_weights_under_the_same_name_are_noticed_after_some_replies",
         "if self._unchecked >= self.options.recheck_requests:",
         "if self._unchecked > 4 * self.options.recheck_requests:",
     ),

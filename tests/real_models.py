@@ -34,9 +34,9 @@ from atts.sampling import Seed
 from scripts.studies.harness import say, shared_data
 from scripts.studies.real_models import CannotBeMadeError, folder_of
 
-TOLERANCE = 1e-3  # nats between a log-probability of ours and of transformers
+TOLERANCE = 1e-3  # largest difference of log-probabilities from transformers, in nats
 TIE = 1e-3  # logits closer than this may be drawn in either order
-SKIPPED = 0  # the exit code where the models cannot be had: a reason is printed
+SKIPPED = 0  # exit code if the models cannot be installed; a reason is printed
 BROKEN = 5
 DATA = "gsm8k_test.jsonl", "math500.jsonl"
 Prompts = Sequence[TokenIds]
@@ -68,7 +68,9 @@ class Check:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Make the models, check them, print each result; 0 if everything holds, 5 if a check failed."""
+    """Make the models, check them, print each result; return 0 if everything holds, 5 if a check
+    failed.
+    """
     parser = argparse.ArgumentParser(prog="scripts/test real-model", description=__doc__)
     parser.add_argument(
         "models", choices=["model", "pair"], help="SmolLM2-135M, or the Qwen2.5-Coder pair"
@@ -106,7 +108,7 @@ def checks(pair: Pair, number: int, tokens: int, scratch: Path) -> Iterator[Chec
 
 
 class SampledTexts:
-    """Texts that plain decoding writes, which every other way to decode is compared with."""
+    """Texts that plain decoding writes, for comparison with every other way to decode."""
 
     def __init__(self, target: Path, number: int, tokens: int) -> None:
         """Write a greedy text and one at temperature 0.8 for each prompt."""
@@ -196,7 +198,7 @@ def changed_layer(source: Path, folder: Path) -> None:
 
 
 def problem_file(scratch: Path) -> Path:
-    """Write one problem of GSM8K and one of MATH-500, or generated ones where those are not at hand."""
+    """Write one problem of GSM8K and one of MATH-500, or generated ones if those are missing."""
     lines = list[str]()
     data = shared_data()
     for name in DATA:
@@ -212,7 +214,7 @@ def problem_file(scratch: Path) -> Path:
 
 
 def questions(number: int) -> list[str]:
-    """Return problems to write about: half of GSM8K and half of MATH-500, where they are at hand."""
+    """Return problems to write about: half of GSM8K and half of MATH-500, if they are available."""
     data = shared_data()
     chosen = list[str]()
     for name in DATA:
@@ -263,7 +265,7 @@ async def scored(
 
 
 async def two_at_once(pair: Pair, prompts: Prompts, tokens: int) -> Check:
-    """Let draft and target write at the same time; compare with what each writes alone.
+    """Let draft and target write at the same time, and compare with what each writes alone.
 
     Processor time per token is printed, not judged. Threads that spin while they wait take several
     times as much as soon as two engines compute.
@@ -308,7 +310,8 @@ def ran(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def killed_and_resumed(pair: Pair, problems: Path, scratch: Path) -> Check:
-    """Kill a run when it has recorded some calls, resume it, and compare with one that ran through.
+    """Kill a run when it has recorded some calls, resume it, and compare with one that was not
+    killed.
 
     The gate is fixed, so both runs decide alike.
     """
@@ -364,7 +367,7 @@ def every_method(pair: Pair, problems: Path, scratch: Path) -> Iterator[Check]:
     for preset in PRESETS:
         out = scratch / f"method-{preset.name}"
         own = ["--method", preset.name, "--out", str(out)]
-        if preset.name.startswith("paper-") and "atts" in runs:  # these need scores from before
+        if preset.name.startswith("paper-") and "atts" in runs:  # these methods need stored scores
             scores = scratch / "scores.json"
             ran("calibration", "import", str(runs["atts"]), "--out", str(scores))
             own += ["--scores", str(scores), "--set", "conditions=ignore"]

@@ -1,5 +1,5 @@
-"""A model that knows the answers of a benchmark, and writes them token by token by a fixed
-distribution.
+"""A model that knows the answers of a benchmark, and writes them token by token with a fixed
+accuracy.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ from atts.models.tokenizers import ModelTokenizer, StopMatcher
 from atts.sampling import uniforms
 
 ASSISTANT = 2
-END = 4  # ids of the embedded models' tokenizer
-SKILL: Mapping[Role, float] = {"draft": 0.985, "target": 0.9995}  # chance of the correct next token
+END = 4  # token ids of the embedded models' tokenizer
+SKILL: Mapping[Role, float] = {
+    "draft": 0.985,
+    "target": 0.9995,
+}  # probability of the correct next token
 TEXT = "Let us look at what is given.\n\nFrom this the value follows step by step.\n\nSo we have \\boxed{{{}}}."
 
 
 class RecitingEngine:
-    """Writes one fixed solution for every problem it knows, token by token right with a fixed
+    """An engine that writes one fixed solution for each problem, each token correct with a fixed
     probability.
 
-    The distribution looks at the place alone: what was written before, right or wrong, changes
+    The distribution depends on the position alone; correct or wrong tokens before it change
     nothing. Scores are of that distribution.
     """
 

@@ -1,4 +1,4 @@
-"""The command line answers, helps, and fails with documented codes."""
+"""Tests of the command line as a whole: help, suggestions and exit codes."""
 
 import subprocess
 import sys
@@ -35,6 +35,6 @@ def test_a_misspelt_command_is_usage_with_a_suggestion(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A registered command loads and explains itself."""
+    """Each registered command loads and prints its help."""
     assert run((name, "--help")) == 0
     assert "Usage" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Tails and quantiles equal those of scipy, which the package itself never imports."""
+"""Tests that tails and quantiles equal those of scipy, which the package itself never imports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ chances = st.floats(1e-6, 1 - 1e-6)
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_quantiles(share: float) -> None:
+def test_quantiles_equal_scipy(share: float) -> None:
     """Quantiles of the normal, Student's t and beta distributions are correct in both tails."""
     assert_allclose(normal_quantile(share), stats.norm.ppf(share), CLOSE, CLOSE)
     for freedom in (1, 2, 7, 29, 10_000):
@@ -41,8 +41,8 @@ def test_quantiles(share: float) -> None:
 
 
 @given(n=sizes, chance=chances, share=st.floats(1e-9, 1 - 1e-9))
-def test_binomial(n: int, chance: float, share: float) -> None:
-    """The counts that cannot be included, and the smallest count that reaches a share, are correct."""
+def test_binomial_counts_equal_scipy(n: int, chance: float, share: float) -> None:
+    """The counts that can be excluded, and the smallest count that reaches a share, are correct."""
     counts = np.arange(-1, n + 3)
     assert_allclose(
         binomial_cdf(counts, n, chance), stats.binom.cdf(counts, n, chance), 1e-11, CLOSE
@@ -51,7 +51,7 @@ def test_binomial(n: int, chance: float, share: float) -> None:
     assert_allclose(tails, stats.binom.sf(counts, n, chance), 1e-11, CLOSE)
     drawn = [float(binomial_pmf(int(count), n, chance)) for count in counts[1:]]
     assert_allclose(drawn, stats.binom.pmf(counts[1:], n, chance), 1e-11, CLOSE)
-    # where a probability is `share` to the last digit, rounding decides
+    # if a probability equals `share` to the last digit, rounding decides
     found = binomial_quantile(share, n, chance)
     assert (
         stats.binom.cdf(found - 1, n, chance) - CLOSE
@@ -66,8 +66,10 @@ def test_binomial(n: int, chance: float, share: float) -> None:
     b=st.floats(0.3, 200_000),
     value=st.floats(0, 60),
 )
-def test_any_parameters(share: float, a: float, b: float, value: float) -> None:
-    """Large counts, small ones, fractions and far tails keep their digits."""
+def test_extreme_parameters_keep_their_digits(
+    share: float, a: float, b: float, value: float
+) -> None:
+    """This covers large and small counts, fractions and far tails."""
     quantile = float(beta_quantile(share, a, b))
     assert_allclose(quantile, special.betaincinv(a, b, share), 1e-9, 1e-300)
     below, above = beta_tails(share, a, b)
@@ -77,17 +79,17 @@ def test_any_parameters(share: float, a: float, b: float, value: float) -> None:
     assert_allclose(student_quantile(share, a), special.stdtrit(a, share), 1e-8, 1e-9)
 
 
-def test_certain_binomials() -> None:
-    """Chances of 0 and 1 leave one count."""
+def test_binomials_of_probability_0_or_1() -> None:
+    """Probabilities of 0 and 1 leave one count."""
     assert [binomial_quantile(0.3, 7, chance) for chance in (0.0, 1.0)] == [0, 7]
     assert binomial_cdf([0, 6, 7], 7, 1.0).tolist() == [0, 0, 1]
     assert binomial_pmf(0, [0, 7], 0.0).tolist() == [1, 1]
 
 
 @given(n=st.integers(0, 60), drawn=st.integers(1, 60), data=st.data())
-def test_hypergeometric(n: int, drawn: int, data: st.DataObject) -> None:
-    """The probability of at least so many correct ones among those drawn is correct; it is
-    undefined where there are too few.
+def test_hypergeometric_tails_equal_scipy(n: int, drawn: int, data: st.DataObject) -> None:
+    """The probability of at least a number of correct draws is correct, and undefined if there are
+    too few.
     """
     right = data.draw(st.integers(0, n))
     least = data.draw(st.integers(1, drawn))

@@ -1,4 +1,4 @@
-"""Generated pages say what the code says, and the README keeps to its promises."""
+"""Tests that generated pages are current, and that the README and the pages agree with the code."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ def test_generated_pages_are_current() -> None:
 
 
 def test_every_module_says_why_it_exists() -> None:
-    """One sentence opens each module; the module map has no empty row."""
+    """One sentence opens each module, so the module map has no empty row."""
     from scripts.studies.docs import module_page
 
     rows = [line for line in module_page().splitlines() if line.startswith("| `")]
@@ -29,8 +29,8 @@ def test_every_module_says_why_it_exists() -> None:
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
-def test_the_readme_is_a_front_page() -> None:
-    """It has at most 120 lines, and every script that it names exists."""
+def test_the_readme_has_at_most_120_lines() -> None:
+    """Every script that it names exists."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
     named = {word.rstrip("`,.)") for word in text.split() if word.startswith("./scripts/")}
@@ -39,7 +39,7 @@ def test_the_readme_is_a_front_page() -> None:
 
 
 def test_every_page_the_readme_links_exists() -> None:
-    """The front page has no dead link, headings within pages included."""
+    """The README has no dead link, headings within pages included."""
     text = (ROOT / "README.md").read_text()
     links = [part.split(")")[0].partition("#") for part in text.split("](")[1:]]
     pages = [(name, heading) for name, _, heading in links if not name.startswith("https://")]
@@ -52,9 +52,9 @@ def test_every_page_the_readme_links_exists() -> None:
             assert heading in anchors, f"{name} has no heading for #{heading}: {anchors}"
 
 
-def test_the_glossary_names_what_is_there() -> None:
-    """Every name in the glossary's last column is a module or a value of one, no word is explained
-    twice, and the list is short enough to be read.
+def test_the_glossary_names_existing_code() -> None:
+    """Each name in its last column is a module or a value of one, no word occurs twice, and the
+    list is short.
     """
     lines = (ROOT / "docs" / "glossary.md").read_text().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.endswith("` |")]
@@ -67,9 +67,7 @@ def test_the_glossary_names_what_is_there() -> None:
 
 
 def test_the_table_of_events_is_complete() -> None:
-    """docs/api.md names every type that a listener may receive, where it can be imported from,
-    once.
-    """
+    """docs/api.md names each type that a listener may receive, where it can be imported from, once."""
     from atts.run import Notice
 
     rows = [
@@ -84,9 +82,7 @@ def test_the_table_of_events_is_complete() -> None:
 
 
 def test_the_mathematics_page_has_the_settings_that_are_run() -> None:
-    """Its settings are those of `scripts/math`, its arms all there are, its published rows those of
-    the pairs.
-    """
+    """Its settings are those of `scripts/math`, with all arms and the published rows of the pairs."""
     from atts.api import known_pairs
     from scripts.studies.mathematics import ARMS, PUBLISHED
 
@@ -114,10 +110,8 @@ def test_the_mathematics_page_has_the_settings_that_are_run() -> None:
             assert f"| {value} |" in line
 
 
-def test_every_promise_names_what_shows_it() -> None:
-    """Each row and each item of the page of promises cites a test or a study, and all that are
-    cited exist.
-    """
+def test_every_guarantee_cites_an_existing_test_or_study() -> None:
+    """Each row and item of the page of guarantees cites at least one, and all that are cited exist."""
     from scripts.studies.bench import STUDIES
 
     text = (ROOT / "docs" / "guarantees.md").read_text()

@@ -1,4 +1,4 @@
-"""The error tree is documented as drawn, words itself, and keeps its exit codes."""
+"""Tests of the tree of errors: documented classes, messages and exit codes."""
 
 import inspect
 
@@ -17,8 +17,8 @@ def classes() -> list[type[errors.ATTSError]]:
 
 
 @pytest.mark.parametrize("cls", classes())
-def test_every_error_is_in_the_drawn_tree_with_its_code(cls: type[errors.ATTSError]) -> None:
-    """The docstring's tree names each class; the exit code stands at the class's branch."""
+def test_every_error_is_in_the_documented_tree(cls: type[errors.ATTSError]) -> None:
+    """The docstring's tree names each class, with the exit code of its branch."""
     drawing = inspect.getdoc(errors) or ""
     line = next(line for line in drawing.splitlines() if cls.__name__ in line)
     branch = next(parent for parent in cls.__mro__ if f"{parent.__name__} (" in drawing)
@@ -26,7 +26,7 @@ def test_every_error_is_in_the_drawn_tree_with_its_code(cls: type[errors.ATTSErr
     assert ("(retryable)" in line) == cls.retryable
 
 
-def test_an_unknown_option_is_answered_with_the_nearest() -> None:
+def test_an_unknown_option_suggests_the_nearest() -> None:
     """A misspelling gets a suggestion."""
     assert "did you mean 'rate'" in str(
         errors.OptionError("ratee", "unknown option", ["rate", "turns"])

@@ -1,4 +1,4 @@
-"""Files are replaced whole or not at all."""
+"""Tests that files are replaced whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atts.files import replace_file, write_atomic
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_replacing_leaves_one_file(tmp_path: Path, durable: bool) -> None:
-    """The new content is there, nothing else is."""
+    """The new content is there, without a temporary file."""
     for data in (b"one", b"two"):
         write_atomic(tmp_path / "f", data, durable=durable)
         assert (tmp_path / "f").read_bytes() == data
@@ -22,8 +22,8 @@ def test_replacing_leaves_one_file(tmp_path: Path, durable: bool) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no umask there")
-def test_who_may_read_is_as_the_umask_says_or_as_it_was(tmp_path: Path) -> None:
-    """A report in a shared folder can be read by whom other files there can."""
+def test_a_written_file_keeps_its_permissions_or_follows_the_umask(tmp_path: Path) -> None:
+    """A report in a shared folder can be read by everyone who can read other files there."""
     before = os.umask(0o027)
     try:
         write_atomic(tmp_path / "f", b"one")
@@ -36,15 +36,15 @@ def test_who_may_read_is_as_the_umask_says_or_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_refused_replacement_leaves_the_old_file(tmp_path: Path) -> None:
-    """A directory in its place gives a clear error and leaves no litter."""
+    """A directory in its place gives a clear error and leaves no temporary file."""
     (tmp_path / "f" / "inner").mkdir(parents=True)
     with pytest.raises(StorageError):
         write_atomic(tmp_path / "f", b"new")
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_callers_with_words_of_their_own_get_the_bare_error(tmp_path: Path) -> None:
-    """The system's own error is raised, and nothing is left behind."""
+def test_callers_may_get_the_systems_own_error(tmp_path: Path) -> None:
+    """It is raised unchanged for callers that word it themselves, and nothing is left behind."""
     (tmp_path / "f").mkdir()
     with pytest.raises(IsADirectoryError):
         replace_file(tmp_path / "f", b"new")
@@ -52,7 +52,7 @@ def test_callers_with_words_of_their_own_get_the_bare_error(tmp_path: Path) -> N
 
 
 def test_an_impossible_place_is_a_storage_error(tmp_path: Path) -> None:
-    """A file where a directory should be."""
+    """The path has a file where a directory should be."""
     (tmp_path / "f").write_bytes(b"")
     with pytest.raises(StorageError, match="choose another run directory"):
         write_atomic(tmp_path / "f" / "g", b"new")

@@ -1,4 +1,4 @@
-"""The first use of everything that is imported late may come from many threads and tasks at once."""
+"""Tests that modules which are imported late can be used first by many threads and tasks at once."""
 
 import subprocess
 import sys
@@ -47,9 +47,9 @@ for thread in threads:
 
 
 @pytest.mark.both
-def test_first_uses_meet_in_many_threads(tmp_path: Path) -> None:
-    """Threads of a new process that load tokenizers, read configurations and run evaluations do not
-    collide.
+def test_threads_may_use_late_imports_at_once(tmp_path: Path) -> None:
+    """Threads of a new process load tokenizers, read configurations and run evaluations without
+    collisions.
     """
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

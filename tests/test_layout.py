@@ -1,4 +1,6 @@
-"""The house keeps its shape: folders, floors, faces, no import cycles and a light front door."""
+"""Tests of the package's structure: layers, public names of packages, no import cycles, fast
+imports.
+"""
 
 import ast
 import importlib
@@ -60,7 +62,7 @@ def sources() -> Mapping[str, Path]:
                 for parent in inner.parents
                 if parent != Path()
             ):
-                continue  # the three links inside atts/ lead to folders that are mapped themselves
+                continue  # the three links inside atts/ lead to folders that are listed themselves
             parts = [package, *inner.with_suffix("").parts]
             if parts[-1] == "__init__":
                 parts.pop()
@@ -101,7 +103,7 @@ def imports(name: str) -> Iterator[tuple[str, str]]:
 
 
 def face(package: str) -> set[str]:
-    """Return what a package's `__all__` lists or, if that is computed, what the package re-exports
+    """Return the public names of a package: its `__all__` or, if that is computed, its re-exports
     for type checkers.
     """
     for node in tree(package).body:
@@ -116,8 +118,8 @@ def face(package: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", sources())
-def test_arrows_point_down(name: str) -> None:
-    """An import of another unit lands on a strictly lower floor."""
+def test_imports_point_to_lower_floors(name: str) -> None:
+    """Modules import other units only from a strictly lower floor of `FLOORS`."""
     for target, _ in imports(name):
         if unit(target) != unit(name):
             assert FLOOR[unit(target)] < FLOOR[unit(name)], (
@@ -125,9 +127,9 @@ def test_arrows_point_down(name: str) -> None:
             )
 
 
-def test_there_is_no_import_circle() -> None:
-    """Modules can be put in an order in which each imports earlier ones only, imports inside
-    functions included.
+def test_there_is_no_import_cycle() -> None:
+    """Modules can be ordered so that each imports earlier ones only, imports inside functions
+    included.
     """
     graph = {
         name: {f"{m}.{n}" if f"{m}.{n}" in sources() else m for m, n in imports(name)}
@@ -140,12 +142,12 @@ def test_there_is_no_import_circle() -> None:
 
 
 def deep_imports() -> Iterator[str]:
-    """Yield names taken from inside another package, or missing from its face."""
+    """Yield names taken from inside another package, or missing from its public names."""
     for name, path in sources().items():
         for target, part in imports(name):
             here = unit(target)
             if here in SHELVES or (unit(name), here) == ("atts.accel", "atts.local"):
-                continue  # what accelerates the local engine is built from its parts
+                continue  # accelerators of the local engine are built from its parts
             if here != unit(name) and sources()[here].name == "__init__.py":
                 if target != here or (part and part not in face(here)):
                     yield f"{path.relative_to(ROOT)}: {target} {part}".strip()
@@ -206,16 +208,14 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_house_rules(check: str) -> None:
-    """Imports go through a package's face, files and calls stay short, names are given once, and so
-    on.
-    """
+def test_each_house_rule_holds(check: str) -> None:
+    """Each function of `CHECKS` yields the places that break its rule."""
     found = sorted(CHECKS[check]())
     assert not found
 
 
 def test_every_unit_has_one_floor() -> None:
-    """A new file must pick a floor, a removed one must leave it."""
+    """A new unit must be added to `FLOORS`, and a removed one deleted."""
     listed = [name for units in FLOORS for name in units]
     assert len(listed) == len(set(listed))
     assert set(listed) == {unit(name) for name in sources()}
@@ -231,7 +231,7 @@ def test_the_directory_is_the_package(package: str, folder: str) -> None:
 
 
 def test_every_module_is_in_a_listed_package() -> None:
-    """setuptools ships what is listed, and nothing else is there."""
+    """setuptools ships only listed packages, so none may be missing or left over."""
     packages = {"atts"} | {
         name if path.name == "__init__.py" else name.rpartition(".")[0]
         for name, path in sources().items()
@@ -240,8 +240,8 @@ def test_every_module_is_in_a_listed_package() -> None:
     assert set(MAPPING) <= set(SETUPTOOLS["packages"])
 
 
-def test_import_atts_is_light() -> None:
-    """The front door opens without the heavy libraries, the command line's help too."""
+def test_import_atts_loads_no_heavy_library() -> None:
+    """`import atts` and the command line's help need none of them."""
     code = f"import sys, atts, atts.cli.app; atts.cli.app.build([]); print([n for n in {HEAVY} if n in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
@@ -249,15 +249,17 @@ def test_import_atts_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_run_loads_neither_reports_nor_blocks() -> None:
-    """Every command waits for what `atts.api` imports: what few ask for is imported where it is."""
+def test_a_run_loads_neither_analysis_nor_accelerators() -> None:
+    """Every command waits for the imports of `atts.api`, so rarely used modules are imported where
+    they are needed.
+    """
     code = "import sys, atts.api.evaluation; print([n for n in ('atts.analysis', 'atts.accel') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_the_local_engine_knows_nothing_that_accelerates_it() -> None:
-    """Accelerators see it through its seams; it sees none of them."""
+def test_the_local_engine_imports_no_accelerator() -> None:
+    """Accelerators import the local engine, never the reverse."""
     assert [
         name
         for name in sources()
@@ -284,7 +286,7 @@ print([name for name in sys.modules if name.startswith("atts.accel")])
 
 
 def test_plain_decoding_loads_no_accelerator() -> None:
-    """An engine that is built and writes a few tokens has imported none of them."""
+    """An engine that is built and writes a few tokens imports none of them."""
     done = subprocess.run(
         [sys.executable, "-c", _PLAIN], capture_output=True, text=True, check=True, cwd=ROOT
     )
@@ -292,7 +294,7 @@ def test_plain_decoding_loads_no_accelerator() -> None:
 
 
 def test_nothing_imports_scipy() -> None:
-    """A client of servers does without it: it would be a third of what pip has to bring."""
+    """scipy would be a third of what pip has to download for a client of servers."""
     assert [
         name
         for name, path in sources().items()
@@ -312,8 +314,8 @@ SPAWNING = (
 
 
 def test_task_groups_are_opened_in_one_place() -> None:
-    """Structured concurrency has one owner; an actor, whose methods are calls from another process,
-    has a task.
+    """Structured concurrency has one owner; Ray actors, whose methods are called from another
+    process, have a task.
     """
     openers = {
         name

@@ -1,4 +1,4 @@
-"""Everything that is not a module is where the installed package looks for it."""
+"""Tests that data files are found through the installed package."""
 
 from importlib import resources
 from pathlib import Path
@@ -41,8 +41,8 @@ FILES = [
 
 
 @pytest.mark.parametrize(("package", "name"), FILES)
-def test_a_data_file_travels(package: str, name: str) -> None:
-    """It is there and it is read through the package, in a checkout and in the wheel alike."""
+def test_a_data_file_is_in_the_package(package: str, name: str) -> None:
+    """It is read through the package, in a checkout and in the wheel alike."""
     found = Path(str(resources.files(package))) / name
     assert found.is_file()
     assert name == "py.typed" or found.stat().st_size > 0

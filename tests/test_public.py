@@ -1,4 +1,4 @@
-"""The public surface is complete, sorted, importable, and refuses anything else."""
+"""Tests of the public names: complete, sorted, importable, and closed."""
 
 import importlib
 from typing import Any
@@ -11,14 +11,14 @@ pytestmark = pytest.mark.both
 
 
 def test_the_list_is_sorted_and_complete() -> None:
-    """`__all__` names exactly what the lazy map can deliver."""
+    """`__all__` names exactly what the lazy map can import."""
     home: dict[str, str] = vars(atts)["_HOME"]
     assert list(atts.__all__) == sorted(atts.__all__) == sorted(home)
 
 
 @pytest.mark.parametrize("name", atts.__all__)
-def test_every_public_name_is_the_one_at_home(name: str) -> None:
-    """A public name is the very object its module defines, and it is documented."""
+def test_every_public_name_is_the_object_of_its_module(name: str) -> None:
+    """A public name is the very object that its module defines, and it is documented."""
     home: dict[str, str] = vars(atts)["_HOME"]
     value: Any = getattr(atts, name)
     assert value is getattr(importlib.import_module(home[name]), name)
@@ -26,6 +26,6 @@ def test_every_public_name_is_the_one_at_home(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """Anything else fails as on any module."""
+    """A misspelt name fails as on any module."""
     with pytest.raises(AttributeError, match="sovle"):
         _ = atts.sovle  # type: ignore[attr-defined, unused-ignore]

@@ -1,6 +1,4 @@
-"""Sessions: engines kept open, one gate and one set of limits for everything that is asked, at once
-or one by one.
-"""
+"""Tests of sessions: engines stay open, and all questions share one gate and one set of limits."""
 
 from __future__ import annotations
 
@@ -30,21 +28,19 @@ SCRIPTED = Setup(draft="scripted", target="scripted", policy=SMALL)
 
 
 class Watched(ScriptedEngine):
-    """A scripted engine that knows the most calls it ever had at once."""
+    """A scripted engine that records the most calls it ever had at once."""
 
     most = 0
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Sample, and note the most requests in flight."""
+        """Sample, and record the most requests in flight."""
         self.most = max(self.most, self.stats().in_flight + 1)
         return await super().sample(request)
 
 
 @pytest.mark.anyio
 async def test_questions_asked_at_once_share_engines_and_gate() -> None:
-    """Many tasks ask one opened pair; answers are right more often than not, and what they cost is
-    said.
-    """
+    """Many tasks ask one open pair, most answers are correct, and the cost is reported."""
     draft = ScriptedEngine("draft")
     target = ScriptedEngine("target")
     problems = toy_problems(12)
@@ -60,15 +56,13 @@ async def test_questions_asked_at_once_share_engines_and_gate() -> None:
         for turn in one.turns
         if turn.decision
     ]
-    # one gate, neither fresh nor stuck
+    # one gate that keeps learning
     assert 0 < sum(decision.escalate for decision in judged) < len(judged)
     assert sum(outcome.usage.draft_tokens for outcome in found) == draft.stats().sampled_tokens
 
 
 def test_hundreds_of_questions_at_once_stay_within_the_limits_and_leave_nothing() -> None:
-    """Limits are of the session, not of a question: no more calls at once than slots; memory goes
-    with what is open.
-    """
+    """The session's limits hold over all questions, and memory depends only on open ones."""
     draft = Watched("draft")
     target = Watched("target")
     limits = {"draft": Limit(slots=2), "target": Limit(slots=1)}
@@ -99,8 +93,8 @@ def test_hundreds_of_questions_at_once_stay_within_the_limits_and_leave_nothing(
 
 
 def test_cancelled_questions_end_alone() -> None:
-    """Half of many are cancelled in the middle; the others come to their ends, and every call is
-    given back.
+    """Half of many questions are cancelled in the middle; the others finish, and every slot is
+    freed.
     """
     draft = ScriptedEngine("draft")
     target = ScriptedEngine("target")
@@ -125,19 +119,19 @@ def test_cancelled_questions_end_alone() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_question_asked_again_is_answered_anew() -> None:
-    """Epochs are repeats, not copies."""
+async def test_a_repeated_question_is_answered_again() -> None:
+    """Repeats of a question are new samples, not copies."""
     async with Session(SCRIPTED) as session:
         found = [await session.solve(toy_problems(1)[0].text) for _ in range(4)]
     assert len({outcome.rollouts[0].text for outcome in found}) > 1
 
 
 @pytest.mark.anyio
-async def test_a_session_of_any_length_counts_few_questions(
+async def test_a_long_session_counts_few_questions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that was forgotten is still no copy when it is asked again; one of few is numbered from
-    1.
+    """A forgotten question is not answered by a copy when it is asked again, and a recent one is
+    numbered from 1.
     """
     monkeypatch.setattr("atts.api.evaluation._REMEMBERED", 2)
     async with Session(replace(SCRIPTED, method="draft-only")) as session:
@@ -151,8 +145,8 @@ async def test_a_session_of_any_length_counts_few_questions(
 
 
 @pytest.mark.anyio
-async def test_changes_of_the_policy_are_of_one_question() -> None:
-    """A token limit cuts its rollouts, and the next question has its own again."""
+async def test_a_changed_policy_applies_to_one_question() -> None:
+    """A token limit cuts its rollouts, and the next question has the session's own policy."""
     question = toy_problems(1)[0]
     async with Session(SCRIPTED) as session:
         cut = await session.solve(question, policy={"max_tokens": 3})
@@ -162,8 +156,8 @@ async def test_changes_of_the_policy_are_of_one_question() -> None:
 
 
 @pytest.mark.anyio
-async def test_it_opens_by_itself_and_ends_for_good() -> None:
-    """The first question opens the engines; closing twice is fine, asking after it is not."""
+async def test_a_session_opens_on_first_use_and_cannot_reopen() -> None:
+    """Closing twice is allowed, asking after closing is not."""
     session = Session(SCRIPTED)
     assert (await session.solve(toy_problems(1)[0].text)).answer
     await session.aclose()
@@ -174,7 +168,7 @@ async def test_it_opens_by_itself_and_ends_for_good() -> None:
 
 @pytest.mark.anyio
 async def test_engines_are_closed_when_the_second_cannot_open() -> None:
-    """Nothing is left open behind an error."""
+    """The error leaves no engine open."""
     draft = ScriptedEngine("draft")
     target = ScriptedEngine("target")
     async with target:
@@ -187,9 +181,7 @@ async def test_engines_are_closed_when_the_second_cannot_open() -> None:
 
 
 def test_a_lost_engine_fails_the_question_alone() -> None:
-    """Its outcome says so, after as much patience as in any run; the next question is asked all the
-    same.
-    """
+    """Its outcome says so, with the retries of any run, and the next question is answered."""
     broken = ScriptedEngine("draft", faults=Faults({"refused": 1.0}))
 
     async def main() -> None:
@@ -203,10 +195,8 @@ def test_a_lost_engine_fails_the_question_alone() -> None:
 
 
 @pytest.mark.anyio
-async def test_runs_within_a_session(tmp_path: Path) -> None:
-    """Evaluations run next to questions, on the same engines; one in a directory has a gate of its
-    own and resumes.
-    """
+async def test_a_session_can_evaluate_next_to_questions(tmp_path: Path) -> None:
+    """Evaluations use the same engines; one with a directory has its own gate and can resume."""
     problems = toy_problems(6)
     async with Session(SCRIPTED) as session:
         await session.solve(problems[0])
@@ -217,7 +207,7 @@ async def test_runs_within_a_session(tmp_path: Path) -> None:
         again = await session.evaluate(problems, directory=tmp_path / "run", limit=2)
     told = [event.features for event in events if isinstance(event, Decided)]
     assert told
-    # how much the shared gate will still decide is not known
+    # the number of later decisions of the shared gate is unknown
     assert not any("left" in features for features in told)
     entries = [entry.event for entry in read_entries(tmp_path / "run" / JOURNAL)]
     assert all("left" in event.features for event in entries if isinstance(event, Decided))
@@ -226,8 +216,8 @@ async def test_runs_within_a_session(tmp_path: Path) -> None:
     assert [one.answer for one in alone.problems] == [one.answer for one in kept.problems]
 
 
-def test_the_twin_without_a_loop() -> None:
-    """Any thread may ask; outside `with` it says so, and its engines are closed behind it."""
+def test_a_synchronous_session_answers_any_thread() -> None:
+    """Outside its `with` block it raises an error, and its engines are closed with the block."""
     draft = ScriptedEngine("draft")
     question = toy_problems(1)[0]
     with SyncSession(Setup(draft=draft, target="scripted", policy=SMALL)) as session:
@@ -240,10 +230,8 @@ def test_the_twin_without_a_loop() -> None:
         pass  # a closed engine refuses to open again
 
 
-def test_a_result_for_programs_and_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers with their intervals, as plain data, as a table, as a page; pandas may be
-    missing.
-    """
+def test_a_result_has_data_table_and_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers with intervals are plain data, a table and an HTML page; pandas may be missing."""
     result = atts.evaluate_sync(toy_problems(5), SCRIPTED)
     plain = result.to_dict()
     assert plain["answers"]["value"] == result.accuracy.value
@@ -283,8 +271,10 @@ with atts.SyncSession(setup) as session:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_session_in_a_forked_child_refuses_and_its_parent_goes_on() -> None:
-    """The child has no thread that could answer; it errs at once, and ends."""
+def test_a_session_in_a_forked_child_refuses() -> None:
+    """The child has no thread that could answer, so it gets an error at once; the parent's session
+    continues.
+    """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKED],
         capture_output=True,
@@ -300,7 +290,7 @@ def test_a_session_in_a_forked_child_refuses_and_its_parent_goes_on() -> None:
 
 def test_a_synchronous_session_is_open_once_at_a_time() -> None:
     """A second `with` around an open session would lose the first one's thread; a later one is
-    fine.
+    allowed.
     """
     session = SyncSession(Setup(draft="scripted", target="scripted", method="draft-only"))
     for _ in range(2):
@@ -317,7 +307,7 @@ class Missing(ScriptedEngine):
     """An engine that cannot be opened."""
 
     async def open(self) -> None:
-        """Refuse."""
+        """Refuse to open."""
         raise EngineUnavailable("draft", "it is not there")
 
 
@@ -377,8 +367,8 @@ os._exit(0)
         (1, "with atts.SyncSession(setup) as session: session.solve('What is 1 + 1?')"),
     ],
 )
-def test_interrupts_while_a_verb_cleans_up_leave_no_thread(presses: int, call: str) -> None:
-    """Without the command line, Ctrl-C is pressed again while engines close: they still close."""
+def test_ctrl_c_while_engines_close_leaves_no_thread(presses: int, call: str) -> None:
+    """In a program without the command line, repeated Ctrl-C does not keep engines from closing."""
     code = INTERRUPTED.replace("{call}", call).replace("{presses}", str(presses))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

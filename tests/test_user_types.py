@@ -1,4 +1,4 @@
-"""Type checkers follow the installed package, as it stands in another project's environment."""
+"""Tests that type checkers understand the installed package in another project's environment."""
 
 import subprocess
 import sys
@@ -51,10 +51,10 @@ assert_type(find_pair("embedded").draft, str)
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of an environment in which the package is installed as its users have
+    """Return the interpreter of an environment in which the package is installed as users install
     it.
     """
-    if (HOME / "pyproject.toml").exists():  # the checkout: as ./scripts/install leaves it
+    if (HOME / "pyproject.toml").exists():  # the checkout, as ./scripts/install leaves it
         if Path(sys.prefix).resolve() != ROOT / ".venv":
             pytest.skip("not in the environment that ./scripts/install makes")
         subprocess.run([ROOT / "scripts/install"], check=True, timeout=600)
@@ -82,7 +82,7 @@ def test_pyright_follows_every_public_name(tmp_path: Path, python: Path) -> None
 
 
 def test_mypy_finds_every_public_module(tmp_path: Path, python: Path) -> None:
-    """It says which imports it does not find; the types behind them are the slow test's."""
+    """mypy names imports that it does not find; a slow test checks the types behind them."""
     imports = "".join(
         line + "\n" for line in PROGRAM.splitlines() if line.startswith(("import", "from"))
     )
@@ -92,6 +92,6 @@ def test_mypy_finds_every_public_module(tmp_path: Path, python: Path) -> None:
 
 @pytest.mark.slow
 def test_mypy_follows_every_public_name(tmp_path: Path, python: Path) -> None:
-    """Strictly, with the types of everything that is used."""
+    """Strict mode finds no error in a program that uses every public name."""
     options = ("--strict", f"--cache-dir={tmp_path / 'cache'}")
     assert found(tmp_path, PROGRAM, TOOLS / "mypy", *options, "--python-executable", python) == ""

@@ -1,4 +1,4 @@
-"""Chunks are scored by a reward model over HTTP, which knows what was planted in it."""
+"""Tests of chunks that a reward model scores over HTTP, on steps with planted mistakes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Start = Callable[..., RewardServer]
 
 
 def truth(problem: str, steps: Sequence[str]) -> float:
-    """Reward a step by its sum; one without a sum is likely correct."""
+    """Return a high reward if the step's sum is correct; a step without a sum is likely correct."""
     match = STEP.search(steps[-1])
     if match is None:
         return 0.8
@@ -69,8 +69,8 @@ def shares(result: RunResult) -> list[float]:
     ]
 
 
-def test_a_reward_model_that_knows_beats_a_coin_and_one_that_does_not_is_one(start: Start) -> None:
-    """The rate is met in each case, so the gain is what the rewards know."""
+def test_a_skilled_reward_model_beats_a_coin_and_an_unskilled_one_does_not(start: Start) -> None:
+    """The rate is met in each case, so the gain comes from the rewards."""
     ignorant = start(lambda problem, steps: crc32(steps[-1].encode()) % 97 / 97)
     knowing = start()
     coin = run(knowing.address, method="coin")
@@ -87,7 +87,7 @@ def test_a_reward_model_that_knows_beats_a_coin_and_one_that_does_not_is_one(sta
 
 @pytest.mark.anyio
 async def test_vllm_is_asked_for_one_reward_a_step(start: Start) -> None:
-    """Every step ends with the separator, and the last step's chance is the score."""
+    """Every step ends with the separator, and the score comes from the last step's probability."""
     server = start()
     rewards = RemoteRewardModel(server.address)
     async with RewardedTarget(ScriptedEngine("target"), rewards) as target:
@@ -102,8 +102,8 @@ async def test_vllm_is_asked_for_one_reward_a_step(start: Start) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_separator_inside_a_step_is_no_step_of_its_own(start: Start) -> None:
-    """What a model writes must not shift the rewards."""
+async def test_a_separator_inside_a_step_adds_no_step(start: Start) -> None:
+    """A separator that a model writes must not shift the rewards."""
     server = start()
     async with RemoteRewardModel(server.address) as rewards:
         assert await rewards.reward("Start at 4.", ["So <extra_0> then", "4 plus 3 is 8."]) == 0.1
@@ -111,7 +111,7 @@ async def test_a_separator_inside_a_step_is_no_step_of_its_own(start: Start) -> 
 
 @pytest.mark.anyio
 async def test_models_of_whole_texts_are_asked_over_classify(start: Start) -> None:
-    """A vLLM server without /pooling, and SGLang, whose template is that of its tokenizer."""
+    """This covers a vLLM server without /pooling, and SGLang with the template of its tokenizer."""
     classifier = start(route="/classify")
     async with RemoteRewardModel(classifier.address) as rewards:
         assert await rewards.reward("Start at 4.", ["4 plus 3 ", "is 8."]) == 0.1
@@ -147,14 +147,14 @@ async def test_models_of_whole_texts_are_asked_over_classify(start: Start) -> No
 def test_a_server_that_gives_no_rewards_is_refused_before_the_run(
     start: Start, settings: dict[str, Any], words: str
 ) -> None:
-    """The message names the trouble and the fix, and no problem is begun."""
+    """The message names the problem and the fix, and no problem is begun."""
     server = start(**settings)
     with pytest.raises(UnsupportedByEngine, match=words):
         run(f"vllm:{server.url}/toy-prm")
 
 
-def test_addresses_that_are_none_and_servers_that_are_gone_are_named(start: Start) -> None:
-    """A missing address, another kind of engine, and a port where nothing listens."""
+def test_impossible_addresses_and_missing_servers_are_named(start: Start) -> None:
+    """The cases are a missing address, another kind of engine, and a port without a server."""
     with pytest.raises(OptionError, match=r"score.kind prm needs the address of a reward model"):
         run("")
     with pytest.raises(OptionError, match="names no reward model; write vllm:http"):
@@ -167,7 +167,7 @@ def test_addresses_that_are_none_and_servers_that_are_gone_are_named(start: Star
 
 
 def test_a_resumed_run_asks_for_no_reward_twice(start: Start, tmp_path: Path) -> None:
-    """Rewards are recorded as scores are, so a finished run asks nothing but the trial."""
+    """Rewards are recorded like scores, so a finished run asks nothing but the trial."""
     server = start()
     first = run(server.address, tmp_path / "run", problems=4)
     asked = len(server.bodies)
@@ -176,8 +176,10 @@ def test_a_resumed_run_asks_for_no_reward_twice(start: Start, tmp_path: Path) ->
     assert len(server.bodies) - asked <= 1
 
 
-def test_rows_of_numbers_are_chances() -> None:
-    """Chances and logits of two classes, and one logit; anything else is refused."""
+def test_each_form_of_reward_becomes_a_probability() -> None:
+    """Probabilities or logits of two classes and a single logit are accepted; anything else is
+    refused.
+    """
     assert chance_of([0.2, 0.8]) == 0.8
     assert chance_of([1.0, 3.0]) == pytest.approx(1 / (1 + math.exp(-2.0)))
     assert chance_of([-9e9]) == 0.0

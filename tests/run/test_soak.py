@@ -120,9 +120,8 @@ def test_a_run_in_every_mode_grows_by_at_most_a_tenth(tmp_path: Path) -> None:
     thousand problems.
     """
     curve = anyio.run(soak, tmp_path)
-    warm = min(
-        WARM_UP, sum(curve.over.values()) // 2
-    )  # a short run is compared over its second half
+    # a short run is compared over its second half
+    warm = min(WARM_UP, sum(curve.over.values()) // 2)
     first = next(level for level in curve.levels if level[0] >= warm)
     most = max(curve.levels[curve.levels.index(first) :], key=lambda level: level[1])
     last = curve.levels[-1]

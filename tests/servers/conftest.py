@@ -13,8 +13,8 @@ from atts.servers import RemoteEngine, RemoteOptions
 from atts.testing import Latency, ScriptedEngine, ToyTokenizer
 from atts.testing.servers import DialectServer
 
-# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds
-# pass between two.
+# Clients check the server's identity again only after a doubt, because tests count requests and
+# seconds may pass between two of them on a busy machine.
 QUICK = RemoteOptions(
     timeout_seconds=60.0,
     delay_seconds=0.01,

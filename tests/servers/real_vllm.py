@@ -1,4 +1,4 @@
-"""Checks of the engine on a real vLLM on the processor, installed for `scripts/test servers` alone."""
+"""Checks of the engine on a real vLLM on the processor; `scripts/test servers` installs it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,16 @@ from atts.testing import CheckOptions, check_engine
 
 VERSION = "0.32.0"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atts"
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # built for another torch; vLLM does without
-START_SECONDS = 1800.0  # a minute or two where nothing else runs
+# built for another torch, and vLLM works without it
+UNWANTED = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)
+START_SECONDS = 1800.0  # takes a minute or two on an idle machine
 CONTEXT = 512
 IN_FLIGHT = 64
-TOLERANCE = 1e-3  # nats between our scores and vLLM's
+TOLERANCE = 1e-3  # largest difference of scores from vLLM's, in nats
 ROLES: tuple[Role, ...] = ("draft", "target")
 
 
@@ -55,7 +60,7 @@ PROBLEMS = {"quick": 20, "default": 120, "full": 480}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Install, start, check; 0 when everything holds, 5 when a check failed."""
+    """Install, start and check; return 0 if everything holds, 5 if a check failed."""
     parser = argparse.ArgumentParser(prog="scripts/test servers", description=__doc__)
     parser.add_argument(
         "--effort", choices=tuple(PROBLEMS), default="default", help="how many problems"
@@ -92,9 +97,7 @@ def say(words: str) -> None:
 
 
 def installed(folder: Path) -> Path:
-    """Return the Python of a separate environment that has vLLM; make the environment if it is
-    missing.
-    """
+    """Return the Python of a separate environment that has vLLM; make it if it is missing."""
     python = folder / "bin" / "python"
     done = folder / "installed"
     if done.exists() and done.read_text() == VERSION:
@@ -115,8 +118,8 @@ def installed(folder: Path) -> Path:
 
 
 def _name_it_vllm(python: Path) -> None:
-    """Add metadata under the name `vllm`, in which vLLM looks for "cpu" in its own version; this
-    distribution lacks it.
+    """Add metadata under the name `vllm`, in which vLLM looks for "cpu" in its own version, because
+    this package lacks it.
     """
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(
@@ -153,7 +156,7 @@ def serving(python: Path, role: Role) -> Generator[Served]:
     ]
     words += ["--enforce-eager", "--max-model-len", str(CONTEXT), "--generation-config", "vllm"]
     # a seeded request whose prompt is read in two steps ends vLLM 0.32 on a processor ("CPU
-    # Generator does not use offset"): one step takes whatever 64 requests can bring
+    # Generator does not use offset"), so one step takes all that 64 requests can bring
     words += [
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
@@ -240,7 +243,7 @@ async def _promises(server: Served) -> tuple[str, str, str]:
 
 
 async def _scores(server: Served) -> tuple[str, str, str]:
-    """Compare the log-probs of texts that the local engine sampled, scored by both."""
+    """Compare the log-probabilities of texts that the local engine sampled, scored by both."""
     problems = load_problems("arithmetic[:16]")
     async with local(server.role) as ours, remote(server) as theirs:
         prompts = [ours.tokenizer.render([Message("user", problem.text)]) for problem in problems]
@@ -268,7 +271,9 @@ async def _scores(server: Served) -> tuple[str, str, str]:
 
 
 def _accuracy(server: Served, count: int) -> tuple[str, str, str]:
-    """Compare the accuracy of one rollout a problem through each engine, with the paired interval."""
+    """Compare the accuracy of one rollout per problem through each engine, with the paired
+    interval.
+    """
     problems = load_problems(f"arithmetic[:{count}]")
     ours, theirs = (
         _right(server.role, problems, make)

@@ -1,5 +1,5 @@
-"""Servers that speak text: what the chat API and Ollama can be used for, and what they are refused
-for.
+"""Tests of servers that speak text: what the chat API and Ollama can be used for, and what is
+refused.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ RATING = "\n\nI think the quality score is: "
 
 
 @pytest.mark.parametrize("share", [0.8, 1.3])
-def test_a_long_text_of_many_tokens_is_cut_in_no_time(share: float) -> None:
-    """The text is cut into as many pieces as the server counted, however long it is."""
+def test_a_long_text_is_cut_into_the_servers_number_of_tokens(share: float) -> None:
+    """The text is cut into as many pieces as the server counted, in time that grows linearly."""
     tokenizer = TextTokenizer()
     text = "So x_{1} = 12345, which is 7 more than before.\n\n" * 800
     count = int(len(tokenizer.encode(text)) * share)
@@ -74,7 +74,7 @@ def test_a_long_text_of_many_tokens_is_cut_in_no_time(share: float) -> None:
 
 
 def test_a_long_run_of_spaces_is_made_of_known_ids() -> None:
-    """No id stands for more bytes than the vocabulary has room for."""
+    """No id represents more bytes than the vocabulary allows."""
     tokenizer = TextTokenizer()
     text = "a" + " " * 200 + "\n" * 200
     assert max(tokenizer.encode(text)) < tokenizer.vocabulary
@@ -107,9 +107,9 @@ def prompt(engine: Engine, begun: str = "") -> tuple[int, ...]:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [chat, ollama])
-async def test_what_text_can_keep_of_the_promises_is_kept(serve: Serve, kind: Simple) -> None:
-    """`check_engine` finds nothing broken; the context's last place is the server's to count, and
-    is not filled.
+async def test_a_text_server_passes_the_conformance_suite(serve: Serve, kind: Simple) -> None:
+    """`check_engine` finds nothing broken; only the server can count the context, so it is never
+    filled completely.
     """
     server = serve("chat" if kind is chat else "ollama")
     options = CheckOptions(
@@ -122,9 +122,9 @@ async def test_what_text_can_keep_of_the_promises_is_kept(serve: Serve, kind: Si
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [chat, ollama])
-async def test_text_goes_on_exactly_where_it_was(serve: Serve, kind: Simple) -> None:
-    """Two pieces are the whole, whatever the pieces end in, and as many tokens are counted as the
-    server wrote.
+async def test_a_text_in_two_requests_equals_one(serve: Serve, kind: Simple) -> None:
+    """The text is the same and tokens are counted as the server counts them, wherever the first
+    part ends.
     """
     server = serve("chat" if kind is chat else "ollama")
     async with kind(server) as remote:
@@ -139,10 +139,8 @@ async def test_text_goes_on_exactly_where_it_was(serve: Serve, kind: Simple) -> 
 
 
 @pytest.mark.anyio
-async def test_a_hosted_model_is_asked_to_go_on_in_words(serve: Serve) -> None:
-    """No field that such servers refuse is sent, the answer so far is in the question, and top_k is
-    refused here.
-    """
+async def test_a_hosted_model_gets_the_answer_so_far_in_the_question(serve: Serve) -> None:
+    """No field that such servers refuse is sent, and top_k is refused by atts."""
     server = serve("chat", quirks=ServerQuirks(prefill="closed"))
     async with chat(server, RemoteOptions()) as remote:
         assert (await remote.sample(SampleRequest(prompt(remote, "First, 4 plus"), 10))).text
@@ -154,8 +152,8 @@ async def test_a_hosted_model_is_asked_to_go_on_in_words(serve: Serve) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_mark_on_the_message_is_another_way_to_go_on(serve: Serve) -> None:
-    """`prefix` continues what `continue` does on other servers: the same text."""
+async def test_prefix_continues_a_message_like_continue(serve: Serve) -> None:
+    """Servers use either field, and both give the same text."""
     marked = serve("chat", quirks=ServerQuirks(prefill="prefix"))
     flagged = serve("chat")
     options = RemoteOptions(prefill="prefix")
@@ -165,9 +163,9 @@ async def test_a_mark_on_the_message_is_another_way_to_go_on(serve: Serve) -> No
 
 
 @pytest.mark.anyio
-async def test_ten_digits_cost_one_request(serve: Serve) -> None:
-    """A rating weighs each digit; the server is asked once, also when the first asker is cancelled
-    or fails.
+async def test_a_rating_costs_one_request(serve: Serve) -> None:
+    """A rating weighs each digit, but the server is asked once, also if the first caller is
+    cancelled or fails.
     """
     server = serve("chat")
     async with chat(server) as remote, ScriptedEngine(context_length=1024) as behind:
@@ -204,7 +202,7 @@ async def test_failures_are_tried_a_few_times_and_named(
     serve: Serve, kind: Simple, fault: str, error: type[EngineError]
 ) -> None:
     """Attempts are bounded, errors keep their kind, and nothing is accepted, as with servers that
-    speak ids.
+    return ids.
     """
     server = serve("chat" if kind is chat else "ollama")
     async with kind(server) as remote:
@@ -216,7 +214,7 @@ async def test_failures_are_tried_a_few_times_and_named(
             before = len(server.calls)
             with pytest.raises(error):
                 await remote.sample(SampleRequest(prompt(remote), 10))
-            # a busy machine may need longer than the deadline to send it at all
+            # a busy machine may need longer than the deadline to send the request
             if len(server.calls) > before:
                 break
         assert len(server.calls) - before == (1 if fault == "hang" else 3)
@@ -225,13 +223,15 @@ async def test_failures_are_tried_a_few_times_and_named(
 
 @pytest.mark.anyio
 async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
-    """Its context is set with every call; what does not fit is a ContextOverflow, here or there."""
+    """Each call sets the context; a prompt that does not fit is a ContextOverflow, found by atts or
+    by the server.
+    """
     server = serve("ollama")
     async with ollama(server, replace(OPTIONS, context=100)) as remote:
         assert remote.spec.context_length == 100
         with pytest.raises(ContextOverflow):
             await remote.sample(SampleRequest(prompt(remote), 90))
-        # three tokens each over there
+        # the server counts three tokens each
         bytes_only = remote.tokenizer.render([Message("user", "\u4e2d" * 60)])
         with pytest.raises(ContextOverflow, match="input length"):
             await remote.sample(SampleRequest(bytes_only, 10))
@@ -239,8 +239,8 @@ async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
 
 @pytest.mark.anyio
 async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve) -> None:
-    """No scores for a gate that wants them, no log-probs for a method that lives on them; the
-    reason is said.
+    """A gate that needs scores and a method that needs log-probabilities refuse them with the
+    reason.
     """
     texts = serve("ollama")
     rater = serve("chat")
@@ -266,8 +266,8 @@ async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve)
 async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An Ollama draft, a chat target that rates: every problem ends; no file, log or trace of the
-    run has the key.
+    """With an Ollama draft and a rating chat target each problem ends, and no file, log or trace
+    has the key.
     """
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("TARGET_KEY", "secret-sesame")
@@ -282,7 +282,7 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     )
     assert {outcome.status for outcome in result.outcomes()} <= {"answered", "unanswered"}
     written = contents(tmp_path)
-    # what the probe saw is in the manifest
+    # the manifest has the probe's findings
     assert any(b"target.rating" in text for text in written)
     assert not any(b"sesame" in text for text in written)
     assert "sesame" not in caplog.text
@@ -290,7 +290,7 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
 
 
 def reasoner(serve: Serve, kind: Simple, reasoning: str = "reasoning_content") -> DialectServer:
-    """Start a server that puts reasoning into a separate field, or shows none of it."""
+    """Start a server that puts reasoning into a separate field, or hides it."""
     quirks = ServerQuirks(reasoning=reasoning)  # type: ignore[arg-type]
     return serve("chat" if kind is chat else "ollama", quirks=quirks)
 
@@ -302,7 +302,7 @@ def reasoner(serve: Serve, kind: Simple, reasoning: str = "reasoning_content") -
 async def test_reasoning_in_a_field_of_its_own_is_part_of_the_text(
     serve: Serve, kind: Simple, field: str
 ) -> None:
-    """It comes first, between think marks; the text in pieces is the text at once."""
+    """It comes first, between think marks, and the text in pieces equals the text at once."""
     plain = serve("chat" if kind is chat else "ollama")
     server = reasoner(serve, kind, field)
     async with kind(plain) as whole, kind(server) as remote:
@@ -326,11 +326,11 @@ async def test_reasoning_in_a_field_of_its_own_is_part_of_the_text(
 
 
 @pytest.mark.anyio
-async def test_a_model_that_reasons_unseen_is_opened_and_says_when_nothing_came(
+async def test_a_model_with_hidden_reasoning_is_probed_patiently(
     serve: Serve,
 ) -> None:
-    """The probe gives it time, at the one temperature it knows; a chunk of reasoning alone is an
-    error that is not tried again.
+    """The probe gives it time at its one temperature; a chunk of hidden reasoning alone is a final
+    error.
     """
     server = reasoner(serve, chat, "hidden")
     async with chat(server, replace(OPTIONS, prefill="ask")) as remote:
@@ -347,7 +347,7 @@ async def test_a_model_that_reasons_unseen_is_opened_and_says_when_nothing_came(
 
 @pytest.mark.anyio
 async def test_a_model_that_reasons_longer_than_the_probe_is_opened(serve: Serve) -> None:
-    """Nothing is seen of it, which is said."""
+    """The model is opened although the probe saw no answer, which is reported."""
     never = ToyModel(Skill(wander=1.0, verbosity=40.0), ToyTokenizer())
     server = serve(
         "chat",
@@ -363,7 +363,7 @@ async def test_a_model_that_reasons_longer_than_the_probe_is_opened(serve: Serve
 async def test_a_run_keeps_the_reasoning_and_grades_the_content(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """Rollouts and journal hold the reasoning; the answer is the content's."""
+    """Rollouts and journal have the reasoning, and the answer is taken from the content."""
     server = reasoner(serve, chat)
     texts = serve("ollama", lambda: ScriptedEngine("draft"))
     policy = Policy(samples=2, turns=12, chunking=Chunking(40, 40, ()), early_stop="none")
@@ -382,10 +382,10 @@ async def test_a_run_keeps_the_reasoning_and_grades_the_content(
 
 
 @pytest.mark.anyio
-async def test_a_rejected_key_and_a_missing_model_are_said(
+async def test_a_rejected_key_and_a_missing_model_are_named(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message names the place for a key, or the models that exist, and never the key."""
+    """The message names the place for a key, or the existing models, and never the key."""
     server = serve("chat", key="good")
     with pytest.raises(UnsupportedByEngine, match="wants an API key.*ATTS_API_KEY"):
         await chat(server).__aenter__()
@@ -399,9 +399,9 @@ async def test_a_rejected_key_and_a_missing_model_are_said(
         await ollama(serve("ollama"), model="other").__aenter__()
 
 
-def test_chat_apis_are_named_by_words() -> None:
-    """The path continues to the version, the model follows; the key's variable is a setting, a key
-    is none.
+def test_addresses_of_chat_apis_are_parsed() -> None:
+    """The path reaches to the version and the model follows; the key's variable is a setting, and a
+    key itself is refused.
     """
     words = "openai:https://h/api/v1/deepseek/deepseek-r1?key=H_KEY&prefill=prefix&context=4096"
     one = build_engine(words, "target")
@@ -480,7 +480,7 @@ def test_a_model_of_openai_is_a_complete_address(
     model: str,
     variable: str,
 ) -> None:
-    """URL and key are where other programs look for them; the key goes to no other host."""
+    """URL and key are taken from the usual variables, and the key is sent to no other host."""
     for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ATTS_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -491,8 +491,8 @@ def test_a_model_of_openai_is_a_complete_address(
 
 
 @pytest.mark.parametrize("address", ["openai:localhost:8000", "openai:10.0.0.1:80/m", "openai:"])
-def test_a_forgotten_scheme_makes_no_model_of_openai(address: str) -> None:
-    """A host with a port is not asked of another host as if it were a model."""
+def test_a_host_without_a_scheme_is_not_taken_for_an_openai_model(address: str) -> None:
+    """A host with a port must not be sent to another host as a model's name."""
     with pytest.raises(OptionError, match="openai:http://HOST:PORT/MODEL"):
         read_server(address)
 
@@ -501,7 +501,7 @@ def test_a_forgotten_scheme_makes_no_model_of_openai(address: str) -> None:
 async def test_the_key_of_openai_is_sent_to_its_base_url(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that wants the key is opened by the model's name alone."""
+    """A server that requires the key is opened by the model's name alone."""
     server = serve("chat", key="sk-right-key")
     monkeypatch.setenv("OPENAI_BASE_URL", server.url + "/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-right-key")
@@ -514,7 +514,7 @@ async def test_the_key_of_openai_is_sent_to_its_base_url(
 
 
 def test_a_chunk_without_log_probs_still_has_tokens() -> None:
-    """The count of tokens does not depend on log-probs."""
+    """The count of tokens does not depend on log-probabilities."""
     assert Chunk("draft", "ab", (1, 2), (3,), "length").tokens == 2
     assert Chunk("target", "ab", (1, 2), (3,), "end", (-1.0, -2.0)).tokens == 2
 

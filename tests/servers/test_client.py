@@ -1,4 +1,4 @@
-"""The HTTP client of a server that refuses, fails, or loses a reply on the way."""
+"""Tests of the HTTP client with servers that refuse, fail, or lose a reply."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def slots(limit: AdaptiveLimit) -> int:
 
 
 def test_a_burst_of_refusals_shrinks_the_limit_once() -> None:
-    """Refusals of requests from before the limit shrank are ignored; refusals of later requests
-    shrink it more.
-    """
+    """Refusals of requests from before the limit shrank are ignored; later ones shrink it more."""
     clock = Hands()
     limit = filled(100, clock)
     sent_at = clock.now
@@ -64,7 +62,7 @@ def test_a_burst_of_refusals_shrinks_the_limit_once() -> None:
 
 
 def test_a_stray_refusal_is_forgotten_within_seconds() -> None:
-    """After one refusal with few requests under way, the limit doubles each second."""
+    """After one refusal with few requests in flight, the limit doubles each second."""
     clock = Hands()
     limit = AdaptiveLimit(4096, clock)
     for _ in range(74):
@@ -81,7 +79,7 @@ def test_a_stray_refusal_is_forgotten_within_seconds() -> None:
 
 
 def test_refusals_that_keep_coming_slow_the_growth() -> None:
-    """Each makes the pause longer and the steps smaller, down to 15 seconds and 5 %."""
+    """Each refusal makes the pause longer and the growth smaller, down to 15 seconds and 5 %."""
     clock = Hands()
     limit = filled(1000, clock)
     for _ in range(6):
@@ -102,8 +100,8 @@ def test_refusals_that_keep_coming_slow_the_growth() -> None:
     assert slots(limit) >= 2 * low - 1
 
 
-def test_growth_waits_for_what_retry_after_says() -> None:
-    """A server that asks to be left alone for ten seconds is not asked more before."""
+def test_growth_waits_for_retry_after() -> None:
+    """If a server asks for a pause of ten seconds, the limit does not grow before."""
     clock = Hands()
     limit = filled(100, clock)
     limit.refused(clock.now, 10.0)
@@ -116,7 +114,7 @@ def test_growth_waits_for_what_retry_after_says() -> None:
 
 
 def test_a_server_error_stops_growth_for_a_moment_and_shrinks_nothing() -> None:
-    """Failing is not a sign of too much."""
+    """A failing server is not a sign of too many requests."""
     clock = Hands()
     limit = filled(100, clock)
     limit.refused(clock.now)
@@ -131,7 +129,7 @@ def test_a_server_error_stops_growth_for_a_moment_and_shrinks_nothing() -> None:
 
 
 class Hotel:
-    """A server of so many rooms: who comes when all are taken is refused."""
+    """A simulated server with a number of rooms that refuses requests when all are taken."""
 
     def __init__(self, rooms: int, *, strays: int = 0) -> None:
         self.limit = AdaptiveLimit(4096, anyio.current_time)
@@ -142,7 +140,9 @@ class Hotel:
         self.refused = 0
 
     async def call(self) -> bool:
-        """Take a slot, ask, and tell the limit; whether it was answered."""
+        """Take a slot, send the request and report the result to the limit; return whether it was
+        answered.
+        """
         if not self.limit.take_nowait():
             await self.limit.take()
         sent_at = anyio.current_time()
@@ -175,8 +175,8 @@ class Hotel:
         await collect([partial(ask, number) for number in range(callers)])
 
 
-def test_one_stray_refusal_does_not_hold_up_a_ramp() -> None:
-    """All of 400 callers that come within four seconds are served at once soon after."""
+def test_one_refusal_does_not_delay_a_growing_load() -> None:
+    """All of 400 callers that arrive within four seconds are soon served at once."""
     hotel = Hotel(10_000, strays=1)
 
     async def ramp() -> int:
@@ -189,7 +189,7 @@ def test_one_stray_refusal_does_not_hold_up_a_ramp() -> None:
     assert hotel.refused == 1
 
 
-def test_a_server_that_is_full_is_neither_left_idle_nor_asked_all_the_time() -> None:
+def test_a_full_server_stays_busy_with_few_refusals() -> None:
     """With a hundred rooms and 400 callers most rooms are taken, and few requests are refused."""
     hotel = Hotel(100)
     run_virtual(hotel.busy, 400, 240.0)
@@ -198,10 +198,8 @@ def test_a_server_that_is_full_is_neither_left_idle_nor_asked_all_the_time() -> 
 
 
 @pytest.mark.anyio
-async def test_turns_go_in_order_and_a_cancelled_waiter_leaves_none_behind() -> None:
-    """No caller overtakes those that wait, and what a waiter that gave up would have had goes to
-    the next.
-    """
+async def test_waiting_calls_are_served_in_order() -> None:
+    """No caller overtakes, and the slot of a cancelled waiter goes to the next one."""
     limit = filled(2, Hands())
     order = list[int]()
     gives_up = anyio.CancelScope()
@@ -216,7 +214,7 @@ async def test_turns_go_in_order_and_a_cancelled_waiter_leaves_none_behind() -> 
             group.start_soon(wait, number, within)
             await anyio.wait_all_tasks_blocked()
         gives_up.cancel()
-        limit.give()  # turn that the cancelled rollout would have had
+        limit.give()  # turn of the cancelled rollout
         assert not limit.take_nowait()
         await anyio.wait_all_tasks_blocked()
         assert order == [1]
@@ -229,9 +227,7 @@ async def test_turns_go_in_order_and_a_cancelled_waiter_leaves_none_behind() -> 
 async def test_an_attempt_whose_reply_was_lost_is_aborted_before_the_next(
     serve: Callable[..., DialectServer], client: Callable[..., RemoteEngine]
 ) -> None:
-    """Every one of the attempts has an abort of its own, which the server took; refused connections
-    need none.
-    """
+    """The server gets an abort for each such attempt; a refused connection needs none."""
     server = serve("sglang")
     async with client(server.url) as remote:
         for fault, aborts in (("reset", 3), ("500", 0)):
@@ -245,8 +241,8 @@ async def test_an_attempt_whose_reply_was_lost_is_aborted_before_the_next(
         assert remote.traffic.aborts_failed == 0
 
 
-def test_what_python_servers_send_for_infinity_is_read() -> None:
-    """-Infinity and NaN are not JSON, and some servers send them; words in texts stay as they are."""
+def test_infinity_and_nan_of_python_servers_are_read() -> None:
+    """-Infinity and NaN are not JSON, but some servers send them; words in texts stay as they are."""
     found = decode(b'{"a": [-Infinity, -0.5], "b": null}', dict[str, list[float] | None])
     assert [logprob_of(value) for value in found["a"]] == [-math.inf, -0.5]
     text, number = decode(b'["NaN \\" -Infinity", NaN]', tuple[str, float])
@@ -258,10 +254,10 @@ def test_what_python_servers_send_for_infinity_is_read() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_missed_deadline_says_what_the_attempt_before_met(
+async def test_a_missed_deadline_reports_the_last_refusal(
     serve: Callable[..., DialectServer],
 ) -> None:
-    """A caller that is refused until the deadline gets the refusal, not a report of silence."""
+    """A caller that was refused until the deadline gets the refusal instead of a time-out."""
     server = serve("sglang", faults=ServerFaults({"429": 1.0}))
     options = RemoteOptions(
         timeout_seconds=5.0, attempts=1000, delay_seconds=0.01, connect_seconds=20.0

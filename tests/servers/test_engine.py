@@ -1,4 +1,4 @@
-"""Engines over HTTP keep the promises of the engine protocol, in every dialect."""
+"""Tests that engines over HTTP keep the engine protocol in every dialect."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the
         pytest.param("llamacpp", ServerQuirks(), id="llamacpp"),
     ],
 )
-async def test_every_promise_is_kept_over_http(
+async def test_each_dialect_passes_the_conformance_suite(
     serve: Serve, client: Connect, dialect: str, quirks: ServerQuirks
 ) -> None:
     """`check_engine` finds nothing broken, and the server has nothing left to do."""
@@ -46,8 +46,8 @@ async def test_every_promise_is_kept_over_http(
 async def test_a_server_answers_as_its_engine_does(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """Ids, text, ending and raw log-probs are those of the engine behind the server, at any
-    temperature.
+    """Ids, text, ending and raw log-probabilities equal those of the engine behind the server, at
+    any temperature.
     """
     server = serve(dialect)
     bits = 63 if dialect == "vllm" else 31
@@ -68,9 +68,7 @@ async def test_a_server_answers_as_its_engine_does(
 async def test_a_scored_chunk_that_is_cached_is_scored_again_without_the_cache(
     serve: Serve, client: Connect
 ) -> None:
-    """vLLM gives no scores where its cache reaches past them; they are asked for once more, and
-    counted.
-    """
+    """vLLM returns no scores for cached positions, so they are requested once more, and counted."""
     server = serve("vllm")
     prefix = PROMPT * 2
     suffix = PROMPT[:40]
@@ -99,8 +97,8 @@ async def test_the_cached_prefix_is_reported(serve: Serve, client: Connect, dial
 async def test_processed_log_probs_are_replaced_by_scores(
     serve: Serve, client: Connect, law: Sampling
 ) -> None:
-    """A vLLM server with processed log-probs is found out, and completions hold raw ones all the
-    same.
+    """The probe recognises a vLLM server with processed log-probabilities, and completions still
+    have raw ones.
     """
     plain = serve("vllm")
     processed = serve("vllm", quirks=ServerQuirks(logprobs="processed"))
@@ -120,9 +118,7 @@ async def test_processed_log_probs_are_replaced_by_scores(
 async def test_a_server_that_ignores_scoring_is_refused(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """No silent degrade: a server that takes a scoring request and gives no scores cannot be a
-    target.
-    """
+    """A server that accepts a scoring request and returns no scores cannot be a target."""
     server = serve(dialect, quirks=ServerQuirks(scoring="ignored", cached_scores="off"))
     with pytest.raises(UnsupportedByEngine, match="scores"):
         await client(server.url, needs=frozenset({"sample", "score"})).__aenter__()
@@ -130,7 +126,7 @@ async def test_a_server_that_ignores_scoring_is_refused(
 
 @pytest.mark.anyio
 async def test_llamacpp_is_refused_as_a_target(serve: Serve, client: Connect) -> None:
-    """It drafts, it cannot score, and says what would."""
+    """It can draft but not score, and the error says which servers can."""
     server = serve("llamacpp")
     with pytest.raises(UnsupportedByEngine, match="cannot score.*vLLM"):
         await client(server.url, needs=frozenset({"score"})).__aenter__()
@@ -140,7 +136,7 @@ async def test_llamacpp_is_refused_as_a_target(serve: Serve, client: Connect) ->
 async def test_a_dialect_without_tokenize_is_probed_all_the_same(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its author learns which method is missing; the rest of the probe continues."""
+    """Its author learns which method is missing, and the rest of the probe continues."""
     monkeypatch.delattr(LlamaCppDialect, "tokenize")
     async with client(serve("llamacpp").url) as remote:
         finding = dict(remote.spec.findings)["tokenizer"]
@@ -150,9 +146,9 @@ async def test_a_dialect_without_tokenize_is_probed_all_the_same(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "llamacpp"])
-async def test_the_dialect_is_found_out(serve: Serve, client: Connect, dialect: str) -> None:
-    """The spec names the engine and its version, whatever the caller said."""
+async def test_the_dialect_is_detected(serve: Serve, client: Connect, dialect: str) -> None:
+    """The spec names the engine and its version, whatever the caller named."""
     server = serve(dialect)
     async with client(server.url) as remote:
         assert remote.spec.engine.startswith(dialect + " ")
-        assert remote.spec.context_length < 1024  # the server needs some places for itself
+        assert remote.spec.context_length < 1024  # the server keeps some positions for itself

@@ -1,4 +1,4 @@
-"""Servers that fail in every way: nothing is accepted silently, asked for ever or left behind."""
+"""Tests of servers that fail: no reply is accepted silently, asked for forever, or left behind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ALL = {
 
 
 class Stalling(ScriptedEngine):
-    """An engine that can be asked to take for ever."""
+    """An engine that can be made to hang."""
 
     stall = False
 
@@ -68,8 +68,8 @@ class Stalling(ScriptedEngine):
 
 
 def hurry(remote: RemoteEngine, seconds: float) -> None:
-    """Give each call so long from now on: opening had its time, and only a server that hangs needs
-    all of it.
+    """Give each call this much time from now on; opening had enough time, and only a hanging server
+    needs all.
     """
     client = remote._opened()  # pyright: ignore[reportPrivateUsage]
     client.options = replace(client.options, timeout_seconds=seconds)
@@ -85,10 +85,10 @@ async def until(true: Callable[[], bool]) -> None:
 async def time_out(
     remote: RemoteEngine, server: DialectServer, request: SampleRequest
 ) -> list[str]:
-    """Ask a server that hangs until the deadline has passed; the calls that reached it, of which
-    there is at least one.
+    """Ask a server that hangs until the deadline, and return the calls that reached it, at least
+    one.
 
-    A busy machine may need longer than the deadline to send the request at all: then it is given
+    A busy machine may need longer than the deadline to send the request; then the deadline is
     longer.
     """
     for patience in (0.5, 2.0, 8.0, 32.0):
@@ -111,8 +111,8 @@ def seeded(number: int) -> SampleRequest:
 async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """Each call gives the right answer or a retryable error; a caller that tries again gets every
-    answer, once.
+    """Each call gives the correct reply or a retryable error, and a caller that tries again gets
+    every reply once.
     """
     server = serve(dialect, faults=ServerFaults(seed=5))
     async with client(server.url) as remote:
@@ -123,7 +123,9 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
         calls = len(server.calls)
 
         async def insist(request: SampleRequest) -> Completion:
-            patience = 0.5  # more after each time-out: a busy machine is not a server that hangs
+            patience = (
+                0.5  # longer after each time-out, because a busy machine is not a hanging server
+            )
             for _ in range(20):
                 try:
                     done = await remote.sample(request)
@@ -151,7 +153,9 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
 async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(
     serve: Serve, client: Connect
 ) -> None:
-    """Attempts are bounded by number and by the deadline, and the error is of the failure's kind."""
+    """Attempts are bounded by number and by the deadline, and the error has the kind of the
+    failure.
+    """
     server = serve("vllm")
     async with client(server.url) as remote:
         for fault, error in LASTING.items():
@@ -170,7 +174,7 @@ async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(
 
 @pytest.mark.anyio
 async def test_a_request_the_server_refuses_is_not_repeated(serve: Serve, client: Connect) -> None:
-    """400 is final; an overflow only the server sees is a ContextOverflow."""
+    """Status 400 is final, and an overflow that only the server notices is a ContextOverflow."""
     server = serve("vllm")
     async with client(server.url) as remote:
         remote._spec = replace(remote.spec, context_length=4096)  # pyright: ignore[reportPrivateUsage]
@@ -187,8 +191,8 @@ async def test_a_request_the_server_refuses_is_not_repeated(serve: Serve, client
 async def test_cancelling_leaves_the_server_nothing_to_do(
     serve: Serve, client: Connect, dialect: str, disconnect: str
 ) -> None:
-    """Cancelled requests are aborted: by id where the server takes ids, even one that ignores
-    closed connections.
+    """Cancelled requests are aborted, by id if the server takes ids, even if it ignores closed
+    connections.
     """
     engine = Stalling(context_length=1024)
     server = serve(dialect, lambda: engine, quirks=ServerQuirks(disconnect=disconnect))  # type: ignore[arg-type]
@@ -205,7 +209,7 @@ async def test_cancelling_leaves_the_server_nothing_to_do(
 
 @pytest.mark.anyio
 async def test_a_deadline_aborts_too(serve: Serve, client: Connect) -> None:
-    """A call that ran out of time frees its slot."""
+    """A call that ran out of time frees its slot at the server."""
     engine = Stalling(context_length=1024)
     server = serve("sglang", lambda: engine, quirks=ServerQuirks(disconnect="ignore"))
     async with client(server.url) as remote:
@@ -218,7 +222,9 @@ async def test_a_deadline_aborts_too(serve: Serve, client: Connect) -> None:
 async def test_an_upgrade_that_changes_the_convention_is_refused(
     serve: Serve, client: Connect
 ) -> None:
-    """A server restarted with other log-probs is found out before anything it says is used."""
+    """A server that restarts with other log-probabilities is recognised before a reply of it is
+    used.
+    """
     server = serve("sglang")
     async with client(
         server.url, options=RemoteOptions(idle_seconds=0.0, delay_seconds=0.01)
@@ -238,8 +244,8 @@ async def test_an_upgrade_that_changes_the_convention_is_refused(
 async def test_a_model_swapped_behind_a_url_is_noticed_with_its_first_reply(
     serve: Serve, client: Connect
 ) -> None:
-    """No connection breaks and no time passes: what it said under another name is not used, nor
-    anything after.
+    """No connection breaks and no time passes, but the reply has another model name and is not
+    used.
     """
     server = serve("vllm")
     options = RemoteOptions(idle_seconds=1e9, recheck_seconds=1e9)
@@ -257,7 +263,7 @@ async def test_a_model_swapped_behind_a_url_is_noticed_with_its_first_reply(
 
 
 class Swappable(ScriptedEngine):
-    """A toy draft whose weights can become the target's: name and tokenizer stay the same."""
+    """A toy draft whose weights can become the target's, while name and tokenizer stay the same."""
 
     def __init__(self) -> None:
         super().__init__("draft", context_length=1024)
@@ -279,17 +285,17 @@ class Swappable(ScriptedEngine):
 
 
 async def many(remote: RemoteEngine, requests: int) -> None:
-    """Ask for as many texts, one after the other."""
+    """Request this many texts, one after the other."""
     for number in range(requests):
         await remote.sample(replace(REQUEST, seed=Seed(run=number)))
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "llamacpp"])
-async def test_other_weights_under_the_same_name_are_noticed_after_some_answers(
+async def test_other_weights_under_the_same_name_are_noticed_after_some_replies(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """No name changes, no connection breaks, no silence falls; the error has the values of both."""
+    """No name changes and no connection breaks; the error has the log-probabilities of both."""
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -309,10 +315,10 @@ async def test_other_weights_under_the_same_name_are_noticed_after_some_answers(
 
 
 @pytest.mark.anyio
-async def test_answers_do_not_wait_for_the_look_at_the_model(
+async def test_replies_do_not_wait_for_the_check_of_the_model(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one request looks at the model, others are answered: one look is enough at a time."""
+    """One request at a time checks the model while others are answered."""
     look = ServerProbe.glance
     goes_on = anyio.Event()
     looks = list[int]()
@@ -345,7 +351,7 @@ async def test_answers_do_not_wait_for_the_look_at_the_model(
                 await almost_all.wait()
             assert len(looks) == 1
             goes_on.set()
-        # Five more answers take one more look, when depends on which came before the first.
+        # Five more replies cause one more check; its moment depends on the order of replies.
         for number in range(40, 45):
             await ask(number)
     assert len(looks) == 2
@@ -359,19 +365,19 @@ class SwapLater:
         self._left = after
 
     def recalled(self, event: object) -> None:
-        """Count nothing: it is of an earlier session."""
+        """Ignore events of an earlier session."""
 
     def notify(self, event: object) -> None:
-        """Swap once so many events were seen."""
+        """Swap once, after this many events."""
         self._left -= 1
         if self._left == 0:
             self._model().is_swapped = True
 
 
-def test_a_run_ends_when_a_model_is_swapped_and_goes_on_with_the_old_one(
+def test_a_run_ends_if_its_model_is_swapped_and_resumes_with_the_old_one(
     serve: Serve, client: Connect, tmp_path: Path
 ) -> None:
-    """Under one name and many calls at once: exit code 3, everything is kept, and it resumes."""
+    """With many calls under one name, the exit code is 3 and everything recorded is kept."""
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -407,7 +413,7 @@ def test_a_run_ends_when_a_model_is_swapped_and_goes_on_with_the_old_one(
 async def test_other_weights_after_a_reconnection_are_refused(
     serve: Serve, client: Connect
 ) -> None:
-    """The name is the same; the first answer after the restart is not used."""
+    """The name is the same, but the first reply after the restart is not used."""
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -430,7 +436,7 @@ async def test_other_weights_after_a_reconnection_are_refused(
 async def test_replicas_with_other_weights_under_one_name_are_refused(
     serve: Serve, client: Connect
 ) -> None:
-    """A pool mixes their answers, so they must be one model."""
+    """A pool mixes the replies of its replicas, so they must be one model."""
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -455,14 +461,14 @@ async def test_the_same_server_may_come_back(serve: Serve, client: Connect) -> N
 
 
 @pytest.mark.anyio
-async def test_steady_work_is_no_silence(serve: Serve, client: Connect) -> None:
-    """Calls one after the other are not interrupted by questions about who answers, however long
-    they continue.
+async def test_steady_calls_cause_no_identity_check(serve: Serve, client: Connect) -> None:
+    """Calls one after the other are not interrupted by checks of the server, however long they
+    continue.
     """
     now = 0.0
 
     class Passing(ScriptedEngine):
-        """Each request takes a second of the client's clock."""
+        """A server each of whose requests takes a second of the client's clock."""
 
         async def sample(self, request: SampleRequest) -> Completion:
             nonlocal now
@@ -477,16 +483,16 @@ async def test_steady_work_is_no_silence(serve: Serve, client: Connect) -> None:
         for _ in range(5):
             await remote.sample(replace(REQUEST, max_tokens=10))
         assert len(server.calls) == before + 5
-        now += 2.0  # silence is what is looked into
+        now += 2.0  # only a silent period causes a check
         await remote.sample(replace(REQUEST, max_tokens=10))
         assert len(server.calls) > before + 6
 
 
 @pytest.mark.anyio
-async def test_a_loading_server_is_waited_for_and_it_is_said(
+async def test_a_loading_server_is_waited_for_with_a_message(
     serve: Serve, client: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """503 while loading is not a failure; one that never ends is."""
+    """Status 503 while loading is not a failure, unless loading never ends."""
     server = serve("llamacpp", loading_seconds=0.5)
     with caplog.at_level(logging.WARNING, logger="atts.servers"):
         async with client(server.url) as remote:
@@ -498,10 +504,10 @@ async def test_a_loading_server_is_waited_for_and_it_is_said(
 
 
 @pytest.mark.anyio
-async def test_what_is_given_wrongly_is_said_clearly(serve: Serve, client: Connect) -> None:
-    """URL, model, tokenizer, dialect: each names itself and what to do."""
+async def test_wrong_settings_of_a_server_are_named(serve: Serve, client: Connect) -> None:
+    """A wrong URL, model, tokenizer or dialect is named with a remedy."""
     server = serve("vllm")
-    system = r"Connection refused|ConnectError: all attempts"  # trio has only words of its own
+    system = r"Connection refused|ConnectError: all attempts"  # trio words this error differently
     with pytest.raises(EngineUnavailable, match=rf"reach http://127.0.0.1:9 \((?:{system})"):
         await client("http://127.0.0.1:9").__aenter__()
     with pytest.raises(UnsupportedByEngine, match="has no model 'other'.*toy"):
@@ -526,8 +532,8 @@ async def test_keys_are_used_and_never_shown(
     tmp_path: object,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A good key opens, a bad or missing one is named by its place; no message, log, spec or repr
-    has it.
+    """A good key opens; for a bad or missing one the place is named, and no message, log, spec or
+    repr has it.
     """
     caplog.set_level(logging.DEBUG)
     server = serve("vllm", key="secret-good")
@@ -549,8 +555,8 @@ async def test_keys_are_used_and_never_shown(
 async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default a proxy is only mentioned when the connection fails; with the setting, the proxy
-    is what fails.
+    """By default a proxy is only mentioned if the connection fails; with the setting, the proxy is
+    used.
     """
     server = serve("vllm")
     for name in ("HTTP_PROXY", "http_proxy"):
@@ -566,8 +572,10 @@ async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
 
 
 @pytest.mark.anyio
-async def test_refusals_shrink_what_is_sent_at_once(serve: Serve, client: Connect) -> None:
-    """429 lowers the limit of requests in flight; every request is answered in the end."""
+async def test_status_429_lowers_the_limit_of_requests_in_flight(
+    serve: Serve, client: Connect
+) -> None:
+    """Each request is still answered in the end."""
     server = serve("vllm", faults=ServerFaults({}, retry_after="0.05"))
     options = RemoteOptions(in_flight=64, attempts=8, delay_seconds=0.02)
     async with client(server.url, options=options) as remote:

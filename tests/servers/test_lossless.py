@@ -1,4 +1,4 @@
-"""Servers that speculate are recognised, and refused where their texts break their own
+"""Tests of servers that speculate: they are recognised, and refused if speculation changes their
 distribution.
 """
 
@@ -37,10 +37,10 @@ def told(engine: RemoteEngine) -> tuple[str, str]:
         ("sglang", "it speculates by STANDALONE"),
     ],
 )
-async def test_a_lossless_server_is_taken_and_what_it_tells_of_its_speculation_is_told(
+async def test_a_lossless_server_is_accepted_with_its_speculation_reported(
     serve: Serve, client: Connect, dialect: str, words: str
 ) -> None:
-    """One that does not speculate is not examined for it."""
+    """A server that does not speculate is not examined for it."""
     plain = serve(dialect)
     async with client(plain.url) as engine:
         assert told(engine) == ("yes", "the server does not speculate")
@@ -59,7 +59,7 @@ async def test_a_lossless_server_is_taken_and_what_it_tells_of_its_speculation_i
         ("sglang", "greedy", "greedy text"),
     ],
 )
-async def test_a_server_whose_speculation_changes_its_law_is_refused(
+async def test_a_server_whose_speculation_changes_its_distribution_is_refused(
     serve: Serve, client: Connect, dialect: str, flaw: Any, words: str
 ) -> None:
     """A server that writes garbage at one temperature is refused as draft and as target."""
@@ -71,8 +71,8 @@ async def test_a_server_whose_speculation_changes_its_law_is_refused(
 
 
 class TooSure(EngineAround):
-    """An engine that draws one token at a time with care, and writes what is likeliest where it is
-    asked for more.
+    """An engine that draws single tokens correctly, and takes the likeliest ones if more are
+    requested.
     """
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -83,10 +83,10 @@ class TooSure(EngineAround):
 
 
 @pytest.mark.anyio
-async def test_text_likelier_than_it_may_be_is_found_as_well_and_a_probe_only_tells(
+async def test_text_that_is_too_likely_is_found_and_the_probe_reports_it(
     serve: Serve,
 ) -> None:
-    """A server that accepts its best guesses without drawing writes no garbage, and not its
+    """A server that accepts its best guesses without drawing writes no garbage, but not its
     distribution either.
     """
     server = serve(

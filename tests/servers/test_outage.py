@@ -1,5 +1,5 @@
-"""Servers that are killed in mid-run: calls wait for their return, or are left for the next
-session.
+"""Tests of servers that are killed during a run: calls wait for their return, or the next session
+repeats them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PATIENT = replace(AWAY, give_up_after=120.0)
 
 
 class Diary:
-    """Hears what calls waited for."""
+    """A listener that records what calls waited for."""
 
     def __init__(self) -> None:
         self.awaited: list[EngineAwaited] = []
@@ -61,7 +61,7 @@ class Diary:
     def recalled(self, event: object) -> None: ...
 
     def notify(self, event: Notice) -> None:
-        """Keep it."""
+        """Record the event."""
         if isinstance(event, EngineAwaited):
             self.awaited.append(event)
             self.heard.set()
@@ -83,7 +83,7 @@ def essence(outcome: Outcome) -> str:
 
 
 def outcomes(result: RunResult) -> dict[str, str]:
-    """Return a result's outcomes by problem, in essence."""
+    """Return a result's outcomes by problem, without timing."""
     return {outcome.problem.id: essence(outcome) for outcome in result.outcomes()}
 
 
@@ -126,7 +126,7 @@ class Pair:
 
 
 class Outage(Diary):
-    """Kills a server once a run's journal is so large, before the run does anything else."""
+    """A listener that kills a server once a run's journal has a given size."""
 
     def __init__(self, server: DialectServer, directory: Path, size: float) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Outage(Diary):
         self.is_over = False
 
     def notify(self, event: Notice) -> None:
-        """Look at the journal."""
+        """Look at the journal's size."""
         super().notify(event)
         if not self.is_over and journal_size(self._directory) >= self._size:
             self.is_over = True
@@ -144,7 +144,7 @@ class Outage(Diary):
 
     @contextmanager
     def ended_when_heard(self) -> Generator[None]:
-        """Start the server again as soon as somebody waits for it."""
+        """Start the server again as soon as a call waits for it."""
 
         def start() -> None:
             if self.heard.wait(120):
@@ -177,8 +177,8 @@ def forced(directory: Path) -> list[Any]:
 
 @pytest.mark.parametrize("pool", [False, True])
 def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, pool: bool) -> None:
-    """Killed and started again while the run continues: the run ends as if nothing had been, and
-    says who was awaited.
+    """It is killed and restarted while the run continues; the run ends as usual and says which
+    server it waited for.
     """
     pair = Pair(serve)
     whole = outcomes(pair.run(tmp_path / "whole", PATIENT, pool=pool))
@@ -195,11 +195,11 @@ def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, po
 
 @pytest.mark.parametrize("points", [1, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("role", ["draft", "target"])
-def test_a_server_that_stays_away_costs_no_outcome(
+def test_a_server_that_stays_away_loses_no_outcome(
     serve: Serve, tmp_path: Path, role: Role, points: int
 ) -> None:
-    """A kill at any point gives exit code 3 and nothing forced; after a restart the outcomes are
-    the same.
+    """A kill at any point gives exit code 3 and forces no decision; after a restart the outcomes
+    are the same.
     """
     pair = Pair(serve)
     draws = random.Random(21)
@@ -220,7 +220,7 @@ def test_a_server_that_stays_away_costs_no_outcome(
 
 
 class Silent:
-    """A client whose server is away until a time, and then answers."""
+    """A client whose server is away until a given time, and then answers."""
 
     name = "remote"
     url = "http://h"
@@ -231,7 +231,7 @@ class Silent:
         self.looks = 0
 
     async def look(self, path: str) -> HttpReply:
-        """Fail, or say that all is well."""
+        """Fail before that time, and succeed after it."""
         self.looks += 1
         if anyio.current_time() < self.back_at:
             raise EngineUnavailable(self.name, "cannot reach http://h")
@@ -239,7 +239,7 @@ class Silent:
 
 
 def test_a_server_that_never_returns_is_given_up_after_an_hour() -> None:
-    """The calls that ask later hear so at once; their error names the time and what to do."""
+    """Later calls fail at once, with an error that names the time and the remedy."""
     client: Any = Silent()
 
     async def main() -> float:
@@ -260,7 +260,9 @@ def test_a_server_that_never_returns_is_given_up_after_an_hour() -> None:
 
 
 def test_a_loss_lasts_until_a_call_is_answered() -> None:
-    """A server that says it is well and answers no call does not begin a new hour each time."""
+    """A server that passes its health check but answers no call does not start a new hour each
+    time.
+    """
     client: Any = Silent(back_at=1800.0)
 
     async def main() -> None:

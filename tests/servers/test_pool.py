@@ -1,4 +1,6 @@
-"""Several servers as one engine: warm caches, fair load, and no rollout lost with a server."""
+"""Tests of several servers as one engine: warm caches, fair load, and no rollout lost with a
+server.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,7 +63,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_pool_keeps_every_promise_of_an_engine(serve: Serve, client: Connect) -> None:
+async def test_a_pool_passes_the_conformance_suite(serve: Serve, client: Connect) -> None:
     """`check_engine` finds nothing broken over two replicas."""
     servers = serve("sglang"), serve("sglang")
     report = await check_engine(lambda: pool_of(client, *servers), options=PATIENT)
@@ -71,7 +73,7 @@ async def test_a_pool_keeps_every_promise_of_an_engine(serve: Serve, client: Con
 
 @pytest.mark.anyio
 async def test_a_rollout_stays_where_its_cache_is(serve: Serve, client: Connect) -> None:
-    """The same rollout goes to the same replica; many rollouts go to both."""
+    """A rollout always goes to the same replica, and many rollouts use both."""
     first = serve("vllm")
     second = serve("vllm")
     async with pool_of(client, first, second) as pool:
@@ -88,7 +90,7 @@ async def test_a_rollout_stays_where_its_cache_is(serve: Serve, client: Connect)
 
 @pytest.mark.anyio
 async def test_a_busy_replica_spills_over(serve: Serve, client: Connect) -> None:
-    """One rollout's flood does not wait at one server while the other idles."""
+    """Many requests of one rollout do not wait at one server while the other is idle."""
 
     def slow() -> ScriptedEngine:
         return ScriptedEngine(context_length=1024, latency=Latency(per_sample=0.05))
@@ -101,9 +103,7 @@ async def test_a_busy_replica_spills_over(serve: Serve, client: Connect) -> None
 
 @pytest.mark.anyio
 async def test_a_lost_replica_loses_no_rollout(serve: Serve, client: Connect) -> None:
-    """One of two servers is killed in mid-run and comes back: every request is answered, as it
-    would have been.
-    """
+    """One of two servers is killed during a run and returns; each request gets its usual reply."""
 
     def slowish() -> ScriptedEngine:
         return ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.005))
@@ -137,7 +137,7 @@ async def test_a_lost_replica_loses_no_rollout(serve: Serve, client: Connect) ->
 async def test_a_killed_replica_is_used_again_after_it_returned(
     serve: Serve, client: Connect
 ) -> None:
-    """The breaker opens on loss, half-opens after a while, and closes on a good check."""
+    """The circuit breaker opens on loss, half-opens after a while, and closes after a good check."""
     steady = serve("vllm")
     victim = serve("vllm")
     async with pool_of(client, steady, victim) as pool:
@@ -158,12 +158,10 @@ async def test_a_killed_replica_is_used_again_after_it_returned(
 
 
 @pytest.mark.anyio
-async def test_a_replica_that_comes_back_as_another_is_never_used_again(
+async def test_a_replica_that_returns_changed_is_not_used_again(
     serve: Serve, client: Connect
 ) -> None:
-    """A rolling upgrade that changes the log-prob convention: the others do the work, the run goes
-    on.
-    """
+    """After an upgrade that changes its log-probabilities, the other replicas do the work."""
     steady = serve("sglang")
     upgraded = serve("sglang")
     async with pool_of(client, steady, upgraded) as pool:
@@ -199,19 +197,19 @@ async def test_without_any_replica_the_error_is_retryable_and_says_why(
 
 
 class Lost(ScriptedEngine):
-    """A replica that is lost for one call and there at once again; it takes its time to be checked."""
+    """A replica that is lost for one call and returns at once, but takes time to be checked."""
 
     lost = is_open = False
 
     async def recheck(self) -> None:
-        """Open it, or see who it is."""
+        """Open it, or check its identity."""
         if not self.is_open:
             self.is_open = True
             await self.__aenter__()
         await anyio.sleep(0.05)
 
     async def comes_back(self) -> bool:
-        """Report that the engine is there."""
+        """Report that the engine is available."""
         return True
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -221,10 +219,8 @@ class Lost(ScriptedEngine):
         return await super().sample(request)
 
 
-def test_calls_that_lost_the_only_replica_wait_until_it_was_checked(anyio_backend: Any) -> None:
-    """It is there before it was missed: every caller continues when one has looked, however long it
-    failed before.
-    """
+def test_all_callers_continue_once_one_has_checked_the_replica(anyio_backend: Any) -> None:
+    """The replica is available again before anyone noticed, however long it failed before."""
 
     async def main() -> None:
         engine = Lost()
@@ -258,7 +254,7 @@ class Slow(Lost):
 
 
 def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: Any) -> None:
-    """The call was lost with the connection from before; the replica was seen to be up since."""
+    """The failed call belonged to the old connection, and the replica was checked since."""
 
     async def main() -> None:
         engine = Slow()
@@ -281,7 +277,7 @@ def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: An
                 assert pool.load()[0].state == "up"
                 await anyio.sleep(10.0)
             assert pool.load()[0].state == "up"
-            # One that is lost after the check counts.
+            # A call that is lost after the check counts.
             with pytest.raises(EngineUnavailable):
                 await pool.sample(request(3, "late"))
             assert pool.load()[0].state == "down"
@@ -291,7 +287,7 @@ def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: An
 
 @pytest.mark.anyio
 async def test_replicas_must_be_alike(serve: Serve, client: Connect) -> None:
-    """Two versions cannot be one engine; no replicas are none."""
+    """Two versions cannot be one engine, and neither can an empty list."""
     servers: Any = serve("vllm"), serve("vllm", quirks=ServerQuirks(version="0.34.0"))
     with pytest.raises(FingerprintError, match="vllm 0.34"):
         await pool_of(client, *servers).__aenter__()
@@ -303,7 +299,7 @@ async def test_replicas_must_be_alike(serve: Serve, client: Connect) -> None:
 async def test_a_request_all_replicas_refuse_costs_no_replica(
     serve: Serve, client: Connect
 ) -> None:
-    """A request that cannot be served says so and leaves the pool as it was."""
+    """An impossible request gets its error and leaves the pool as it was."""
     async with pool_of(client, serve("vllm"), serve("vllm")) as pool:
         with pytest.raises(EngineError):
             await pool.sample(replace(request(0), max_tokens=5000))

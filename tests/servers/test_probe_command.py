@@ -1,4 +1,4 @@
-"""`atts probe`: servers named as runs name them, and a model that scores can rate too."""
+"""Tests of `atts probe`: it takes the addresses of a run, and says what a server can be used for."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def embedded() -> LocalEngine:
 
 
 @pytest.mark.parametrize("need", ["sample", "score", "rate"])
-def test_what_scores_can_rate(serve: Serve, need: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A vLLM server satisfies every need, as its row in docs/servers.md says."""
+def test_a_vllm_server_satisfies_every_need(
+    serve: Serve, need: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its probe agrees with its row in docs/servers.md."""
     server = serve("vllm", embedded, model="owner/draft")
     assert (
         command(
@@ -55,7 +57,7 @@ def test_a_chat_api_is_probed_as_a_run_names_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """URL, version, model and the setting that holds the key, in the words of `--target`."""
+    """The address has URL, version, model and the key's variable, as `--target` takes them."""
     monkeypatch.setenv("SOME_KEY", "secret")
     server = serve("chat", model="toy-model", key="secret")
     words = f"{scheme}:{server.url}/v1/toy-model?key=SOME_KEY"
@@ -66,7 +68,7 @@ def test_a_chat_api_is_probed_as_a_run_names_it(
 
 
 class Quick:
-    """Requests to a server that answers in a moment, and is never seen to run anything."""
+    """A server that answers in a moment, and never reports a running request."""
 
     spec = EngineSpec("quick", "toy", "toy", 1024, (1,), 8)
     tokenizer = ToyTokenizer()
@@ -82,8 +84,8 @@ class Quick:
         await anyio.sleep(0.05)
 
 
-def test_a_request_that_is_over_is_not_waited_for() -> None:
-    """An engine on a server that is quick opens as quickly: there is nothing left to be cancelled."""
+def test_opening_an_engine_on_a_quick_server_does_not_wait() -> None:
+    """The probe's request has ended, so there is nothing left to cancel."""
     requests: Any = Quick()
 
     async def look() -> tuple[str, float]:

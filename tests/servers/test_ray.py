@@ -1,4 +1,4 @@
-"""Engines in the actors of a two-node Ray cluster; slow, and left out where Ray is not installed."""
+"""Tests of engines in the actors of a two-node Ray cluster; they are skipped without Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, ch
 
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
 HALF = RayOptions(actors=2, cpus=0.5, open_seconds=120.0)
-# Ray's own warnings are not ours to mend
+# atts cannot mend Ray's own warnings
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
@@ -63,8 +63,8 @@ def request(number: int) -> SampleRequest:
 
 
 @pytest.mark.anyio
-async def test_actors_keep_every_promise_of_an_engine(cluster: Any) -> None:
-    """`check_engine` finds nothing broken over two actors on two nodes; both did work."""
+async def test_ray_actors_pass_the_conformance_suite(cluster: Any) -> None:
+    """`check_engine` finds nothing broken over two actors on two nodes, and both did work."""
     async with RayEngine(toy, options=HALF) as engine:
         report = await check_engine(
             engine, options=CheckOptions(draws=24, tokens=6, long_tokens=64)
@@ -77,9 +77,7 @@ async def test_actors_keep_every_promise_of_an_engine(cluster: Any) -> None:
 
 @pytest.mark.anyio
 async def test_a_dead_actor_loses_no_request(cluster: Any) -> None:
-    """One of two is killed under way: every answer is as it would have been, and a new actor takes
-    its place.
-    """
+    """One of two is killed while it works; each reply is as usual, and a new actor replaces it."""
     async with ScriptedEngine(context_length=1024) as alone:
         want = [(await alone.sample(request(number))).ids for number in range(24)]
     async with RayEngine(toy, options=HALF) as engine:
@@ -108,7 +106,7 @@ async def test_a_dead_actor_loses_no_request(cluster: Any) -> None:
 
 @pytest.mark.anyio
 async def test_errors_keep_their_kind_on_the_way_back(cluster: Any) -> None:
-    """An error of the engine in the actor is raised here, with its message."""
+    """An error of the engine in the actor is raised in the caller, with its message."""
     async with RayEngine(_small, options=RayOptions(cpus=0.5)) as engine:
         with pytest.raises(ContextOverflow, match="the context holds"):
             await engine.actors[0]._ask("sample", SampleRequest(PROMPT, 500))  # pyright: ignore[reportPrivateUsage]
@@ -119,8 +117,8 @@ async def test_errors_keep_their_kind_on_the_way_back(cluster: Any) -> None:
 
 
 def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: Path) -> None:
-    """Draft and target in actors on two nodes, the same seeds, a gate that learns nothing: the same
-    rollouts.
+    """With draft and target in actors on two nodes, the same seeds and a fixed gate, the rollouts
+    are the same.
     """
     from atts.api.setup import answers_for, grade, load_problems
 
@@ -151,7 +149,7 @@ def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: 
         for name in one
         for ours, theirs in zip(one[name].rollouts, two[name].rollouts, strict=False)
     ]
-    # a tie of two logits may flip one
+    # a tie of two logits may flip one rollout
     assert sum(ours == theirs for ours, theirs in texts) >= len(texts) - 1
 
 
@@ -166,8 +164,8 @@ def stage_actors() -> list[int]:
 
 
 @pytest.mark.anyio
-async def test_stages_in_actors_say_what_one_process_says(cluster: Any) -> None:
-    """The bits of one process; an actor that is killed with its layers is an outage, which ends."""
+async def test_stages_in_actors_give_the_bits_of_one_process(cluster: Any) -> None:
+    """A killed actor with its layers is an outage, which ends when the engine is opened again."""
     words = "embedded:target?threads=1&kv_tokens=4096"
     law = Sampling(0.8)
     ask = SampleRequest((5, 6, 7), 40, law, Seed(run=1), rollout="r")
@@ -182,14 +180,14 @@ async def test_stages_in_actors_say_what_one_process_says(cluster: Any) -> None:
         with anyio.fail_after(120):
             with pytest.raises(EngineUnavailable, match="the stage of layers . to . died"):
                 await engine.sample(ask)
-            assert await cast(RayEngine, engine).comes_back()  # as a run waits before it asks again
+            assert await cast(RayEngine, engine).comes_back()  # as a run waits before it retries
             assert (await engine.sample(ask)).logprobs == wanted.logprobs
 
 
 @pytest.mark.anyio
-async def test_a_killed_replica_of_a_stage_costs_no_answer(cluster: Any) -> None:
-    """Two actors with the same layers: one continues with what was asked of both; the commands take
-    such words too.
+async def test_a_killed_replica_of_a_stage_loses_no_reply(cluster: Any) -> None:
+    """Two actors have the same layers, and one continues for both; the command line takes such
+    settings too.
     """
     words = "embedded:target?threads=1&kv_tokens=4096"
     law = Sampling(0.8)
@@ -214,7 +212,7 @@ async def test_a_killed_replica_of_a_stage_costs_no_answer(cluster: Any) -> None
 
 
 def test_without_ray_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing extra says what to install."""
+    """The error names the extra to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'atts-llm\[ray\]'"):
         anyio.run(RayEngine(toy).__aenter__)

@@ -1,4 +1,4 @@
-"""Whole evaluations over servers that fail, and the addresses by which servers are named."""
+"""Tests of whole evaluations over servers that fail, and of the addresses of servers."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from atts.testing import (
 from atts.testing.servers import DialectServer, ServerQuirks
 
 Serve = Callable[..., DialectServer]
-# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds
-# pass between two.
+# Clients check the server's identity again only after a doubt, because tests count requests and
+# seconds may pass between two of them on a busy machine.
 OPTIONS = RemoteOptions(
     timeout_seconds=60.0,
     delay_seconds=0.01,
@@ -53,7 +53,7 @@ OPTIONS = RemoteOptions(
     recheck_seconds=1e9,
     recheck_requests=10**9,
 )
-HURRIED = replace(OPTIONS, timeout_seconds=4.0)  # some calls hang until then
+HURRIED = replace(OPTIONS, timeout_seconds=4.0)  # some calls hang until this deadline
 FAULTS = {
     "refused": 0.05, "reset": 0.05, "429": 0.05, "500": 0.05, "truncated": 0.04,
     "wrong_ids": 0.02, "nan": 0.02, "slow_loris": 0.004, "hang": 0.004,
@@ -61,7 +61,7 @@ FAULTS = {
 
 
 class Endless(ScriptedEngine):
-    """An engine that answers what a probe asks, and never ends a real request."""
+    """An engine that answers a probe, and never ends a real request."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Sample as the toy engine does if the request is short; never end otherwise."""
@@ -105,7 +105,7 @@ def plan(serve: Serve) -> tuple[RunSpec, list[DialectServer]]:
 
 
 class Trouble:
-    """Makes it once a server has answered so many requests, before the run does anything else."""
+    """A listener that causes trouble once a server has answered a number of requests."""
 
     def __init__(self, server: DialectServer, left: list[tuple[int, Callable[[], object]]]) -> None:
         self.server = server
@@ -114,13 +114,13 @@ class Trouble:
     def recalled(self, event: object) -> None: ...
 
     def notify(self, event: object) -> None:
-        """Look how many there are."""
+        """Count the server's replies."""
         while self.left and self.server.served >= self.left[0][0]:
             self.left.pop(0)[1]()
 
 
 class Renamed(ScriptedEngine):
-    """The toy target with the words of the toy draft."""
+    """The toy target under the name of the toy draft."""
 
     def __init__(self) -> None:
         super().__init__("draft", model=ToyModel(TARGET, ToyTokenizer()))
@@ -130,7 +130,7 @@ class Renamed(ScriptedEngine):
 async def test_a_run_is_not_resumed_on_other_weights_under_the_same_name(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """The manifest keeps the scores of a fixed text; the error has both, and the run is kept."""
+    """The manifest has the scores of a fixed text; the error has both values, and the run is kept."""
     servers = [serve("vllm", make, model="one") for make in (engine("draft"), Renamed)]
     policy = Policy(samples=2, turns=3, early_stop="none")
     answers = Answers(toy_answer, toy_groups)
@@ -159,9 +159,7 @@ async def test_a_run_is_not_resumed_on_other_weights_under_the_same_name(
 async def test_every_problem_ends_once_while_servers_fail_and_restart(
     plan: tuple[RunSpec, list[DialectServer]], tmp_path: Path
 ) -> None:
-    """A third of the calls fails in some way, a replica is killed and returns: every problem has
-    its outcome, once.
-    """
+    """A third of the calls fails and a replica is killed and returns; each problem has one outcome."""
     todo, servers = plan
 
     def fail() -> None:
@@ -189,7 +187,7 @@ async def test_every_problem_ends_once_while_servers_fail_and_restart(
 async def test_a_run_that_is_stopped_leaves_servers_idle(
     plan: tuple[RunSpec, list[DialectServer]],
 ) -> None:
-    """Cancelling the run, as Ctrl-C does, frees everything it had asked for."""
+    """Cancelling the run, as Ctrl-C does, ends all its requests at the servers."""
     todo, servers = plan
     async with task_group() as group:
         group.start_soon(evaluate, toy_problems(40, 5), todo, RunOptions(signals="ignore"))
@@ -204,10 +202,8 @@ async def test_a_run_that_is_stopped_leaves_servers_idle(
             await anyio.sleep(0.01)
 
 
-def test_servers_are_named_by_words() -> None:
-    """SCHEME:URL/MODEL, settings after a question mark, several URLs for a pool; what is wrong is
-    said.
-    """
+def test_addresses_of_servers_are_parsed() -> None:
+    """SCHEME:URL/MODEL may have settings after a question mark and several URLs; faults are named."""
     one = build_engine("vllm:http://h:8000/Qwen/Qwen3-8B?in_flight=7&timeout=3&wait=9", "target")
     assert isinstance(one, RemoteEngine)
     assert (one.url, one.options.in_flight, one.options.timeout_seconds) == (
@@ -231,8 +227,8 @@ def test_servers_are_named_by_words() -> None:
             build_engine(words, "draft")
 
 
-def test_a_run_says_how_long_a_lost_server_is_waited_for() -> None:
-    """`give_up_after` of the setup holds for every server whose address says nothing itself."""
+def test_give_up_after_applies_to_every_server() -> None:
+    """The setup's value holds for each server whose address has no value of its own."""
     setup = Setup(
         draft="vllm:http://a:1/m?give_up_after=7",
         target="openai:gpt",
@@ -254,7 +250,7 @@ def test_a_run_says_how_long_a_lost_server_is_waited_for() -> None:
 def test_the_probe_command_says_what_is_wrong(
     serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Exit codes: 3 for the server, 2 for what was given; one line on stderr, nothing on stdout."""
+    """The exit code is 3 for the server and 2 for the arguments, with one line on stderr."""
     from atts.models import path
 
     server = serve("vllm")
@@ -279,7 +275,7 @@ def test_the_probe_command_says_what_is_wrong(
 def test_the_probe_command_waits_for_a_server_that_loads_and_says_so(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Waiting is said on stderr; one that never ends is exit code 3."""
+    """The wait is reported on stderr; a server that never ends loading gives exit code 3."""
     assert (
         command(["probe", serve("chat", loading_seconds=0.4).url + "/v1", "--dialect", "chat"]) == 0
     )
@@ -295,8 +291,8 @@ def test_the_probe_command_waits_for_a_server_that_loads_and_says_so(
 async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every request would fail alike: the run says so at once, where the key belongs, and leaves
-    the server idle.
+    """Every request would fail alike, so the run ends at once, names the place of the key and
+    leaves the server idle.
     """
     monkeypatch.setenv("ATTS_API_KEY", "secret-old")
     server = serve("sglang", engine("draft"), key="secret-old")
@@ -321,7 +317,9 @@ async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
 
 
 def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) -> None:
-    """A real process, two real interrupts: exit code 130, and no request is left at the server."""
+    """After two interrupts of a real process the exit code is 130, and no request is left at the
+    server.
+    """
     server = serve("chat", lambda: Endless("target"))
     words = [
         "eval",
@@ -348,7 +346,7 @@ def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) ->
         deadline = time.monotonic() + 120
         while server.running < 16 and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        # the first lets calls finish, which these never do; the next drops them
+        # the first Ctrl-C lets calls finish, which never happens here; the next drops them
         for patience in (
             0.5,
             30.0,
@@ -356,7 +354,7 @@ def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) ->
         ):
             run.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                # on a busy machine two at once may count as one: then there is a third
+                # a busy machine may merge two signals into one, so a third may be needed
                 run.wait(patience)
                 break
         out, said = run.communicate(timeout=120)
@@ -373,7 +371,7 @@ def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) ->
 def test_the_probe_command_describes_a_server_of_the_embedded_model(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real model and its real tokenizer behind the dialect; --need fails what cannot."""
+    """The server has a real model and tokenizer; `--need` fails for abilities it lacks."""
     from atts.local import LocalEngine, LocalOptions
     from atts.models import path
 
@@ -388,7 +386,7 @@ def test_the_probe_command_describes_a_server_of_the_embedded_model(
 
 
 class CountedScores(ScriptedEngine):
-    """An engine that counts what it is asked to score."""
+    """An engine that counts its scoring requests."""
 
     asked = 0
 
@@ -404,9 +402,9 @@ class CountedScores(ScriptedEngine):
     [
         ("draft-only", {}, "none"),
         ("coin", {}, "none"),
-        # its mean score and its majority vote look at the target's log-probabilities alone
+        # its score and its vote need the log-probabilities of scored chunks only
         ("atts", {}, "none"),
-        # this score compares both models
+        # this score compares the log-probabilities of both models
         ("atts", {"score": ScoreRule("speculative")}, "draft"),
         ("draft-only", {"vote": "confidence"}, "draft"),
         ("target-only", {"vote": "confidence"}, "target"),
@@ -415,8 +413,8 @@ class CountedScores(ScriptedEngine):
 async def test_raw_log_probs_are_fetched_only_where_they_are_used(
     serve: Serve, method: str, changes: dict[str, Any], extra: str
 ) -> None:
-    """SGLang's default convention costs a second scoring of what was written only for a score, vote
-    or stop.
+    """SGLang returns processed ones by default, so raw ones cost a second request, made only if a
+    score, vote or stop needs them.
     """
     models: dict[Role, CountedScores] = {role: CountedScores(role) for role in ("draft", "target")}
     quirks = ServerQuirks(logprobs="processed")

@@ -1,4 +1,4 @@
-"""Hints that some servers read: a thinking budget, a key for the prompt's cache, priorities."""
+"""Tests of optional request fields: a thinking budget, a key for the prompt cache, priorities."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make() -> Engine:
 
 @pytest.mark.anyio
 async def test_vllm_closes_the_block_in_the_same_request(serve: Serve) -> None:
-    """With thinking=send a rollout is one request; without it, one more after the budget."""
+    """With thinking=send a rollout is one request; without it, one more follows after the budget."""
     server = serve(make=make)
     ours = await written(server, QUICK)
     stopped = [rollout for rollout in ours if any(turn.is_forced for turn in rollout.turns)]
@@ -84,8 +84,8 @@ async def test_vllm_closes_the_block_in_the_same_request(serve: Serve) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_server_that_ignores_the_budget_is_stopped_here(serve: Serve) -> None:
-    """The block is closed after the request that went past the budget, and the turn says so."""
+async def test_atts_closes_the_block_if_the_server_ignores_the_budget(serve: Serve) -> None:
+    """The block is closed after the request that exceeded the budget, and the turn records it."""
     server = serve(make=make, quirks=ServerQuirks(thinking="ignored"))
     policy = replace(POLICY, chunking=Chunking(BUDGET + 6, BUDGET + 6, ()))
     rollouts = await written(server, replace(QUICK, thinking="send"), policy)
@@ -105,7 +105,7 @@ async def test_a_server_that_ignores_the_budget_is_stopped_here(serve: Serve) ->
 async def test_a_server_without_the_budget_is_refused(
     serve: Serve, quirks: ServerQuirks, words: str
 ) -> None:
-    """Before a run begins, with what to do."""
+    """The refusal comes before a run begins, with a remedy."""
     server = serve(make=make, quirks=quirks)
     options = replace(QUICK, thinking="send")
     with pytest.raises(UnsupportedByEngine, match=words):
@@ -116,7 +116,7 @@ async def test_a_server_without_the_budget_is_refused(
 
 
 def test_a_dialect_that_cannot_send_the_budget_says_so() -> None:
-    """It would be ignored silently."""
+    """Otherwise the setting would be ignored silently."""
     address = read_server("sglang:http://localhost:1/m?thinking=send")
     assert address.options.thinking == "send"
     with pytest.raises(OptionError, match="dialect sglang are not sent a thinking budget"):
@@ -126,7 +126,7 @@ def test_a_dialect_that_cannot_send_the_budget_says_so() -> None:
 
 
 class Host:
-    """A hosted service that lists its models, for a dialect that asks who it is."""
+    """A hosted service that lists its models, for a dialect that asks for its identity."""
 
     name = "host"
 
@@ -139,7 +139,7 @@ class Host:
 
 
 async def fields(url: str, options: RemoteOptions, **changes: Any) -> dict[str, Any]:
-    """Return the body that the chat dialect sends there."""
+    """Return the body that the chat dialect sends to this service."""
     dialect = ChatDialect(options)
     await dialect.identify(cast(Client, Host(url)), "m")
     request = SampleRequest((1, 70, 2), 50, rollout="p7/3", **changes)
@@ -148,7 +148,9 @@ async def fields(url: str, options: RemoteOptions, **changes: Any) -> dict[str, 
 
 @pytest.mark.anyio
 async def test_a_rollouts_requests_go_to_one_cache_at_openai() -> None:
-    """The key names the rollout; other services are not sent a field that they may refuse."""
+    """The field's key names the rollout; other services do not get the field, because they may
+    refuse it.
+    """
     body = await fields("https://api.openai.com/v1", QUICK)
     again = await fields("https://api.openai.com/v1", QUICK)
     assert body["prompt_cache_key"] == again["prompt_cache_key"]
@@ -157,8 +159,8 @@ async def test_a_rollouts_requests_go_to_one_cache_at_openai() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_chat_service_is_sent_the_budget_in_its_own_words() -> None:
-    """OpenRouter's field is another, and OpenAI has none."""
+async def test_a_chat_service_gets_the_budget_in_its_own_field() -> None:
+    """OpenRouter has another field, and OpenAI has none."""
     send = replace(QUICK, thinking="send")
     assert (await fields("https://host.example/v1", send, thinking_budget=9))[
         "thinking_token_budget"
@@ -170,8 +172,10 @@ async def test_a_chat_service_is_sent_the_budget_in_its_own_words() -> None:
         await fields("https://api.openai.com/v1", send)
 
 
-def test_earlier_problems_come_first_where_priorities_are_sent() -> None:
-    """The order of arrival is the priority, of scoring requests too; SGLang's sign is the other."""
+def test_earlier_problems_have_priority_at_the_server() -> None:
+    """The order of arrival is the priority, also of scoring requests; SGLang uses the opposite
+    sign.
+    """
     send = replace(QUICK, priorities="send")
     for dialect, sign in ((VllmDialect(send), 1), (SglangDialect(send), -1)):
         order = [

@@ -1,4 +1,4 @@
-"""`atts tune`: how much a server should speculate, from its step times and its own counters."""
+"""Tests of `atts tune`: how much a server should speculate, from its step times and counters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atts.testing import ServerQuirks
 from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
-SHARES = (0.8, 0.75, 0.7)  # acceptance of each place, if all before it were accepted
+SHARES = (0.8, 0.75, 0.7)  # acceptance at each position, if all before it were accepted
 
 
 def embedded() -> LocalEngine:
@@ -30,7 +30,7 @@ def embedded() -> LocalEngine:
 def timings(
     cost: Callable[[float], float], loads: Sequence[int], shares: Sequence[float] = SHARES
 ) -> list[LoadTiming]:
-    """Make the counts of a server with these shares, whose steps take `cost` seconds by rows."""
+    """Make the counts of a server with these acceptances, whose steps take `cost` seconds by rows."""
     made = list[LoadTiming]()
     for load in loads:
         steps = 10_000
@@ -49,8 +49,8 @@ def timings(
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def test_where_rows_cost_nothing_as_many_are_proposed_as_pay() -> None:
-    """A step that takes the same however many rows it has: the longest proposal is the best."""
+def test_free_rows_give_the_longest_proposal() -> None:
+    """If a step takes the same time for any number of rows, the longest proposal is the best."""
     found = advise(timings(lambda rows: 0.02, LOADS), 3)
     assert [each.length for each in found.loads] == [3] * len(LOADS)
     assert json.loads(found.config) == {"method": "ngram", "num_speculative_tokens": 3}
@@ -58,8 +58,10 @@ def test_where_rows_cost_nothing_as_many_are_proposed_as_pay() -> None:
     assert ["fewer than 4 rows" in warning for warning in found.warnings] == [True]
 
 
-def test_where_every_row_costs_its_share_nothing_pays() -> None:
-    """A step as long as its rows are many: "none", once steps without proposals were timed too."""
+def test_rows_at_full_cost_give_no_proposals() -> None:
+    """If a step takes time in proportion to its rows, the advice is "none", once plain steps were
+    timed too.
+    """
 
     def cost(rows: float) -> float:
         return 0.01 * rows
@@ -71,7 +73,7 @@ def test_where_every_row_costs_its_share_nothing_pays() -> None:
 
 
 def test_steps_that_were_never_timed_are_named() -> None:
-    """A server that proposes three tokens at every load takes no step of fewer than four rows."""
+    """A server that always proposes three tokens takes no step of fewer than four rows."""
     found = advise(timings(lambda rows: 0.01 * rows, LOADS), 3)
     assert [each.length for each in found.loads][2:] == [0] * len(LOADS[2:])
     assert "no step of fewer than 4 rows was timed" in found.warnings[0]
@@ -94,7 +96,7 @@ def test_proposals_grow_shorter_with_the_load() -> None:
 
 
 def test_the_forecast_of_the_length_in_use_is_near_what_was_measured() -> None:
-    """It is within 10 % at every load, for costs that bend."""
+    """It is within 10 % at every load, also for nonlinear costs."""
     found = advise(timings(lambda rows: 0.01 + 0.0004 * rows, LOADS), 4)
     for each in found.loads:
         assert each.forecast == pytest.approx(each.measured, rel=0.1)
@@ -119,8 +121,8 @@ def test_the_choice_is_the_best_of_all_lengths_by_enumeration() -> None:
         assert goodputs[each.length] >= 0.97 * max(goodputs)
 
 
-def test_a_server_that_proposed_nothing_is_timed_and_told_so() -> None:
-    """Nothing is known of acceptance, so nothing is advised."""
+def test_a_server_that_proposed_nothing_gets_no_advice() -> None:
+    """Its steps are timed, but its acceptance is unknown."""
     found = advise(timings(lambda rows: 0.02, LOADS, ()), 4)
     assert found.config == "none"
     assert found.acceptance == ()
@@ -129,7 +131,7 @@ def test_a_server_that_proposed_nothing_is_timed_and_told_so() -> None:
 
 
 def test_the_order_of_timings_does_not_matter() -> None:
-    """Advice is a function of what was measured."""
+    """The advice depends only on the set of measurements."""
     made = timings(lambda rows: 0.01 + 0.0008 * rows, LOADS)
     assert [each.length for each in advise(made, 3).loads] == [
         each.length for each in advise(made[::-1], 3).loads
@@ -140,7 +142,7 @@ def test_the_order_of_timings_does_not_matter() -> None:
 def test_a_server_is_tuned_by_its_counters(
     serve: Serve, speculation: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """End to end over HTTP: shares are those of the server, counted from here on alone."""
+    """Over HTTP, only the server's counts from the beginning of the command are used."""
     quirks = ServerQuirks(speculation=speculation, acceptance=SHARES)
     server = serve("vllm", embedded, model="owner/draft", quirks=quirks)
     words = f"vllm:{server.url}/owner/draft?tokenizer={path('draft')}"
@@ -169,6 +171,6 @@ def test_loads_that_do_not_rise_are_refused(
     assert "--load" in capsys.readouterr().err
 
 
-def test_nothing_pays_is_said_in_one_word() -> None:
-    """The advice of no loads that pay has no setting."""
+def test_if_no_load_pays_the_advice_has_no_setting() -> None:
+    """The advice is then the word "none"."""
     assert TuneAdvice("ngram", (0.5,), ()).config == "none"

@@ -1,4 +1,4 @@
-"""People whose models are on servers install neither torch nor transformers."""
+"""Tests that a run on servers needs neither torch nor transformers."""
 
 from __future__ import annotations
 

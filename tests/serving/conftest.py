@@ -43,7 +43,7 @@ class Client:
     http: httpx2.AsyncClient
 
     async def chat(self, **fields: Any) -> httpx2.Response:
-        """Ask the toy question, or what the fields say."""
+        """Ask the toy question, or what the fields request."""
         return await self.http.post("/chat/completions", json=body(**fields))
 
 
@@ -93,7 +93,7 @@ async def stream_events(client: Client, **fields: Any) -> list[Any]:
 def started_server(
     state: Path, seconds: float = 0.0, requests: int = 64
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start a server whose calls take so long; return its process and its address."""
+    """Start a server whose calls take this long; return its process and its address."""
     words = [str(state), str(seconds), str(requests)]
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.serving.server_process", *words],

@@ -1,4 +1,4 @@
-"""A server on scripted engines that take time, in a process that tests may kill."""
+"""A server on slow scripted engines, in a process that tests may kill."""
 
 from __future__ import annotations
 

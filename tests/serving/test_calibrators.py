@@ -1,4 +1,6 @@
-"""Calibrators of a server: shared by requests, kept over a restart, left out where they do not fit."""
+"""Tests of a server's calibrators: requests share them, restarts keep them, and unsuitable ones are
+left out.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,19 @@ def calibrator(service: Service, method: str = "atts", rate: float = 0.2) -> Cal
 
 
 async def ask(client: Client, times: int = 1, **fields: Any) -> None:
-    """Ask the toy question so often."""
+    """Ask the toy question this many times."""
     for _ in range(times):
         assert (await client.chat(**fields)).status_code == 200
 
 
 def test_a_restarted_server_continues_with_what_it_learnt(tmp_path: Path) -> None:
-    """Its calibrators have the decisions of earlier sessions, each of its own method and rate."""
+    """Its calibrators have the decisions of earlier sessions, one for each method and rate."""
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:
             await ask(client, 5)
             await ask(client, 2, reasoning_effort="high")
-            # a seed has a calibrator of its own, and teaches the shared one nothing
+            # a request with a seed has its own calibrator, and the shared one does not learn from it
             await ask(client, 3, seed=1)
             decided = calibrator(client.service).decided
             other = calibrator(client.service, rate=0.3).decided
@@ -54,7 +56,7 @@ def test_a_restarted_server_continues_with_what_it_learnt(tmp_path: Path) -> Non
 
 
 def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path) -> None:
-    """State and order of issue are those of the session before; the realised rate continues."""
+    """State and order of issue are those of the session before, and the realised rate continues."""
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:
@@ -63,7 +65,7 @@ def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path)
             before.settle()
             saved = before.state()
         async with serving(state=tmp_path) as client:
-            # the plan is made, and no call fits
+            # the request is planned, but no call fits into its cap
             await ask(client, atts={"max_total_tokens": 1})
             after = calibrator(client.service)
             assert after is not before
@@ -74,10 +76,10 @@ def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path)
 
 
 @pytest.mark.parametrize("damage", ["torn", "models", "rate scope"])
-def test_what_does_not_fit_is_left_out_and_said(
+def test_unsuitable_calibrators_are_left_out_with_a_message(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A damaged file, or one of other models or settings, keeps no server from starting."""
+    """A damaged file, or one of other models or settings, does not keep the server from starting."""
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:
@@ -101,7 +103,7 @@ def test_what_does_not_fit_is_left_out_and_said(
 
 
 def test_calibrators_are_saved_while_the_server_runs(tmp_path: Path) -> None:
-    """A killed server has not forgotten everything: the file is there before the end."""
+    """The file exists before the end, so a killed server does not lose everything."""
 
     async def main() -> None:
         async with serving(state=tmp_path, save_seconds=0.01) as client:

@@ -1,4 +1,4 @@
-"""Real clients against `atts serve` on the embedded pair, in a process of its own."""
+"""Tests of real clients with `atts serve` on the embedded pair, in its own process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def address() -> Generator[str]:
         yield served
 
 
-def test_the_lines_of_the_page_work_with_the_real_client(
+def test_the_program_on_the_page_works_with_openais_client(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The page's program, with this server's port, prints an answer and its votes."""
@@ -65,7 +65,7 @@ def test_the_lines_of_the_page_work_with_the_real_client(
     assert re.match(r"\d+ \{", facts)
 
 
-def test_the_real_client_streams(address: str) -> None:
+def test_openais_client_streams(address: str) -> None:
     """Reasoning, content and usage arrive in this order, in the client's own types."""
     openai = pytest.importorskip("openai", reason="needs the package openai")
     client = openai.OpenAI(base_url=address, api_key="none")
@@ -93,7 +93,7 @@ def test_the_real_client_streams(address: str) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_gets_a_reply(address: str) -> None:
-    """Nothing but a body is needed."""
+    """A request needs nothing but a body."""
     body = '{"model":"atts/embedded:fast","messages":[{"role":"user","content":"What is 3 + 4?"}]}'
     done = subprocess.run(
         ["curl", "-sS", f"{address}/chat/completions", "-d", body],
@@ -105,6 +105,6 @@ def test_curl_gets_a_reply(address: str) -> None:
     assert '"finish_reason"' in done.stdout
 
 
-def test_the_extra_is_here() -> None:
-    """The server under the endpoint is declared by the extra."""
+def test_the_serve_extra_declares_the_server() -> None:
+    """The extra lists the web server on which the endpoint runs."""
     assert find_spec("uvicorn") is not None

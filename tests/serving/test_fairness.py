@@ -1,4 +1,4 @@
-"""Slots that users share: no user starves, shares hold under overload, the greedy lose places."""
+"""Tests of sharing slots among users: no user starves, shares hold, and floods lose their places."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.serving.conftest import body, serving, toy_setup
 async def served(
     slots: FairSlots, user: str, cost: float, order: list[str], release: anyio.Semaphore
 ) -> None:
-    """Hold a slot until the test lets one go, and note the order of the grants."""
+    """Take a slot until the test frees one, and record the order of the grants."""
     async with slots.slot(user) as spent:
         order.append(user)
         await release.acquire()
@@ -45,7 +45,7 @@ async def queued(
 
 
 def test_a_late_user_does_not_wait_behind_a_flood() -> None:
-    """One request of another user is served next, however many requests wait before it."""
+    """The request of another user is served next, however many requests wait before it."""
 
     async def main() -> None:
         slots = FairSlots(1, 100)
@@ -59,7 +59,7 @@ def test_a_late_user_does_not_wait_behind_a_flood() -> None:
 
 @pytest.mark.parametrize(("cost", "expected"), [(1.0, 30), (2.0, 22.5)])
 def test_shares_hold_by_what_requests_cost(cost: float, expected: float) -> None:
-    """A user with twice the share gets twice as much, counted in cost and not in requests."""
+    """A user with twice the share gets twice as much, counted in cost instead of requests."""
 
     async def main() -> None:
         slots = FairSlots(1, 200, {"large": 2.0})
@@ -72,7 +72,7 @@ def test_shares_hold_by_what_requests_cost(cost: float, expected: float) -> None
 
 
 def test_time_without_requests_earns_no_credit() -> None:
-    """A user who comes back is served by turns, not all at once."""
+    """A user who returns is served in turn, not all at once."""
 
     async def main() -> None:
         slots = FairSlots(1, 100)
@@ -83,8 +83,8 @@ def test_time_without_requests_earns_no_credit() -> None:
     anyio.run(main)
 
 
-def test_a_full_queue_displaces_the_newest_of_who_has_most() -> None:
-    """The flood loses a place to a newcomer; it gets none back, and a second flood shares evenly."""
+def test_a_full_queue_displaces_the_newest_request_of_the_largest_user() -> None:
+    """The flood loses a place to a newcomer and gets none back; a second flood shares evenly."""
 
     async def main() -> None:
         slots = FairSlots(1, 4)
@@ -120,7 +120,7 @@ def test_a_full_queue_displaces_the_newest_of_who_has_most() -> None:
 
 
 def test_cancelled_and_displaced_requests_lose_no_slot() -> None:
-    """After any mixture of ends, all slots are free again (seeded)."""
+    """After any mixture of ends, all slots are free again."""
 
     async def main() -> None:
         draw = random.Random(5)
@@ -151,7 +151,7 @@ def test_cancelled_and_displaced_requests_lose_no_slot() -> None:
 
 
 def test_users_that_come_and_go_are_forgotten() -> None:
-    """Names come from clients: their number does not grow for ever."""
+    """Clients choose these names, so their number must not grow forever."""
 
     async def main() -> None:
         slots = FairSlots(1, 10)
@@ -164,21 +164,23 @@ def test_users_that_come_and_go_are_forgotten() -> None:
 
 
 def test_a_share_of_nothing_is_refused() -> None:
-    """A user without a share would starve."""
+    """A user with a share of 0 would starve."""
     with pytest.raises(OptionError, match="not a share above 0"):
         ServeOptions(shares={"a": 0.0}, keys={"k": "a"})
 
 
 @pytest.mark.parametrize("keys", [{}, {"k": ""}, {"k": "b"}])
 def test_a_share_needs_a_key(keys: dict[str, str]) -> None:
-    """Any client could call itself by a name that no key has."""
+    """Without keys, any client could take the name with the share."""
     with pytest.raises(OptionError, match="'a' has no key"):
         ServeOptions(shares={"a": 2.0}, keys=keys)
 
 
 @pytest.mark.parametrize(("key", "owner"), [("k-ann", "ann"), ("k-all", "")])
 def test_a_client_cannot_name_itself_where_keys_have_names(key: str, owner: str) -> None:
-    """The field `user` neither takes another user's share nor shows the run to that user."""
+    """With named keys, the field `user` neither takes another user's share nor shows the run to
+    that user.
+    """
     pytest.importorskip("starlette", reason="needs the extra serve")
 
     async def main() -> None:
@@ -214,7 +216,7 @@ def test_a_user_who_floods_the_server_does_not_starve_another() -> None:
                     while client.service.in_flight < 21:  # noqa: ASYNC110
                         await anyio.sleep(0.01)
                 group.start_soon(ask, "other")
-            # one of the flood lost its place to the other user, and was asked to come back
+            # one request of the flood lost its place to the other user, with a request to retry
             assert statuses == {200: 21, 429: 1}
             assert ended.index("other") <= 6
             assert client.service.account.reserved == Amount()
@@ -223,7 +225,7 @@ def test_a_user_who_floods_the_server_does_not_starve_another() -> None:
 
 
 def test_a_key_is_a_user() -> None:
-    """A named key's user counts and sees its own runs only; the operator's key sees all."""
+    """The user of a named key counts and sees its own runs only; the operator's key sees all."""
     pytest.importorskip("starlette", reason="needs the extra serve")
 
     async def main() -> None:

@@ -1,4 +1,6 @@
-"""The endpoint survives faults around it: kill -9, clients that leave by the hundred, slow readers."""
+"""Tests of faults around the endpoint: kill -9, clients that disconnect, slow readers, huge
+requests.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,12 @@ def started(state: Path) -> tuple[subprocess.Popen[str], str]:
 
 
 def spent(state: Path) -> Amount:
-    """Return what a ledger's file has in all."""
+    """Return the total that a ledger's file records."""
     return sum(read_ledger(state / LEDGER).values(), Amount())
 
 
 def test_a_server_killed_in_a_stream_forgets_nothing_it_spent(tmp_path: Path) -> None:
-    """After kill -9 the ledger has at least what was replied; after a restart it only grows."""
+    """After kill -9 the ledger has at least what was replied, and after a restart it only grows."""
     replied = 0
     before = Amount()
     for _ in range(2):
@@ -73,8 +75,8 @@ def test_a_server_killed_in_a_stream_forgets_nothing_it_spent(tmp_path: Path) ->
 
 @pytest.mark.parametrize("clients", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
-def test_clients_that_leave_by_the_hundred_leave_nothing(clients: int) -> None:
-    """Every counter of work in flight is back at 0, and the server still answers."""
+def test_a_hundred_disconnecting_clients_leave_nothing(clients: int) -> None:
+    """Every counter of work in flight returns to 0, and the server still answers."""
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=0.05, per_score=0.05))
@@ -88,7 +90,7 @@ def test_clients_that_leave_by_the_hundred_leave_nothing(clients: int) -> None:
                 stream = await anyio.connect_tcp(address.host, address.port or 80)
                 async with stream:
                     await stream.send(message)
-                    await stream.receive()  # the headers are there, and the work has begun
+                    await stream.receive()  # the headers arrived, so the work has begun
 
             for start in range(0, clients, 50):
                 async with task_group() as group:
@@ -109,8 +111,8 @@ def test_clients_that_leave_by_the_hundred_leave_nothing(clients: int) -> None:
     anyio.run(main)
 
 
-def test_a_slow_reader_delays_nobody_else() -> None:
-    """A client that reads nothing holds its own stream back, and others are answered."""
+def test_a_slow_reader_delays_no_other_client() -> None:
+    """Its own stream is paused while others are answered."""
 
     async def main() -> None:
         async with serving() as client:
@@ -136,7 +138,7 @@ def test_a_slow_reader_delays_nobody_else() -> None:
 
 
 class Wordy(ScriptedEngine):
-    """A draft that writes long chunks, and falls silent in the middle of its text."""
+    """A draft that writes long chunks, and then stops in the middle of its text."""
 
     CHUNKS = 40
 
@@ -153,17 +155,17 @@ class Wordy(ScriptedEngine):
 
 
 def buffered() -> int:
-    """Return the most bytes that a connection of this process has not handed to the system yet."""
+    """Return the most bytes that a connection of this process still buffers."""
     transports = [one for one in gc.get_objects() if isinstance(one, asyncio.WriteTransport)]
     return max(one.get_write_buffer_size() for one in transports)
 
 
 def test_a_reader_that_stops_fills_a_bounded_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream is held back, others are answered, and hanging up cancels the work."""
+    """The stream is paused, others are answered, and disconnecting cancels the work."""
     create = socket.create_server
 
     def small_buffers(*given: Any, **named: Any) -> socket.socket:
-        """Listen with sockets that hold little, so that less than megabytes fills them."""
+        """Listen with sockets that buffer little, so that less than megabytes fills them."""
         listener = create(*given, **named)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
         return listener
@@ -186,7 +188,7 @@ def test_a_reader_that_stops_fills_a_bounded_buffer(monkeypatch: pytest.MonkeyPa
                 with anyio.fail_after(60):
                     while buffered() < 1 << 16:
                         assert (await client.chat(model="target")).status_code == 200
-                # the rest waits as text, of which a request's caps allow only so much
+                # the rest waits as text, which the request's caps limit
                 with anyio.fail_after(60):
                     while draft.asked <= Wordy.CHUNKS:
                         assert (await client.chat(model="target")).status_code == 200
@@ -205,7 +207,7 @@ def test_a_reader_that_stops_fills_a_bounded_buffer(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_flood_of_headers_is_refused() -> None:
-    """A request that is all headers is an error of its client."""
+    """A request with too many headers is an error of its client."""
 
     async def main() -> None:
         async with serving() as client:
@@ -214,14 +216,14 @@ def test_a_flood_of_headers_is_refused() -> None:
                 response = await client.http.get("/models", headers=headers)
                 assert response.status_code in (400, 431)
             except httpx2.TransportError:
-                pass  # the connection was closed instead
+                pass  # or the connection was closed
             assert (await client.chat()).status_code == 200
 
     anyio.run(main)
 
 
 def test_a_body_of_100_megabytes_is_refused_after_the_first() -> None:
-    """The server reads no more than it allows, keeps nothing of it, and answers the next request."""
+    """The server reads no more than its limit, keeps nothing of it, and answers the next request."""
     sent = 0
 
     async def endless() -> AsyncGenerator[bytes]:
@@ -237,7 +239,7 @@ def test_a_body_of_100_megabytes_is_refused_after_the_first() -> None:
                 assert response.status_code == 413
             except httpx2.TransportError:
                 pass  # the connection was closed while the client still sent
-            # what the sockets hold may be sent as well, and no more
+            # the sockets may buffer some more, but not much
             assert sent < 40 << 20
             assert (await client.chat()).status_code == 200
             assert client.service.in_flight == 0
@@ -246,7 +248,7 @@ def test_a_body_of_100_megabytes_is_refused_after_the_first() -> None:
 
 
 def test_engines_that_fail_under_many_requests_leave_nothing() -> None:
-    """Every request is answered or gets an error of the server, and no reservation is left."""
+    """Each request gets a reply or an error of the server, and no reservation is left."""
 
     async def main() -> None:
         draft = ScriptedEngine("draft", faults=Faults({"refused": 0.2}, seed=3))
@@ -271,7 +273,7 @@ def test_engines_that_fail_under_many_requests_leave_nothing() -> None:
     anyio.run(main)
 
 
-def test_a_cancelled_server_closes_what_clients_keep_open() -> None:
+def test_a_cancelled_server_closes_idle_connections() -> None:
     """Browsers keep connections open between two requests."""
 
     async def main() -> None:
@@ -294,17 +296,17 @@ def test_a_cancelled_server_closes_what_clients_keep_open() -> None:
 
 
 class EndsLate:
-    """A service that refuses a request just after its client has left."""
+    """A service that refuses a request just after its client disconnected."""
 
     def __init__(self) -> None:
         self.options = ServeOptions()
         self.has_ended = False
 
     def check_room(self, user: str) -> None:
-        """Let everyone in."""
+        """Accept every request."""
 
     async def solve(self, *_: object, **__: object) -> None:
-        """End in spite of the cancellation."""
+        """End despite the cancellation."""
         with anyio.CancelScope(shield=True):
             await anyio.sleep(0.01)
         self.has_ended = True

@@ -1,4 +1,4 @@
-"""The model names of a server: pass-through ids, one model that votes, policies, housekeeping."""
+"""Tests of a server's model names: single models, voting models, policies and utility requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_model(**changes: Any) -> Setup:
 
 @pytest.mark.parametrize("role", ["draft", "target"])
 def test_a_model_can_be_asked_alone(role: Role) -> None:
-    """One rollout of it, whole as content, without votes, by its own name as well."""
+    """Its own name gives one rollout of it, all as content and without votes."""
 
     async def main() -> None:
         async with serving() as client:
@@ -54,7 +54,7 @@ def test_a_model_can_be_asked_alone(role: Role) -> None:
 
 
 def test_a_conversation_reaches_a_model_turn_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own chat template renders the messages, and our system prompt is not among them."""
+    """Its own chat template renders the messages, without atts' system prompt."""
     seen: list[Any] = []
     render = ToyTokenizer.render
 
@@ -133,8 +133,8 @@ def test_a_request_may_name_its_method() -> None:
         ({"model": "target", "atts": {"method": "atts"}}, "does not apply to 'target'"),
     ],
 )
-def test_what_a_model_cannot_do_is_refused(fields: dict[str, Any], words: str) -> None:
-    """The field is named, before any work."""
+def test_impossible_requests_to_a_model_are_refused(fields: dict[str, Any], words: str) -> None:
+    """The error names the field before any work is done."""
 
     async def main() -> None:
         async with serving() as client:
@@ -147,8 +147,8 @@ def test_what_a_model_cannot_do_is_refused(fields: dict[str, Any], words: str) -
 
 
 def test_a_thinking_budget_lets_every_rollout_answer() -> None:
-    """The thinking ends at the budget with a text that begins the answer; `max_tokens` is the limit
-    of all.
+    """The thinking ends at the budget with a text that begins the answer; `max_tokens` limits the
+    whole.
     """
 
     async def main() -> None:
@@ -172,7 +172,7 @@ def test_a_thinking_budget_lets_every_rollout_answer() -> None:
 
 
 def test_a_trace_has_every_chunk_and_its_decision() -> None:
-    """`full` has the texts that `summary` counts; `none` has neither."""
+    """`full` has the texts that `summary` counts, and `none` has neither."""
 
     async def main() -> None:
         async with serving() as client:
@@ -196,7 +196,9 @@ TITLE = "### Task:\nGenerate a concise, 3-5 word title for the chat.\n\nUser: " 
 
 @pytest.mark.parametrize("housekeeping", ["draft", "policy"])
 def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) -> None:
-    """It is counted as such; a server may be set to treat it as any other."""
+    """Requests for titles and the like are counted separately; a server may treat them as any
+    other.
+    """
 
     async def main() -> None:
         async with serving(housekeeping=housekeeping) as client:
@@ -208,7 +210,7 @@ def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) 
             if is_cheap:
                 assert facts["samples"]["started"] == 1
                 assert facts["by_model"]["target"] == {"completion": 0, "prompt": 0, "scored": 0}
-            # a request with settings of its own is not the chat program's
+            # a request with its own settings does not come from the chat program itself
             facts = (await client.chat(messages=messages, atts={"samples": 2})).json()["atts"]
             assert facts["policy"] == "balanced"
 
@@ -217,7 +219,7 @@ def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) 
 
 @pytest.mark.parametrize("combine", ["select", "synthesize"])
 def test_a_request_may_combine_its_votes(combine: str) -> None:
-    """The target is asked where this request's votes split; its tokens are in the usage."""
+    """The target is asked if this request's votes split, and its tokens are in the usage."""
 
     async def main() -> None:
         async with serving() as client:
@@ -238,7 +240,7 @@ def test_a_request_may_combine_its_votes(combine: str) -> None:
 
 
 def test_the_body_of_the_page_is_complete() -> None:
-    """Every field that a client may send to the endpoint is accepted at once."""
+    """A request with every documented field is accepted."""
 
     async def main() -> None:
         async with serving() as client:
@@ -274,7 +276,7 @@ def test_the_body_of_the_page_is_complete() -> None:
 
 @pytest.mark.parametrize("method", ["draft-only", "target-only"])
 def test_a_model_alone_needs_no_scores_of_the_pair(method: str) -> None:
-    """The scores that come with the embedded pair do not stand in the way of either model alone."""
+    """The embedded pair's stored scores do not prevent using either model alone."""
     pytest.importorskip("torch", reason="needs the extra local")
 
     async def main() -> None:

@@ -1,4 +1,6 @@
-"""Optional: packages that speak to OpenAI's API, against the embedded pair or scripted engines."""
+"""Tests of packages that speak to OpenAI's API, with the embedded pair or scripted engines; all are
+optional.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def address() -> Generator[str]:
 
 
 def run_client(package: str, program: str, address: str, folder: Path) -> str:
-    """Run a program in a process that has the package; skip the test where none has."""
+    """Run a program in a process that has the package; skip the test if none has it."""
     path = os.pathsep.join(filter(None, (EXTRA, os.environ.get("PYTHONPATH"))))
     environment = {
         **os.environ,
@@ -113,8 +115,8 @@ print("openai", answer)
 """
 
 
-def test_openai_chats_and_responds(address: str, tmp_path: Path) -> None:
-    """The package's sync and async clients agree on chats, responses, streams and background work."""
+def test_the_openai_package_chats_and_responds(address: str, tmp_path: Path) -> None:
+    """Its sync and async clients agree on chats, responses, streams and background work."""
     assert run_client("openai", OPENAI, address, tmp_path).startswith("openai ")
 
 
@@ -140,8 +142,8 @@ print("litellm", answer)
 """
 
 
-def test_litellm_passes_our_fields_through(address: str, tmp_path: Path) -> None:
-    """Its OpenAI route gets answers, reasoning, streams, and our refusals."""
+def test_litellm_passes_atts_fields_through(address: str, tmp_path: Path) -> None:
+    """Its OpenAI route gets answers, reasoning, streams, and atts' refusals."""
     printed = run_client("litellm", LITELLM % address, address, tmp_path)
     assert printed.splitlines()[-1].startswith("litellm ")
 
@@ -212,7 +214,7 @@ metric_list:
 def test_lm_eval_evaluates_through_the_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its task of two sums, asked as chats at the same time, gets the votes of scripted engines."""
+    """Its task of two sums, asked as simultaneous chats, gets the votes of scripted engines."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     questions = {

@@ -1,4 +1,4 @@
-"""The Responses API: whole, streamed, in the background, and over kill -9 and a restart."""
+"""Tests of the Responses API: whole, streamed, in the background, and across kill -9 and restarts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def asked(**fields: Any) -> dict[str, Any]:
 
 
 async def respond(client: Client, **fields: Any) -> httpx2.Response:
-    """Ask the toy question, or what the fields say."""
+    """Ask the toy question, or what the fields request."""
     return await client.http.post("/responses", json=asked(**fields))
 
 
@@ -62,7 +62,7 @@ def texts(response: dict[str, Any]) -> tuple[str, str]:
     return parts["reasoning"], parts["message"]
 
 
-def test_a_response_is_that_of_a_chat() -> None:
+def test_a_response_equals_a_chat() -> None:
     """Both dialects give the same answer, votes and usage for the same seed."""
 
     async def main() -> None:
@@ -92,7 +92,7 @@ def test_a_response_is_that_of_a_chat() -> None:
 
 @pytest.mark.parametrize("model", [MODEL, f"{MODEL}:exact", "draft"])
 def test_a_streamed_response_is_the_whole_one(model: str) -> None:
-    """Deltas, the texts at their ends, and the last event agree with the unstreamed response."""
+    """Deltas, final texts and the last event agree with the response that is not streamed."""
 
     async def main() -> None:
         async with serving() as client:
@@ -142,8 +142,8 @@ def test_a_streamed_response_is_the_whole_one(model: str) -> None:
         ({"atts": {"sampels": 1}}, "did you mean atts.samples?"),
     ],
 )
-def test_what_cannot_be_done_is_refused(fields: dict[str, Any], words: str) -> None:
-    """The field is named, and nothing was spent."""
+def test_impossible_response_requests_are_refused(fields: dict[str, Any], words: str) -> None:
+    """The error names the field, and nothing was spent."""
 
     async def main() -> None:
         async with serving() as client:
@@ -156,7 +156,7 @@ def test_what_cannot_be_done_is_refused(fields: dict[str, Any], words: str) -> N
 
 
 def test_input_may_be_a_conversation() -> None:
-    """Instructions come first, reasoning of earlier replies is dropped, parts are joined."""
+    """Instructions come first, reasoning of earlier replies is dropped, and parts are joined."""
 
     async def main() -> None:
         async with serving() as client:
@@ -193,7 +193,7 @@ def test_a_cut_response_is_incomplete() -> None:
 
 
 def test_a_failed_stream_ends_with_its_error() -> None:
-    """A cap that is an error becomes the event of a failed response."""
+    """A cap that counts as an error becomes the event of a failed response."""
 
     async def main() -> None:
         async with serving() as client:
@@ -215,7 +215,7 @@ async def finished(client: Client, name: str) -> dict[str, Any]:
 
 
 def test_a_background_response_needs_no_client(tmp_path: Path) -> None:
-    """It is returned at once, found while it runs, and its end stays as it is."""
+    """It is returned at once, found while it runs, and does not change after its end."""
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), state=tmp_path) as client:
@@ -268,7 +268,7 @@ def test_background_responses_expire(tmp_path: Path) -> None:
 
 
 def test_a_background_response_can_be_cancelled(tmp_path: Path) -> None:
-    """Nothing of it is left in flight, and a restart does not begin it again."""
+    """Nothing of it stays in flight, and a restart does not begin it again."""
 
     async def main() -> None:
         async with serving(toy_setup(Latency(per_sample=30.0)), state=tmp_path) as client:
@@ -288,7 +288,7 @@ def test_a_background_response_can_be_cancelled(tmp_path: Path) -> None:
 
 
 def test_only_its_user_may_read_a_response(tmp_path: Path) -> None:
-    """Another key's user gets 404, as for a response that there never was."""
+    """The user of another key gets 404, as for a response that does not exist."""
 
     async def main() -> None:
         keys = {"k-ann": "ann", "k-bob": "bob"}
@@ -307,7 +307,7 @@ def test_only_its_user_may_read_a_response(tmp_path: Path) -> None:
 
 
 def test_a_closing_server_leaves_background_work_to_the_next(tmp_path: Path) -> None:
-    """A response that was not done at the end is continued, and finishes as if nothing had been."""
+    """The next server continues a response that was not done, and finishes it as usual."""
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), state=tmp_path) as client:
@@ -328,7 +328,7 @@ def test_a_closing_server_leaves_background_work_to_the_next(tmp_path: Path) -> 
 
 
 def test_a_response_that_no_server_can_continue_fails(tmp_path: Path) -> None:
-    """A request for a model that is no longer served ends with an error, and is not lost."""
+    """A request for a model that is no longer served ends with an error instead of getting lost."""
 
     async def main() -> None:
         async with serving(toy_setup(Latency(per_sample=30.0)), state=tmp_path) as client:
@@ -336,7 +336,7 @@ def test_a_response_that_no_server_can_continue_fails(tmp_path: Path) -> None:
             exact = await respond(client, background=True, model=f"{MODEL}:exact")
             names.append(exact.json()["id"])
         (tmp_path / "responses" / names[0] / "request.json").write_text("{")
-        # one model now, which has no policy `exact`
+        # the second server has one model, and no policy `exact`
         async with serving(toy_setup(method="draft-only"), state=tmp_path) as client:
             ends = [await finished(client, name) for name in names]
         assert [end["status"] for end in ends] == ["failed"] * 3
@@ -352,7 +352,7 @@ def test_a_response_that_no_server_can_continue_fails(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_background_responses_survive_kill_9_and_finish_once(tmp_path: Path) -> None:
-    """Killed again and again, every response ends once, with the answer of an unkilled server.
+    """After several kills each response ends once, with the answer of a server that was not killed.
 
     The ledger has every call of every session, and a request's own cap holds over all of them.
     """
@@ -360,7 +360,7 @@ def test_background_responses_survive_kill_9_and_finish_once(tmp_path: Path) -> 
     ends: dict[str, dict[str, Any]] = {}
     kills = 0
     for session in range(12):
-        # the first sessions are too slow to end anything before they are killed
+        # the first sessions are slow, so they are killed before anything ends
         server, address = started_server(tmp_path, 0.4 if session < 4 else 0.02, 4)
         assert server.stdout is not None
         with server.stdout, httpx2.Client(base_url=address, timeout=60) as client:

@@ -1,4 +1,6 @@
-"""No secret leaves a server: neither its clients' keys nor those of the servers behind it."""
+"""Tests that no secret leaves a server: neither its clients' keys nor those of the servers behind
+it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ class Echoing(DialectServer):
 
 
 def echoing(name: Role, dialect: ServerDialect) -> Echoing:
-    """Make a server of a toy engine that wants the upstream key."""
+    """Make a server of a toy engine that requires the upstream key."""
     return Echoing(lambda: ScriptedEngine(name), dialect, key=UPSTREAM)
 
 
@@ -64,7 +66,7 @@ def texts_in(folder: Path) -> dict[str, str]:
 
 
 def echoes(got: Iterable[tuple[int, str]]) -> int:
-    """Return the number of replies that pass on an upstream's echo, whose key is replaced."""
+    """Return the number of replies that pass on an upstream's echo, in which the key is replaced."""
     return sum("[API key]" in text for _, text in got)
 
 
@@ -74,9 +76,9 @@ def leaks(texts: Iterable[str]) -> list[str]:
 
 
 async def replies_of(address: str, name: str, upstream: Iterable[Echoing]) -> list[tuple[int, str]]:
-    """Ask with wrong and right keys, broken bodies and failing upstreams.
+    """Ask with wrong and correct keys, broken bodies and failing upstream servers.
 
-    Return the status and the text of every reply, and last what the server tells of itself.
+    Return the status and text of every reply, and last the server's description of itself.
     """
     got: list[tuple[int, str]] = []
     chat = {"model": name, "messages": [{"role": "user", "content": QUESTION}]}
@@ -131,7 +133,7 @@ async def replies_of(address: str, name: str, upstream: Iterable[Echoing]) -> li
 
 
 def _keep(path: Path) -> None:
-    """Leave the folder of a run that has ended."""
+    """Keep the folder of a run that has ended."""
 
 
 def test_no_secret_is_in_a_reply_a_log_or_a_file(
@@ -140,7 +142,9 @@ def test_no_secret_is_in_a_reply_a_log_or_a_file(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Two engines behind one key file, every logger at its most talkative, and the journals kept."""
+    """The server has two engines behind one key file, keeps journals, and logs at the most detailed
+    level.
+    """
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(background, "_remove", _keep)
     key_file = tmp_path / "key"
@@ -177,7 +181,9 @@ def test_no_secret_is_in_a_reply_a_log_or_a_file(
 
 
 def test_no_secret_is_printed_by_the_command(tmp_path: Path) -> None:
-    """The key is OPENAI_API_KEY, the clients' keys are a file's, and all that is printed is read."""
+    """The upstream key is OPENAI_API_KEY, the clients' keys are in a file, and all printed text is
+    searched.
+    """
     keys = tmp_path / "keys"
     keys.write_text(f"alice {ALICE}\nbob {BOB}\n")
     state = tmp_path / "state"

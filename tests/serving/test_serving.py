@@ -1,4 +1,4 @@
-"""The endpoint: replies, streams, caps, refusals, overload and clients that leave."""
+"""Tests of the endpoint: replies, streams, caps, refusals, overload and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_reply_has_answer_reasoning_usage_and_facts() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_seed_gives_the_answer_of_solve(policy: str) -> None:
-    """The endpoint runs what `atts.solve` runs, under every policy, however often it is asked."""
+    """The endpoint gives what `atts.solve` gives under every policy, however often it is asked."""
 
     async def main() -> None:
         setup = POLICIES[policy].applied(toy_setup(seed=11))
@@ -128,10 +128,10 @@ def test_a_stream_says_what_a_whole_reply_says(seed: int) -> None:
         ({"stream": "yes"}, 400, "stream is not true or false"),
     ],
 )
-def test_what_cannot_be_done_as_asked_is_refused(
+def test_impossible_chat_requests_are_refused(
     fields: dict[str, Any], status: int, words: str
 ) -> None:
-    """Each refusal names the field, in the form of OpenAI's errors, before any work."""
+    """Each error names the field in OpenAI's form, before any work is done."""
 
     async def main() -> None:
         async with serving() as client:
@@ -156,8 +156,8 @@ def test_what_cannot_be_done_as_asked_is_refused(
         (b"x" * 2_000_000, 413),
     ],
 )
-def test_bodies_that_are_no_request_are_refused(data: bytes, status: int) -> None:
-    """A broken, deep or huge body is an error of the client, and the server continues."""
+def test_malformed_bodies_are_refused(data: bytes, status: int) -> None:
+    """A broken, deeply nested or huge body is an error of the client, and the server continues."""
 
     async def main() -> None:
         async with serving() as client:
@@ -169,7 +169,7 @@ def test_bodies_that_are_no_request_are_refused(data: bytes, status: int) -> Non
 
 
 def test_paths_and_methods_that_are_not_served_are_refused() -> None:
-    """Unknown routes, and tricks with paths, read nothing."""
+    """Unknown routes and manipulated paths read nothing."""
 
     async def main() -> None:
         async with serving() as client:
@@ -193,7 +193,7 @@ def test_paths_and_methods_that_are_not_served_are_refused() -> None:
     ],
 )
 def test_a_cap_ends_a_request_and_is_never_exceeded(caps: dict[str, Any], limit: str) -> None:
-    """The reply says which cap it was; `on_limit` makes it an error instead."""
+    """The reply says which cap it was, and `on_limit` makes it an error instead."""
 
     async def main() -> None:
         setup = toy_setup(SLOW) if limit == "max_seconds" else toy_setup()
@@ -212,7 +212,7 @@ def test_a_cap_ends_a_request_and_is_never_exceeded(caps: dict[str, Any], limit:
 
 
 def test_the_caps_of_the_server_win() -> None:
-    """A request cannot ask for more than --request-* allow, in its body or its headers."""
+    """Neither body nor headers of a request can raise the caps of --request-*."""
     asked = parse_chat(
         body(atts={"max_calls": 900, "max_total_tokens": 50}),
         {"x-atts-max-seconds": "3"},
@@ -223,7 +223,7 @@ def test_the_caps_of_the_server_win() -> None:
 
 
 def test_a_restart_remembers_what_was_spent(tmp_path: Path) -> None:
-    """The server's own cap counts earlier sessions, and then refuses before any work."""
+    """The server's own cap counts earlier sessions, and then refuses before any work is done."""
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:
@@ -240,8 +240,8 @@ def test_a_restart_remembers_what_was_spent(tmp_path: Path) -> None:
     run(main)
 
 
-def test_only_the_key_opens_the_door() -> None:
-    """Without the key only the server's health is reported."""
+def test_without_the_key_only_health_is_served() -> None:
+    """Every other route refuses."""
 
     async def main() -> None:
         async with serving(key="secret") as client:
@@ -261,7 +261,7 @@ def test_only_the_key_opens_the_door() -> None:
 
 
 def test_overload_is_refused_with_a_time_to_try_again() -> None:
-    """One request is worked on, one waits, the third is asked to come back."""
+    """One request is worked on, one waits, and the third gets a Retry-After."""
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), requests=1, queue=1) as client:
@@ -284,7 +284,7 @@ def test_overload_is_refused_with_a_time_to_try_again() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_cancels_its_calls(stream: bool) -> None:
-    """Nothing of a request is left after its client has gone, down to the engines."""
+    """Nothing of a request is left after its client disconnected, down to the engines."""
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=30.0))
@@ -306,7 +306,7 @@ def test_a_client_that_leaves_cancels_its_calls(stream: bool) -> None:
 
 
 def test_a_lost_engine_is_an_error_of_the_server() -> None:
-    """The client hears 502 and no internals; the server continues."""
+    """The client gets 502 without internals, and the server continues."""
 
     async def main() -> None:
         faulty = ScriptedEngine("draft", faults=Faults({"refused": 1.0}))
@@ -321,7 +321,7 @@ def test_a_lost_engine_is_an_error_of_the_server() -> None:
 
 
 def test_256_streams_at_once_lose_no_chunk() -> None:
-    """Every stream has its role, its reasoning, its answer and its end."""
+    """Each stream has its role, reasoning, answer and end."""
 
     async def main() -> None:
         async with serving(requests=256) as client:
@@ -348,7 +348,7 @@ def test_256_streams_at_once_lose_no_chunk() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_run_can_be_seen_and_cancelled(stream: bool) -> None:
-    """While it runs it is listed; cancelled, it frees its calls and its client hears of it."""
+    """It is listed while it runs; if it is cancelled, its calls end and its client gets an error."""
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=30.0))
@@ -384,7 +384,7 @@ def test_a_run_can_be_seen_and_cancelled(stream: bool) -> None:
 
 
 def test_a_finished_run_shows_its_facts_and_no_text() -> None:
-    """Votes and spending are listed; what the client asked is not."""
+    """Votes and spending are listed, but not the client's question."""
 
     async def main() -> None:
         async with serving() as client:
@@ -402,7 +402,7 @@ def test_a_finished_run_shows_its_facts_and_no_text() -> None:
 
 
 def test_metrics_count_what_happened() -> None:
-    """Counters grow, and gauges are back at 0."""
+    """Counters grow, and gauges return to 0."""
 
     async def main() -> None:
         async with serving() as client:
@@ -418,7 +418,7 @@ def test_metrics_count_what_happened() -> None:
 
 
 def test_an_answerless_chat_has_the_text_of_a_rollout() -> None:
-    """A reply without an answer that can be extracted still has content."""
+    """A reply from which no answer can be extracted still has content."""
 
     async def main() -> None:
         async with serving() as client:
@@ -438,7 +438,7 @@ def changed(name: str, value: Any) -> ServeOptions:
 
 @pytest.mark.parametrize("name", ["requests", "body_bytes"])
 def test_limits_that_serve_nothing_are_refused(name: str) -> None:
-    """A server without room is a mistake."""
+    """A server that admits no request is a mistake."""
     with pytest.raises(OptionError, match=name):
         changed(name, 0)
 

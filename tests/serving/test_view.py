@@ -1,4 +1,6 @@
-"""The page of `atts view`: a server or a run directory, in a real browser where there is one."""
+"""Tests of the page of `atts view` for a server or a run directory, in a real browser if there is
+one.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def shown(status: Callable[[], dict[str, Any]]) -> Generator[str]:
-    """Serve the page on a status for the length of the block."""
+    """Serve the page of a status for the length of the block."""
     with view_server(0, status) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -84,7 +86,7 @@ def looked_at(page: Page, address: str, name: str) -> None:
 
 
 def test_a_run_directory_has_the_numbers_of_its_run(run_directory: Path) -> None:
-    """Problems, verdicts, the realised rate and the spending are those of the journal."""
+    """Problems, verdicts, the realised rate and the spending equal those of the journal."""
     status = RunStatus(run_directory).status()
     assert status["state"] == "not running"
     assert status["counts"]["finished"] == status["counts"]["problems"] == 10
@@ -105,7 +107,7 @@ def test_a_run_directory_has_the_numbers_of_its_run(run_directory: Path) -> None
 def test_a_run_that_stopped_halfway_shows_its_leading_rollout(
     run_directory: Path, tmp_path: Path
 ) -> None:
-    """Open problems come first, and the text is that of an open one."""
+    """Open problems come first, and the text is that of an open problem."""
     half = tmp_path / "half"
     shutil.copytree(run_directory, half)
     journal = half / "journal.jsonl"
@@ -116,19 +118,19 @@ def test_a_run_that_stopped_halfway_shows_its_leading_rollout(
     assert status["items"][0]["status"] == "open"
     assert status["leader"]["name"].startswith(status["items"][0]["name"])
     assert status["leader"]["text"]
-    # it is read again once it has grown
+    # the journal is read again once it has grown
     journal.write_bytes(b"".join(lines))
     assert reading.status()["counts"]["finished"] == 10
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    """The error names it."""
+    """The error names the folder."""
     with pytest.raises(JournalError, match="there is no run here"):
         RunStatus(tmp_path)
 
 
 def test_the_page_of_a_run_is_for_this_machine(run_directory: Path) -> None:
-    """Another host name, such as one that was made to lead here, gets nothing."""
+    """A request with another host name gets nothing, because a foreign page may have sent it."""
     with shown(RunStatus(run_directory).status) as address, httpx2.Client() as client:
         assert client.get(f"{address}/atts/status").json()["kind"] == "run"
         assert b"atts view" in client.get(address).content
@@ -140,7 +142,7 @@ def test_the_page_of_a_run_is_for_this_machine(run_directory: Path) -> None:
 def test_a_run_that_cannot_be_read_is_an_error_on_the_page(
     run_directory: Path, tmp_path: Path
 ) -> None:
-    """Damage in the middle of a journal is said, and the page continues to ask."""
+    """Damage in the middle of a journal is shown, and the page continues to ask."""
     damaged = tmp_path / "damaged"
     shutil.copytree(run_directory, damaged)
     reading = RunStatus(damaged)
@@ -153,7 +155,9 @@ def test_a_run_that_cannot_be_read_is_an_error_on_the_page(
 
 
 def test_a_server_shows_what_is_in_flight() -> None:
-    """Requests, the leader's text, budgets with reservations, the rate and the engines' share."""
+    """It shows requests, the leading rollout's text, budgets with reservations, the rate and engine
+    use.
+    """
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=0.05, per_score=0.02))
@@ -197,7 +201,7 @@ def test_a_server_shows_what_is_in_flight() -> None:
 
 
 def test_busy_shares_forget_what_is_old() -> None:
-    """A minute is looked at, and memory is bounded by it."""
+    """They cover the last minute, which bounds their memory."""
     busy = BusyShare()
     for second in range(10_000):
         busy.add("draft", second, second + 0.25)
@@ -208,7 +212,7 @@ def test_busy_shares_forget_what_is_old() -> None:
 
 
 def test_the_page_of_a_run_in_a_browser(browser: Browser, run_directory: Path) -> None:
-    """Its numbers are on the page, at the width of a desk and of a telephone."""
+    """The run's numbers are on the page, at the width of a desk and of a telephone."""
     page = browser.page()
     with shown(RunStatus(run_directory).status) as address:
         looked_at(page, address, "run")
@@ -232,7 +236,7 @@ def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
             seen = anyio.Event()
 
             async def ask() -> None:
-                while not seen.is_set():  # a browser may be slow to look
+                while not seen.is_set():  # slow enough for a slow browser to see it
                     assert (await client.chat(model=f"{MODEL}:careful")).status_code == 200
 
             def unlock() -> None:
@@ -244,7 +248,7 @@ def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
                 page.run("document.querySelector('#key button').click()")
                 page.wait("!document.querySelector('main').hidden")
                 page.wait("document.getElementById('text').textContent.includes('So')")
-                page.problems.clear()  # the console reports the status 401
+                page.problems.clear()  # the console reports status 401 once, before the key
 
             async with task_group() as group:
                 for _ in range(3):
@@ -259,8 +263,8 @@ def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
     anyio.run(main)
 
 
-def test_what_a_model_writes_cannot_become_a_page(browser: Browser) -> None:
-    """Markup in any text is shown as it is."""
+def test_markup_in_model_output_is_shown_as_text(browser: Browser) -> None:
+    """This holds for every text on the page."""
     evil = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
     status = {
         "kind": "run",
@@ -283,7 +287,7 @@ def test_what_a_model_writes_cannot_become_a_page(browser: Browser) -> None:
 
 
 def test_alarms_of_a_run_are_shown() -> None:
-    """A drift alarm and a warning appear in the words of the journal."""
+    """A drift alarm and a warning appear with the text of the journal."""
     reading = RunReading()
     reading.take(Entry(0, 1, 0.0, 0.0, Drifted("jumper", 0.001, 90, text="drift!")))
     reading.take(Entry(1, 1, 0.0, 0.0, Warned("a", "b")))

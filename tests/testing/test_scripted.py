@@ -17,9 +17,8 @@ from atts.testing import Latency, ScoreDrift, ScriptedEngine, run_virtual, toy_p
 from atts.testing.toy_model import _nucleus  # pyright: ignore[reportPrivateUsage]
 
 Backend = Literal["asyncio", "trio"]
-PROBLEM = next(
-    problem for problem in toy_problems(20) if problem.level == 5
-)  # a problem of ten steps or more
+# a problem of ten steps or more
+PROBLEM = next(problem for problem in toy_problems(20) if problem.level == 5)
 QUICK = settings(max_examples=60, deadline=None)
 
 

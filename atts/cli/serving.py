@@ -102,8 +102,8 @@ def serve(
         Literal["draft", "policy"],
         typer.Option(
             help=(
-                "What answers requests that begin with '### Task:', which Open WebUI sends for "
-                "titles and tags: one rollout of the draft, or the policy that was asked."
+                "What answers the requests for titles, tags and follow-ups that Open WebUI sends "
+                "on its own: one rollout of the draft, or the policy that was asked."
             )
         ),
     ] = "draft",

@@ -17,6 +17,7 @@ from atts.ledger import Account
 from atts.run import Notice
 from atts.serving.busy import BusyShare
 from atts.serving.requests import SolveRequest
+from atts.serving.stops import stopped_text
 
 RunWord = Literal["waiting", "running", "answered", "cancelled", "failed"]
 
@@ -51,14 +52,24 @@ class Reply:
         return "" if self.request.policy.is_plain else self.text
 
     @property
+    def answer(self) -> str | None:
+        """Return the answer; a model that is asked alone has none apart from its text."""
+        return None if self.request.policy.is_plain else self.outcome.answer
+
+    @property
     def content(self) -> str:
-        """Return the answer, or the text of one rollout where no answer could be extracted."""
-        return self.outcome.answer if self.outcome.answer is not None else self.text
+        """Return the answer, or the text of one rollout, up to the first stop string."""
+        return self._content[0]
+
+    @property
+    def _content(self) -> tuple[str, bool]:
+        whole = self.text if self.answer is None else self.answer
+        return stopped_text(whole, self.request.stop)
 
     @property
     def finish_reason(self) -> Literal["stop", "length"]:
         """Return "stop", or "length" where a limit ended the work before there was an answer."""
-        if self.outcome.answer is not None:
+        if self.answer is not None or self._content[1]:
             return "stop"
         is_cut = self.speaker is None or self.speaker.finish != "end"
         return "length" if self.account.limit or is_cut else "stop"
@@ -93,10 +104,11 @@ class Reply:
         ]
         usage = outcome.usage
         policy = self.request.policy
+        votes = () if policy.is_plain else outcome.votes.items()
         facts: dict[str, Any] = {
             "run": self.run,
-            "answer": outcome.answer,
-            "votes": {one: vote for one, vote in outcome.votes.items() if math.isfinite(vote)},
+            "answer": self.answer,
+            "votes": {one: vote for one, vote in votes if math.isfinite(vote)},
             "settled": outcome.why,
             "samples": {
                 "started": sum(bool(rollout.turns) for rollout in outcome.rollouts),
@@ -136,7 +148,7 @@ class Reply:
         plain: dict[str, Any] = {
             "sample": rollout.sample,
             "finish": rollout.finish,
-            "answer": rollout.answer,
+            "answer": None if self.request.policy.is_plain else rollout.answer,
             "turns": len(rollout.turns),
             "judged": len(decisions),
             "escalated": _escalated(decisions),
@@ -176,6 +188,7 @@ class LiveRun:
     ended: dict[int, str | None] = field(default_factory=dict[int, str | None])  # answers
     judged: int = 0
     escalated: int = 0
+    is_plain: bool = False  # whether the rollout of one model has no answer apart from its text
     busy: BusyShare | None = None  # busy share of the server
 
     def recalled(self, event: Event) -> None:
@@ -191,7 +204,7 @@ class LiveRun:
         elif isinstance(event, TurnFinished):
             self._turned(event.sample, event.turn)
         elif isinstance(event, RolloutFinished):
-            self.ended[event.sample] = event.answer
+            self.ended[event.sample] = None if self.is_plain else event.answer
 
     def _turned(self, sample: int, turn: Turn) -> None:
         text = "".join(chunk.text for chunk in turn.chunks)

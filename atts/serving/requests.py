@@ -68,6 +68,7 @@ class SolveRequest:
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
+    stop: tuple[str, ...] = ()  # the content that is shown ends before the first of them
     seed: int | None = None
     user: str = ""
     atts: AttsFields = field(default_factory=AttsFields)
@@ -79,7 +80,8 @@ class SolveRequest:
         """Return the settings that decide the plan of a request without a seed."""
         atts = self.atts
         sampling = (self.temperature, self.top_p, self.max_tokens, atts.thinking_token_budget)
-        return self.policy, sampling, atts.samples, atts.early_stop, atts.rate, atts.combine
+        stop = self.stop if self.policy.is_plain else ()
+        return self.policy, sampling, stop, atts.samples, atts.early_stop, atts.rate, atts.combine
 
     def setup(self, base: Setup) -> Setup:
         """Return the setup of this request.
@@ -111,7 +113,11 @@ class SolveRequest:
             if self.policy.is_plain:
                 # The model's own text: neither our prompt nor our guards belong to it.
                 changes |= {"system": "", "instruction": "", "repeats": 1_000_000}
-                changes["turns"] = changes.get("max_tokens") or policy.bounds(setup.budget)[0]
+                changes |= {"budget_forcing": 0, "turns": longest}
+                if self.stop:
+                    # other stop strings are seen at the end of a chunk
+                    stop = (*self.stop, *policy.bounds(setup.budget).stop)[:_MOST_SENT_STOPS]
+                    changes["chunking"] = replace(policy.chunking, stop=stop)
             setup = replace(setup, policy=replace(policy, **changes))
             if self.atts.rate is not None:
                 setup = replace(setup, rate=self.atts.rate)
@@ -140,6 +146,12 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_texts(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(one, str) for one in cast(list[Any], value))
+    return isinstance(value, str)
+
+
 _KINDS: Mapping[str, tuple[str, _Check]] = {
     "number": ("a number", _is_number),
     "whole": ("a whole number", _is_whole),
@@ -147,6 +159,7 @@ _KINDS: Mapping[str, tuple[str, _Check]] = {
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "object": ("an object", lambda value: isinstance(value, dict)),
     "list": ("a list", lambda value: isinstance(value, list)),
+    "texts": ("a text or a list of texts", _is_texts),
 }
 KINDS_OF_CHAT = {
     "model": "text",
@@ -157,6 +170,7 @@ KINDS_OF_CHAT = {
     "top_p": "number",
     "max_tokens": "whole",
     "max_completion_tokens": "whole",
+    "stop": "texts",
     "seed": "whole",
     "reasoning_effort": "text",
     "n": "whole",
@@ -192,13 +206,16 @@ _UNSUPPORTED_IN_CHAT = (
     "modalities",
     "prediction",
     "logit_bias",
-    "stop",
     "frequency_penalty",
     "presence_penalty",
 )
 """Standard fields whose absence from the reply would mislead the client."""
 _EMPTY: tuple[object, ...] = (None, [], {}, False, 0)
 _MOST_SAMPLES = 64
+_MOST_STOPS = 16
+_LONGEST_STOP = 256
+_MOST_SENT_STOPS = 4
+"""Stop strings of one engine call: some servers refuse more."""
 _MOST_SEED = 1 << 63
 
 
@@ -233,18 +250,53 @@ def parse_chat(
         ignored=given.keys() - KINDS_OF_CHAT.keys() - set(_UNSUPPORTED_IN_CHAT),
     )
     request = replace(
-        request, stream_usage=bool(given.get("stream_options", {}).get("include_usage"))
+        request,
+        stop=_stop_strings(given.get("stop", [])),
+        stream_usage=bool(given.get("stream_options", {}).get("include_usage")),
     )
     role, text = request.turns[-1]
-    is_task = role == "user" and text.lstrip().startswith(_TASK)
+    is_task = role == "user" and _is_task(text)
     has_settings = any(getattr(request.atts, name) is not None for name in _OF_POLICIES)
     if housekeeping and is_task and not has_settings and not request.policy.is_plain:
         return replace(request, policy=replace(HOUSEKEEPING, method=_alone(offer)))
     return request
 
 
+def _stop_strings(given: str | list[str]) -> tuple[str, ...]:
+    """Return the stop strings of a request, each once.
+
+    :raises RequestError: one is empty or too long, or there are too many.
+    """
+    texts = tuple(dict.fromkeys([given] if isinstance(given, str) else given))
+    if "" in texts:
+        raise RequestError("stop has an empty text, which would stop everywhere", param="stop")
+    if len(texts) > _MOST_STOPS:
+        raise RequestError(
+            f"stop has {len(texts)} texts, expected at most {_MOST_STOPS}", param="stop"
+        )
+    if any(len(text) > _LONGEST_STOP for text in texts):
+        raise RequestError(f"stop has a text of more than {_LONGEST_STOP} characters", param="stop")
+    return texts
+
+
 _TASK = "### Task:"
-"""Beginning of the requests for titles, tags and follow-ups that Open WebUI sends on its own."""
+_CHAT_HISTORY = "<chat_history>"
+_DOCUMENTS = "<context>"
+
+
+def _is_task(text: str) -> bool:
+    """Return whether Open WebUI sent this text on its own, for a title, tags or follow-ups.
+
+    Such a text begins as a task about the chat, which it quotes. A question about documents begins
+    as a task too, and quotes the documents first.
+
+    >>> _is_task("### Task:\\nWrite a title.\\n<chat_history>\\nUSER: hello\\n</chat_history>")
+    True
+    >>> _is_task("### Task:\\nAnswer from the context.\\n<context>\\n...\\n</context>\\nWho pays?")
+    False
+    """
+    before, quote, _ = text.partition(_CHAT_HISTORY)
+    return bool(quote) and before.lstrip().startswith(_TASK) and _DOCUMENTS not in before
 
 
 def _alone(offer: Offer) -> str:

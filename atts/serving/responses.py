@@ -37,7 +37,14 @@ _KINDS = {
     "atts": "object",
 }
 _KNOWN = {*_KINDS, "input"}
-_UNSUPPORTED = ("tools", "previous_response_id", "conversation", "prompt", "top_logprobs")
+_UNSUPPORTED = (
+    "tools",
+    "previous_response_id",
+    "conversation",
+    "prompt",
+    "top_logprobs",
+    "stop",
+)
 """Standard fields whose absence from the response would mislead the client."""
 _PARTS = ("input_text", "output_text", "text")
 

@@ -322,7 +322,7 @@ class Service:
             samples=planned.samples,
             rate=planned.rate,
             account=self._account_of(request, run, is_kept=directory is not None),
-            live=LiveRun(written, busy=self.busy),
+            live=LiveRun(written, is_plain=request.policy.is_plain, busy=self.busy),
         )
         self.runs[run] = served
         self.counts.requests += 1
@@ -487,8 +487,8 @@ class Service:
         plan = self._shared_plan(setup, is_plain=is_plain) if is_shared else None
         if plan is None:
             plan = setup.plan(base.draft, base.target)
-            if is_plain:
-                plan = _without_answers(plan)
+        if is_plain:
+            plan = _ended_by(plan, request.stop)
         # The engines are open, so the lengths that follow from their contexts are known.
         plan = replace(plan.resolved(), policy_for_context=None)
         planned = _Planned(plan, setup.method, setup.rate, setup.policy.samples)
@@ -503,9 +503,7 @@ class Service:
         shared = self._plans.pop(key, None)
         if shared is None:
             shared = setup.plan(base.draft, base.target)
-            if is_plain:
-                shared = _without_answers(shared)
-            elif self._calibrators is not None:
+            if self._calibrators is not None and not is_plain:
                 shared = self._calibrators.continued(setup.method, setup.rate, shared)
         self._plans[key] = shared
         if len(self._plans) > _MOST_GATES:
@@ -609,14 +607,20 @@ def conversation_of(
     return system, exchanges, texts[-1]
 
 
-def _no_answer(text: str) -> str | None:
-    """Return None: the text of a model that is asked alone ends where the model ends it."""
-    return None
+def _ended_by(plan: RunSpec, stop: tuple[str, ...]) -> RunSpec:
+    """Return the plan whose rollouts are searched for stop strings instead of an answer.
 
+    A stop string ends a rollout as an answer does; without one the model ends it.
+    """
+    longest = max(map(len, stop), default=1)
 
-def _without_answers(plan: RunSpec) -> RunSpec:
-    """Return the plan whose rollouts are not searched for an answer."""
-    return replace(plan, answers=Answers(_no_answer, plan.answers.group))
+    def stopped(text: str) -> str | None:
+        return "stopped" if any(one in text for one in stop) else None
+
+    def unmarked(text: str) -> int:
+        return max(0, len(text) - longest + 1)
+
+    return replace(plan, answers=Answers(stopped, plan.answers.group, unmarked))
 
 
 def _with_system(plan: RunSpec, system: str) -> RunSpec:

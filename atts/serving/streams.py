@@ -18,6 +18,7 @@ from atts.concurrency import task_group
 from atts.serving.replies import Reply
 from atts.serving.requests import RequestError, SolveRequest
 from atts.serving.service import Service
+from atts.serving.stops import StoppedText
 
 NEXT_LINE = "\n\n- another line of thought -\n\n"
 """Text between two rollouts in the reasoning of a stream."""
@@ -144,6 +145,7 @@ class ChatEvents(Events):
         self._request = request
         self._created = int(time.time())
         self._id = f"chatcmpl-{run}"
+        self._content = StoppedText(request.stop)
 
     def begin(self) -> Iterator[bytes]:
         """Yield the role."""
@@ -152,13 +154,15 @@ class ChatEvents(Events):
     def written(self, text: str) -> Iterator[bytes]:
         """Yield reasoning; the text of a model that is asked alone is content."""
         if self._request.policy.is_plain:
-            yield self._chunk({"content": text})
+            yield from self._shown(self._content.add(text))
         else:
             yield self._chunk({"reasoning": text, "reasoning_content": text})
 
     def end(self, reply: Reply) -> Iterator[bytes]:
         """Yield the content, the reason of the end, the usage, and the end mark."""
-        if not self._request.policy.is_plain:
+        if self._request.policy.is_plain:
+            yield from self._shown(self._content.end())
+        else:
             yield self._chunk({"content": reply.content})
         yield self._chunk({}, reply.finish_reason)
         last = {"usage": reply.usage(), "atts": reply.facts()}
@@ -173,6 +177,10 @@ class ChatEvents(Events):
         """Yield the error and the end mark."""
         yield event(error.body)
         yield _DONE
+
+    def _shown(self, content: str) -> Iterator[bytes]:
+        if content:
+            yield self._chunk({"content": content})
 
     def _chunk(
         self,

@@ -191,7 +191,7 @@ def test_a_trace_has_every_chunk_and_its_decision() -> None:
     anyio.run(main)
 
 
-TITLE = "### Task:\nGenerate a concise, 3-5 word title for the chat.\n\nUser: " + QUESTION
+TITLE = f"### Task:\nWrite a title.\n<chat_history>\nUSER: {QUESTION}\n</chat_history>"
 
 
 @pytest.mark.parametrize("housekeeping", ["draft", "policy"])
@@ -213,6 +213,22 @@ def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) 
             # a request with its own settings does not come from the chat program itself
             facts = (await client.chat(messages=messages, atts={"samples": 2})).json()["atts"]
             assert facts["policy"] == "balanced"
+
+    anyio.run(main)
+
+
+def test_a_question_about_documents_is_not_a_chat_programs_own() -> None:
+    """Open WebUI words it as a task too, in the message of the user who asks."""
+
+    async def main() -> None:
+        async with serving() as client:
+            task = "### Task:\nAnswer the query from the context.\n<context>\n<source>"
+            for document in ("prices", "a log with <chat_history> in it"):
+                text = f"{task}{document}</source>\n</context>\n{QUESTION}"
+                messages = [{"role": "user", "content": text}]
+                facts = (await client.chat(messages=messages)).json()["atts"]
+                assert facts["policy"] == "balanced"
+            assert client.service.counts.housekeeping == 0
 
     anyio.run(main)
 

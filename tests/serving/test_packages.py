@@ -204,7 +204,7 @@ output_type: generate_until
 doc_to_text: "{{question}}"
 doc_to_target: "{{answer}}"
 generation_kwargs:
-  until: []
+  until: ["Question:", "</s>", "\\n\\n", "So"]
   max_gen_toks: 256
 metric_list:
   - metric: exact_match
@@ -214,7 +214,10 @@ metric_list:
 def test_lm_eval_evaluates_through_the_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its task of two sums, asked as simultaneous chats, gets the votes of scripted engines."""
+    """Its task of two sums, asked as simultaneous chats, gets the votes of scripted engines.
+
+    Every rollout writes two of the task's stop strings before its answer.
+    """
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     questions = {

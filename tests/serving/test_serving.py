@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from atts.api import Setup, solve
 from atts.concurrency import task_group
-from atts.core import Problem
+from atts.core import Completion, Problem, SampleRequest
 from atts.errors import OptionError
 from atts.ledger import LEDGER, Account, Amount, Caps, Price, read_ledger
 from atts.serving import POLICIES, ServeOptions
@@ -97,6 +98,44 @@ def test_a_stream_says_what_a_whole_reply_says(seed: int) -> None:
             assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
             assert got[-1]["choices"][0]["finish_reason"] == "stop"
             assert len({event["id"] for event in got}) == 1
+
+    run(main)
+
+
+class HeldEngine(ScriptedEngine):
+    """An engine whose calls end only once the test lets them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.begun = 0
+        self.release = anyio.Event()
+
+    async def _sample(self, request: SampleRequest) -> Completion:
+        self.begun += 1
+        await self.release.wait()
+        return await super()._sample(request)
+
+
+@pytest.mark.parametrize("model", [MODEL, "draft"])
+def test_a_stream_begins_before_any_engine_call_has_ended(model: str) -> None:
+    """The status, the headers and the role do not wait for a model."""
+
+    async def main() -> None:
+        draft = HeldEngine("draft")
+        async with serving(Setup(draft=draft, target="scripted")) as client:
+            given = body(stream=True, model=model)
+            with anyio.fail_after(60):
+                async with client.http.stream("POST", "/chat/completions", json=given) as response:
+                    assert response.status_code == 200
+                    lines = response.aiter_lines()
+                    first = json.loads((await anext(lines)).removeprefix("data: "))
+                    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+                    while not draft.begun:
+                        await anyio.sleep(0.01)
+                    assert client.service.account.reserved.calls > 0
+                    draft.release.set()
+                    rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
 
     run(main)
 

@@ -1,0 +1,219 @@
+"""Stop strings: what a client is shown ends before the first of them, whole and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atts.ledger import Amount
+from atts.pipelines import Chunking, Policy
+from atts.serving.stops import StoppedText, stopped_text
+from tests.serving.conftest import MODEL, QUESTION, Client, serving, stream_events, toy_setup
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+LETTERS = "ab\n"
+"""Few letters, so that random stop strings begin, overlap and end in random texts."""
+
+
+def shown_by_definition(text: str, stop: Sequence[str]) -> str:
+    """Return what is shown, found by looking at each beginning of the text in turn."""
+    for end in range(1, len(text) + 1):
+        ending = [one for one in stop if text[:end].endswith(one)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return text
+
+
+@given(
+    pieces=st.lists(st.text(LETTERS, max_size=8), max_size=12),
+    stop=st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=4),
+)
+def test_any_pieces_show_what_the_whole_text_shows(pieces: list[str], stop: list[str]) -> None:
+    """No stop string is shown, nor the beginning of one that may still be completed."""
+    text = "".join(pieces)
+    expected = shown_by_definition(text, stop)
+    growing = StoppedText(stop)
+    shown = ""
+    read = ""
+    for piece in pieces:
+        shown += growing.add(piece)
+        read += piece
+        # whatever may come next, the text shown so far is right
+        for one in stop:
+            assert shown_by_definition(read + one, stop).startswith(shown)
+            assert shown_by_definition(read + one[-1], stop).startswith(shown)
+    shown += growing.end()
+    assert shown == expected
+    assert growing.is_stopped == (shown_by_definition(text + "x", stop) != text + "x")
+    assert stopped_text(text, stop) == (expected, growing.is_stopped)
+    assert not any(one in shown for one in stop)
+
+
+@given(text=st.text(LETTERS, max_size=20), stop=st.text(LETTERS, min_size=1, max_size=5))
+def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, stop: str) -> None:
+    """A stream lags behind the text by less than the stop string's length."""
+    growing = StoppedText([stop])
+    shown = growing.add(text)
+    if not growing.is_stopped:
+        held = text.removeprefix(shown)
+        assert stop.startswith(held)
+        assert len(held) < len(stop)
+
+
+async def both(client: Client, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Ask whole and streamed; return the whole reply, and the deltas."""
+    whole = (await client.chat(**fields)).json()
+    got = await stream_events(client, **fields)
+    choices = [event["choices"][0] for event in got]
+    (finish,) = [one["finish_reason"] for one in choices if one["finish_reason"]]
+    assert finish == whole["choices"][0]["finish_reason"]
+    deltas = [one["delta"] for one in choices]
+    content = "".join(delta.get("content", "") for delta in deltas)
+    assert content == whole["choices"][0]["message"]["content"]
+    return whole, deltas
+
+
+@pytest.mark.parametrize("model", ["draft", "target"])
+@pytest.mark.parametrize("stop", ["So", "\n\n", "\n\nSo", "s 7", "}", ["zzz", "nswer", "."]])
+def test_a_model_that_is_asked_alone_stops_writing(model: str, stop: str | list[str]) -> None:
+    """Its content ends before the stop string, and the tokens after it are neither shown nor paid."""
+
+    async def main() -> None:
+        async with serving() as client:
+            asked = {"model": model, "seed": 3}
+            unstopped = (await client.chat(**asked)).json()
+            text = unstopped["choices"][0]["message"]["content"]
+            whole, _ = await both(client, stop=stop, **asked)
+            stops = [stop] if isinstance(stop, str) else stop
+            shown = whole["choices"][0]["message"]["content"]
+            assert shown == shown_by_definition(text, stops) != text
+            assert whole["choices"][0]["finish_reason"] == "stop"
+            if stop != "}":  # the last character
+                assert whole["usage"]["total_tokens"] < unstopped["usage"]["total_tokens"]
+            assert whole["atts"]["answer"] is None
+            assert whole["atts"]["votes"] == {}
+            root = str(client.http.base_url).removesuffix("v1/")
+            run = (await client.http.get(root + whole["atts"]["report"][1:])).json()
+            assert run["votes"] == {}
+
+    anyio.run(main)
+
+
+def test_a_stop_string_that_several_calls_write_is_found() -> None:
+    """A server with chunks of two tokens sees a stop string that begins in one and ends in another."""
+
+    async def main() -> None:
+        setup = toy_setup(policy=Policy(chunking=Chunking(draft_tokens=2)))
+        async with serving(setup) as client:
+            asked = {"model": "draft", "seed": 3}
+            unstopped = (await client.chat(**asked)).json()
+            text = unstopped["choices"][0]["message"]["content"]
+            stop = text[3:-15]
+            whole, _ = await both(client, stop=[stop], **asked)
+            assert whole["choices"][0]["message"]["content"] == text[:3]
+            spent = [one["atts"]["spent"]["calls"] for one in (whole, unstopped)]
+            assert 2 < spent[0] < spent[1]
+
+    anyio.run(main)
+
+
+def test_reasoning_that_votes_is_not_cut() -> None:
+    """A stop string that every rollout writes changes neither the votes nor the reasoning."""
+
+    async def main() -> None:
+        async with serving() as client:
+            unstopped, _ = await both(client, seed=5)
+            whole, deltas = await both(client, seed=5, stop=["\n\n", "So", "\\boxed"])
+            assert whole["choices"] == unstopped["choices"]
+            assert whole["atts"]["votes"] == unstopped["atts"]["votes"]
+            written = [one["usage"]["completion_tokens"] for one in (whole, unstopped)]
+            assert written[0] == written[1]
+            assert "So" in "".join(delta.get("reasoning", "") for delta in deltas)
+
+    anyio.run(main)
+
+
+def test_an_answer_is_cut_as_content() -> None:
+    """The content ends before the stop string, and `atts.answer` is still the answer."""
+
+    async def main() -> None:
+        async with serving() as client:
+            whole, _ = await both(client, seed=5, stop="5")
+            assert whole["choices"][0]["message"]["content"] == ""
+            assert whole["choices"][0]["finish_reason"] == "stop"
+            assert whole["atts"]["answer"] == "5"
+
+    anyio.run(main)
+
+
+def test_the_text_of_a_rollout_without_an_answer_is_cut() -> None:
+    """A reply that a limit ended is cut at a stop string all the same, and then ends by it."""
+
+    async def main() -> None:
+        async with serving() as client:
+            asked = {"seed": 2, "max_tokens": 4}
+            unstopped, _ = await both(client, **asked)
+            text = unstopped["choices"][0]["message"]["content"]
+            assert unstopped["choices"][0]["finish_reason"] == "length"
+            whole, _ = await both(client, stop=[text[2:4]], **asked)
+            assert whole["choices"][0]["message"]["content"] == text[:2]
+            assert whole["choices"][0]["finish_reason"] == "stop"
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        ("", "empty text"),
+        (["a", ""], "empty text"),
+        ([str(number) for number in range(17)], "stop has 17 texts, expected at most 16"),
+        ("x" * 257, "more than 256 characters"),
+        ([1], "stop is not a text or a list of texts"),
+        ({"a": 1}, "stop is not a text or a list of texts"),
+    ],
+)
+def test_stop_strings_that_mean_nothing_are_refused(stop: Any, words: str) -> None:
+    """The refusal names the field, before any work."""
+
+    async def main() -> None:
+        async with serving() as client:
+            response = await client.chat(stop=stop)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert words in error["message"]
+            assert error["param"] == "stop"
+            assert client.service.account.spent == Amount()
+
+    anyio.run(main)
+
+
+def test_null_and_no_stop_strings_change_nothing() -> None:
+    """Clients send null or an empty list where they have none."""
+
+    async def main() -> None:
+        async with serving() as client:
+            replies = [
+                (await client.chat(seed=1, stop=stop)).json()["choices"] for stop in (None, [])
+            ]
+            assert replies[0] == replies[1] == (await client.chat(seed=1)).json()["choices"]
+
+    anyio.run(main)
+
+
+def test_responses_know_no_stop_strings() -> None:
+    """The Responses API has no such field; to ignore it would mislead the client."""
+
+    async def main() -> None:
+        async with serving() as client:
+            given = {"model": MODEL, "input": QUESTION, "stop": ["x"]}
+            response = await client.http.post("/responses", json=given)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "stop"
+
+    anyio.run(main)

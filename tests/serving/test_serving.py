@@ -107,11 +107,11 @@ class HeldEngine(ScriptedEngine):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.begun = 0
+        self.begun = anyio.Event()
         self.release = anyio.Event()
 
     async def _sample(self, request: SampleRequest) -> Completion:
-        self.begun += 1
+        self.begun.set()
         await self.release.wait()
         return await super()._sample(request)
 
@@ -130,8 +130,7 @@ def test_a_stream_begins_before_any_engine_call_has_ended(model: str) -> None:
                     lines = response.aiter_lines()
                     first = json.loads((await anext(lines)).removeprefix("data: "))
                     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-                    while not draft.begun:
-                        await anyio.sleep(0.01)
+                    await draft.begun.wait()
                     assert client.service.account.reserved.calls > 0
                     draft.release.set()
                     rest = [line async for line in lines if line]

@@ -194,12 +194,6 @@ class Service:
         return {role: both[role] for role in base.roles}
 
     @property
-    def graph(self) -> Graph:
-        """Return the graph that all requests share; the service must be open."""
-        _, graph = self._opened()
-        return graph
-
-    @property
     def gates(self) -> dict[tuple[str, float], RunSpec]:
         """Return the plans whose gates requests share, by method and nominal rate."""
         return {(method, rate): plan for (method, rate, _), plan in self._plans.items()}

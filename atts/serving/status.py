@@ -68,7 +68,7 @@ def server_status(service: Service, user: str = "") -> dict[str, Any]:
         "engines": _engines(
             {role: engine.spec.model for role, engine in service.engines.items()},
             service.busy.shares(anyio.current_time()),
-            {name: use.in_use for name, use in service.graph.stats().engines.items()},
+            {role: engine.stats().in_flight for role, engine in service.engines.items()},
         ),
         "alarms": [
             f"{method} at {rate:g}: {alarm.message}"
@@ -142,14 +142,14 @@ def _rate(name: str, nominal: float | None, realised: Estimate) -> dict[str, Any
 
 
 def _engines(
-    models: Mapping[str, str], shares: Mapping[str, float], in_use: Mapping[str, int]
+    models: Mapping[str, str], shares: Mapping[str, float], in_flight: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     return [
         {
             "role": role,
             "model": model,
             "busy": shares.get(role, 0.0),
-            "in_flight": in_use.get(role, 0),
+            "in_flight": in_flight.get(role, 0),
         }
         for role, model in models.items()
     ]

@@ -73,15 +73,25 @@ def shown(status: Callable[[], dict[str, Any]]) -> Generator[str]:
             thread.join()
 
 
+OVERFLOWING = """[...document.querySelectorAll("body *")].filter(one => {
+  const place = one.getBoundingClientRect();
+  if (!place.width || (innerWidth > 760 && one.closest(".scroll"))) return false;
+  return place.left < -0.5 || place.right > innerWidth + 0.5 || one.scrollWidth > one.clientWidth + 1
+    && getComputedStyle(one).display !== "inline";
+}).map(one => one.tagName + " " + one.textContent.slice(0, 60))"""
+"""Elements that are cut, or reach over an edge of the window; a wide table may be scrolled."""
+
+
 def looked_at(page: Page, address: str, name: str) -> None:
-    """Open the page at both widths; nothing may be wider than the window, or be refused."""
-    for width in (1280, 390):
-        page.look(width, 900, "light")
+    """Open the page at both widths, light and dark; nothing may be cut, or be refused."""
+    for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")):
+        page.look(width, 900, scheme)
         page.open(f"{address}/atts/view")
         page.wait("!document.querySelector('main').hidden")
+        assert page.run(OVERFLOWING) == []
         assert page.run("document.documentElement.scrollWidth <= innerWidth"), width
         if PICTURES:
-            page.picture(Path(PICTURES) / f"{name}-{width}.png", whole="yes")
+            page.picture(Path(PICTURES) / f"{name}-{width}-{scheme}.png", whole="yes")
     assert page.problems == []
 
 
@@ -182,6 +192,7 @@ def test_a_server_shows_what_is_in_flight() -> None:
             assert leader["name"].startswith(live["items"][0]["name"])
             assert leader["text"]
             assert any(one["reserved"] for one in live["budgets"])
+            assert sum(one["in_flight"] for one in live["engines"]) > 0
             after = (await client.http.get(url)).json()
             assert after["leader"] is None
             assert [one["status"] for one in after["items"]] == ["answered", "answered"]

@@ -551,6 +551,8 @@ async def _ask_ahead(answers: Sequence[str | None], *, kind: AnswerKind) -> None
     """Group answers in a thread if that asks sympy, which may take seconds; it is remembered."""
     from atts.evaluators import group, takes_long
 
+    if len(set(answers)) < 2:
+        return  # nothing will be compared
     if takes_long(answers, kind):
         await anyio.to_thread.run_sync(partial(group, answers, kind))
 

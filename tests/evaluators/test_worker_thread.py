@@ -57,3 +57,19 @@ def test_a_remembered_answer_does_not_wait_for_another_question(asking: list[str
         thread.start()
         thread.join(10)
     assert asking == ["True"]
+
+
+def test_equal_texts_are_not_grouped_before_a_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts mostly agree, and a vote compares only texts that differ."""
+    grouped = list[Any]()
+
+    def takes_none(answers: Any, kind: str) -> bool:
+        grouped.append(answers)
+        return False
+
+    monkeypatch.setattr("atts.evaluators.takes_long", takes_none)
+    prepare = answers_for("math").prepare
+    anyio.run(prepare, ("5", "5"))
+    assert grouped == []
+    anyio.run(prepare, ("5", "7"))
+    assert grouped == [("5", "7")]

@@ -1,5 +1,5 @@
-"""What must not change: transcripts, decisions, report numbers, verdicts and texts of small seeded
-runs.
+"""A recording of what small seeded runs must repeat: transcripts, decisions, report numbers and
+verdicts.
 
 `python -m tests.frozen` compares the code with the recording. `python -m tests.frozen record [PART
 ...]` records parts again, all of them if none is named. Do so only for a change that is meant to
@@ -63,7 +63,7 @@ def _lean(value: Any) -> Any:
             for key, inner in value.items()
             if key not in WORDS and key not in CLOCKS
         }
-        if "logprobs" in kept:  # their sum notices a change as well, and is short
+        if "logprobs" in kept:  # a sum is short and also changes if a text does
             kept["logprobs"] = math.fsum(kept["logprobs"])
         if kept.get("draft_ids") == kept.get("target_ids"):
             kept.pop("draft_ids", None)
@@ -90,7 +90,7 @@ def scripted(method: str, **policy: Any) -> Setup:
     """
     if method == "deep-conf":
         policy["confidence_stop"] = ConfidenceStop(warmup=3, keep=0.5, window=8)
-    # the published rules rank among scores of earlier runs, the conditional one by question
+    # the published rules need scores of earlier runs, one of them by question
     scores = (1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.8, 2.4)
     questions = [problem.id for problem in toy_problems(4, seed=3)]
     earlier = StoredScores(
@@ -107,7 +107,7 @@ def scripted(method: str, **policy: Any) -> Setup:
         stored=earlier if method.startswith("paper-") else (),
         conditions="ignore",
         seed=11,
-        # the rounds of a barrier need all rollouts of a problem at once
+        # a barrier needs all rollouts of a problem at once
         concurrency=5 if method == "top-b" or policy.get("barrier") else 1,
     )
 
@@ -295,7 +295,9 @@ KERNELS = ("embedded models", "embedded pair")
 
 
 def differences(recorded: Any, now: Any, close: float, place: str = "") -> Iterator[str]:
-    """Yield the places at which a part is no longer as recorded; new keys of a mapping are allowed."""
+    """Yield the positions at which a part differs from the recording; new keys of a mapping are
+    allowed.
+    """
     if isinstance(recorded, Mapping) and isinstance(now, Mapping):
         for key, value in recorded.items():
             if key in now:
@@ -332,7 +334,7 @@ def recording() -> dict[str, Any]:
 
 
 def changed(part: str) -> list[str]:
-    """Return where a part is no longer as recorded, at most ten places."""
+    """Return at most ten positions at which a part differs from the recording."""
     close = CLOSE_FLOAT32 if part in KERNELS else CLOSE
     # through JSON, so that both sides have the same types
     now = json.loads(json.dumps(PARTS[part]()))

@@ -1,4 +1,4 @@
-"""Transcripts, decisions, report numbers, verdicts and texts are those that were recorded."""
+"""Tests that transcripts, decisions, report numbers, verdicts and texts equal the recorded ones."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.frozen import PARTS, changed, differences, recording
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_nothing_that_is_frozen_changed(part: str) -> None:
-    """Each part equals its recording; `python -m tests.frozen record` records a meant change."""
+def test_every_frozen_part_equals_its_recording(part: str) -> None:
+    """If a change is meant, `python -m tests.frozen record` records it."""
     places = changed(part)
     assert not places, "\n".join([f"changed: {part}", *places])
 
 
 def test_every_part_is_recorded() -> None:
-    """A removed part leaves the recording too."""
+    """The recording and the code have the same parts."""
     assert list(recording()) == list(PARTS)
 
 
 def test_a_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One decision in 500 that comes out otherwise fails the comparison, and is named."""
+    """If one decision in 500 differs, the comparison fails and names it."""
     decide = Calibrator.decide
     count = 0
 
@@ -40,8 +40,8 @@ def test_a_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(place.startswith("/escalated") for place in changed("decisions marginal"))
 
 
-def test_differences_are_named_by_their_place() -> None:
-    """Values, lengths and missing keys differ; added keys and last digits do not."""
+def test_differences_are_named_by_their_position() -> None:
+    """Changed values, lengths and missing keys count; added keys and last digits do not."""
     recorded = {"a": [1, 2.0], "b": "x", "c": 0.1}
     assert not list(differences(recorded, {**recorded, "c": 0.1 + 1e-12, "d": 5}, 1e-6))
     now = {"a": [1, 2.1, 3], "b": "y"}

@@ -27,7 +27,7 @@ from atts.api.pairs import (
 from atts.api.setup import LENGTHS, Setup
 from atts.core import Message, Problem, Role, SampleRequest, ScoreRequest, Usage
 from atts.engine import Engine
-from atts.errors import ATTSError, JournalError, OptionError
+from atts.errors import ATTSError, EngineUnavailable, JournalError, OptionError
 from atts.evaluators import paired_power, variance_split
 from atts.files import write_atomic
 from atts.journal import FACTS, MANIFEST, FinishedProblem, Setting, open_run
@@ -498,7 +498,8 @@ async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
                 opened[role] = engine
             except ATTSError as error:
                 advice = ""
-                if pair is not None:
+                # A start command helps only if no server answered.
+                if pair is not None and isinstance(error, EngineUnavailable):
                     advice = f"`atts pairs {pair.name} --card CARD` prints its start command"
                 yield Check(role, "fail", str(error), advice)
                 continue
@@ -628,9 +629,9 @@ async def _trial(setup: Setup, engines: Mapping[Role, Engine]) -> Check:
         scores = await target.score(ScoreRequest(target.tokenizer.render(messages), suffix))
     except ATTSError as error:
         return Check("trial", "fail", str(error))
-    mean = sum(scores.logprobs) / len(scores.logprobs)
     return Check(
         "trial",
         "ok",
-        f"the draft wrote {len(written.ids)} tokens, the target scored them ({mean:.2f} nats each)",
+        f"the draft wrote {len(written.ids)} tokens; their perplexity under the target is "
+        f"{scores.perplexity:.2f}",
     )

@@ -352,7 +352,7 @@ class _OpenEngine:
         """
         if error.needed > self._context:
             return error
-        advice = f"The model itself could take {self._context}: raise ?kv_tokens= in its name, which is {self.kv_tokens}"
+        advice = f"The model itself could take {self._context}: raise ?kv_tokens= (now {self.kv_tokens}) in its address"
         return ContextOverflow(self._name, error.needed, error.context_length, advice)
 
     def stats(self) -> EngineStats:

@@ -42,7 +42,7 @@ def find_tokenizer(model: str, name: str) -> Path:
 
     :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
-    advice = "Name a folder with its tokenizer files: --tokenizer FOLDER, or ?tokenizer=FOLDER in its name"
+    advice = "Name a folder with its tokenizer files: ?tokenizer=FOLDER at the end of its address"
     return find_folder(model, name, TEXT_FILES, advice)
 
 

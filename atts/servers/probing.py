@@ -58,8 +58,8 @@ class OtherTokenizer(FingerprintError):
         seen = f"of {text[:24]!r} the server makes {_first_ids(theirs)}, the tokenizer {_first_ids(ours)}"
         problem = f"the tokenizer is not that of the model served: {seen}"
         self.args = (
-            f"engine {engine}: {problem}. Name that model's: --tokenizer FOLDER, or "
-            f"?tokenizer=FOLDER in its name",
+            f"engine {engine}: {problem}. Name that model's: "
+            f"?tokenizer=FOLDER at the end of its address",
         )
 
 

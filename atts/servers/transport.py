@@ -246,8 +246,8 @@ def proxy_hint(url: str, options: RemoteOptions) -> str:
     if not names:
         return ""
     if options.proxy == "never":
-        return f"{names[0]} is set and was not used; --proxy environment, or ?proxy=environment in its name, uses it"
-    return f"The connection went by the proxy of {names[0]}; --proxy never, or ?proxy=never in its name, goes straight"
+        return f"{names[0]} is set and was not used; ?proxy=environment at the end of its address uses it"
+    return f"The connection went by the proxy of {names[0]}; ?proxy=never at the end of its address goes straight"
 
 
 def _certificates(options: RemoteOptions) -> Any:

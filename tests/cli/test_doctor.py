@@ -345,6 +345,8 @@ def test_two_good_servers_pass_and_the_settings_are_saved(atts: Any, serve: Serv
         == statuses(said)["context"]
         == ["ok"]
     )
+    (trial,) = [check for check in json.loads(said.out)["checks"] if check["name"] == "trial"]
+    assert "their perplexity under the target is" in trial["seen"]
     kept = tomllib.loads(Path("two.toml").read_text())
     assert (kept["draft"], kept["max_tokens"], kept["rate"]) == (words[1], 900, 0.3)
     plain = json.loads(
@@ -429,3 +431,21 @@ def test_each_problem_of_a_server_is_one_line_with_advice(
     assert [check for check in found if check["name"] == name and check["status"] == status
             and told in check["seen"] + check["advice"]], found  # fmt: skip
     assert {"lengths", "disk", "draft", "target"} <= {check["name"] for check in found}
+
+
+def test_a_start_command_is_suggested_only_if_no_server_answers(
+    atts: Any, serve: Serve, tmp_path: Path
+) -> None:
+    """A server that runs, and whose tokenizer is missing here, needs the tokenizer's folder instead."""
+    draft = serve("draft").partition("?")[0]
+    words = (
+        "--draft",
+        f"{draft}?tokenizer={tmp_path}/none",
+        "--target",
+        "vllm:http://127.0.0.1:9/m",
+    )
+    said = atts("doctor", "--pair", "r1-1.5b/r1-7b", *words, "--json")
+    checks = {check["name"]: check for check in json.loads(said.out)["checks"]}
+    assert "?tokenizer=FOLDER at the end of its address" in checks["draft"]["seen"]
+    assert checks["draft"]["advice"] == ""
+    assert "start command" in checks["target"]["advice"]

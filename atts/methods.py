@@ -36,6 +36,7 @@ from atts.pipelines import (
     StaticRankGate,
     ThresholdGate,
     TopGate,
+    TrialGate,
     WarmingGate,
     WarmScore,
 )
@@ -211,6 +212,12 @@ PRESETS: tuple[Preset, ...] = (
         "the same policy and rate, but seeded coins choose the chunks, whatever their scores",
         {},
         lambda g: CoinGate(g.rate, g.calibrator.seed),
+    ),
+    Preset(
+        "trial",
+        "as coin, but every chunk is scored as well: a run to fit a judge on",
+        {"early_stop": "none"},
+        lambda g: TrialGate(g.rate, g.calibrator.seed),
     ),
     Preset(
         "top-b",

@@ -28,6 +28,7 @@ from atts.calibration.conformal import ClusterSummary, by_cluster, summarise
 from atts.calibration.controllers import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.drift import DomainCheck, DriftEvent, DriftMonitor, SimpleJumper
 from atts.calibration.health import Health, examine, first_alarm
+from atts.calibration.judge import AdvantageJudge, Examples, cross_validated, fit_judge
 from atts.calibration.online import HOLD, Calibrator
 from atts.calibration.rates import RateCheck, check_rate, coin_band
 from atts.calibration.score_replay import ReplayResult, pooled_auroc, rate_metrics, replay_scores
@@ -47,10 +48,12 @@ from atts.calibration.scores import (
 from atts.calibration.state import read_state, state_text, write_state
 
 __all__ = [
-    "Abstention", "Calibrator", "Candidate", "Certificate", "ClusterSummary", "DEFAULTS", "DomainCheck", "DriftEvent",
+    "Abstention", "AdvantageJudge",
+    "Calibrator", "Candidate", "Certificate", "ClusterSummary", "DEFAULTS", "DomainCheck", "DriftEvent",
     "DriftMonitor", "HOLD", "Health", "LOG_PROB", "MODES", "Mode", "PERPLEXITY", "REAL",
     "RateCheck", "ReplayResult", "Scale", "SimpleJumper", "StoredScores", "Tuning", "by_cluster", "certify",
-    "certify_abstention", "certify_net", "check_fingerprint", "check_rate", "coin_band", "examine",
-    "first_alarm", "is_state", "labels_of", "lost_answers", "net_losses", "parse_lines", "pooled_auroc",
+    "certify_abstention", "certify_net", "check_fingerprint", "check_rate", "coin_band", "cross_validated",
+    "Examples", "examine",
+    "first_alarm", "fit_judge", "is_state", "labels_of", "lost_answers", "net_losses", "parse_lines", "pooled_auroc",
     "rate_metrics", "read_scores", "read_state", "replay_scores", "scale_named", "state_text", "summarise", "write_state",
 ]  # fmt: skip

@@ -37,6 +37,7 @@ from atts.pipelines.gates import (
     StaticRankGate,
     ThresholdGate,
     TopGate,
+    TrialGate,
     WarmingGate,
     WarmScore,
     let_go,
@@ -51,7 +52,14 @@ from atts.pipelines.policy import (
     Policy,
 )
 from atts.pipelines.rollout import solve
-from atts.pipelines.scores import ScoreRule, evidence, mean_logprob, score_words
+from atts.pipelines.scores import (
+    JUDGE_FEATURES,
+    ScoreRule,
+    evidence,
+    judge_features,
+    mean_logprob,
+    score_words,
+)
 from atts.pipelines.speeds import DraftLength, WriterChoice
 from atts.pipelines.votes import (
     Ballot,
@@ -103,6 +111,9 @@ __all__ = [
     "Tally",
     "ThresholdGate",
     "TopGate",
+    "TrialGate",
+    "judge_features",
+    "JUDGE_FEATURES",
     "VoteKind",
     "WarmScore",
     "WarmingGate",

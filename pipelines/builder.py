@@ -140,7 +140,8 @@ class RolloutBuilder:
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         self.needs_first_rejected = policy.takeover == "repair" and is_comparable
         # the target draws its replacement while it scores, where it can
-        is_scoring = policy.takeover == "replace" and self.score_source == "log-probabilities"
+        reads_chunks = self.score_source in ("log-probabilities", "judge")
+        is_scoring = policy.takeover == "replace" and reads_chunks
         self.draws = is_scoring and "draw" in target.capabilities
         self._bounds = policy.bounds()
         self._chunk_tokens: dict[Role, int] = {

@@ -42,8 +42,10 @@ def check_engines(
     source = source_of(policy.score)
     if isinstance(_innermost(gate), _BLIND):
         source = "votes"  # this gate uses no score
-    if source == "log-probabilities":
+    if source in ("log-probabilities", "judge"):
         _check_scorer(target)
+    if source == "judge":
+        _check_logprobs(draft, "draft", "score kind learned")
     if source == "draft":
         _check_logprobs(draft, "draft", "score kind draft")
     if source == "reward" and "reward" not in target.capabilities:
@@ -77,7 +79,7 @@ def needed_logprobs(
     if _wants_logprobs(policy) or policy.takeover == "repair":
         return frozenset({"draft", "target"})
     inner = _innermost(gate)
-    compares = kind_of(policy.score) in ("speculative", "draft")
+    compares = kind_of(policy.score) in ("speculative", "draft", "learned")
     judges = not isinstance(inner, (*_BLIND, *_BY_SCORE)) or (
         compares and isinstance(inner, _BY_SCORE)
     )

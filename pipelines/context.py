@@ -146,3 +146,5 @@ class Context:
     planner: Planner = field(default_factory=SplitPlanner)
     # chooses who writes the run's pieces under method exact
     writers: WriterChoice = field(default_factory=WriterChoice)
+    # scores a chunk by its features, as `judge_features` returns them, for score.kind learned
+    judge: Callable[[Sequence[float]], float] | None = None

@@ -189,6 +189,23 @@ class CoinGate(NonLearningGate):
 
 
 @dataclass(frozen=True, slots=True)
+class TrialGate(NonLearningGate):
+    """A seeded coin per chunk, tossed after the chunk was scored.
+
+    Chance alone decides, so what escalations change can be told apart from which chunks they were;
+    the scores are there to learn from.
+    """
+
+    rate: float
+    seed: int = 0
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """Toss the coin of this chunk."""
+        action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
+        return features.decision(action, self.rate, "coin, whatever the score", score=score)
+
+
+@dataclass(frozen=True, slots=True)
 class ThresholdGate(NonLearningGate):
     """Escalate above (or below) a fixed number: ratings, or a static perplexity cut. No rate is
     promised.

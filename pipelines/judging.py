@@ -29,6 +29,7 @@ from atts.pipelines.scores import (
     continuation_score,
     evidence,
     first_rejected_token,
+    judge_features,
     kind_of,
     mean_logprob,
     score_of,
@@ -272,7 +273,10 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
     # the suffix is counted as scored, not as read
     read = max(0, len(request.prefix) - scores.cached_tokens)
     builder.count(Usage(scored_tokens=len(request.suffix), target_prefill_tokens=read, calls=1))
-    score = score_of(builder.score_rule, scores.logprobs, chunk)
+    if source == "judge":
+        score = _learned_score(builder, proposal, scores.logprobs)
+    else:
+        score = score_of(builder.score_rule, scores.logprobs, chunk)
     first_rejected = 0
     if builder.needs_first_rejected:
         first_rejected = first_rejected_token(scores.logprobs, chunk.logprobs)
@@ -283,6 +287,21 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
         first_rejected=first_rejected,
         beginning=scores.beginning,
     )
+
+
+def _learned_score(builder: RolloutBuilder, proposal: Proposal, logprobs: Sequence[float]) -> float:
+    """Return the score by the run's judge; NaN where the draft tells no log-probabilities.
+
+    :raises UsageError: the run has no judge.
+    """
+    judge = builder.context.judge
+    if judge is None:
+        raise UsageError("score.kind learned needs a judge: set score.judge to its file")
+    answered, share, _ = builder.siblings.agreement(builder.rollout.sample, proposal.answer)
+    known = judge_features(
+        logprobs, proposal.chunk.logprobs, builder.turn, share if answered else None
+    )
+    return float(f"{judge(known):.5g}")
 
 
 async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:

@@ -423,6 +423,8 @@ class Policy:
         if self.score.kind != "prm":
             for name in REWARD_KEYS:
                 fields["score"].pop(name, None)
+        # the judge's digest is recorded instead of where it lies
+        fields["score"].pop("judge", None)
         return fields
 
 

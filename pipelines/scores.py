@@ -22,6 +22,7 @@ ScoreKind = Literal[
     "entropy",
     "entropy-worst",
     "prm",
+    "learned",
     "rating",
     "verdict",
     "continuation",
@@ -29,17 +30,26 @@ ScoreKind = Literal[
 ]
 SCORE_KINDS: tuple[ScoreKind, ...] = get_args(ScoreKind)
 ScoreSource = Literal[
-    "log-probabilities", "draft", "entropy", "reward", "question", "continuation", "votes"
+    "log-probabilities",
+    "draft",
+    "entropy",
+    "reward",
+    "judge",
+    "question",
+    "continuation",
+    "votes",
 ]
 """What a score is made of: the target's log-probabilities of the chunk, the draft's own, the
-entropy of the draft's distributions, a reward model's chance, the target's answer to a question
-about the chunk, what the target writes in its place, or the votes of a problem's rollouts.
+entropy of the draft's distributions, a reward model's chance, a learned judge's prediction, the
+target's answer to a question about the chunk, what the target writes in its place, or the votes of
+a problem's rollouts.
 """
 _SOURCES: Mapping[ScoreKind, ScoreSource] = {
     "draft": "draft",
     "entropy": "entropy",
     "entropy-worst": "entropy",
     "prm": "reward",
+    "learned": "judge",
     "rating": "question",
     "verdict": "question",
     "continuation": "continuation",
@@ -82,6 +92,9 @@ class ScoreRule:
     prm: one over the chance that a process reward model gives the chunk. The model is on a server of
         its own, whose address is `reward`; `separator` stands after each step where the model
         rewards each.
+    learned: 2 plus the gain of a takeover that a fitted judge predicts from the log-probabilities of
+        both models, the chunk's length and turn, and the agreement of its siblings. `judge` names
+        the judge's file.
     rating: 10 less the target's rating of the chunk from 0 to 9, which takes single tokens after it.
     verdict: one over the chance that the target calls the chunk correct, asked in both orders.
     continuation: 2 less the share of words that the chunk's beginning and the target's own
@@ -98,6 +111,9 @@ class ScoreRule:
     separator: Annotated[
         str, "text after each step of a solution, for a reward model on vLLM that rewards each"
     ] = "<extra_0>"
+    judge: Annotated[
+        str, "file of the judge of kind learned, which atts calibration judge writes"
+    ] = ""
 
     def __post_init__(self) -> None:
         if self.kind not in SCORE_KINDS:
@@ -221,6 +237,49 @@ def disagreement(count: Tally, rollouts: int) -> float:
     """
     leading = count.counts[0] if count.counts else 0.5
     return float(f"{max(rollouts, 1) / leading:.5g}")
+
+
+JUDGE_FEATURES = (
+    "target nats per token",
+    "target nats at the least likely token",
+    "shortfall per token",
+    "draft nats per token",
+    "draft nats at the least likely token",
+    "log tokens",
+    "turn",
+    "agreement of answered siblings",
+    "unknown agreement",
+)
+"""What a learned judge knows of a chunk. The shortfall is what the target gives less than the draft."""
+
+
+def judge_features(
+    target: Sequence[float], draft: Sequence[float], turn: int, agreement: float | None
+) -> tuple[float, ...]:
+    """Return a learned judge's features of a chunk; NaN where a model gave no log-probability.
+
+    `agreement` is None while no sibling has answered.
+    """
+    if not target or len(draft) < len(target):
+        return (math.nan,) * len(JUDGE_FEATURES)
+    pairs = list(zip(target, draft, strict=False))
+    # an impossible token must not outweigh everything else
+    least = -30.0
+    given = [max(least, value) for value in target]
+    own = [max(least, value) for _, value in pairs]
+    count = len(pairs)
+    shortfall = math.fsum(max(0.0, before - now) for now, before in zip(given, own, strict=True))
+    return (
+        -math.fsum(given) / count,
+        -min(given),
+        shortfall / count,
+        -math.fsum(own) / count,
+        -min(own),
+        math.log(count),
+        float(turn),
+        0.0 if agreement is None else agreement,
+        float(agreement is None),
+    )
 
 
 _WORD = re.compile(r"\d+(?:\.\d+)?|\w+|[^\w\s]")

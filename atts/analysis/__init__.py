@@ -63,6 +63,7 @@ from atts.analysis.sweeps import (
     read_sweep,
     save_run_set,
 )
+from atts.analysis.takeovers import takeover_examples
 from atts.analysis.training_data import (
     KINDS,
     DataKind,
@@ -74,6 +75,7 @@ from atts.analysis.training_data import (
 )
 
 __all__ = [
+    "takeover_examples",
     "Advice",
     "Axis",
     "BuiltReport",

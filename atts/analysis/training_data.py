@@ -118,7 +118,7 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class FinishedCase:
     """A finished problem with what its records need."""
 
     outcome: Outcome
@@ -193,7 +193,7 @@ def _records(run: RecordedRun, options: ExportOptions, made: Exported) -> Iterat
     maker = _MAKERS[options.kind]
     has_problem = False
     origin = _origin(run, options.kind)
-    for case in _cases(run, needs_scores=options.kind == "opd"):
+    for case in finished_cases(run, needs_scores=options.kind == "opd"):
         has_problem = True
         before = made.records
         for record in maker(case, options, made):
@@ -228,7 +228,7 @@ def _origin(run: RecordedRun, kind: DataKind) -> dict[str, Any]:
     }
 
 
-def _cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[_Case]:
+def finished_cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[FinishedCase]:
     """Yield every finished problem; memory holds the open ones."""
     state = RunState()
     kinds = (*FACTS, Measured, *((Scored, CallSpan) if needs_scores else ()))
@@ -255,13 +255,13 @@ def _cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[_Case]:
         name = outcome.problem.id
         brief = state.finished.pop(name)
         verdicts = {one.sample: one.verdict for one in brief.samples}
-        yield _Case(outcome, verdicts, teacher.pop(name, {}), scores.pop(name, {}))
+        yield FinishedCase(outcome, verdicts, teacher.pop(name, {}), scores.pop(name, {}))
 
 
-Maker = Callable[[_Case, ExportOptions, Exported], Iterator[dict[str, Any]]]
+Maker = Callable[[FinishedCase, ExportOptions, Exported], Iterator[dict[str, Any]]]
 
 
-def _kept(case: _Case, options: ExportOptions, made: Exported) -> Iterator[Rollout]:
+def _kept(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[Rollout]:
     """Yield the rollouts that are exported, by their numbers, and count the others by the reason."""
     keep = options.keep or ("correct" if options.kind == "sft" else "all")
     for rollout in sorted(case.outcome.rollouts, key=lambda one: one.sample):
@@ -276,7 +276,7 @@ def _kept(case: _Case, options: ExportOptions, made: Exported) -> Iterator[Rollo
             yield rollout
 
 
-def _facts(case: _Case, rollout: Rollout) -> dict[str, Any]:
+def _facts(case: FinishedCase, rollout: Rollout) -> dict[str, Any]:
     """Return the fields of a record that describe its rollout."""
     verdict = case.verdicts[rollout.sample]
     return {
@@ -293,7 +293,7 @@ def _messages(role: str, text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
 
-def _sft(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
+def _sft(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
     """Yield a conversation per rollout, with the target's token ids where they were recorded."""
     question = case.outcome.problem.text
     for rollout in _kept(case, options, made):
@@ -306,7 +306,9 @@ def _sft(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[s
         }
 
 
-def _preference(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
+def _preference(
+    case: FinishedCase, options: ExportOptions, made: Exported
+) -> Iterator[dict[str, Any]]:
     """Yield pairs of a correct and a wrong rollout of one problem."""
     rollouts = list(_kept(case, options, made))
     correct = [one for one in rollouts if case.verdicts[one.sample] == "correct"]
@@ -332,7 +334,9 @@ def _preference(case: _Case, options: ExportOptions, made: Exported) -> Iterator
         }
 
 
-def _verifiers(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
+def _verifiers(
+    case: FinishedCase, options: ExportOptions, made: Exported
+) -> Iterator[dict[str, Any]]:
     """Yield a rollout with its reward, in the fields that `verifiers` saves its own under."""
     problem = case.outcome.problem
     for rollout in _kept(case, options, made):
@@ -353,12 +357,12 @@ def _verifiers(case: _Case, options: ExportOptions, made: Exported) -> Iterator[
         }
 
 
-def _opd(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
+def _opd(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
     """Yield the tokens of each rollout, and of each chunk that the target replaced.
 
     The mask is 1 where the draft wrote the token and the log-probabilities of both are known.
     """
-    teacher = _with_repeats(case)
+    teacher = scored_chunks(case)
     for rollout in _kept(case, options, made):
         path = _Tokens()
         decisions: list[dict[str, Any]] = []
@@ -393,7 +397,7 @@ def _opd(case: _Case, options: ExportOptions, made: Exported) -> Iterator[dict[s
 
 
 def _opd_record(
-    case: _Case, rollout: Rollout, part: str, prompt: Sequence[int], tokens: _Tokens
+    case: FinishedCase, rollout: Rollout, part: str, prompt: Sequence[int], tokens: _Tokens
 ) -> dict[str, Any]:
     return {
         **_facts(case, rollout),
@@ -450,7 +454,7 @@ def _as_many(values: tuple[float, ...], count: int) -> list[float | None]:
     return list(values) if len(values) == count else [None] * count
 
 
-def _with_repeats(case: _Case) -> dict[tuple[int, int], tuple[float, ...]]:
+def scored_chunks(case: FinishedCase) -> dict[tuple[int, int], tuple[float, ...]]:
     """Return the target's log-probabilities of every drafted chunk.
 
     A chunk that equals a sibling's after an equal beginning was scored once, for the first of them.

@@ -9,6 +9,7 @@ from atts.api.calibrating import (
     calibrate_sync,
     calibration_report,
     calibrator_of,
+    judge_of,
     scores_of,
     stored_scores,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "scores_of",
     "solve",
     "solve_sync",
+    "judge_of",
     "stored_scores",
     "sweep",
     "sweep_sync",

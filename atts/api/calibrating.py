@@ -14,10 +14,12 @@ from atts.api.setup import Setup
 from atts.calibration import (
     PERPLEXITY,
     REAL,
+    AdvantageJudge,
     Calibrator,
     Mode,
     Scale,
     StoredScores,
+    fit_judge,
     is_state,
     labels_of,
     parse_lines,
@@ -115,6 +117,25 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
         conditions_of(manifest),
         lengths if all(lengths) else (),
     )
+
+
+def judge_of(run: str | Path, rate: float = 0.2, seed: int = 0) -> AdvantageJudge:
+    """Fit a learned judge on a run of method trial, whose coins chose the escalated chunks.
+
+    :raises JournalError: there is no run, or it cannot be read.
+    :raises UsageError: it is a run of another method, or nothing in it was graded.
+    :raises CalibrationInputError: it has too few problems.
+    """
+    # loaded where it is used: reading journals whole is slow to import
+    from atts.analysis import takeover_examples
+
+    recorded = open_run(directory_of(run))
+    conditions = {
+        name: value
+        for name, value in conditions_of(recorded.manifest).items()
+        if not name.startswith("score.")
+    }
+    return fit_judge(takeover_examples(recorded), rate, seed, conditions)
 
 
 def stored_scores(

@@ -26,20 +26,23 @@ from atts.api.keys import Key, flat, keys_of
 from atts.api.pairs import PAIR, run_tokens
 from atts.calibration import (
     HOLD,
+    AdvantageJudge,
     Calibrator,
     DomainCheck,
     StoredScores,
     Tuning,
     certify_abstention,
     read_scores,
+    read_state,
 )
 from atts.core import AnswerKind, Problem, Role
 from atts.engine import GIVE_UP_AFTER, Engine
-from atts.errors import DatasetError, OptionError
+from atts.errors import CalibrationInputError, DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting, open_run
 from atts.methods import GateInputs, asked_roles, preset, reads_chunks
 from atts.pipelines import (
+    JUDGE_FEATURES,
     AgreementGate,
     Answers,
     Budget,
@@ -375,6 +378,7 @@ class Setup:
         """
         gate, calibrator = self.decider()
         stored = calibrator.stored
+        judge = self._judge() if self._is_judged else None
         return RunSpec(
             draft,
             target,
@@ -392,6 +396,8 @@ class Setup:
             on_problem_done=partial(let_go, gate),
             # a method that judges no chunk uses no scores, whatever they were made under
             stored_under=stored.fingerprint if len(stored) and self._is_judged else None,
+            judge=None if judge is None else judge.score,
+            judge_under=None if judge is None else judge.fingerprint,
             conditions=self.conditions,
             on_unscored=self.on_unscored,
             warnings=self.warnings,
@@ -399,6 +405,25 @@ class Setup:
             domain=DomainCheck.of(stored if len(stored) else self._shipped or stored),
             abstain=read_abstain(self.abstain, self.labelled),
         )
+
+    def _judge(self) -> AdvantageJudge | None:
+        """Return the judge that the score names; None if its kind is another.
+
+        :raises OptionError: kind learned without a judge.
+        :raises CalibrationInputError: the file holds none, or one of other features.
+        """
+        rule = self.run_policy.score
+        if rule.kind != "learned":
+            return None
+        if not rule.judge:
+            raise OptionError(
+                "score.judge",
+                "score.kind learned needs the file of a judge; atts calibration judge writes one",
+            )
+        judge = AdvantageJudge.from_state(read_state(Path(rule.judge)))
+        if judge.names != JUDGE_FEATURES:
+            raise CalibrationInputError("the judge's features", judge.names, str(JUDGE_FEATURES))
+        return judge
 
     def decider(self) -> tuple[Gate | RoundGate, Calibrator]:
         """Make a new gate, and the calibrator that the method's own gate asks.
@@ -456,6 +481,9 @@ class Setup:
         # What is not used is left out, so that a manifest shows what decided.
         if self.rate_scope == "aci":
             decisive["aci_step"] = calibrator.tuning.aci_step
+        judge = self._judge() if self._is_judged else None
+        if judge is not None:
+            decisive["judge"] = [judge.mean_gain, *judge.weights]
         if self.warmup:
             decisive["warmup"] = self.warmup
         if self.grader is not None:

@@ -230,6 +230,41 @@ def fit(
     report_written(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
 
 
+@app.command("judge")
+def judge(
+    run: Annotated[str, typer.Argument(help="Run directory of method trial, graded.")],
+    out: Annotated[Path, typer.Option(help="File to write the judge to; - is stdout.")],
+    rate: Annotated[
+        float, typer.Option(help="Share of chunks at which the judge is compared with a coin.")
+    ] = 0.2,
+    seed: Annotated[int, typer.Option(help="Random seed of the cross-validation.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Fit a judge that predicts what a takeover gains, and compare it with a coin.
+
+    Its file can be given to `atts eval --set score.kind=learned --set score.judge=FILE`.
+
+    Example: atts calibration judge runs/trial --out judge.json
+    """
+    from atts.api import judge_of
+
+    if not 0 < rate < 1:
+        raise OptionError("--rate", f"{rate} is not between 0 and 1")
+    made = judge_of(run, rate, seed)
+    report_written = write_scores(out, made.state())
+    if as_json:
+        report_written(json_line({"out": str(out), **made.state()}))
+        return
+    gain, low, high = (100 * value for value in made.over_coin)
+    report_written(f"{out}: a judge fitted on {made.chunks} chunks of {made.problems} problems")
+    report_written(
+        f"gain over a coin at rate {rate:g}, cross-validated by problem: {gain:+.2f} points of "
+        f"correct rollouts per chunk [{low:+.2f}, {high:+.2f}]"
+    )
+    if not made.beats_coin:
+        report_written("not shown to be better than a coin: the interval contains 0")
+
+
 @app.command("report")
 def report(
     file: Source,

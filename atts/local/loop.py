@@ -333,7 +333,8 @@ class StepLoop:
     def _entropies(self, hidden: Tensor) -> list[float]:
         """Return minus the entropy of each row's distribution, some rows of logits at a time."""
         values: list[float] = []
-        for rows in hidden.split(_ENTROPY_ROWS):
+        for first in range(0, len(hidden), _ENTROPY_ROWS):
+            rows = hidden[first : first + _ENTROPY_ROWS]
             values += negative_entropies(self._model.compute_logits(rows)).tolist()
         return values
 

@@ -29,6 +29,10 @@ _ADVICE = (
     "Make them again under these conditions, or take them as they are with --set conditions=ignore"
 )
 
+_ADVICE_TO_FIT = (
+    "Fit it again on a run under these conditions, or take it as it is with --set conditions=ignore"
+)
+
 
 def conditions_of(manifest: Manifest) -> dict[str, object]:
     """Return the conditions of a run's scores besides the problems: models, sampling, how text is
@@ -75,26 +79,38 @@ def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
 
 
 def check_conditions(
-    manifest: Manifest, recorded: Mapping[str, object], conditions: Conditions
+    manifest: Manifest,
+    recorded: Mapping[str, object],
+    conditions: Conditions,
+    what: Literal["the stored scores", "the judge"] = "the stored scores",
 ) -> str:
-    """Return a warning about the stored scores that a run starts from; "" if they fit it.
+    """Return a warning about the stored scores or the judge that a run uses; "" if they fit it.
 
-    What the scores do not record cannot be checked, which is said as well.
+    What they do not record cannot be checked, which is said as well.
 
     :raises FingerprintError: something they record is otherwise now, and `conditions` says "match".
     """
     now = conditions_of(manifest)
+    is_judge = what == "the judge"
+    if not recorded and is_judge:
+        return "the judge does not say under which conditions it was fitted"
     if not recorded:
         return "the stored scores do not say what they were made under: whether they fit this run is unknown"
     try:
         check_fingerprint("scores", recorded, {name: now[name] for name in recorded if name in now})
     except FingerprintError as error:
         if conditions == "match":
-            raise FingerprintError("the stored calibration", error.differences, _ADVICE) from None
+            name = what if is_judge else "the stored calibration"
+            advice = _ADVICE_TO_FIT if is_judge else _ADVICE
+            raise FingerprintError(name, error.differences, advice) from None
         names = ", ".join(name for name, _, _ in error.differences)
+        if is_judge:
+            return f"the judge was fitted under other conditions, and taken all the same: {names}"
         return (
             f"the stored scores were made under other conditions, and taken all the same: {names}"
         )
+    if is_judge:
+        return ""
     unknown = ", ".join(name for name in now if name not in recorded)
     return f"the stored scores say nothing of {unknown}" if unknown else ""
 

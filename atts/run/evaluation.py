@@ -148,6 +148,9 @@ async def evaluate(
             if plan.stored_under is None
             else check_conditions(manifest, plan.stored_under, plan.conditions)
         )
+        if plan.judge_under is not None:
+            of_judge = check_conditions(manifest, plan.judge_under, plan.conditions, "the judge")
+            doubt = "; ".join(filter(None, (doubt, of_judge)))
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
         # otherwise other runs ask its gate as well
         is_alone = (
@@ -447,6 +450,7 @@ class _Run:
             planner=RecordedPlanner(self._combiner, log),
             draft_length=self._draft_length,
             writers=self._writers,
+            judge=plan.judge,
         )
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:

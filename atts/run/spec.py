@@ -121,6 +121,9 @@ class RunSpec:
     on_problem_done: Callable[[str], object] = _nothing_kept
     # conditions that the gate's stored scores record; None: it has none
     stored_under: Mapping[str, object] | None = None
+    # scores chunks under score.kind learned, and the conditions of the run it was fitted on
+    judge: Callable[[Sequence[float]], float] | None = None
+    judge_under: Mapping[str, object] | None = None
     conditions: Conditions = "match"  # what to do if conditions differ
     on_unscored: OnUnscored = "stop"  # when the target stops giving usable scores
     warnings: Sequence[str] = ()  # warnings for a reader of the run

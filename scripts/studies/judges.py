@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atts.calibration import Examples, cross_validated
 from atts.evaluators import group
+from atts.pipelines import judge_features
 from scripts.studies.bank import merged, read
 from scripts.studies.harness import Chart, Options, Row, Table, say
 
@@ -27,6 +29,7 @@ Rows = NDArray[np.int64]
 RESAMPLES = 2_000
 RATES = (0.1, 0.2, 0.3, 0.5)
 LOOKED_AT = 12  # the first problems, of which both halves were looked at while this was written
+LEAST_JUDGED = 10  # problems with takeovers, for a judge to be fitted on them
 CHOSEN_ON = 60  # the first problems; the cascade was fixed before any later one was recorded
 
 
@@ -39,6 +42,8 @@ class Chunk:
     draft: Sequence[float]
     target: Sequence[float]
     text_bytes: int
+    entropies: Sequence[float] = ()  # of the draft; none in older banks
+    entropy_before: float = math.nan  # mean of the chunk before; of the first one its own
 
 
 @dataclass(slots=True)
@@ -78,11 +83,16 @@ def chunks_of(rollout: Mapping[str, Any]) -> list[Chunk]:
     share = len(rollout["text"].encode()) / max(1, len(rollout["ids"]))
     chunks: list[Chunk] = []
     begin = 0
+    before = math.nan
     for index, end in enumerate(ends):
         draft = rollout["draft_logprobs"][begin:end]
         target = rollout["target_logprobs"][begin:end]
         text_bytes = max(1, round(share * (end - begin)))
-        chunks.append(Chunk(index, len(ends), draft, target, text_bytes))
+        entropies = rollout.get("draft_entropies", ())[begin:end]
+        mean = _mean(entropies) if entropies else math.nan
+        before = mean if math.isnan(before) else before
+        chunks.append(Chunk(index, len(ends), draft, target, text_bytes, entropies, before))
+        before = mean
         begin = end
     return chunks
 
@@ -108,10 +118,23 @@ CHUNK_SCORES: Mapping[str, Callable[[Chunk], float]] = {
     "draft, mean": lambda chunk: -_mean(chunk.draft),
     "draft, sum": lambda chunk: -math.fsum(chunk.draft),
     "draft, worst token": lambda chunk: -min(chunk.draft),
+    "draft entropy, mean": lambda chunk: _mean(chunk.entropies),
+    "draft entropy, worst token": lambda chunk: max(chunk.entropies),
+    "draft entropy, change": lambda chunk: _mean(chunk.entropies) - chunk.entropy_before,
     "length": lambda chunk: float(len(chunk.draft)),
     "position": lambda chunk: float(chunk.index),
 }
 """Scores of a chunk from what is recorded of every one; higher is worse."""
+
+
+def chunk_scores(problems: Iterable[BankProblem]) -> Mapping[str, Callable[[Chunk], float]]:
+    """Return the scores that a bank has the numbers for: older ones hold no entropies."""
+    has_entropies = all("draft_entropies" in one for problem in problems for one in problem.drafts)
+    return {
+        name: score
+        for name, score in CHUNK_SCORES.items()
+        if has_entropies or "entropy" not in name
+    }
 
 
 def worst(rollout: Mapping[str, Any], score: Callable[[Chunk], float]) -> float:
@@ -239,7 +262,7 @@ def vote(
 def rollout_scores(problem: BankProblem) -> dict[str, list[float]]:
     """Return every score of every draft rollout of a problem; higher is worse."""
     scores: dict[str, list[float]] = {}
-    for name, score in CHUNK_SCORES.items():
+    for name, score in chunk_scores([problem]).items():
         scores[f"{name}; worst chunk"] = [worst(one, score) for one in problem.drafts]
     for name in ("target, mean", "speculative, mean", "draft, mean"):
         score = CHUNK_SCORES[name]
@@ -266,7 +289,7 @@ def rollouts_table(problems: Sequence[BankProblem]) -> Table:
     """Return the table of how well each score distinguishes incorrect rollouts from correct ones."""
     scored = [rollout_scores(problem) for problem in problems]
     rows: list[Row] = []
-    for name in scored[0]:
+    for name in [name for name in scored[0] if all(name in scores for scores in scored)]:
         pairs: list[tuple[list[float], list[float]]] = []
         for problem, scores in zip(problems, scored, strict=True):
             bad = [
@@ -308,7 +331,7 @@ def takeover_scores(problem: BankProblem, takeover: Mapping[str, Any]) -> dict[s
     """Return every score of the chunk at which a takeover was measured; higher is worse."""
     rollout = next(one for one in problem.drafts if one["sample"] == takeover["sample"])
     chunk = chunks_of(rollout)[takeover["chunk"]]
-    scores = {name: score(chunk) for name, score in CHUNK_SCORES.items()}
+    scores = {name: score(chunk) for name, score in chunk_scores([problem]).items()}
     scores["verdict on the step, both orders"] = -_mean(takeover["said_correct"])
     masses = np.exp(np.array(takeover["rating"]) - max(takeover["rating"]))
     scores["rating 0 to 9"] = -float((masses * np.arange(10)).sum() / masses.sum())
@@ -340,6 +363,13 @@ def finishing_advantage(takeover: Mapping[str, Any]) -> float:
     return finished - kept
 
 
+def replacing_advantage(problem: BankProblem, takeover: Mapping[str, Any]) -> float:
+    """Return the gain in the share of correct answers of a fresh target rollout over the draft's."""
+    fresh = _mean([float(one["correct"]) for one in problem.targets])
+    kept = _mean([float(one["correct"]) for one in takeover["kept"]])
+    return fresh - kept
+
+
 def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
     """Return the mean gain of takeovers at chunks that no score has chosen."""
     takeovers = [takeover for problem in problems for takeover in problem.takeovers]
@@ -359,6 +389,15 @@ def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
             round(finished),
         ),
     ]
+    fresh = [(problem, one) for problem in problems for one in problem.takeovers if problem.targets]
+    if fresh:
+        rows.append(
+            (
+                "a whole rollout in the draft's stead",
+                shown(over_problems([replacing_advantage(*pair) for pair in fresh])),
+                round(_mean([_tokens(one) for problem, _ in fresh for one in problem.targets])),
+            )
+        )
     return Table.of(
         "Takeovers at any chunk, both halves",
         "the target writes | gain in the share of correct answers | target tokens",
@@ -373,7 +412,7 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
     gains = np.array([advantage(takeover) for _, takeover in measured])
     finished = np.array([finishing_advantage(takeover) for _, takeover in measured])
     scored = [takeover_scores(problem, takeover) for problem, takeover in measured]
-    names = list(scored[0])
+    names = [name for name in scored[0] if all(name in scores for scores in scored)]
     count = len(measured)
     rows: list[Row] = [
         (
@@ -394,6 +433,17 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
                 shown(bootstrap(partial(_above_coin, values, finished, rate), count)),
             )
         )
+    if len({problem.name for problem, _ in measured}) >= LEAST_JUDGED:
+        predicted = learned(measured, gains)
+        finishing = learned(measured, finished)
+        rows.append(
+            (
+                "learned judge, cross-validated by problem",
+                shown(bootstrap(partial(_spearman, predicted, gains), count), 2),
+                shown(bootstrap(partial(_above_coin, predicted, gains, rate), count)),
+                shown(bootstrap(partial(_above_coin, finishing, finished, rate), count)),
+            )
+        )
     return Table.of(
         "What a takeover gains where a score is worst",
         "score | rank correlation with the advantage | advantage minus a coin's, worst quarter "
@@ -402,6 +452,27 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
         f"{count} chunks, one of each problem, chosen by its name. The coin's row is the mean "
         "advantage itself.",
     )
+
+
+def learned(measured: Sequence[tuple[BankProblem, Mapping[str, Any]]], gains: Floats) -> Floats:
+    """Return the gain that a judge predicts at each chunk, fitted on the other problems alone.
+
+    Its features are those of score.kind learned, and every other score of a takeover.
+    """
+    rows: list[list[float]] = []
+    for problem, takeover in measured:
+        rollout = next(one for one in problem.drafts if one["sample"] == takeover["sample"])
+        chunk = chunks_of(rollout)[takeover["chunk"]]
+        labels = labels_of(problem, [one for one in problem.drafts if one is not rollout])
+        given = [label for label in labels if label is not None]
+        share = max(map(given.count, given)) / len(given) if given else None
+        known = judge_features(chunk.target, chunk.draft, chunk.index, share)
+        others = takeover_scores(problem, takeover)
+        names = ("verdict on the step, both orders", "rating 0 to 9", "draft entropy, mean")
+        rows.append([*known, *(others.get(name, 0.0) for name in names)])
+    names = tuple(str(index) for index in range(len(rows[0])))
+    problems = [problem.name for problem, _ in measured]
+    return np.array(cross_validated(Examples(names, rows, gains.tolist(), problems)))
 
 
 def _above_coin(values: Floats, gains: Floats, rate: float, rows: Rows) -> float:
@@ -574,6 +645,114 @@ def cascade_table(
     )
 
 
+def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:
+    """Compare more classes of problems with the cascade's two, at equal numbers of target rollouts.
+
+    The cascade has two: enough agreement to stop, and four rollouts of the target that vote with the
+    draft's. Each arm below changes one thing, and its rate so that the target writes as many
+    rollouts.
+    """
+    two = cascade_arms(problems, 4, 4, [rate])[0]
+    arms = [
+        two,
+        _renamed(cascade_arms(problems, 4, 1, [min(1.0, 4 * rate)])[0], "one target rollout each"),
+        _target_alone(problems, rate),
+        _one_or_four(problems, rate),
+        _more_drafts_first(problems, rate),
+    ]
+    rows: list[Row] = []
+    for arm in arms:
+        gain = "-" if arm is two else shown(over_problems((arm.right - two.right).tolist()))
+        rows.append(
+            (
+                arm.name,
+                arm.rollouts,
+                round(arm.rate, 3),
+                shown(over_problems(arm.right.tolist())),
+                gain,
+                round(float(arm.target_tokens.mean())),
+                round(float(arm.draft_tokens.mean())),
+            )
+        )
+    return Table.of(
+        "Classes of problems beside stop and escalate",
+        "classes | rollouts | share escalated | accuracy | minus the cascade's | target tokens | "
+        "draft tokens",
+        rows,
+        f"{len(problems)} problems. Every arm asks the target for {4 * rate:.2g} rollouts per "
+        "problem, as far as a rate of 1 allows.",
+    )
+
+
+def _renamed(arm: Arm, name: str) -> Arm:
+    return replace(arm, name=name)
+
+
+def _disagreements(problems: Sequence[BankProblem], drafts: int) -> Floats:
+    values: list[float] = []
+    for problem in problems:
+        labels = labels_of(problem, problem.drafts[:drafts])
+        lead = max((labels.count(label) for label in labels if label is not None), default=0.5)
+        values.append(drafts / lead)
+    return np.array(values)
+
+
+def _votes(problems: Sequence[BankProblem], drafts: int, targets: int) -> Floats:
+    return np.array([vote(one, [*one.drafts[:drafts], *one.targets[:targets]]) for one in problems])
+
+
+def _written(problems: Sequence[BankProblem], drafts: int, targets: int) -> tuple[Floats, Floats]:
+    """Return the target's tokens of so many of its rollouts, and the draft's."""
+    target = [float(sum(_tokens(one) for one in problem.targets[:targets])) for problem in problems]
+    draft = [float(sum(_tokens(one) for one in problem.drafts[:drafts])) for problem in problems]
+    return np.array(target), np.array(draft)
+
+
+def _target_alone(problems: Sequence[BankProblem], rate: float) -> Arm:
+    """Return the cascade whose escalated problems forget the draft's votes."""
+    chance = _escalated(_disagreements(problems, 4), rate)
+    kept = _votes(problems, 4, 0)
+    target, draft = _written(problems, 4, 4)
+    right = kept + chance * (_votes(problems, 0, 4) - kept)
+    return Arm("target alone where escalated", "4, or 0 + 4", rate, right, chance * target, draft)
+
+
+def _one_or_four(problems: Sequence[BankProblem], rate: float) -> Arm:
+    """Return three classes: the worst get four rollouts of the target, those before them one.
+
+    A third of the target's rollouts is given singly.
+    """
+    scores = _disagreements(problems, 4)
+    four = rate * 2 / 3
+    single = min(1.0 - four, 4 * rate / 3)
+    of_four = _escalated(scores, four)
+    of_any = _escalated(scores, four + single)
+    kept = _votes(problems, 4, 0)
+    one = _votes(problems, 4, 1)
+    all_four = _votes(problems, 4, 4)
+    right = kept + (of_any - of_four) * (one - kept) + of_four * (all_four - kept)
+    tokens_of_one, draft = _written(problems, 4, 1)
+    tokens_of_four, _ = _written(problems, 4, 4)
+    spent = (of_any - of_four) * tokens_of_one + of_four * tokens_of_four
+    return Arm("stop, one, four", "4 + 0, 1 or 4", four + single, right, spent, draft)
+
+
+def _more_drafts_first(problems: Sequence[BankProblem], rate: float) -> Arm:
+    """Return the cascade whose worse half gets four more rollouts of the draft before it is judged."""
+    doubted = _escalated(_disagreements(problems, 4), 0.5)
+    # problems that agreed stop, so the rate is spent on the half that was asked again
+    again = _escalated(_disagreements(problems, 8) + 8 * (doubted > 0), rate)
+    chance = np.minimum(again, doubted)
+    first = _votes(problems, 4, 0)
+    eight = _votes(problems, 8, 0)
+    both = _votes(problems, 8, 4)
+    target, four = _written(problems, 4, 4)
+    _, all_eight = _written(problems, 8, 0)
+    right = first + doubted * (eight - first) + chance * (both - eight)
+    drafts = four + doubted * (all_eight - four)
+    return Arm("more drafts, then four", "4 or 8 + 4", rate, right, chance * target, drafts)
+
+
 def study(options: Options) -> list[Table]:
     """Compute every table of the bank that ATTS_BANK names."""
     folder = Path(os.environ.get("ATTS_BANK", "bank"))
@@ -596,10 +775,12 @@ def study(options: Options) -> list[Table]:
         rollouts_table(problems),
         takeovers_table(problems),
         cascade_table(problems),
+        classes_table(problems),
     ]
     if fresh:
         tables.append(cascade_table(fresh, "Whole problems, on the confirmation half"))
     if later:
         tables.append(cascade_table(later, "Whole problems, on those recorded later"))
         tables.append(cascade_table([*fresh, *later], "Whole problems, on all that were fresh"))
+        tables.append(classes_table([*fresh, *later]))
     return tables

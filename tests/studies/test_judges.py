@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atts.testing import ScriptedEngine, run_virtual, toy_problems
@@ -125,10 +126,12 @@ def test_scores_are_chosen_on_development_problems_alone(
     """The tables name how many problems they are of; the fresh half is looked at for one of them."""
     monkeypatch.setenv("ATTS_BANK", str(recorded.parent))
     monkeypatch.setattr(judges, "LOOKED_AT", 0)
+    monkeypatch.setattr(judges, "RESAMPLES", 50)
     tables = judges.study(harness.Options())
     assert tables[0].rows[0][2] == 6
     assert tables[2].notes[0].startswith("4 problems")
-    assert [table.notes[0][:10] for table in tables[4:]] == ["4 problems", "2 problems"]
+    assert [table.notes[0][:10] for table in tables[4:]] == ["4 problems"] * 2 + ["2 problems"]
+    assert "draft entropy, change; worst chunk" in {row[0] for row in tables[2].rows}
     assert {row[0] for row in tables[2].rows} >= {"target, worst token; worst chunk"}
 
 
@@ -173,6 +176,51 @@ def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
     assert rows["cascade 8 + 4", 0.5][5].startswith("0.250")
     # each problem costs the same, so equal shares are equal tokens
     assert rows["cascade 8 + 4", 0.5][6].startswith("0.250")
+
+
+def test_classes_of_problems_are_compared_at_equal_target_rollouts() -> None:
+    """On planted problems, forty of them, half scattered: what each class can gain is enumerated.
+
+    Escalated problems are all scattered ones, so at rate 0.3 the cascade has 0.5 + 0.3 right. A
+    single rollout of the target ties with the draft's five different answers: 1/5 of the 0.5 left.
+    """
+    rows = {row[0]: row for row in judges.classes_table(planted(10)).rows}
+    assert rows["cascade 4 + 4"][3].startswith("0.800")
+    assert rows["one target rollout each"][3].startswith("0.600")
+    assert rows["target alone where escalated"][4].startswith("0.000")
+    assert rows["stop, one, four"][3].startswith(f"{0.5 + 0.2 + 0.3 / 5:.3f}")
+    assert rows["more drafts, then four"][3].startswith("0.800")
+    # a rate of 1 is less than four times 0.3, so a single rollout each costs a little less
+    assert [row[5] for row in rows.values()] == [12, 10, 12, 12, 12]
+
+
+def test_a_judge_finds_planted_advantages_on_problems_that_it_never_saw() -> None:
+    """The target's doubt marks the chunks at which a takeover gains; with lots instead, none."""
+    found = []
+    for skill in (1.0, 0.0):
+        random = np.random.default_rng(3)
+        measured = []
+        gains = []
+        for index in range(60):
+            gain = float(random.random() < 0.4)
+            doubt = -4.0 if (gain if skill else random.random() < 0.4) else -0.2
+            draft = {
+                "sample": 0, "ids": [1, 2], "text": "ab", "chunks": [1, 2], "answer": "1",
+                "draft_logprobs": [-0.3, -0.1], "target_logprobs": [doubt, -0.1],
+            }  # fmt: skip
+            takeover = {
+                "sample": 0, "chunk": 0, "said_correct": [0.0, 0.0], "rating": [0.0] * 10,
+                "rewritten_logprobs": [-0.1],
+            }  # fmt: skip
+            measured.append((judges.BankProblem(f"p{index}", "toy", [draft]), takeover))
+            gains.append(gain)
+        values = np.array(gains)
+        predicted = judges.learned(measured, values)
+        rows = np.arange(60)
+        above = judges._above_coin(predicted, values, 0.25, rows)
+        found.append(above / (1 - values.mean()))  # as a share of what a perfect score finds
+    assert found[0] == pytest.approx(1.0)
+    assert abs(found[1]) < 0.5
 
 
 def test_a_coin_is_given_the_tokens_that_the_cascade_spends() -> None:

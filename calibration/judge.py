@@ -127,17 +127,17 @@ def fit_judge(
     penalty = _best_penalty(features, gains, groups, seed + 1)
     ridge = _Ridge(features, gains, penalty)
     return AdvantageJudge(
-        examples.names,
-        tuple(ridge.means.tolist()),
-        tuple(ridge.scales.tolist()),
-        tuple(ridge.weights.tolist()),
-        ridge.intercept,
-        penalty,
-        rate,
-        gain_over_coin(predicted, gains, groups, rate, seed),
-        len(gains),
-        len(names),
-        dict(fingerprint or {}),
+        names=examples.names,
+        means=tuple(ridge.means.tolist()),
+        scales=tuple(ridge.scales.tolist()),
+        weights=tuple(ridge.weights.tolist()),
+        mean_gain=ridge.intercept,
+        penalty=penalty,
+        rate=rate,
+        over_coin=gain_over_coin(predicted, gains, groups, rate, seed),
+        chunks=len(gains),
+        problems=len(names),
+        fingerprint=dict(fingerprint or {}),
     )
 
 

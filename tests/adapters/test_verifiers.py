@@ -55,7 +55,7 @@ def test_every_problem_is_a_task(taskset: Any) -> None:
         ("I do not know", 0.0, 0.0),
     ],
 )
-def test_the_reward_is_the_grading_of_atts(
+def test_the_reward_is_the_verdict_of_atts(
     taskset: Any, reply: str, correct: float, answered: float
 ) -> None:
     """When verifiers computes the reward, it is the verdict of atts, and the trace records it."""

@@ -219,7 +219,7 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], s
 def test_an_adapter_that_does_not_fit_its_base_is_refused(
     case: str, base: Path, tmp_path: Path
 ) -> None:
-    """The error is a message, and the zoo is unchanged."""
+    """The refusal is a message without a traceback, and the zoo is unchanged."""
     settings, change, says, kind = BAD[case]
     adapter = save_adapter(tmp_path / "lora", base, "q_proj", "v_proj", **settings)
     changed(adapter, change)

@@ -84,7 +84,7 @@ def sample(ids: Iterable[int], count: int = 1) -> SampleRequest:
     return SampleRequest(tuple(ids), count, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
 
 
-def test_shared_slots_end_before_the_first_state_not_kept(relatives: Zoo) -> None:
+def test_a_slot_without_kept_states_is_not_shared(relatives: Zoo) -> None:
     """The last token of a known prompt is computed again for its logits, so its slot is not shared
     with the decoded one.
     """

@@ -138,7 +138,7 @@ BAD: dict[str, tuple[Change, dict[str, Any], str, str, type[ATTSError]]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_part_that_no_base_completes_is_refused(case: str, base: Path, tmp_path: Path) -> None:
-    """The error is a message, and the zoo is unchanged."""
+    """The refusal is a message without a traceback, and the zoo is unchanged."""
     change, config, name, says, kind = BAD[case]
     folder = part_of(tmp_path / "part", base, "layers.2.mlp", **config)
     zoo = Zoo(tmp_path / "zoo")

@@ -184,7 +184,9 @@ def check_ledger(loop: StepLoop) -> int:
                         and kept.is_known[slots[kept.column]]
                     ):
                         key = column, frozenset({chain, kin.chain}), text
-                        assert owned.setdefault(key, slot) == slot, "computed alike, owned twice"
+                        assert owned.setdefault(key, slot) == slot, (
+                            "equal keys and values have two owners"
+                        )
     for sequence in scheduler.running():
         for slots in scheduler.table[sequence.row, sequence.num_shared : sequence.capacity]:
             for column, slot in enumerate(slots.tolist()):

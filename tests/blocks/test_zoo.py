@@ -297,7 +297,7 @@ BAD: dict[str, tuple[Callable[[Tune], Path], str, type[ATTSError]]] = {
 def test_a_folder_that_is_not_a_model_is_refused(
     case: str, zoo: Zoo, tune: Tune, base: Path
 ) -> None:
-    """The error is a message, and the zoo is unchanged."""
+    """The refusal is a message without a traceback, and the zoo is unchanged."""
     make, says, kind = BAD[case]
     folder = make(tune)
     zoo.add("base", base)

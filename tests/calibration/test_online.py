@@ -199,7 +199,8 @@ def test_marginal_decisions_are_independent_coins_on_exchangeable_scores() -> No
     for run in range(300):
         calibrator = Calibrator(0.3, "marginal", seed=run)
         decisions = list[Decision]()
-        for place, score in enumerate(1 + draw.integers(1, 6, size=40) / 10):  # heavily tied
+        # rounded, so that many scores tie
+        for place, score in enumerate(1 + draw.integers(1, 6, size=40) / 10):
             decisions.append(calibrator.decide(float(score), "q", 0, place))
             calibrator.observe(decisions[-1])
         p_values += [d.p for d in decisions if d.p is not None]

@@ -154,7 +154,9 @@ def test_a_target_with_some_sampling_of_its_own_shares_the_rest(tmp_path: Path) 
 
 
 def test_settings_of_a_method_cannot_be_contradicted(tmp_path: Path) -> None:
-    """The method appears as their origin; repeating a setting is allowed."""
+    """A setting that the method fixes has the method as its origin, and may be repeated but not
+    changed.
+    """
     found = configure({"method": "top-b"}, environment={}, folder=tmp_path).settings["barrier"]
     assert (found.value, found.origin) == (True, "method top-b")
     assert (

@@ -21,7 +21,7 @@ RUN = "arithmetic[:2] --samples 2 --draft scripted --target scripted --report no
 
 
 def nothing(folder: Path) -> None:
-    """Prepare nothing."""
+    """Prepare no files."""
 
 
 def text(name: str, content: str | bytes) -> Callable[[Path], None]:

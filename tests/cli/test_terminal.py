@@ -187,7 +187,7 @@ def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -
     assert before.items() <= decisions(run).items()
     assert answers(run) == answers(undisturbed)
     assert all(len(sessions) == 1 for sessions in calls(run).values()), (
-        "a recorded call was made again"
+        "a recorded call was repeated"
     )
     closings = [
         event.status for _, event in events(run, SessionClosed) if isinstance(event, SessionClosed)

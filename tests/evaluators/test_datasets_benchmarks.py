@@ -482,7 +482,7 @@ class Hub(BaseHTTPRequestHandler):
     asked: list[str]
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing."""
+        """Write no access log."""
 
     def do_HEAD(self) -> None:
         """Answer as GET does."""

@@ -155,8 +155,8 @@ def test_every_rule_is_explained() -> None:
     assert written - set(RULES) == set()
 
 
-def test_a_missing_file_and_a_misspelt_option(atts: Callable[..., Done]) -> None:
-    """Both are usage errors."""
+def test_a_missing_file_and_a_misspelt_option_are_usage_errors(atts: Callable[..., Done]) -> None:
+    """The exit code is 2, and the message names the file or the option."""
     assert atts("nowhere.jsonl").returncode == 2
     assert atts("-", "--fallback", "last", stdin="").returncode == 2
 

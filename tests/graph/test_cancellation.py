@@ -40,7 +40,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Named:
-    """A problem."""
+    """A problem that has only the id that the graph needs."""
 
     id: str
 

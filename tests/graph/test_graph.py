@@ -47,7 +47,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Named:
-    """A problem."""
+    """A problem that has only the id that the graph needs."""
 
     id: str
 
@@ -162,8 +162,10 @@ def test_limits_hold_and_a_call_waits_only_if_one_is_reached(
             assert use.in_use <= slots
             assert use.tokens_in_use <= tokens
             if use.waiting and use.in_use < slots:
-                assert name == "target", "a call waits beside a free slot"
-                assert use.tokens_in_use + 8 > tokens, "a call waits though the largest would fit"
+                assert name == "target", "a call waits although a slot is free"
+                assert use.tokens_in_use + 8 > tokens, (
+                    "a call waits although the largest request would fit"
+                )
 
     async def work(seconds: int) -> None:
         check()

@@ -66,7 +66,7 @@ def told(path: Path) -> dict[str, Any]:
     """Return the finished problems of a journal."""
     found = dict[str, Any]()
     for outcome in read_outcomes(read_entries(path)):
-        assert outcome.problem.id not in found, "told twice"
+        assert outcome.problem.id not in found, "the journal has two outcomes of one problem"
         rollouts = [(r.finish, r.answer, r.ids("target")) for r in outcome.rollouts]
         found[outcome.problem.id] = (outcome.answer, dict(outcome.votes), outcome.status, rollouts)
     return found
@@ -107,7 +107,7 @@ class Failing(FileIO):
             taken = super().write(data[:size]) if size else 0
             if self._nth.fault is not None:
                 raise self._nth.fault()
-            return taken or super().write(data[:1]) or 0  # short, and no error
+            return taken or super().write(data[:1]) or 0  # a short write without an error
         return super().write(data) or 0
 
 
@@ -146,7 +146,9 @@ def test_a_run_resumes_after_any_failed_write(
         with pytest.raises(StorageError, match=r"journal\.jsonl"):
             evaluated(run, journal)
         assert nth.met
-        assert told(run / JOURNAL).items() <= expected.items(), "nothing is told that is not so"
+        assert told(run / JOURNAL).items() <= expected.items(), (
+            "the failed run reported a wrong outcome"
+        )
         assert evaluated(run) == expected
 
 
@@ -244,7 +246,7 @@ def test_a_file_that_is_replaced_is_whole_at_any_failure(
         assert path.read_bytes() in ((b"old", new) if nth.met else (new,))
         assert os.listdir(tmp_path) == ["file"]
         if not nth.met:
-            assert number > 3, "the writer was asked for nothing"
+            assert number > 3, "no system call was made to fail"
             return
     pytest.fail("no end of calls")
 
@@ -364,7 +366,9 @@ def test_any_journal_left_by_a_power_loss_can_be_resumed_or_salvaged(
         if refused is not None:
             assert isinstance(refused, JournalCorrupt)
             assert "atts journal salvage" in str(refused)
-            assert (folder / JOURNAL).read_bytes() == left, "nothing is overwritten"
+            assert (folder / JOURNAL).read_bytes() == left, (
+                "the salvage changed the damaged journal"
+            )
             folder, damaged = tmp_path / f"saved {number}", folder
             nothing = _refusal(partial(salvage, damaged, folder))
             assert nothing is None or "not one line" in str(nothing)

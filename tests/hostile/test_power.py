@@ -30,7 +30,7 @@ class Disk:
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.contents: dict[int, bytes] = {}  # by inode
+        self.contents: dict[int, bytes] = {}  # contents by inode
         self.names: dict[int, dict[str, int]] = {}  # entries of a directory, keyed by its inode
         self.after_each: Callable[[], None] = lambda: None
         self.crash_at = -1

@@ -131,7 +131,7 @@ def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
     try:
         whole = json.loads(text)
     except ValueError:
-        return  # metrics
+        return  # metrics of the server are text
     for path in places(whole):
         for new in IMPOSSIBLE:
             if not may_be(path[-1], new):

@@ -143,7 +143,7 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path, schema: int) -
 
 
 def test_a_new_directory_has_no_manifest(tmp_path: Path) -> None:
-    """Loading returns None."""
+    """Loading its manifest returns None."""
     assert load_manifest(tmp_path / "m") is None
 
 

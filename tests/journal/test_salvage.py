@@ -162,7 +162,7 @@ def bent(path: Path) -> None:
 
 
 def gap(path: Path) -> None:
-    """Remove a line."""
+    """Remove a line from the middle."""
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:40] + lines[41:]))
 

@@ -165,7 +165,7 @@ def test_numbers_and_time_continue_across_sessions() -> None:
     assert (state.last_node, state.seconds) == (7, 4.0)
     state.apply(Entry(0, 1, 0.0, 0.0, structs.replace(opened, session=3)))
     state.apply(Entry(0, 1, 9.0, 0.0, SessionClosed("finished")))
-    assert state.seconds == 4.0, "a session that had nothing to do took none of the run's time"
+    assert state.seconds == 4.0, "an empty session must not add to the run's time"
 
 
 def test_a_session_counts_as_killed_until_its_closing_line() -> None:

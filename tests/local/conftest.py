@@ -200,7 +200,7 @@ def drive() -> Callable[..., Driven]:
 
         def tell(report: LoopReport) -> None:
             for reply in report.replies:
-                assert reply.request_id not in driven.replies, "answered twice"
+                assert reply.request_id not in driven.replies, "a request got two replies"
                 driven.replies[reply.request_id] = reply
             if report.stats is not None:
                 driven.stats = report.stats

@@ -134,7 +134,7 @@ class AnyLength:
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> None:
-        """Ignore the observation."""
+        """Ignore what was observed."""
 
 
 @cache
@@ -208,11 +208,11 @@ def texts(done: Driven) -> dict[int, TokenIds]:
 
 def same(plain: Driven, other: Driven) -> bool:
     """Return whether all replies have the same ids, ends and log-probabilities, to the bit."""
-    assert plain.replies, "nothing was written"
+    assert plain.replies, "no reply has a token"
     return plain.replies == other.replies
 
 
 def counts(done: Driven) -> SpeculationStats:
     """Return the counters of speculation."""
-    assert done.stats.speculation is not None, "nothing speculated"
+    assert done.stats.speculation is not None, "the loop did not speculate"
     return done.stats.speculation

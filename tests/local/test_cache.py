@@ -108,9 +108,9 @@ def test_slots_of_running_requests_are_counted_as_locked() -> None:
     scheduler.schedule()
     second = scheduler.sequence(2)
     written = second.capacity - second.num_shared
-    assert scheduler.num_locked == first.capacity + written, "a shared prompt counts once"
+    assert scheduler.num_locked == first.capacity + written, "a shared prompt must count once"
     scheduler.cancel(1)
-    assert scheduler.num_locked == 40 + written, "the other one still reads the prompt"
+    assert scheduler.num_locked == 40 + written, "the prompt must stay locked for the other request"
     scheduler.cancel(2)
     assert scheduler.num_locked == 0
     assert tree.num_evictable >= 39
@@ -170,7 +170,7 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
     steps: list[list[Command]] = [[] for _ in range(120)]
     cancelled: set[int] = set()
     for request_id in range(1, 1001):
-        at = (request_id - 1) // 10  # ids rise with time
+        at = (request_id - 1) // 10  # ids rise in order of arrival
         request = SampleRequest(
             ids_of(request_id % 7, 20),
             int(choice.integers(1, 9)),
@@ -190,7 +190,7 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
         place - sum(other < request_id for other in answered)
         for place, request_id in enumerate(answered)
     )
-    assert overtaken <= 8 * 32, "someone waited for too many younger ones"
+    assert overtaken <= 8 * 32, "a request waited while too many later ones were served"
 
 
 def memory_for(tokens: int) -> MakeModel:
@@ -380,7 +380,9 @@ def test_priority_overtakes_but_does_not_starve(
     steps: list[list[Command]] = [crowd]
     steps.extend([Submit(n, request(n, 0))] for n in range(12, 500))
     answered = list(drive(folder, steps, kernel="native", max_batch=1).replies)
-    assert 1 in answered[:300], "the patient one must be done before the urgent ones run out"
+    assert 1 in answered[:300], (
+        "the low-priority request must finish while urgent ones still arrive"
+    )
     early: list[Command] = [Submit(n, request(n, 0)) for n in range(1, 9)]
     urgent: list[list[Command]] = [early, [], [Submit(9, request(9, -1))]]
     assert list(drive(folder, urgent, kernel="native", max_batch=1).replies).index(9) == 1
@@ -422,7 +424,7 @@ def test_the_prefix_tree_agrees_with_a_dictionary(actions: list[tuple[str, list[
         assert match.slots.tolist() == [truth[ids[: end + 1]] for end in range(known)]
         assert tree.num_cached == allocator.num_used == len(truth)
         kept = {kept_ids[:end] for _, kept_ids in locked for end in range(1, len(kept_ids) + 1)}
-        assert kept <= set(truth), "a locked sequence was forgotten"
+        assert kept <= set(truth), "a locked sequence was evicted"
         assert tree.num_evictable == len(truth) - len(kept)
 
 

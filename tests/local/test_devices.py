@@ -98,7 +98,7 @@ def test_the_option_reaches_the_drafters_model(
         drafter_device="cuda:1",
     )
     assert [device.type for device in asked] == ["cpu", "cuda", "cpu", "cuda"], (
-        "of the target, then of its drafter"
+        "expected one model of the target and then one of its drafter"
     )
     assert asked[1] == asked[3] == torch.device("cuda:1")
     assert counts(done).proposed > 0

@@ -113,7 +113,9 @@ def test_an_exit_guesses_at_the_requested_rows(kernel: str, make_model: Make) ->
         assert list(ids)[:3] == expected.tolist()
         assert list(chances)[:3] == pytest.approx(likely.tolist(), abs=1e-4)
     firsts = [list(ids)[0] for ids, _ in places]
-    assert len(set(firsts)) > 2, "neighbouring rows must differ for this to tell them apart"
+    assert len(set(firsts)) > 2, (
+        "neighbouring rows must differ, or the test could not distinguish them"
+    )
 
 
 def trained(folder: Path, to: Path, **changes: Any) -> Path:

@@ -86,7 +86,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_group_equals_its_attentions_one_by_one(make_model: Make, family: str) -> None:
+def test_a_group_computes_the_same_as_single_attentions(make_model: Make, family: str) -> None:
     """This includes norms of inputs and heads, biases and shared keys; exact steps are equal to the
     bit.
     """
@@ -108,9 +108,9 @@ def test_the_error_grows_with_the_group(make_model: Make) -> None:
     errors = [float((hidden(folder, group) - exact).abs().mean()) for group in (1, 2, 4)]
     assert errors[0] == 0
     assert 0 < errors[1] < errors[2] < float(exact.abs().mean())
-    assert torch.equal(hidden(folder, 6), hidden(folder, 60)), "there are six layers between"
+    assert torch.equal(hidden(folder, 6), hidden(folder, 60)), "six layers can be grouped"
     shallow = make_model("llama", num_hidden_layers=3)
-    assert torch.equal(hidden(shallow, 1), hidden(shallow, 4)), "one layer between is not a group"
+    assert torch.equal(hidden(shallow, 1), hidden(shallow, 4)), "a single layer must not be grouped"
 
 
 def drafted(
@@ -139,7 +139,7 @@ def test_calibrated_groups_are_accepted_more_often(
         shares[group, calibration] = sum(accepted) / sum(tested)
         if calibration == "exact":
             assert accepted[0] >= tested[0] - 2, (
-                "the first token of a round comes from the exact pass"
+                "the first token of a round must come from the exact pass"
             )
     assert shares[2, "exact"] > shares[4, "exact"]
     assert shares[2, "exact"] > shares[2, "none"]
@@ -158,7 +158,9 @@ def test_one_kernel_call_drafts_as_single_steps_do(
     assert same(at_once, in_turns)
     both = [(counts(done).tested_at, counts(done).accepted_at) for done in (at_once, in_turns)]
     assert both[0] == both[1]
-    assert sum(both[0][0]) > sum(both[0][1]), "some were wrong, all of which are written over"
+    assert sum(both[0][0]) > sum(both[0][1]), (
+        "some drafts must be wrong, to test that they are overwritten"
+    )
 
 
 def test_grouped_drafts_are_captured_and_replayed(

@@ -69,7 +69,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
         def make(
             config: ModelConfig, weights: Weights, cache: torch.Tensor, group: int
         ) -> TorchModel:
-            assert group == 1, "a target has no groups"
+            assert group == 1, "a target must have no groups"
             made.append(TorchModel(config, weights, cache, **settings))
             return made[-1]
 
@@ -225,9 +225,9 @@ def test_padding_of_a_step_changes_nothing(count: int) -> None:
         assert torch.allclose(filled[row], (looks @ values[slots, 0]).flatten(), atol=1e-5)
 
 
-def test_a_draws_results_do_not_depend_on_the_copy() -> None:
-    """One copy of ids and log-probabilities gives the same values as two, and an id beyond float32
-    stays exact.
+def test_draws_copied_at_once_or_separately_are_equal() -> None:
+    """Ids and log-probabilities copied from the device together equal separate copies, and large
+    ids stay exact.
     """
     drawn = SampledTokens(torch.tensor([5, (1 << 24) + 1]), torch.tensor([-0.1, torch.nan]))
 
@@ -261,8 +261,8 @@ def test_a_kernel_that_disagrees_is_not_used() -> None:
 
 
 def test_a_kernel_that_misreads_grouped_caches_is_not_used() -> None:
-    """In a group, keys of one layer are further apart than its own heads need, which the check
-    tests.
+    """Layers of a group share one cache, so a layer's keys are further apart than its heads; the
+    check tests this.
     """
     config = read_model_config(path("target"), "target")
     cache = torch.zeros(1, 2, 4, 2, 64)
@@ -459,7 +459,7 @@ def test_the_least_recently_used_graph_is_dropped(
     assert [step(200), step(200)] == [False, True]
     assert len(captures) == 3
     assert step(50)
-    assert len(captures) == 3, "the layout in use was kept"
+    assert len(captures) == 3, "the layout in use was dropped"
     assert step(100)
-    assert len(captures) == 4, "the other one had made room"
+    assert len(captures) == 4, "the unused layout was not dropped"
     assert len(graphs.captured) == 2

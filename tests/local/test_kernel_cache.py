@@ -50,7 +50,7 @@ class Builds:
         self.compiler()
 
     def compiler(self, sleep: str = "") -> None:
-        """Write the compiler."""
+        """Write the script that acts as the compiler."""
         program = self.root / "bin" / "cc"
         program.parent.mkdir(exist_ok=True)
         program.write_text(COMPILER.format(log=self.log, library=self.library, sleep=sleep))

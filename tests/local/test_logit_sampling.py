@@ -109,7 +109,7 @@ def test_fast_filters_equal_sorting_in_float64(ties: bool, monkeypatch: pytest.M
         assert torch.equal(probabilities(rows, batch_sampling(chosen, 3000)), expected)
 
     def sort(self: torch.Tensor, *words: Any, **named: Any) -> Any:
-        assert self.dtype != torch.float64, "the vocabulary is sorted in float64"
+        assert self.dtype != torch.float64, "a fast filter sorted the vocabulary in float64"
         return torch.sort(self, *words, **named)
 
     monkeypatch.setattr("torch.Tensor.sort", sort)

@@ -65,7 +65,7 @@ def test_several_steps_per_call_change_no_token(
     assert not watched.turns
     done = run(folder, orders)
     assert same(plain, done)
-    assert max(watched.turns, default=0) == 8, "a burst has so many turns at most"
+    assert max(watched.turns, default=0) == 8, "a burst took too many turns"
     if laws is PLAIN:
         assert len(watched.turns) < done.stats.steps / 3
     assert done.stats.step_sequences >= done.stats.sampled_tokens - done.stats.free_tokens
@@ -81,7 +81,9 @@ def test_a_burst_stops_where_a_text_may_end(
     watched = Watched(monkeypatch)
     request = SampleRequest(ids_of(1, 12), 16, Sampling(1.0))
     text = texts(run(folder, [[Submit(1, request)]]))[1]
-    assert watched.turns == [8, 7], "the first token is drawn where the prompt is read"
+    assert watched.turns == [8, 7], (
+        "the first token must be drawn in the step that reads the prompt"
+    )
     pieces = ModelTokenizer(folder, "tiny").pieces
     place = next(n for n in range(2, 14) if text[n] not in text[:n] and pieces[text[n]].isascii())
     for ending in (

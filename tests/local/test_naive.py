@@ -183,7 +183,9 @@ def test_long_chunks_equal_the_naive_loop(
     plain = torch.tensor(naive(folder).scores(request.prefix, request.suffix))
     noise = float((plain - exact).abs().max())
     assert float((torch.tensor(ours) - exact).abs().max()) <= max(CLOSE, 2 * noise)
-    assert noise < (CLOSE if spread == 0.1 else 3 * CLOSE), "what the bound rests on"
+    assert noise < (CLOSE if spread == 0.1 else 3 * CLOSE), (
+        "float32 itself must stay within the assumed error"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -234,7 +236,9 @@ def test_kernels_for_other_processors_equal_the_naive_loop(
     rows = native_library("tiny", read_model_config(make_model("llama"), "tiny"), tuning)[
         0
     ].atts_row_block()
-    assert rows == {"avx2": 48, "generic": 64}[tuning], "another build than the one asked for"
+    assert rows == {"avx2": 48, "generic": 64}[tuning], (
+        "the kernels were built for another processor"
+    )
     heads = [(6, 3, 96), (4, 4, 64), (6, 2, 16), (3, 1, 32), (4, 2, 128)]
     wild = SampleRequest(ids_of(12, 20), 12, Sampling(0.9))
     requests: list[SampleRequest | ScoreRequest] = [

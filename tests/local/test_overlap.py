@@ -87,7 +87,7 @@ class Made:
 def overlap(done: Driven) -> OverlapStats:
     """Return the counters of guessed outcomes."""
     found = counts(done).overlap
-    assert found is not None, "nothing drafted beside"
+    assert found is not None, "no draft was made during the target's steps"
     return found
 
 
@@ -164,7 +164,7 @@ def test_an_exit_that_knows_the_text_hits_always(
     def knows(self: Any, told: Any) -> None:
         for line in self._job.lines:
             assert len(told[line.ask.key]) <= len(line.proposal) + 1, (
-                "it hears of the rows that decode"
+                "the exit must read the rows that decode"
             )
             coming = known[line.ask.key][line.ask.written :][: len(line.proposal) + 1]
             told[line.ask.key] = [((token,), (1.0,)) for token in coming]
@@ -269,7 +269,7 @@ def test_a_drafter_thread_that_dies_changes_no_text(
 def test_a_drafter_that_never_answers_changes_no_text(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step is then one without a proposal."""
+    """If the drafter never answers, the target takes each step without a proposal."""
 
     class Gone(InlineTransport):
         def post(self, work: Work) -> None:

@@ -268,7 +268,7 @@ def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
             assert share.cache == share.tokens * pair.size(role).cache_bytes
     if card in ("h100", "h200"):
         assert "r1-1.5b/r1-7b" in opens
-        assert "r1-1.5b/r1-70b" not in opens, "141 GB of weights are a server's work"
+        assert "r1-1.5b/r1-70b" not in opens, "141 GB of weights must need a server"
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def test_proposals_never_change_the_text(count: int, make_model: Make) -> None:
             assert (counts(done).accepted, done.stats.steps) == (0, plain.stats.steps)
     assert same(plain, run(folder, [orders], Knowing(texts(plain), "partly"), AnyLength(8)))
     off = run(folder, [orders], Knowing(texts(plain), "right"), 0)
-    assert off.stats.speculation is None, "no tokens at a time is plain decoding"
+    assert off.stats.speculation is None, "zero tokens per proposal must be plain decoding"
     assert (off.stats.steps, off.replies) == (plain.stats.steps, plain.replies)
 
 
@@ -317,7 +317,7 @@ def test_a_text_ends_inside_a_proposal_as_without_it(k: int, make_model: Make) -
     ends = {reply.ended for reply in plain.replies.values() if isinstance(reply, SampleReply)}
     assert ends == {"length", "delimiter", "end"}
     assert counts(done).accepted > 20
-    assert counts(done).accepted == counts(done).proposed, "what follows an end is not fed"
+    assert counts(done).accepted == counts(done).proposed, "tokens after an end must not be fed"
     assert same(plain, done)
 
 
@@ -415,7 +415,7 @@ class Unknown(Proposer):
     """Proposes tokens that no vocabulary has."""
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Propose one for each."""
+        """Propose one impossible token for each text."""
         return [TokenProposal((10_000,)) for _ in asks]
 
 
@@ -423,7 +423,7 @@ class Broken(Proposer):
     """A proposer that fails when it is asked."""
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Fail."""
+        """Raise an error."""
         raise ValueError("no such text")
 
 

@@ -79,7 +79,7 @@ class StageHere:
         StageHere.made.append(self)
 
     def send(self, message: object) -> None:
-        """Answer at once."""
+        """Compute the reply at once."""
         self.heard += 1
         if self.heard > self.ends:
             raise EngineUnavailable("m", "gone")

@@ -69,9 +69,7 @@ def test_streaming_heads_change_no_token(
     if kind == "right":
         assert found.misses == 0
         assert share == 1.0
-        assert found.passes < 0.65 * found.drafted, (
-            "of guesses that are wrong, what follows is not known"
-        )
+        assert found.passes < 0.65 * found.drafted, "tokens after a wrong guess are unknown"
     else:
         assert found.passes > 0.65 * found.drafted
         assert share < 1.0

@@ -101,7 +101,7 @@ def test_variables_have_the_value_in_their_solutions_box(many: list[Exercise]) -
         assert known[exercise.text[-2]] == exercise.answer
 
 
-def test_every_number_a_story_starts_from_is_in_its_text(many: list[Exercise]) -> None:
+def test_every_number_used_first_is_in_the_question(many: list[Exercise]) -> None:
     """A computation uses only numbers of the question and results of earlier steps."""
     for exercise in many:
         known = {int(found) for found in re.findall(r"\d+", exercise.text)}

@@ -278,9 +278,7 @@ def test_if_drafts_are_rarely_accepted_the_target_writes_alone(
 def test_if_drafts_are_accepted_and_the_target_is_slow_the_draft_writes(
     attempt: Solve,
 ) -> None:
-    """The target writes only the first trial and what was in flight then, because engines take all
-    requests at once.
-    """
+    """The target writes only at the beginning, because engines take all requests at once."""
     draft = ScriptedEngine("target", latency=Latency(sampled_token=0.001))
     target = ScriptedEngine("target", latency=Latency(per_score=0.03, sampled_token=0.03))
     exact = attempt(

@@ -128,7 +128,7 @@ class TableEngine:
         return tuple(p / sum(powered) for p in powered)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Walk the chain."""
+        """Draw letter after letter from the chain."""
         check_sample(request, self.spec)
         await anyio.lowlevel.checkpoint()
         last = self.tokenizer.letters[request.ids[-1]]

@@ -194,7 +194,7 @@ class Reading:
     """A gate that escalates by the text alone."""
 
     def preview(self, features: Features) -> Decision:
-        """Look for a letter."""
+        """Decide by whether the text has a given letter."""
         return features.decision("escalate" if "e" in features.text else "accept")
 
     def decide(self, features: Features, score: float) -> Decision:

@@ -227,7 +227,7 @@ class Nursery:
     def _answer(self) -> int:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, "the server of children died"
+        assert line, "the server of child processes died"
         return int(line)
 
 
@@ -287,7 +287,7 @@ def crash_runs(
         found = crash(children, directory, whole, min(most, kills), seed * 1000 + number)
         kills -= found.kills
         unharmed += not found.kills  # a busy machine may be late with a kill from outside
-        assert unharmed < 5, "runs are over before anything happens to them"
+        assert unharmed < 5, "runs end before they can be killed"
         number += 1
         yield directory, found
 
@@ -312,7 +312,7 @@ def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int)
             children, directory, len(before) + step, step, next(ways), draws.random() * 0.01
         )
         assert path.read_bytes().startswith(before[: before.rfind(b"\n") + 1]), (
-            "what was recorded has changed"
+            "a recorded line has changed"
         )
         dead += code == -signal.SIGKILL
         full += code == StorageError.exit_code

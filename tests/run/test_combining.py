@@ -98,7 +98,7 @@ def test_a_selector_of_known_skill_gains_as_computed(world: Any, selector: Selec
         variance += chance * (1 - chance)
     seen = sum(one.is_correct for one in split)
     assert len(split) > 30
-    assert variance > 1  # chance decides on enough problems
+    assert variance > 1  # enough problems depend on chance
     assert abs(seen - expected) < 3 * variance**0.5, (seen, expected, variance)
     found = result.combined
     assert found.split == len(split)
@@ -225,7 +225,7 @@ def _loss_of_a_coin(seed: int, is_graded: bool, share_split: float) -> float:
         plan = combiner.plan("auto", share, 2)
         # the leader of two finalists is correct more often
         right = draws.choices(("first", "second", "none"), (0.5, 0.25, 0.25))[0]
-        verdicts = [draws.random() < 0.5 for _ in range(2)]  # for the second
+        verdicts = [draws.random() < 0.5 for _ in range(2)]  # votes for the second finalist
         chosen = "second" if all(verdicts) else "first"
         known = Combination(
             plan,

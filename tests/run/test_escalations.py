@@ -20,10 +20,10 @@ class Counts:
         self._left = after
 
     def recalled(self, event: Any) -> None:
-        """Ignore recalled events."""
+        """Ignore events of earlier sessions."""
 
     def notify(self, event: Any) -> None:
-        """Count down."""
+        """Count judged chunks down, and stop the run at zero."""
         self._left -= isinstance(event, Observed)
         if not self._left:
             self._stop.request()
@@ -55,7 +55,7 @@ def test_the_summary_counts_every_observed_decision(world: Any) -> None:
         for turn in rollout.turns
     ]
     assert len(told) > sum(turn.decision is not None for turn in turns), (
-        "some judged chunk never became a turn"
+        "some judged chunk must lack a turn"
     )
     rate = result.summary.rate
     assert rate.n_samples == len(told)

@@ -130,7 +130,7 @@ def told(directory: Path) -> dict[str, object]:
             )
             for rollout in outcome.rollouts
         ]
-        assert outcome.problem.id not in found, "told twice"
+        assert outcome.problem.id not in found, "the journal has two outcomes of one problem"
         found[outcome.problem.id] = (outcome.answer, outcome.status, rollouts)
     return found
 
@@ -161,7 +161,7 @@ class Study:
         self.slowest = max(self.slowest, time.monotonic() - ended)
         assert not members(first), "a process outlived the run by 5 s"
         after = journal.read_bytes() if journal.exists() else b""
-        assert after.startswith(before[: before.rfind(b"\n") + 1]), "what was recorded has changed"
+        assert after.startswith(before[: before.rfind(b"\n") + 1]), "a recorded line has changed"
         return code
 
     def _interrupt(self, journal: Path, before: int, first: int) -> None:
@@ -202,7 +202,7 @@ def test_signals_at_any_moment_change_nothing(runs: Runs, tmp_path: Path) -> Non
     count = COUNT if isinstance(runs, Forks) else max(1, COUNT // 10)
     while (done := study.counts.total()) < count:
         number += 1
-        assert number <= count + 5, "runs are over before anything happens to them"
+        assert number <= count + 5, "runs end before they get a signal"
         directory = tmp_path / f"run {number}"
         while study.session(
             directory, is_quiet=study.counts.total() >= min(count, done + KILLS_OF_ONE_RUN)

@@ -429,7 +429,9 @@ def test_a_call_that_waited_is_not_begun_after_the_run_was_stopped() -> None:
                 assert stop.calls == 1
                 stop.request()
                 await anyio.sleep(20)
-                assert account.spent.total_tokens < most, "the second call has room"
+                assert account.spent.total_tokens < most, (
+                    "the cap must leave room for the second call"
+                )
                 group.cancel_scope.cancel()
             return account
 

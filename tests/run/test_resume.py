@@ -299,7 +299,7 @@ def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
     assert all(event.features["tokens"] > 0 for event in found)
 
 
-def test_a_barrier_ends_the_same(world: Any, outcomes: Outcomes) -> None:
+def test_a_synchronous_run_resumes_to_the_same_result(world: Any, outcomes: Outcomes) -> None:
     """The synchronous baseline carries a remainder from round to round, also across a crash."""
     policy = Policy(
         samples=4, turns=4, chunking=Chunking(12, 12, ()), barrier=True, early_stop="none"

@@ -94,7 +94,7 @@ class Diary:
         self.before.append(event)
 
     def notify(self, event: Notice) -> None:
-        """Keep it, then act."""
+        """Record the event, then react to it."""
         self.live.append(event)
         self._act(len(self.live))
 
@@ -126,7 +126,7 @@ def test_listeners_get_the_events_of_the_journal(world: Any, backend: Backend) -
     ]  # the resumed run has nothing left to do
 
 
-def test_every_call_is_a_node_and_a_step(world: Any) -> None:
+def test_every_call_is_recorded_with_its_result_and_times(world: Any) -> None:
     """Each live call is recorded once with its result and once with its times; waits have times
     only.
     """
@@ -626,7 +626,7 @@ class Crowd(Diary):
         self.open = self.most = 0
 
     def notify(self, event: Notice) -> None:
-        """Forget it, after counting."""
+        """Count the problem, and keep no reference to the event."""
         self.open += isinstance(event, ProblemStarted) - isinstance(event, OutcomeReached)
         self.most = max(self.most, self.open)
 

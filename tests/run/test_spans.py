@@ -135,7 +135,7 @@ def test_an_error_leaves_no_open_span(world: Any) -> None:
 
     class Bomb:
         def recalled(self, event: object) -> None:
-            """Ignore it."""
+            """Ignore events of earlier sessions."""
 
         def notify(self, event: object) -> None:
             """End the run with the first finished problem."""
@@ -177,14 +177,14 @@ def test_spans_go_out_by_otlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     class Collector(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            """Record the body."""
+            """Record the request's body."""
             body = self.rfile.read(int(self.headers["Content-Length"]))
             bodies.append((self.path, self.headers.get("Content-Encoding", ""), body))
             self.send_response(200)
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Print nothing."""
+            """Write no access log."""
 
     with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -210,7 +210,7 @@ def test_a_provider_that_fails_harms_nothing(world: Any, caplog: pytest.LogCaptu
 
     class Tracer:
         def start_span(self, *given: object, **named: object) -> Any:
-            """Fail."""
+            """Raise an error."""
             raise OSError("no collector")
 
     class Provider:

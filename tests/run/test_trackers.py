@@ -66,15 +66,15 @@ class Broken(Notebook):
             raise SystemExit("no key")
 
     def begin(self, run: RunDescription) -> None:
-        """Fail if this is the call to fail at."""
+        """Raise an error if the tracker was made to fail here."""
         self._fail_at("begin")
 
     def log(self, points: Sequence[Point]) -> None:
-        """Fail if this is the call to fail at."""
+        """Raise an error if the tracker was made to fail here."""
         self._fail_at("log")
 
     def end(self, final: Point, status: str) -> None:
-        """Fail if this is the call to fail at."""
+        """Raise an error if the tracker was made to fail here."""
         self._fail_at("end")
 
 
@@ -144,7 +144,7 @@ def test_a_resumed_run_continues_its_tracker(world: Any) -> None:
 
     class Watch:
         def recalled(self, event: object) -> None:
-            """Ignore it."""
+            """Ignore events of earlier sessions."""
 
         def notify(self, event: object) -> None:
             """Ask the run to end after two problems."""
@@ -214,7 +214,7 @@ def test_a_run_that_an_error_ends_is_closed_as_failed(world: Any) -> None:
 
     class Bomb:
         def recalled(self, event: object) -> None:
-            """Ignore it."""
+            """Ignore events of earlier sessions."""
 
         def notify(self, event: object) -> None:
             """End the run with the first problem."""

@@ -22,7 +22,7 @@ PROBLEMS = toy_problems(30, 5)
 
 
 def votes(value: float) -> Mapping[str, float]:
-    """Return an earlier run that was always correct, or never."""
+    """Return an earlier run whose votes were all correct, or all wrong."""
     return {problem.id: value for problem in PROBLEMS}
 
 

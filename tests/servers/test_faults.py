@@ -254,7 +254,7 @@ async def test_a_model_swapped_behind_a_url_is_noticed_with_its_first_reply(
             await remote.sample(REQUEST)
         checks = len(server.calls)
         await remote.sample(REQUEST)
-        assert len(server.calls) == checks + 1, "steady replies under one name ask for no check"
+        assert len(server.calls) == checks + 1, "steady replies under one name must cause no check"
         assert server._state is not None  # pyright: ignore[reportPrivateUsage]
         server._state.quirks = ServerQuirks(version="0.99.0")  # pyright: ignore[reportPrivateUsage]
         for _ in range(2):

@@ -287,7 +287,7 @@ def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: An
 
 @pytest.mark.anyio
 async def test_replicas_must_be_alike(serve: Serve, client: Connect) -> None:
-    """Two versions cannot be one engine, and neither can an empty list."""
+    """Servers of different versions are refused as one pool, and so is an empty list."""
     servers: Any = serve("vllm"), serve("vllm", quirks=ServerQuirks(version="0.34.0"))
     with pytest.raises(FingerprintError, match="vllm 0.34"):
         await pool_of(client, *servers).__aenter__()

@@ -89,7 +89,7 @@ def test_proposals_grow_shorter_with_the_load() -> None:
     config = json.loads(found.config)
     ranges = config["num_speculative_tokens_per_batch_size"]
     assert ranges[0][0] == 1
-    assert all(length > 0 for *_, length in ranges), "a range of 0 meets the server's defect"
+    assert all(length > 0 for *_, length in ranges), "a range of 0 would hit a defect of the server"
     assert all(one[1] + 1 == other[0] for one, other in zip(ranges, ranges[1:], strict=False))
     warning = found.warnings[-1]
     assert f"--concurrency at {ranges[-1][1]}" in warning

@@ -42,7 +42,7 @@ def serve_embedded() -> Generator[str]:
             finally:
                 server.send_signal(signal.SIGTERM)
                 code = server.wait(60)
-    assert code == 0, "a drained server has done what was asked"
+    assert code == 0, "the server must end with exit code 0"
 
 
 @pytest.fixture(scope="module")

@@ -216,7 +216,7 @@ def test_a_flood_of_headers_is_refused() -> None:
                 response = await client.http.get("/models", headers=headers)
                 assert response.status_code in (400, 431)
             except httpx2.TransportError:
-                pass  # or the connection was closed
+                pass  # the server may also close the connection
             assert (await client.chat()).status_code == 200
 
     anyio.run(main)

@@ -373,7 +373,7 @@ def test_background_responses_survive_kill_9_and_finish_once(tmp_path: Path) -> 
                 for name in ids:
                     response = client.get(f"/responses/{name}").json()
                     if response["status"] in ("queued", "in_progress"):
-                        assert name not in ends, "a response that has ended is open again"
+                        assert name not in ends, "a response that had ended is open again"
                     else:
                         assert ends.setdefault(name, response) == response
             os.kill(server.pid, signal.SIGKILL)

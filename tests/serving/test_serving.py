@@ -279,7 +279,7 @@ def test_a_restart_remembers_what_was_spent(tmp_path: Path) -> None:
 
 
 def test_without_the_key_only_health_is_served() -> None:
-    """Every other route refuses."""
+    """Every other route refuses a request without the key."""
 
     async def main() -> None:
         async with serving(key="secret") as client:

@@ -1,4 +1,4 @@
-"""Stop strings: what a client is shown ends before the first of them, whole and streamed."""
+"""Tests of stop strings: a client sees the text before the first of them, whole and streamed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LETTERS = "ab\n"
 
 
 def shown_by_definition(text: str, stop: Sequence[str]) -> str:
-    """Return what is shown, found by looking at each beginning of the text in turn."""
+    """Return the shown text by its definition, trying each beginning of the text in turn."""
     for end in range(1, len(text) + 1):
         ending = [one for one in stop if text[:end].endswith(one)]
         if ending:
@@ -33,7 +33,7 @@ def shown_by_definition(text: str, stop: Sequence[str]) -> str:
     pieces=st.lists(st.text(LETTERS, max_size=8), max_size=12),
     stop=st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=4),
 )
-def test_any_pieces_show_what_the_whole_text_shows(pieces: list[str], stop: list[str]) -> None:
+def test_a_stream_shows_the_text_of_a_whole_reply(pieces: list[str], stop: list[str]) -> None:
     """No stop string is shown, nor the beginning of one that may still be completed."""
     text = "".join(pieces)
     expected = shown_by_definition(text, stop)
@@ -43,7 +43,7 @@ def test_any_pieces_show_what_the_whole_text_shows(pieces: list[str], stop: list
     for piece in pieces:
         shown += growing.add(piece)
         read += piece
-        # whatever may come next, the text shown so far is right
+        # the text shown so far is correct, whatever follows
         for one in stop:
             assert shown_by_definition(read + one, stop).startswith(shown)
             assert shown_by_definition(read + one[-1], stop).startswith(shown)
@@ -55,8 +55,8 @@ def test_any_pieces_show_what_the_whole_text_shows(pieces: list[str], stop: list
 
 
 @given(text=st.text(LETTERS, max_size=20), stop=st.text(LETTERS, min_size=1, max_size=5))
-def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, stop: str) -> None:
-    """A stream lags behind the text by less than the stop string's length."""
+def test_a_stream_lags_by_less_than_the_stop_string(text: str, stop: str) -> None:
+    """Only text that may begin a stop string is delayed."""
     growing = StoppedText([stop])
     shown = growing.add(text)
     if not growing.is_stopped:
@@ -66,7 +66,7 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, stop: str)
 
 
 async def both(client: Client, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Ask whole and streamed; return the whole reply, and the deltas."""
+    """Ask for a whole and a streamed reply; return the whole reply, and the deltas."""
     whole = (await client.chat(**fields)).json()
     got = await stream_events(client, **fields)
     choices = [event["choices"][0] for event in got]
@@ -80,8 +80,8 @@ async def both(client: Client, **fields: Any) -> tuple[dict[str, Any], list[dict
 
 @pytest.mark.parametrize("model", ["draft", "target"])
 @pytest.mark.parametrize("stop", ["So", "\n\n", "\n\nSo", "s 7", "}", ["zzz", "nswer", "."]])
-def test_a_model_that_is_asked_alone_stops_writing(model: str, stop: str | list[str]) -> None:
-    """Its content ends before the stop string, and the tokens after it are neither shown nor paid."""
+def test_a_single_model_stops_at_the_stop_string(model: str, stop: str | list[str]) -> None:
+    """Its content ends before the stop string, and later tokens are neither shown nor charged."""
 
     async def main() -> None:
         async with serving() as client:
@@ -93,7 +93,7 @@ def test_a_model_that_is_asked_alone_stops_writing(model: str, stop: str | list[
             shown = whole["choices"][0]["message"]["content"]
             assert shown == shown_by_definition(text, stops) != text
             assert whole["choices"][0]["finish_reason"] == "stop"
-            if stop != "}":  # the last character
+            if stop != "}":  # the last character of the stop string
                 assert whole["usage"]["total_tokens"] < unstopped["usage"]["total_tokens"]
             assert whole["atts"]["answer"] is None
             assert whole["atts"]["votes"] == {}
@@ -104,8 +104,8 @@ def test_a_model_that_is_asked_alone_stops_writing(model: str, stop: str | list[
     anyio.run(main)
 
 
-def test_a_stop_string_that_several_calls_write_is_found() -> None:
-    """A server with chunks of two tokens sees a stop string that begins in one and ends in another."""
+def test_a_stop_string_across_calls_is_found() -> None:
+    """With chunks of two tokens, a stop string may begin in one chunk and end in another."""
 
     async def main() -> None:
         setup = toy_setup(policy=Policy(chunking=Chunking(draft_tokens=2)))
@@ -138,7 +138,7 @@ def test_reasoning_that_votes_is_not_cut() -> None:
     anyio.run(main)
 
 
-def test_an_answer_is_cut_as_content() -> None:
+def test_content_is_cut_but_the_answer_is_not() -> None:
     """The content ends before the stop string, and `atts.answer` is still the answer."""
 
     async def main() -> None:
@@ -152,7 +152,7 @@ def test_an_answer_is_cut_as_content() -> None:
 
 
 def test_the_text_of_a_rollout_without_an_answer_is_cut() -> None:
-    """A reply that a limit ended is cut at a stop string all the same, and then ends by it."""
+    """A reply that a limit ended is cut at a stop string as well, and reports it as its end."""
 
     async def main() -> None:
         async with serving() as client:
@@ -178,8 +178,8 @@ def test_the_text_of_a_rollout_without_an_answer_is_cut() -> None:
         ({"a": 1}, "stop is not a text or a list of texts"),
     ],
 )
-def test_stop_strings_that_mean_nothing_are_refused(stop: Any, words: str) -> None:
-    """The refusal names the field, before any work."""
+def test_impossible_stop_strings_are_refused(stop: Any, words: str) -> None:
+    """The error names the field before any work is done."""
 
     async def main() -> None:
         async with serving() as client:
@@ -194,7 +194,7 @@ def test_stop_strings_that_mean_nothing_are_refused(stop: Any, words: str) -> No
 
 
 def test_null_and_no_stop_strings_change_nothing() -> None:
-    """Clients send null or an empty list where they have none."""
+    """Clients send null or an empty list if they have no stop strings."""
 
     async def main() -> None:
         async with serving() as client:
@@ -206,8 +206,8 @@ def test_null_and_no_stop_strings_change_nothing() -> None:
     anyio.run(main)
 
 
-def test_responses_know_no_stop_strings() -> None:
-    """The Responses API has no such field; to ignore it would mislead the client."""
+def test_responses_refuse_stop_strings() -> None:
+    """The Responses API has no such field, and ignoring it would mislead the client."""
 
     async def main() -> None:
         async with serving() as client:

@@ -326,7 +326,7 @@ def test_estimated_step_times_rise_with_the_number_of_rows() -> None:
     found = curve.at(np.arange(1.0, 40.0))
     assert (np.diff(found) >= 0).all()
     assert found[[0, 7, 15]] == pytest.approx([1.0, 1.9, 4.0], rel=0.1)
-    assert found[31] >= 6.5, "beyond the last cell it is not cheaper than before it"
+    assert found[31] >= 6.5, "more rows must not be cheaper than the most that were measured"
     assert curve.least(np.array([3.0, 15.0])).tolist() == [found[0], found[7]]
     longer = condition(is_mixed=False, context=5000, sequences=1)
     costs.add(longer, 1, 3.0)

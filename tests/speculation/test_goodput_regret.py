@@ -111,7 +111,7 @@ class Machine:
         return length if stands.all() else int(stands.argmin())
 
     def _noisy(self, seconds: float) -> float:
-        """Add a tenth sometimes, a half in one step of fifty, and much more on a shared machine."""
+        """Add a tenth to some times, a half to one in fifty, and much more on a shared machine."""
         if self._is_shared:
             if self._random.random() < 0.01:
                 self._slowness = float(np.exp(0.35 * self._random.normal()))

@@ -81,10 +81,10 @@ def test_the_next_request_of_a_rollout_continues_its_text() -> None:
     third, fourth = suffixes.propose(
         [ask((8, 41, 42, 43), 1, key=3), ask((8, 40, 41), 1, 2, key=4, rollout="p/1")]
     )
-    assert third.tokens == (), "nothing came after it"
-    assert fourth.tokens == (), "a match is three tokens long"
+    assert third.tokens == (), "no token follows this suffix"
+    assert fourth.tokens == (), "a match needs three tokens"
     (fifth,) = suffixes.propose([ask((8, 3, 40, 41), 1, 4, key=5, rollout="p/2")])
-    assert fifth.tokens == (42, 43), "what was taken back is counted once, and known"
+    assert fifth.tokens == (42, 43), "discarded tokens must be counted once and stay known"
     (sixth,) = suffixes.propose([ask((8, 40, 41, 50), 1, 4, key=6, rollout="p/3")])
     assert sixth.tokens == (51, 52)
 
@@ -104,7 +104,7 @@ class Sure(HintProposer):
         return [self.found] * len(list(asks))  # type: ignore[call-overload]
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Count the call."""
+        """Count how often acceptance is reported."""
         self.told += 1
 
 

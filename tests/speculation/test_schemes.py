@@ -40,7 +40,7 @@ def test_the_fastest_scheme_gets_nearly_all_steps(best: int) -> None:
         control, lambda step: [1.1 if scheme == best else 1.0 for scheme in range(3)], 6000
     )
     assert found[best] >= 0.9 * 6000
-    assert min(found[scheme] for scheme in range(3)) >= 16, "each is tried"
+    assert min(found[scheme] for scheme in range(3)) >= 16, "each scheme must be tried"
 
 
 @pytest.mark.parametrize("slow", [0.2, 0.6, 0.9])

@@ -43,7 +43,6 @@ def answer(text: str) -> str | None:
 
 
 # tokenizer
-# -------------------------------------------------------------------------------------------
 
 
 @QUICK
@@ -109,7 +108,6 @@ def test_dialects_have_different_digests() -> None:
 
 
 # distributions
-# ---------------------------------------------------------------------------------------
 
 samplings = st.builds(
     Sampling,
@@ -227,7 +225,6 @@ def test_scores_are_the_log_probs_of_sampling(
 
 
 # problems and texts
-# ----------------------------------------------------------------------------------
 
 
 def test_distributions_that_were_forgotten_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

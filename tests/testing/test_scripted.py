@@ -39,7 +39,6 @@ def request(engine: ScriptedEngine, sample: int = 0, tokens: int = 20) -> Sample
 
 
 # time
-# ------------------------------------------------------------------------------------------------
 
 
 def test_latency_is_a_sum_of_its_parts(backend: Backend) -> None:
@@ -99,7 +98,6 @@ def test_real_latency_is_real() -> None:
 
 
 # queue
-# -----------------------------------------------------------------------------------------------
 
 
 def test_slots_bound_what_runs_at_once_and_queue_in_order(backend: Backend) -> None:
@@ -176,8 +174,8 @@ def test_cancelling_frees_the_slot_at_once(backend: Backend) -> None:
                     with anyio.move_on_after(after):
                         await engine.sample(request(engine))
 
-                group.start_soon(cut, 10.0)  # at work
-                group.start_soon(cut, 5.0)  # queued
+                group.start_soon(cut, 10.0)  # cancelled while it works
+                group.start_soon(cut, 5.0)  # cancelled while it waits
                 await anyio.sleep(7)
                 assert engine.stats().cancelled == 1
                 assert engine.stats().in_flight == 1
@@ -191,7 +189,6 @@ def test_cancelling_frees_the_slot_at_once(backend: Backend) -> None:
 
 
 # replies
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio
@@ -249,7 +246,6 @@ def test_drift_is_planted_where_it_was_asked_for() -> None:
 
 
 # life
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio

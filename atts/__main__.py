@@ -4,13 +4,14 @@ import gc
 import signal
 import sys
 
-# new objects; with thousands of calls in flight, Python's 700 spends a third of the time on it
+# number of new objects between collections; with Python's 700 and thousands of calls in flight, a
+# third of the time would go into collections
 _COLLECT_AFTER = 20_000
 
 
 def main() -> None:
-    """Run the command line of this process and exit with its code; nothing is imported from where
-    it was started.
+    """Run the command line of this process and exit with its code; import nothing from the current
+    directory.
     """
     from atts.concurrency import import_path
 

@@ -227,7 +227,9 @@ class SlotQueue:
         self._priorities: list[int] = []  # priorities of the lanes, sorted
 
     def enter_loop(self) -> None:
-        """Remember the running loop's event class: `anyio.Event()` spends most of its time finding it."""
+        """Remember the running loop's event class: `anyio.Event()` spends most of its time finding
+        this class.
+        """
         self._event = type(anyio.Event())
 
     @property
@@ -286,7 +288,7 @@ class SlotQueue:
                 self.give(tokens)
             else:
                 waiter.state = "gone"
-                self._grant()  # smaller requests behind it may fit now
+                self._grant()  # smaller requests behind this one may fit now
             raise
 
     def _refuse(self, tokens: int) -> None:
@@ -294,8 +296,8 @@ class SlotQueue:
 
     def give(self, tokens: int = 0) -> None:
         """Return a slot and its tokens; a waiter that fits has them before this call returns."""
-        # a slot that is given back twice would let in more than the limit, unnoticed, for good
-        assert self.slots is None or self.free_slots < self.slots, "nobody had taken this slot"
+        # a slot that is given back twice would silently raise the limit for good
+        assert self.slots is None or self.free_slots < self.slots, "this slot was not taken"
         self.free_slots += 1
         self.free_tokens += tokens
         if self._lanes:

@@ -14,12 +14,12 @@ from atts.sampling import Seed, uniforms
 TokenIds = tuple[int, ...]
 Role = Literal["draft", "target"]
 Ending = Literal["delimiter", "length", "end"]
-"""Why a chunk ended: at a step delimiter, at its token limit, or at the model's end of text."""
+"""The reason why a chunk ended: a delimiter, its token limit, or the model's end of text."""
 TurnKey = tuple[str, int, int]
-"""The name of a turn in a run: problem, sample, turn."""
+"""The key of a turn in a run: problem, sample and turn."""
 Action = Literal["accept", "verify", "escalate"]
 Origin = Literal["gate", "forced", "warm-up", "budget", "certificate", "recalled"]
-"""What a decision rests on.
+"""The origin of a decision.
 
 "gate": the gate's rule. "forced": the score is missing. "warm-up": scores are stored, but nothing is
 escalated yet. "budget": the cap on escalations is used up. "certificate": the gate of a certified
@@ -27,7 +27,7 @@ policy. "recalled": a decision of an earlier session of the same run.
 """
 AnswerKind = Literal["math", "choice", "text", "code"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
-"""Why a rollout stopped.
+"""The reason why a rollout stopped.
 
 "settled": the vote no longer needed it. "end": its model ended the text without a marked answer.
 """
@@ -49,7 +49,7 @@ class Grading:
     rounding: Literal["decimals", "none"] = "decimals"
     # "formula": in formulas of physics the letters of sizes are positive; "positive": all letters are
     variables: Literal["formula", "real", "positive"] = "formula"
-    # "text": the words of the correct choice count as well as its letter
+    # "text": the text of the correct choice counts as well as its letter
     choices: Literal["letter", "text"] = "letter"
 
 
@@ -85,16 +85,20 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    top_k: Annotated[int, "only the k likeliest tokens; 0: all"] = 0
+    top_k: Annotated[int, "draw only from the k most likely tokens; 0: from all"] = 0
     top_p: Annotated[
         float, "draw only from the most likely tokens that have this total probability"
     ] = 1.0
-    min_p: Annotated[float, "only tokens at least this likely, as a share of the likeliest"] = 0.0
+    min_p: Annotated[
+        float,
+        "draw only tokens with at least this share of the probability of the most likely token",
+    ] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Continue `ids` by at most `max_tokens`, stopping after a stop string or a stop id.
+    """A request to continue `ids` by at most `max_tokens`, stopping after a stop string or a stop
+    id.
 
     The token that completes the stop stays in the completion. `rollout` only hints where a cache may
     be warm. If log-probabilities are "unneeded", an engine may leave them out. The last `num_begun`
@@ -112,7 +116,8 @@ class SampleRequest:
     rollout: str = ""
     priority: int = 0  # lower is sooner
     logprobs: Literal["raw", "unneeded"] = "raw"
-    num_begun: int = 0  # how many of `ids`, at their end; `max_tokens` excludes them
+    # number of last `ids` that belong to the completion; `max_tokens` excludes them
+    num_begun: int = 0
     # a guess at the answer: it may make the engine faster, and never changes what it writes
     hint: TokenIds = ()
     # tokens of a think block, those among `ids` included, after which an engine with the capability
@@ -137,7 +142,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Ask for the log-probability of every token of `suffix` after `prefix`; both are non-empty.
+    """A request for the log-probability of every token of `suffix` after `prefix`; both are
+    non-empty.
 
     `draw` is the sampling request for what the target writes after `prefix` instead of the suffix,
     should the suffix be rejected. An engine with the capability "draw" samples its first tokens from
@@ -431,38 +437,38 @@ class Rollout:
 
 
 Combine = Literal["vote", "select", "synthesize", "auto"]
-"""Ways to make a problem's answer of the answers of its rollouts."""
+"""The ways to make a problem's answer from the answers of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CombinePlan:
-    """Decision about one problem after its vote: leave it, or ask the target."""
+    """A decision on one problem after its vote: keep the vote, or ask the target."""
 
     action: Literal["vote", "select", "synthesize"]
-    is_trial: bool = False  # the target is asked, and the vote stands whatever it says
+    is_trial: bool = False  # the target is asked, but the vote stays the answer
     below: float = 1.0  # the largest share of the leading answer at which a vote counts as split
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Record of how a problem's answer was made of its rollouts' answers, and what that cost."""
+    """A record of how a problem's answer was made from its rollouts' answers, with the cost."""
 
     plan: CombinePlan
     voted: str  # the leading answer of the vote
     share: float  # share of the votes that the answer has
-    # the vote of each half of the rollouts: its leader's share, and whether that is `voted`
+    # the vote of each half of the rollouts: its leader's share, and whether its leader is `voted`
     halves: tuple[tuple[float, bool], ...] = ()
     finalists: tuple[str, ...] = ()  # answers whose texts the target read
     chosen: str | None = None  # the answer that the target prefers or wrote; None: undecided
-    pairs: int = 0  # questions that were asked in two orders
-    consistent: int = 0  # number of them with one answer in both orders
+    pairs: int = 0  # number of questions that were asked in both orders
+    consistent: int = 0  # number of these with the same answer in both orders
     usage: Usage = Usage()
     error: str = ""  # why the target could not be asked
 
     @property
     def answer(self) -> str:
-        """Return the problem's answer: the vote's, unless the target chose another one."""
+        """Return the problem's answer, which is the vote unless the target chose another one."""
         if self.chosen is None or self.plan.is_trial:
             return self.voted
         return self.chosen
@@ -470,7 +476,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one problem: all rollouts, and the answer that was made of theirs."""
+    """The result of one problem: all rollouts, and the answer that was made from their answers."""
 
     problem: Problem
     rollouts: tuple[Rollout, ...]
@@ -481,7 +487,7 @@ class Outcome:
     usage: Usage = Usage()
     # a warning about the answer, such as a problem unlike those of the calibration scores
     doubt: str = ""
-    combination: Combination | None = None  # None: the vote decides alone
+    combination: Combination | None = None  # None if the vote alone decides
 
     @property
     def is_complete(self) -> bool:
@@ -502,9 +508,9 @@ RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
 ProblemStatus = Literal["done", "failed", "cancelled"]
 
 RELEASE = "release"
-"""Stage of the span in which rollouts that were admitted together wait for their last sibling."""
+"""The stage of the span in which rollouts that started together wait for their last sibling."""
 HOLD = "hold"
-"""Stage of the span in which a rollout waits for the score of a sibling's equal chunk."""
+"""The stage of the span in which a rollout waits for the score of a sibling's equal chunk."""
 
 # Spans are structs because every engine call makes one, in a fifth of the time that a frozen
 # dataclass takes. Their tags are those of their lines in a journal.

@@ -30,7 +30,8 @@ _Value = TypeVar("_Value")
 _MOST_IDS = 1 << 31
 EngineState = Literal["new", "open", "closed"]
 Capability = Literal["sample", "score", "rate", "draw", "entropy", "reward", "thinking"]
-"""What an engine can do: sample, score, rate, draw, give entropies or rewards, end a think block.
+"""A capability of an engine: sample, score, rate, draw, give entropies or rewards, or end a think
+block.
 
 "sample": it continues ids. "score": it returns the log-probability of every token of a suffix.
 "rate": it scores single-token suffixes among a few likely tokens, which is enough for a one-digit
@@ -70,7 +71,7 @@ class EngineSpec:
 
     name: str
     model: str
-    tokenizer: str  # digest of what turns text into ids
+    tokenizer: str  # digest of everything that turns text into ids
     context_length: int
     end_ids: TokenIds
     vocabulary: int
@@ -84,7 +85,7 @@ class EngineSpec:
     flops_per_token: float = 0.0  # for one decoded token; 0 if unknown
     weights: str = ""  # digest of the weight files, if they are local
     chat_template: str = ""  # digest, if the engine renders conversations
-    # log-probabilities of a fixed text, by which a server with another model is recognised
+    # log-probabilities of a fixed text, from which a change of the server's model is recognised
     known_logprobs: tuple[float, ...] = ()
     # results of the probe, such as ("scores", "yes: 12 finite scores, ...")
     findings: tuple[tuple[str, str], ...] = ()
@@ -121,7 +122,7 @@ def is_other_model(was: Sequence[float], now: Sequence[float]) -> bool:
     """Return True if the log-probabilities of one text are those of two models.
 
     One model differs from itself by a few hundredths of a nat per token, as requests are batched
-    differently, and two models by far more. Where a side is missing, nothing can be said.
+    differently, and two models by far more. The result is False if a side is missing.
 
     >>> is_other_model([-1.0, -9.0], [-1.02, -9.1]), is_other_model([-1.0, -9.0], [-1.3, -8.0])
     (False, True)
@@ -137,7 +138,7 @@ def is_other_model(was: Sequence[float], now: Sequence[float]) -> bool:
 
 
 def first_values(logprobs: Sequence[float]) -> str:
-    """Return the first log-probabilities of a text in words.
+    """Return a text with the first log-probabilities.
 
     >>> first_values([-1.5, -0.25])
     '(-1.500, -0.250, ...)'
@@ -249,7 +250,7 @@ class Engine(Protocol):
 
 
 GIVE_UP_AFTER = 3600.0
-"""Seconds that a lost server is waited for, where nothing says how many."""
+"""The default number of seconds to wait for a lost server."""
 
 
 @runtime_checkable
@@ -340,7 +341,7 @@ class EngineAround:
 
 
 def stepping(engine: Engine) -> Stepping | None:
-    """Return the engine that counts steps, which wrappers may be around; None if there is none."""
+    """Return the engine that counts steps, also from inside wrappers; None if there is none."""
     # `isinstance` of a protocol takes ten times as long, and every request of a server comes here
     while not hasattr(engine, "steps_taken"):
         if not isinstance(engine, EngineAround):
@@ -361,7 +362,8 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
         raise UsageError(f"max_tokens is {request.max_tokens}, expected at least 1")
     if not 0 <= request.num_begun < len(request.ids):
         raise UsageError(
-            f"{request.num_begun} of {len(request.ids)} ids cannot be the answer's beginning"
+            f"{request.num_begun} of {len(request.ids)} ids cannot be the beginning of the "
+            "completion"
         )
     shares = 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1
     if not (0 <= sampling.temperature < math.inf and shares and 0 <= sampling.top_k < _MOST_IDS):
@@ -375,7 +377,7 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
             stop.encode()
         except UnicodeEncodeError:
             raise UsageError(
-                f"the stop string {stop!r} holds half a character (a lone surrogate)"
+                f"the stop string {stop!r} contains half a character (a lone surrogate)"
             ) from None
     _check_ids(spec, len(request.ids) + request.max_tokens, (request.ids, "the prompt"))
 
@@ -393,17 +395,20 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
             raise UsageError(f"{what} is empty: there is nothing to condition on or to score")
         kinds = set[type](map(type, ids))
         if bool in kinds or not all(issubclass(kind, Integral) for kind in kinds):
-            raise UsageError(f"{what} holds ids that are not whole numbers")
+            raise UsageError(f"{what} contains ids that are not whole numbers")
         if min(ids) < 0 or max(ids) >= spec.vocabulary:
             raise UsageError(
-                f"{what} holds an id outside 0..{spec.vocabulary - 1}: ids of another tokenizer?"
+                f"{what} contains an id outside 0..{spec.vocabulary - 1}, perhaps of another "
+                "tokenizer"
             )
     if needed > spec.context_length:
         raise ContextOverflow(spec.name, needed, spec.context_length)
 
 
 class BaseEngine(ABC):
-    """An engine that checks and counts requests; subclasses set `_spec` and `_tokenizer` and answer."""
+    """A base class that checks and counts requests; subclasses set `_spec` and `_tokenizer`, and
+    answer.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -482,7 +487,7 @@ class BaseEngine(ABC):
         return False
 
     async def _close(self) -> None:  # noqa: B027  # some engines hold nothing
-        """Release what the engine holds; calling it twice is allowed."""
+        """Release the engine's resources; calling this twice is allowed."""
 
     @abstractmethod
     async def _sample(self, request: SampleRequest) -> Completion: ...
@@ -500,7 +505,7 @@ class BaseEngine(ABC):
     async def _counted(
         self, request: _Request, answer: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Answer a request, and count it while it is under way and when it ends."""
+        """Answer a request; count it while it is being answered and when it ends."""
         counts = self._counts
         counts.requests += 1
         if not counts.in_flight:
@@ -549,15 +554,15 @@ class Speculated:
     tested_at: tuple[int, ...] = ()
     # for each position in a proposal: rounds in which its token was accepted as well
     accepted_at: tuple[int, ...] = ()
-    seconds: float = 0.0  # spent on drafting proposals
+    seconds: float = 0.0  # seconds spent on drafting proposals
     choices: int = 0  # decisions on a proposal's length: one per sequence and step
     chosen: int = 0  # the sum of those lengths; chosen / choices is the mean length
-    # tokens and seconds forecast for the steps with a forecast, and the real ones
+    # predicted tokens and seconds of the steps with a prediction, and the real ones
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    # the forecast seconds of as many tokens without proposals, minus the seconds they really took
+    # the predicted seconds of as many tokens without proposals, minus the real seconds
     saved_seconds: float = 0.0
     silence: str = ""  # why nothing was proposed; empty if something was
 

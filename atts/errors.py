@@ -24,8 +24,8 @@ ATTSError (1)
 │   └── StorageError            the disk refuses (full, read-only, gone)
 └── CheckFailed (5)             a check the user asked for did not pass
 
-An interrupted run exits with 130 and keeps what it has; one of which an engine failed a part exits
-with 3, and the same command does what is missing.
+An interrupted run exits with 130 and keeps its work. A run exits with 3 if an engine failed on a
+part of it; the same command then does the missing part.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class UsageError(ATTSError):
 
 
 class MissingExtra(UsageError):
-    """A package is not installed that only some users need; the message names the command."""
+    """An optional package is not installed; the message names the command that installs it."""
 
     def __init__(self, user: str, package: str, extra: str) -> None:
         super().__init__(
@@ -61,8 +61,9 @@ class MissingExtra(UsageError):
 
 
 class OptionError(UsageError):
-    """An option that is unknown or has an impossible value; `given` is what was misspelt, the
-    option unless said.
+    """An option is unknown or has an impossible value.
+
+    The nearest of `known` to `given` is suggested; by default `given` is the option.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class OptionError(UsageError):
 
 
 class DatasetError(UsageError):
-    """A dataset that is missing, empty, or lacks what it should hold."""
+    """A dataset is missing or empty, or lacks required data."""
 
     def __init__(self, source: str, problem: str, advice: str = "") -> None:
         super().__init__(f"dataset {source}: {problem}" + (f". {advice}" if advice else ""))
@@ -89,7 +90,7 @@ class DatasetError(UsageError):
 
 
 class CalibrationInputError(UsageError):
-    """A value that is not a score, a rate, a budget or a calibration state."""
+    """A value is not a valid score, rate, budget or calibration state."""
 
     def __init__(self, what: str, value: object, expected: str) -> None:
         shown = repr(value)
@@ -100,13 +101,13 @@ class CalibrationInputError(UsageError):
 
 
 class FingerprintError(UsageError):
-    """A stored state was made under other conditions than it is asked to serve."""
+    """A stored state was made under other conditions than those of the run that uses it."""
 
     def __init__(
         self,
         what: str,
         differences: Sequence[tuple[str, object, object]],
-        advice: str = "Fit it again, or restore those",
+        advice: str = "Fit it again, or restore those conditions",
     ) -> None:
         lines = "; ".join(
             f"{name}: stored {_shown(old)}, now {_shown(new)}" for name, old, new in differences
@@ -120,7 +121,7 @@ def _shown(value: object) -> str:
 
 
 class EngineError(ATTSError):
-    """An engine did not do its part; `engine` names which."""
+    """An engine failed; `engine` is its name."""
 
     exit_code = 3
 
@@ -143,27 +144,25 @@ class EngineTimeout(EngineError):
 
 
 class BadReply(EngineError):
-    """The engine answered, and the answer cannot be true (wrong length, wrong ids, not finite,
-    empty).
-    """
+    """The engine's answer cannot be correct (wrong length, wrong ids, not finite, empty)."""
 
     retryable = True
 
 
 class UnusableScores(EngineError):
-    """The engine continued answering, but not with scores that can be used."""
+    """The engine still answers, but its scores cannot be used."""
 
 
 class UnsupportedByEngine(EngineError):
-    """The engine cannot do what was asked of it, now or ever."""
+    """The engine does not support the request."""
 
 
 class ModelLoadError(EngineError):
-    """A model or tokenizer that is missing, foreign, or of an unsupported family."""
+    """A model or tokenizer is missing, in an unknown format, or of an unsupported family."""
 
 
 class ZooError(ModelLoadError):
-    """A zoo of blocks that is damaged, newer, or does not hold what is asked of it."""
+    """A zoo of blocks is damaged, was written by a newer version, or lacks the requested model."""
 
     def __init__(self, zoo: object, problem: str, advice: str = "") -> None:
         super().__init__(str(zoo), problem, advice)
@@ -185,14 +184,16 @@ class ContextOverflow(EngineError):
         advice: str = "Lower the token limit or the number of turns",
     ) -> None:
         super().__init__(
-            engine, f"the request needs {needed} tokens, the context holds {context_length}", advice
+            engine,
+            f"the request needs {needed} tokens, but the context has only {context_length}",
+            advice,
         )
         self.needed = needed
         self.context_length = context_length
 
 
 class JournalError(ATTSError):
-    """A run directory that cannot be written or read as one."""
+    """A run directory cannot be written or read."""
 
     exit_code = 4
 
@@ -210,11 +211,11 @@ class JournalCorrupt(JournalError):
 
 
 class JournalVersion(JournalError):
-    """The journal was written under a schema this version does not know."""
+    """The journal has a schema that this version does not know."""
 
 
 class StorageError(JournalError):
-    """The disk refuses: full, read-only, or gone."""
+    """A file cannot be written, for example because the disk is full, read-only or gone."""
 
 
 class CheckFailed(ATTSError):

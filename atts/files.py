@@ -1,4 +1,4 @@
-"""Files written whole or not at all, operating-system errors as messages, and strict JSON."""
+"""Write files atomically, turn operating-system errors into messages, and convert to strict JSON."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ ADVICE: dict[int, str] = {
     errno.ENOSPC: "Free some space and run the same command again: nothing written so far is lost",
     errno.EDQUOT: "Your quota is used up: free some space and run the same command again",
     errno.EROFS: "The file system is read-only: choose another run directory",
-    errno.EACCES: "You may not write here: choose another run directory",
-    errno.EPERM: "You may not write here: choose another run directory",
+    errno.EACCES: "You do not have permission to write here: choose another run directory",
+    errno.EPERM: "You do not have permission to write here: choose another run directory",
     errno.ENOTDIR: "A file is in the way: choose another run directory",
-    errno.ESTALE: "What was recorded since is lost: leave a run alone while it is written, and run "
-    "it again",
-    errno.ELOOP: "It is a link, and links are not followed here: remove it, or choose another run "
+    errno.ESTALE: "Records since then are lost: do not change a run directory while a run is "
+    "writing it; run it again",
+    errno.ELOOP: "It is a link, but links are not followed here: remove it, or choose another run "
     "directory",
     errno.EEXIST: "A file is in the way: choose another run directory",
 }
 
 
 def refused(path: Path, error: BaseException) -> StorageError:
-    """Return a StorageError that says what the operating system refused, and what to do."""
+    """Return a StorageError with the operating system's reason and advice."""
     if isinstance(error, MemoryError):
         return StorageError(
-            path, "there is no memory left", "Free some and run the same command again"
+            path, "there is no memory left", "Free some memory and run the same command again"
         )
     if not isinstance(error, OSError):
         return StorageError(
@@ -98,7 +98,7 @@ def replace_file(
     durable: bool = True,
     mode: int = 0o666,
 ) -> None:
-    """Replace a file like `write_atomic`, for callers that word the error themselves.
+    """Replace a file like `write_atomic`, for callers that write their own error message.
 
     A new file is created with `mode`, reduced by the umask.
 
@@ -137,7 +137,7 @@ def write_out(path: Path, data: bytes) -> None:
 
 
 def replace_named(path: Path, data: bytes) -> None:
-    """Write a file like `write_out`, for callers that word the error themselves.
+    """Write a file like `write_out`, for callers that write their own error message.
 
     :raises OSError: the path names something other than an ordinary file, or the disk refuses.
     """
@@ -174,9 +174,9 @@ def open_ordinary(path: Path) -> BufferedReader:
 
 
 def check_ordinary(mode: int, path: Path) -> None:
-    """Refuse a file mode that does not belong to an ordinary file.
+    """Check that a file mode belongs to an ordinary file.
 
-    :raises OSError: it is the mode of a directory, device, pipe or socket.
+    :raises OSError: if it is the mode of a directory, device, pipe or socket.
     """
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory, not a file", str(path))
@@ -234,20 +234,20 @@ def _constant(word: str) -> float:
 
 
 def plain_fields(record: object) -> dict[str, Any]:
-    """Return the fields of a dataclass, those inside it too, as what JSON has.
+    """Return the fields of a dataclass, including inner ones, in JSON's types.
 
     This takes a tenth of the time of `asdict`, and every request of a server makes a manifest.
 
-    :raises TypeError: JSON has nothing like one of the values.
+    :raises TypeError: if JSON has no type for one of the values.
     """
     values: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_plain_value)
     return values
 
 
 def _plain_value(value: object) -> object:
-    """Return a value whose class is derived from that of JSON, such as NumPy's texts, without it.
+    """Return a value in JSON's types if its class is derived from them, as NumPy's texts are.
 
-    :raises TypeError: JSON has nothing like it.
+    :raises TypeError: if JSON has no type for the value.
     """
     for kind in (str, float, int):
         if isinstance(value, kind):

@@ -1,4 +1,4 @@
-"""Ctrl-C around an event loop: the first press cancels, later ones leave the clean-up alone."""
+"""Handle Ctrl-C around an event loop: the first press cancels, later ones do not stop the clean-up."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     from anyio import CancelScope
 
 _Result = TypeVar("_Result")
-_PATIENCE = 4  # presses until Ctrl-C kills, as it does without a handler
+# number of presses after which Ctrl-C kills the process, as it does without a handler
+_PATIENCE = 4
 
 
 def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Run `anyio.run(function)` so that a person may press Ctrl-C.
+    """Run `anyio.run(function)`, and handle Ctrl-C.
 
     The first press cancels the function, whose shielded clean-up runs to its end; later presses do
     nothing, until the fourth kills. A KeyboardInterrupt raised while the loop cleans up would leave
-    worker threads waiting, and the process with them. A handler of the program itself, or of its
-    host, stays as it is.
+    worker threads waiting, and the process with them. A handler that the program or its host has
+    installed is not replaced.
 
     :raises KeyboardInterrupt: Ctrl-C was pressed; everything opened in the loop is closed.
     """
@@ -49,7 +50,9 @@ def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
 
 
 def _cancel_at_first_press(scope: CancelScope) -> None:
-    """Let Ctrl-C cancel the scope, not the task: a cancelled task would ignore its shields."""
+    """Let Ctrl-C cancel the scope instead of the task, because a cancelled task would ignore its
+    shields.
+    """
     from atts.concurrency import loop_caller
 
     schedule = loop_caller()
@@ -69,7 +72,7 @@ def _cancel_at_first_press(scope: CancelScope) -> None:
 
 @contextmanager
 def interrupts_ignored() -> Generator[None]:
-    """Ignore Ctrl-C within the block, for the last output of a command that ends anyway."""
+    """Ignore Ctrl-C within the block, for the last output of a command that is ending."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

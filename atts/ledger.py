@@ -1,4 +1,4 @@
-"""Ledger of engine calls: every call is reserved before it is dispatched, so that no cap is
+"""The ledger of engine calls, which reserves every call before it starts, so that no cap is
 exceeded.
 """
 
@@ -22,16 +22,17 @@ from atts.errors import ATTSError, JournalCorrupt, OptionError
 from atts.files import read_ordinary, storage, write_atomic
 
 LEDGER = "ledger.jsonl"
-"""Name of a ledger's file in a run directory."""
+"""The name of a ledger's file in a run directory."""
 PRICES = "prices by role"
-"""Setting of a manifest: the price of each role's model, for the money in reports."""
+"""The setting of a manifest with the price of each role's model, for the money in reports."""
 
-_PICO = 10**12  # picodollars in a dollar: prices per million tokens are then whole numbers
+# picodollars in a dollar; in picodollars, prices per million tokens are whole numbers
+_PICO = 10**12
 _MILLION = 10**6
 
 
 class LimitReached(ATTSError):
-    """A call that a cap has no room for; `limit` is the cap's name."""
+    """A call would exceed a cap; `limit` is the cap's name."""
 
     def __init__(self, limit: str, problem: str) -> None:
         super().__init__(f"{limit}: {problem}")
@@ -40,7 +41,7 @@ class LimitReached(ATTSError):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """The spending of engine calls, in whole numbers, so that sums are exact."""
+    """The spending of engine calls in whole numbers, so that sums are exact."""
 
     calls: int = 0
     target_tokens: int = 0  # written by the target
@@ -69,7 +70,7 @@ class Amount:
         return self.picodollars / _PICO
 
     def by_cap(self) -> dict[str, float]:
-        """Return the quantity that each cap limits, by the cap's name."""
+        """Return the spent quantity for each cap, by the cap's name."""
         return {
             "max_calls": self.calls,
             "max_target_tokens": self.target_tokens,
@@ -80,9 +81,9 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Hard limits on what may be spent; None: no limit.
+    """Hard limits on spending; None means no limit.
 
-    :raises OptionError: a limit below 1, or a cost that is not above 0.
+    :raises OptionError: for a limit below 1, or a cost that is not above 0.
     """
 
     max_calls: Annotated[int | None, "engine calls"] = None
@@ -97,7 +98,7 @@ class Caps:
         for name in ("max_calls", "max_target_tokens", "max_total_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise OptionError(name, f"{value} allows nothing; give at least 1")
+                raise OptionError(name, f"{value} would allow nothing; give at least 1")
         for name in ("max_cost", "max_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -114,7 +115,7 @@ class Caps:
     def exceeded_by(self, amount: Amount) -> str:
         """Return the name of the first cap that the amount exceeds, or "".
 
-        Seconds pass without calls, so the caller watches `max_seconds`.
+        Seconds also pass without calls, so the caller must watch `max_seconds`.
         """
         pairs = (
             ("max_calls", self.max_calls, amount.calls),
@@ -129,7 +130,7 @@ class Caps:
 
 
 def _picodollars(dollars: float | None) -> int | None:
-    """Return whole picodollars, rounded down: a cap is never rounded up."""
+    """Return whole picodollars, rounded down, so that a cap is never exceeded by rounding."""
     return None if dollars is None else math.floor(dollars * _PICO)
 
 
@@ -142,18 +143,18 @@ class Price:
 
     input: float  # price of prompts and scored texts
     output: float
-    cached: float | None = None  # price of prompt tokens that a cache had; None: as `input`
+    cached: float | None = None  # price of prompt tokens from a cache; None: the same as `input`
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "cached"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
-                raise OptionError(f"prices.{name}", f"{value} is not a price")
+                raise OptionError(f"prices.{name}", f"{value} is not a price; give 0 or more")
         if self.cached is not None and self.cached > self.input:
             raise OptionError("prices.cached", f"{self.cached} is above input {self.input}")
 
     def picodollars(self, read: int, cached: int, written: int) -> int:
-        """Return the money for tokens that were read, found in a cache, and written."""
+        """Return the cost of tokens that were read, taken from a cache, and written."""
         cached_price = self.input if self.cached is None else self.cached
         return (
             read * _of_million(self.input)
@@ -163,7 +164,7 @@ class Price:
 
 
 def _of_million(dollars: float) -> int:
-    """Return the picodollars of one token, rounded up: what is spent is never rounded down."""
+    """Return the picodollars of one token, rounded up, so that spending is never underestimated."""
     return math.ceil(dollars * _PICO / _MILLION - 1e-6)
 
 
@@ -209,9 +210,9 @@ def prices_of(prices: Mapping[str, Price], models: Mapping[Role, str]) -> dict[R
 
 
 def check_prices(caps: Caps, prices: Mapping[str, Price], models: Mapping[Role, str]) -> None:
-    """Refuse a cap in dollars where a model has no price.
+    """Check that a cap in dollars has a price for every model.
 
-    :raises OptionError: naming the model.
+    :raises OptionError: if a model has no price, naming the model.
     """
     if caps.max_cost is None:
         return
@@ -226,7 +227,7 @@ def check_prices(caps: Caps, prices: Mapping[str, Price], models: Mapping[Role, 
 
 
 def cost_of(usage: Usage, prices: Prices, roles: tuple[Role, ...]) -> float | None:
-    """Return the dollars of recorded usage, or None if a model that was asked has no price."""
+    """Return the cost of recorded usage in dollars, or None if a used model has no price."""
     if not roles or any(role not in prices for role in roles):
         return None
     read = {"draft": usage.draft_prefill_tokens, "target": usage.target_prefill_tokens}
@@ -236,7 +237,7 @@ def cost_of(usage: Usage, prices: Prices, roles: tuple[Role, ...]) -> float | No
 
 
 def recorded_prices(value: object) -> dict[Role, Price]:
-    """Return the prices that a run's manifest has under `PRICES`; none where it has none."""
+    """Return the prices that a run's manifest has under `PRICES`; empty if it has none."""
     if not isinstance(value, Mapping):
         return {}
     recorded = cast(Mapping[Role, Mapping[str, float]], value)
@@ -244,7 +245,7 @@ def recorded_prices(value: object) -> dict[Role, Price]:
 
 
 def money_of(usage: Usage, prices: Prices) -> float | None:
-    """Return the dollars of usage, or None if a model that did something has no price."""
+    """Return the cost of usage in dollars, or None if a used model has no price."""
     asked: list[Role] = []
     if usage.draft_tokens or usage.draft_prefill_tokens:
         asked.append("draft")
@@ -254,11 +255,11 @@ def money_of(usage: Usage, prices: Prices) -> float | None:
 
 
 def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -> Amount:
-    """Return the most that a call can take."""
+    """Return the largest possible spending of a call."""
     if isinstance(request, SampleRequest):
         return _amount(role, len(request.ids), 0, request.max_tokens, prices)
     read = len(request.prefix) + len(request.suffix)
-    # A drawn beginning follows the suffix up to one token that differs.
+    # A drawn beginning has at most one token more than it shares with the suffix.
     drawn = 0 if request.draw is None else min(request.draw.max_tokens, len(request.suffix) + 1)
     return _amount(role, read, 0, drawn, prices)
 
@@ -266,7 +267,7 @@ def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -
 def taken_by(
     role: Role, request: SampleRequest | ScoreRequest, reply: Completion | Scores, prices: Prices
 ) -> Amount:
-    """Return the cost of a call, once its reply is there."""
+    """Return the spending of a call from its reply."""
     if isinstance(request, SampleRequest):
         assert isinstance(reply, Completion), "a sample request is answered by a completion"
         read = len(request.ids)
@@ -293,8 +294,8 @@ class Account:
     """The budget of one request or run: caps, spending, and reservations for calls in flight.
 
     An account inside another one spends from both, so the ceiling of the outer account holds
-    whatever the inner one allows. A call that failed or was cancelled is charged as the most it
-    could take, because the engine may have done the work.
+    whatever the inner one allows. A call that failed or was cancelled is charged with its largest
+    possible spending, because the engine may have done the work.
     """
 
     def __init__(
@@ -313,7 +314,7 @@ class Account:
         self.prices: Prices = dict(prices or {})
         self.spent = spent or Amount()
         self.reserved = Amount()
-        self.unanswered = unanswered or Amount()  # the part of `spent` whose calls came to no reply
+        self.unanswered = unanswered or Amount()  # the part of `spent` for calls without a reply
         self.written = 0  # tokens, by both models
         self.cached = 0  # tokens of prompts that a cache had
         self.limit = ""  # the cap that refused a call
@@ -356,7 +357,7 @@ class Account:
             account.count_here(reply)
 
     def count_here(self, reply: Completion | Scores) -> None:
-        """Add a call, such as one of an earlier session, in this account alone."""
+        """Add a call, such as one of an earlier session, to this account only."""
         self.cached += reply.cached_tokens
         if isinstance(reply, Completion):
             self.written += len(reply.ids)
@@ -365,21 +366,21 @@ class Account:
 
     @contextmanager
     def reserved_now(self, most: Amount) -> Generator[_Reservation]:
-        """Reserve a call for the length of the block.
+        """Reserve a call for the duration of the block.
 
-        :raises LimitReached: a cap has no room for it next to what is spent and reserved.
+        :raises LimitReached: if the call, with all spending and reservations, would exceed a cap.
         """
         for account in self.accounts:
             limit = account.caps.exceeded_by(account.spent + account.reserved + most)
             if limit:
-                raise LimitReached(limit, "no room for another call")
+                raise LimitReached(limit, "a cap does not allow another call")
         with self._reservation(most) as reservation:
             yield reservation
 
     async def room(self, most: Amount) -> None:
-        """Wait until a call fits; calls in flight may settle for less than they reserved.
+        """Wait until a call fits under the caps; calls in flight may spend less than they reserved.
 
-        A call that cannot fit any more waits forever: `exhausted` then ends what asked for it.
+        A call that can never fit waits forever; `exhausted` then ends the run or request.
         """
         while True:
             tight: Account | None = None
@@ -396,9 +397,10 @@ class Account:
             await tight._settled.wait()
 
     async def exhausted(self, seconds: float = 0.0) -> str:
-        """Wait until a call was refused and nothing is in flight, or the time is up.
+        """Wait until a call was refused and nothing is in flight, or the time is up, and return the
+        cap's name.
 
-        Return the cap's name. `seconds` is the time that earlier sessions took.
+        `seconds` is the time that earlier sessions took.
         """
         limit = self.caps.max_seconds
         with anyio.move_on_after(math.inf if limit is None else max(0.0, limit - seconds)):
@@ -435,7 +437,7 @@ class Account:
 
 
 class _Reservation:
-    """A call that was reserved; until it is answered it counts as the most it could take."""
+    """A reserved call; until it is answered, it counts with its largest possible spending."""
 
     __slots__ = ("is_answered", "most", "taken")
 
@@ -445,10 +447,10 @@ class _Reservation:
         self.is_answered = False
 
     def answered(self, taken: Amount) -> None:
-        """Replace the reservation by what the call really took."""
+        """Replace the reservation by the real spending of the call."""
         left = self.most - taken
         assert min(left.calls, left.target_tokens, left.total_tokens, left.picodollars) >= 0, (
-            f"a call took {taken}, reserved were {self.most}"
+            f"a call took {taken}, but only {self.most} were reserved"
         )
         self.taken = taken
         self.is_answered = True
@@ -456,14 +458,14 @@ class _Reservation:
 
 @dataclass(slots=True)
 class Spending:
-    """Amounts that an account has spent, on calls that were answered and on those that were not."""
+    """The spending of an account, on calls that were answered and on those that were not."""
 
     answered: Amount = Amount()
     unanswered: Amount = Amount()
 
     @property
     def total(self) -> Amount:
-        """Return the sum of both."""
+        """Return the total spending."""
         return self.answered + self.unanswered
 
     def count(self, taken: Amount, *, is_answered: bool) -> None:
@@ -480,12 +482,13 @@ class Spending:
 
 
 class LedgerFile:
-    """An append-only file of reservations and settlements, which a killed process leaves complete.
+    """An append-only file of reservations and settlements, which is complete even if the process is
+    killed.
 
     Every reservation is written before its call is dispatched. A reservation without a settlement
-    is charged whole when the file is opened again. The file is rewritten as sums when it has grown
-    long, so its size is bounded by the calls in flight: one sum for each account of `keep`, which
-    will be continued, and one for all the others.
+    is charged in full when the file is opened again. The file is rewritten as sums when it has
+    grown long, so its size is bounded by the calls in flight: one sum for each account of `keep`,
+    which will be continued, and one for all the others.
     """
 
     def __init__(
@@ -514,7 +517,7 @@ class LedgerFile:
         return self._number
 
     def settle(self, name: str, number: int, taken: Amount, *, is_answered: bool = True) -> None:
-        """Record what a reserved call took."""
+        """Record the spending of a reserved call."""
         self._write(_line("settle" if is_answered else "charge", name, number, taken))
         del self._open[number]
         self._spending(name).count(taken, is_answered=is_answered)
@@ -522,15 +525,15 @@ class LedgerFile:
             self._rewrite()
 
     def keep(self, name: str) -> None:
-        """Keep the sum of an account apart from now on, so that a restart can continue it."""
+        """Keep the sum of an account separately from now on, so that a restart can continue it."""
         self._kept.setdefault(name, Spending())
 
     def merge(self, name: str) -> None:
-        """Add the sum of a kept account, which nothing will continue, to that of all others."""
+        """Add the sum of a kept account that will not be continued to the sum of all others."""
         self._others.add(self._kept.pop(name, Spending()))
 
     def spent_by(self, name: str) -> Spending:
-        """Return the spending of a kept account, earlier sessions included."""
+        """Return the spending of a kept account, including earlier sessions."""
         return self._kept[name]
 
     def _spending(self, name: str) -> Spending:
@@ -600,7 +603,7 @@ def _read(path: Path) -> dict[str, Spending]:
             kind, name, call, *values = _decode(line)
         except (msgspec.DecodeError, ValueError) as error:
             if number == len(lines):
-                break  # the process was killed while it wrote the line; its call was not dispatched
+                break  # the process was killed while it wrote the line, so the call did not start
             raise JournalCorrupt(path, f"line {number} is damaged") from error
         amount = Amount(*values)
         if kind == "reserve":

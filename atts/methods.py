@@ -1,4 +1,4 @@
-"""Ready-made methods: presets of a policy and a gate, and gates built from calibrations."""
+"""The ready-made methods, as presets of a policy and a gate, and gates built from calibrations."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ from atts.pipelines import (
 
 @dataclass(frozen=True, slots=True)
 class GateInputs:
-    """Inputs of a method's gate: a calibrator, which has the rate, the seed and the stored scores.
+    """The inputs of a method's gate: a calibrator, which has the rate, the seed and the stored
+    scores.
 
-    With a `warmup` the conformal gate stores the run's own first so many scores instead.
+    With a `warmup` the conformal gate stores that many of the run's first scores instead.
     """
 
     calibrator: Calibrator
@@ -60,30 +61,30 @@ class GateInputs:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A named method: what it changes in a policy, and its gate."""
+    """A named method: its changes to a policy, and its gate."""
 
     name: str
     what: str
     changes: dict[str, Any]
     gate: Callable[[GateInputs], Gate | RoundGate]
-    is_judged: bool = True  # False: every chunk stays as its writer left it
+    is_judged: bool = True  # False: every chunk stays as it was written
     departures: tuple[str, ...] = ()  # departures from the published implementation of the method
 
     def policy(self, base: Policy) -> Policy:
-        """Return the base policy as this method changes it: samples, limits and sampling stay."""
+        """Return the base policy with this method's changes; samples, limits and sampling stay."""
         return replace(base, **self.changes)
 
     def roles(self, policy: Policy) -> tuple[Role, ...]:
-        """Return the roles whose models this method asks under its policy, draft first."""
+        """Return the roles whose models this method uses under its policy, draft first."""
         return asked_roles(policy, is_judged=self.is_judged)
 
     def reads_chunks(self, policy: Policy) -> bool:
-        """Return whether anything looks at a rollout between its chunks, under its policy."""
+        """Return whether anything reads a rollout between its chunks, under its policy."""
         return reads_chunks(policy, is_judged=self.is_judged)
 
 
 def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
-    """Return the roles whose models are asked, draft first; a judged chunk may ask the target.
+    """Return the roles whose models are used, draft first; judging a chunk may use the target.
 
     >>> asked_roles(Policy(), is_judged=False), asked_roles(Policy(drafter="target"), is_judged=True)
     (('draft',), ('target',))
@@ -97,8 +98,9 @@ def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
 
 
 def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:
-    """Return whether anything looks at a rollout between its chunks: a gate, a stop, a second
-    writer. Where nothing does, a rollout needs no more than one request.
+    """Return whether a gate, a stop rule or a second writer reads a rollout between its chunks.
+
+    If nothing does, a rollout needs only one request.
     """
     if policy.exact or policy.confidence_stop is not None:
         return True
@@ -135,7 +137,9 @@ def _conditional(inputs: GateInputs) -> Gate:
 
 
 def _first_turns(inputs: GateInputs) -> list[tuple[str, float]]:
-    """Return the stored scores of first turns with their questions: the published rule has no others."""
+    """Return the stored scores of first turns with their questions; the published rule uses only
+    these.
+    """
     stored = inputs.calibrator.stored
     rows = zip(stored.questions, stored.turns, stored.scores, strict=True)
     return [(question, score) for question, turn, score in rows if turn == 0]
@@ -158,12 +162,14 @@ PAPER_DEPARTURES = (
     "the first token of a chunk is scored as well; the release drops it",
     "only a closed box with content ends a rollout; the release also stops at an empty or cut box",
     "a model that has ended its text is not asked again",
-    "a score that is not finite escalates; in the release a failed request is accepted",
+    "a score that is not finite escalates; in the release a chunk whose request failed is accepted",
     "all problems share the engines; the release runs one question after the other",
     "accuracy is the vote and single rollouts, graded by equivalence; the release counts any of 16, "
     "judged by a model",
 )
-"""How the presets of the paper differ from its published code; decisions on equal scores do not."""
+"""The differences between the paper's presets and its published code; on equal scores the decisions
+are the same.
+"""
 
 PRESETS: tuple[Preset, ...] = (
     Preset(
@@ -174,7 +180,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "cascade",
-        "the draft's rollouts vote; the target adds its own where they agree least",
+        "the draft's rollouts vote; the target adds rollouts if they agree too little",
         {"escalates": "problem", "score": ScoreRule("disagreement"), "early_stop": "none"},
         _conformal,
     ),
@@ -187,7 +193,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "paper-conditional",
-        "the same, ranks among the stored first-turn scores of the chunk's own question",
+        "the same, with ranks among the stored first-turn scores of the chunk's question",
         _AS_PUBLISHED,
         _conditional,
         departures=PAPER_DEPARTURES,
@@ -202,14 +208,14 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "exact",
-        "the target's own text, but for draws within rounding; the draft proposes it",
+        "the same text as the target alone, except for rounding; the draft proposes it",
         {"drafter": "target", "exact": True},
         lambda g: FixedGate("accept"),
         is_judged=False,
     ),
     Preset(
         "coin",
-        "the same policy and rate, but seeded coins choose the chunks, whatever their scores",
+        "the same policy and rate, but seeded coins choose the chunks regardless of scores",
         {},
         lambda g: CoinGate(g.rate, g.calibrator.seed),
     ),
@@ -221,7 +227,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "top-b",
-        "synchronous: each round the worst chunks go over",
+        "synchronous: the worst chunks of each round escalate",
         {"barrier": True},
         lambda g: TopGate.of(g.rate),
     ),
@@ -229,7 +235,7 @@ PRESETS: tuple[Preset, ...] = (
         "spec-reason",
         "the target rates each step 0-9 and rewrites those below 7",
         {"score": ScoreRule("rating"), "takeover": "replace", "answers": "verify"},
-        lambda g: ThresholdGate(3.0),  # a score is 10 less the rating
+        lambda g: ThresholdGate(3.0),  # a score is 10 minus the rating
     ),
     Preset(
         "speculative-thinking",
@@ -239,7 +245,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "deep-conf",
-        "draft rollouts end when they are less sure than a warm-up's",
+        "draft rollouts end when they are less confident than those of a warm-up",
         {
             "first_wave": 4,
             "agreement": 0.95,
@@ -264,10 +270,9 @@ class LabelledRun:
 
 
 def frozen_gate(rate: float, stored: StoredScores, seed: int = 0) -> ConformalGate:
-    """Return a gate that ranks against stored scores and learns nothing, so it can be tested and
-    deployed.
+    """Return a gate that ranks among stored scores and learns nothing, so that it can be certified.
 
-    :raises CalibrationInputError: no score is stored.
+    :raises CalibrationInputError: if no score is stored.
     """
     return ConformalGate(Calibrator(rate, "split", stored=stored, seed=seed, drift="report"))
 
@@ -298,9 +303,7 @@ def warming_gate(
 
 @dataclass(frozen=True, slots=True)
 class GradedPolicy:
-    """A policy on labelled problems: of each by name whether it was right, and the target tokens of
-    one.
-    """
+    """A policy's results on labelled problems: whether each was correct, and mean target tokens."""
 
     gate: str
     rate: float
@@ -315,12 +318,11 @@ def certify_runs(
     epsilon: float,
     delta: float = 0.1,
 ) -> Certificate:
-    """Certify the cheapest policy that loses at most `epsilon` of the answers the target has
-    correct.
+    """Certify the cheapest policy that loses at most `epsilon` of the target's correct answers.
 
-    All runs are of the same problems, problem by problem, with gates that learn nothing from one
-    problem for the next. The cost is target tokens per problem. A gate's rates are tested from the
-    highest down until one fails, so lower ones need not have been run.
+    All runs must have the same problems, and gates that learn nothing from one problem for the
+    next. The cost is target tokens per problem. A gate's rates are tested from the highest down
+    until one fails, so lower ones need not be run.
 
     :raises CalibrationInputError: no runs, or runs of other problems than the target's.
     """
@@ -337,8 +339,8 @@ def certify_net_runs(
     """Certify the cheapest policy that is correct at most `epsilon` less often than the target
     alone.
 
-    What two runs lose to each other by sampling cancels, so that a policy as good as the target can
-    be certified.
+    Losses by sampling cancel between two runs, so that a policy as good as the target can be
+    certified.
 
     :raises CalibrationInputError: as `certify_runs`.
     """
@@ -378,7 +380,7 @@ def certify_graded(
     *,
     net: bool,
 ) -> Certificate:
-    """Certify the cheapest policy by its net losses, or by the answers that it loses.
+    """Certify the cheapest policy by net losses, or by the answers that it loses.
 
     :raises CalibrationInputError: no policies, or other problems than the target's.
     """
@@ -397,14 +399,14 @@ def certify_graded(
 
 
 def certified_gate(certificate: Certificate, stored: StoredScores, seed: int = 0) -> CertifiedGate:
-    """Return the gate of the certified policy, as it was tested.
+    """Return the gate of the certified policy, exactly as it was tested.
 
     :raises CalibrationInputError: the certificate certifies none; its words say how many problems
         it would take.
     """
     if certificate.chosen is None:
         raise CalibrationInputError(
-            "certificate", certificate.guarantee, "one that certifies a policy"
+            "certificate", certificate.guarantee, "a certificate of a policy"
         )
     promise = (certificate.guarantee, certificate.voided_by)
     return CertifiedGate(frozen_gate(certificate.chosen.rate, stored, seed), promise)

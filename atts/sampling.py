@@ -1,4 +1,4 @@
-"""Seeded random streams, and the classical distributions whose quantiles the intervals need."""
+"""Seeded random streams, and the quantiles of classical distributions for intervals."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 # not wait for it. The distributions are written out here: scipy, which has them, would be more than
 # a third of what a client of servers installs.
 
-_MOST_STEPS = 100_000  # a bound only: about the square root of the number of trials is taken
+# an upper bound; usually about the square root of the number of trials is needed
+_MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Seed:
     """The name of one random stream.
 
-    Every uniform depends on (run seed, problem, sample, turn, role, attempt, purpose, position)
-    alone, so any schedule, batch or restart draws the same numbers. `purpose` separates the streams
-    of one request, such as sampling and tie-breaking.
+    Every uniform number depends only on (run seed, problem, sample, turn, role, attempt, purpose,
+    position), so any schedule, batch or restart draws the same numbers. `purpose` separates the
+    streams of one request, such as sampling and tie-breaking.
     """
 
     run: int = 0
@@ -183,10 +184,10 @@ def binomial_quantile(share: float, n: int, chance: float) -> int:
 
 
 def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) -> Floats:
-    """Return the chance of at least `least` correct items among `drawn` of `n`.
+    """Return the probability of at least `least` correct items among `drawn` of `n`.
 
     The items are drawn without replacement, and `right` of the `n` are correct. The result is NaN
-    where `n` is smaller than `drawn`.
+    if `n` is smaller than `drawn`.
     """
     import numpy as np
 
@@ -235,7 +236,7 @@ def _beta_log_odds(share: float, a: float, b: float) -> float:
     is_lower = share <= 0.5
     wanted = math.log(share) if is_lower else math.log1p(-share)
     odds = math.log(a / b)
-    for _ in range(100):  # fewer than ten are taken
+    for _ in range(100):  # an upper bound; fewer than ten steps are needed
         value = 1 / (1 + math.exp(-odds))
         rest = 1 / (1 + math.exp(odds))
         below, above = _beta_log_tails(value, rest, a, b)
@@ -245,7 +246,8 @@ def _beta_log_odds(share: float, a: float, b: float) -> float:
         else:
             step = (above - wanted) * math.exp(above - density)
         odds += step
-        if abs(step) <= 1e-9 * (1 + abs(odds)):  # the next step would be its square
+        # the next step would be about the square of this one
+        if abs(step) <= 1e-9 * (1 + abs(odds)):
             break
     return odds
 
@@ -264,7 +266,7 @@ def _beta_log_tails_below_mean(
 ) -> tuple[float, float]:
     powers = a * math.log(value) + b * math.log(rest) - _log_beta(a, b)
     below = powers + math.log(_beta_fraction(value, a, b) / a)
-    # Rounding may take a tail that is almost certain past 1.
+    # Rounding may make a tail probability larger than 1.
     below = min(below, -1e-300)
     return below, math.log(-math.expm1(below))
 
@@ -291,7 +293,9 @@ def _beta_fraction(value: float, a: float, b: float) -> float:
 
 
 def _log_beta(a: float, b: float) -> float:
-    """Return log B(a, b), by Stirling's formula: differences of lgamma lose digits of large ones."""
+    """Return log B(a, b) by Stirling's formula, because differences of large values of lgamma lose
+    digits.
+    """
     total = a + b
     powers = (0.5 - a) * math.log1p(b / a) + (0.5 - b) * math.log1p(a / b)
     rests = _stirling_rest(a) + _stirling_rest(b) - _stirling_rest(total)
@@ -299,7 +303,7 @@ def _log_beta(a: float, b: float) -> float:
 
 
 def _stirling_rest(x: float) -> float:
-    """Return log Gamma(x) less Stirling's (x - 1/2) log x - x + log(2 pi) / 2."""
+    """Return log Gamma(x) minus Stirling's (x - 1/2) log x - x + log(2 pi) / 2."""
     if x < 16:
         return math.lgamma(x) - (x - 0.5) * math.log(x) + x - 0.5 * math.log(2 * math.pi)
     square = x * x

@@ -1,4 +1,4 @@
-"""Conformal calibration: from a stream of scores to decisions with a stated guarantee."""
+"""Conformal calibration, which turns a stream of scores into decisions with a stated guarantee."""
 
 # Everything is made from plain numbers and strings:
 #

@@ -1,9 +1,9 @@
-"""Learn-then-Test: certified policies, certified abstention, and the p-values behind them."""
+"""Certify policies and abstention thresholds by Learn-then-Test, with the p-values it needs."""
 
-# The unit is always the problem: samples of one problem move together and are not problems of their
-# own. All promises are over problems drawn like the calibration ones (Angelopoulos et al., "Learn
-# then Test", 2021): each policy's p-value is valid for its null "the true mean loss is above
-# epsilon", and fixed-sequence testing keeps the chance of any false certificate below delta.
+# The problem is always the unit, because the samples of one problem are correlated. All guarantees
+# are for problems drawn like the calibration problems (Angelopoulos et al., "Learn then Test",
+# 2021): each policy's p-value is valid for its null "the true mean loss is above epsilon", and
+# fixed-sequence testing keeps the chance of any false certificate below delta.
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from atts.sampling import beta_quantile, beta_upper_quantile, binomial_cdf, norm
 Losses = NDArray[np.float64]
 
 PValue = Callable[[Sequence[float]], float]
-"""The p-value of "the true mean loss is too large"."""
+"""A p-value of the hypothesis "the true mean loss is too large"."""
 
-# The chance that the share of problems on which two runs differ is outside its interval.
+# The probability that the interval misses the true share of problems on which two runs differ.
 _INTERVAL_MISS = 0.001
-# Walks down the thresholds of abstention start here, in twentieths. Each walk has an equal part of
-# delta: the one from 1 finds cautious thresholds, the one from 0.6 does not stop at a few unlucky
-# problems far up.
+# The walks down the abstention thresholds start at these values, in twentieths. Each walk has an
+# equal part of delta. The walk from 1 finds cautious thresholds; the walk from 0.6 does not stop
+# because of a few unlucky problems at high confidence.
 _STARTS = (20, 12)
 
 
 def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
     """Return one loss in [low, 1] per problem, as an array.
 
-    :raises CalibrationInputError: if there is none, or one is outside [low, 1].
+    :raises CalibrationInputError: if there is no loss, or a loss is outside [low, 1].
     """
     array = np.asarray(losses, float)
     if array.ndim != 1 or not len(array):
         raise CalibrationInputError(
             "losses", array.shape, "one number per problem, at least one problem"
         )
-    outside = ~((array >= low) & (array <= 1))  # NaN is outside as well
+    outside = ~((array >= low) & (array <= 1))  # true of NaN as well
     if outside.any():
         raise CalibrationInputError("loss", float(array[outside][0]), f"a number in [{low:g}, 1]")
     return array
 
 
 def lost_answers(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
-    """Return the loss of each problem: how often the target alone is right and the policy wrong.
+    """Return each problem's loss: how often the target alone is correct and the policy is wrong.
 
-    One row per problem; with a column per paired sample the loss is the fraction of samples, so a
-    problem stays one unit however many samples it has.
+    There is one row per problem. With one column per paired sample, the loss is the fraction of
+    lost samples, so a problem counts as one unit however many samples it has.
 
     >>> lost_answers([[1, 1], [0, 1]], [[1, 0], [0, 1]]).tolist()
     [0.5, 0.0]
@@ -66,8 +66,9 @@ def lost_answers(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
 def net_losses(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
     """Return the net loss of each problem, in [-1, 1].
 
-    It is how much more often the target alone is right than the policy. Two runs of the same models
-    differ in single answers by sampling alone; what one wins and loses so cancels here.
+    The net loss says how much more often the target alone is correct than the policy. Two runs of
+    the same models differ in single answers by sampling alone; these random wins and losses cancel
+    here.
 
     >>> net_losses([[1, 1], [0, 1]], [[1, 0], [1, 1]]).tolist()
     [0.5, -0.5]
@@ -83,7 +84,9 @@ def _answers(
     policy = np.asarray(policy_right, bool)
     if target.shape != policy.shape or target.ndim not in (1, 2):
         raise CalibrationInputError(
-            "answers", (target.shape, policy.shape), "two equal shapes, a row per problem"
+            "answers",
+            (target.shape, policy.shape),
+            "two arrays of the same shape, with a row per problem",
         )
     return target, policy
 
@@ -97,7 +100,7 @@ def _by_problem(values: Losses) -> Losses:
 def binomial_p_value(losses: ArrayLike, epsilon: float) -> float:
     """Return P(Bin(n, epsilon) <= number of losses).
 
-    Exact for 0/1 losses of independent problems with mean >= epsilon.
+    This is an exact p-value for 0/1 losses of independent problems if their mean is >= epsilon.
 
     :raises CalibrationInputError: if a loss is neither 0 nor 1.
     """
@@ -112,31 +115,33 @@ def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
 
     The capital prod(1 + b_i (epsilon - loss_i)), each b_i fixed before its loss is seen, is a
     supermartingale under that hypothesis, so 1 / its maximum is a p-value (Ville; Waudby-Smith and
-    Ramdas, 2024). It gains on Hoeffding-Bentkus when losses are fractions of small variance. The
-    order of problems must not depend on their losses.
+    Ramdas, 2024). It is smaller than the Hoeffding-Bentkus p-value when losses are fractions of
+    small variance. The order of problems must not depend on their losses.
     """
     array = checked_losses(losses)
     seen = np.arange(1, len(array) + 1)
-    # Mean and variance of the losses before each, with epsilon and its variance as a first one.
+    # The mean and variance of the losses before each loss. Epsilon and its variance stand for the
+    # first loss, which has none before it.
     mean = (epsilon + _sums_before(array)) / seen
     variance = (epsilon * (1 - epsilon) + _sums_before((array - mean) ** 2)) / seen
     gain = epsilon - mean
-    # About the bet of the fastest growth. Below 1 / (1 - epsilon) the capital stays positive.
+    # This approximates the bet whose capital grows fastest. The capital stays positive because each
+    # bet is below 1 / (1 - epsilon).
     bets = np.clip(gain / np.maximum(variance + gain * gain, 1e-9), 0.0, 0.75 / (1 - epsilon))
-    bets = np.maximum(bets, 0.1)  # never idle: an early unlucky loss must not end the betting
+    bets = np.maximum(bets, 0.1)  # never 0, so that an early unlucky loss does not end the betting
     capital = np.cumsum(np.log1p(bets * (epsilon - array)))
     return math.exp(-max(0.0, float(capital.max())))
 
 
 def _sums_before(values: Losses) -> Losses:
-    """Return the sum of all values before each."""
+    """Return, for each value, the sum of all values before it."""
     return np.cumsum(values) - values
 
 
 def risk_p_value(losses: ArrayLike, epsilon: float) -> float:
     """Return the p-value of "the true mean loss exceeds epsilon".
 
-    The test is the sharpest for the kind of loss: exact binomial for 0/1, betting for fractions.
+    The test depends on the losses: exact binomial for 0/1 losses, betting for fractions.
 
     :raises CalibrationInputError: for losses outside [0, 1] or an epsilon outside (0, 1).
     """
@@ -150,10 +155,11 @@ def risk_p_value(losses: ArrayLike, epsilon: float) -> float:
 def net_p_value(losses: ArrayLike, epsilon: float) -> float:
     """Return the p-value of "the mean net loss is at least epsilon".
 
-    There is one net loss in [-1, 1] per problem. Where all are -1, 0 or 1 it is exact: the chance
-    of so few problems lost more than won, at the worst share of problems that differ within its
-    99.9 % interval, plus 0.001 for that interval (Berger and Boos, 1994). Otherwise it is that of
-    betting on the losses moved into [0, 1]; the order of problems must then not depend on them.
+    There is one net loss in [-1, 1] per problem. If all net losses are -1, 0 or 1, the test is
+    exact: it takes the largest probability of so small a net loss over a 99.9 % interval of the
+    share of problems that differ, plus 0.001 for that interval (Berger and Boos, 1994). Otherwise
+    the losses are moved into [0, 1] for the betting test; the order of problems must then not
+    depend on the losses.
     """
     array = checked_losses(losses, -1.0)
     if not np.isin(array, (-1.0, 0.0, 1.0)).all():
@@ -168,18 +174,18 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
         low = float(beta_quantile(_INTERVAL_MISS / 2, differing, n - differing + 1))
     if differing < n:
         high = beta_upper_quantile(_INTERVAL_MISS / 2, differing + 1, n - differing)
-    # A net loss of epsilon takes a share of at least epsilon.
+    # A net loss of epsilon needs a share of at least epsilon.
     shares = np.linspace(max(low, epsilon), max(high, epsilon), 65)
     worst = max(_chance_of_at_most(net, n, float(share), epsilon) for share in shares)
     return min(1.0, _INTERVAL_MISS + worst)
 
 
 def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> float:
-    """Return P(lost - won <= net) of n problems.
+    """Return P(lost - won <= net) for n problems.
 
-    A share `differing` of them differs, and epsilon more of them are lost than won. The
-    distribution of the sum of n independent -1, 0 or 1 is the inverse Fourier transform of the n-th
-    power of one's characteristic function.
+    The two runs differ on a share `differing` of the problems, and a share epsilon more of them are
+    lost than won. The distribution of a sum of n independent values of -1, 0 or 1 is the inverse
+    Fourier transform of the n-th power of the characteristic function of one value.
     """
     size = 2 * n + 1
     turn = np.exp(-2j * np.pi * np.arange(n + 1) / size)
@@ -194,9 +200,9 @@ def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> fl
 def rejected(p_values: Sequence[float], delta: float) -> list[int]:
     """Return the indices of the hypotheses that fixed-sequence testing rejects.
 
-    It goes down the list, whose order must not depend on the data, and stops at the first p above
-    delta. The chance of any false rejection is at most delta: it takes a p below delta at the first
-    true hypothesis of the list.
+    The test goes down the list, whose order must not depend on the data, and stops at the first p
+    above delta. The probability of any false rejection is at most delta, because a false rejection
+    needs a p-value of at most delta at the first true hypothesis of the list.
 
     >>> rejected([0.001, 0.04, 0.2, 0.01], 0.1)
     [0, 1]
@@ -205,9 +211,9 @@ def rejected(p_values: Sequence[float], delta: float) -> list[int]:
 
 
 def fewest_problems(epsilon: float, delta: float) -> int:
-    """Return how many problems without a single loss certify epsilon at delta.
+    """Return how many problems without a single loss are needed to certify epsilon at delta.
 
-    The n of (1 - epsilon)^n <= delta.
+    This is the smallest n with (1 - epsilon)^n <= delta.
 
     >>> fewest_problems(0.05, 0.1)
     45
@@ -218,7 +224,7 @@ def fewest_problems(epsilon: float, delta: float) -> int:
 def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**7) -> int | None:
     """Return about how many problems certify epsilon at delta if the observed loss stays `risk`.
 
-    None beyond the limit, and where `risk` is not below epsilon.
+    The number is None if it is beyond the limit, or if `risk` is not below epsilon.
     """
     if risk >= epsilon:
         return None
@@ -246,8 +252,8 @@ def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**
 class Candidate:
     """One policy of a labelled calibration run.
 
-    Losses are of the same problems in the same order for every candidate; see `lost_answers`. Cost
-    is in any unit, such as target tokens per problem.
+    The losses of all candidates belong to the same problems in the same order; see `lost_answers`.
+    The cost may have any unit, such as target tokens per problem.
     """
 
     gate: str
@@ -258,22 +264,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """The run's evidence on one candidate."""
+    """The result of the test of one candidate."""
 
     gate: str
     rate: float
     cost: float
     loss: float
-    p: float | None  # None: not reached by the fixed sequence
+    p: float | None  # None if the fixed sequence stopped before it
     certified: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The outcome: `chosen` is the cheapest certified policy, None when none is.
+    """The outcome of a certification: `chosen` is the cheapest certified policy, or None.
 
-    Of net losses also `superior`: the cheapest policy that is right more often than the target
-    alone, None when no test shows one. That is a statement of its own, with the same probability.
+    A net certificate also has `superior`: the cheapest policy that was shown to be correct more
+    often than the target alone, or None. It is a separate statement that holds with the same
+    probability.
     """
 
     epsilon: float
@@ -288,7 +295,7 @@ class Certificate:
 
     @property
     def guarantee(self) -> str:
-        """Return the promise, in words."""
+        """Return the text of the guarantee."""
         if self.chosen:
             outcome = "certified"
         elif self.needed is not None:
@@ -302,19 +309,19 @@ class Certificate:
 
     @property
     def voided_by(self) -> str:
-        """Return the conditions that void the promise, in words."""
+        """Return the conditions that void the guarantee."""
         return TEXTS[self.kind]["voided_by"]
 
 
 def certify(candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1) -> Certificate:
     """Certify the cheapest policy whose true loss is at most epsilon, with probability 1 - delta.
 
-    Each gate's policies are tested from the highest rate down and the walk stops at the first that
-    fails; `delta` is shared equally among the gates (Bonferroni). The order depends on rates only,
-    never on the losses, as validity demands.
+    Each gate's policies are tested from the highest rate down, until the first that fails; `delta`
+    is shared equally among the gates (Bonferroni). The test is valid because this order depends on
+    the rates only, never on the losses.
 
-    :raises CalibrationInputError: without candidates, with losses of different lengths or outside
-        [0, 1], or an epsilon or delta outside (0, 1).
+    :raises CalibrationInputError: if there are no candidates, if losses differ in length or are
+    outside [0, 1], or if epsilon or delta is outside (0, 1).
     """
     chains, share = _chains(candidates, epsilon, delta)
     tested = _test_chains(chains, share, lambda losses: risk_p_value(losses, epsilon))
@@ -325,13 +332,13 @@ def certify(candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1)
 
 
 def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1) -> Certificate:
-    """Certify the cheapest policy that is right at most epsilon less often than the target.
+    """Certify the cheapest policy that is correct at most epsilon less often than the target.
 
-    The losses are net losses (`net_losses`): sampling noise is in both runs and cancels, so that a
-    policy as good as the target can be certified. Whether one is better is tested by a walk of its
-    own.
+    The losses are net losses (`net_losses`): the sampling noise of both runs cancels, so that a
+    policy as good as the target can be certified. A second walk tests whether a policy is better
+    than the target.
 
-    :raises CalibrationInputError: as `certify`, with net losses in [-1, 1].
+    :raises CalibrationInputError: as in `certify`, except that net losses may be in [-1, 1].
     """
     chains, share = _chains(candidates, epsilon, delta)
     tested = _test_chains(chains, share, lambda losses: net_p_value(losses, epsilon))
@@ -353,7 +360,7 @@ def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 
 def _with_choice(outcome: Certificate, share: float) -> Certificate:
     """Return the outcome with its cheapest certified policy.
 
-    Where there is none, more problems are needed than there are.
+    If no policy is certified, `needed` is raised above the number of problems there are.
     """
     chosen = _cheapest(outcome.tested)
     needed = outcome.needed
@@ -365,7 +372,7 @@ def _with_choice(outcome: Certificate, share: float) -> Certificate:
 def _net_problems_needed(losses: Sequence[float], epsilon: float, share: float) -> int | None:
     """Return about how many problems like these would certify epsilon; None if no number would.
 
-    By the normal approximation: the gap must be so many standard errors.
+    The number comes from the normal approximation: the gap must be enough standard errors.
     """
     array = np.asarray(losses, float)
     gap = epsilon - float(array.mean())
@@ -385,7 +392,7 @@ def _chains(
         raise CalibrationInputError("candidates", [], "at least one policy")
     if len({len(candidate.losses) for candidate in candidates}) > 1:
         raise CalibrationInputError(
-            "candidates", "losses of different lengths", "one loss for each of the same problems"
+            "candidates", "losses that differ in length", "one loss for each of the same problems"
         )
     check_fraction("epsilon", epsilon)
     check_fraction("delta", delta)
@@ -435,11 +442,11 @@ def _test_chain(chain: list[Candidate], share: float, p_value: PValue) -> list[T
 
 @dataclass(frozen=True, slots=True)
 class Abstention:
-    """Labelled problems' evidence on answering only with a confidence of at least `threshold`.
+    """The result of certifying that only answers of at least `threshold` confidence are given.
 
-    `threshold` is None where none can be promised; then `needed` is about how many problems it
-    would take, None where no number would do. `answered` and `wrong` are of the labelled problems
-    at the threshold, or at the one that came nearest.
+    `threshold` is None if no threshold can be certified. Then `needed` is about how many problems a
+    certificate would take, or None if no number suffices. `answered` and `wrong` count labelled
+    problems at the threshold, or at the threshold that came nearest.
     """
 
     risk: float
@@ -452,7 +459,7 @@ class Abstention:
 
     @property
     def guarantee(self) -> str:
-        """Return the promise, in words."""
+        """Return the text of the guarantee."""
         if not self.answered:
             outcome = "unsure"
         elif self.threshold is not None:
@@ -465,13 +472,13 @@ class Abstention:
 
     @property
     def voided_by(self) -> str:
-        """Return the conditions that void the promise, in words."""
+        """Return the conditions that void the guarantee."""
         return TEXTS["abstention"]["voided_by"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A threshold of confidence, and what answering above it comes to on the labelled problems."""
+    """A confidence threshold, with how many labelled problems it answers and how many wrongly."""
 
     threshold: float
     answered: int
@@ -483,14 +490,14 @@ def certify_abstention(
 ) -> Abstention:
     """Certify the lowest threshold at which answers are wrong at most `risk` of the time.
 
-    The promise holds with probability `kept` over the labelled problems. There is one confidence in
-    [0, 1] and one label per problem; a problem without any answer has confidence nan. Given how
-    many are answered, the wrong ones of a threshold are binomial, so its p-value is exact.
-    Thresholds are twentieths, tried from 1 down and from 0.6 down until one fails; so their order
-    does not depend on the data.
+    The guarantee holds with probability `kept` over the labelled problems. Each problem has one
+    confidence in [0, 1] and one label; a problem without an answer has confidence nan. Given the
+    number of answered problems, the number of wrong ones is binomial, so each threshold's p-value
+    is exact. The thresholds are twentieths, tried from 1 down and from 0.6 down until one fails, so
+    their order does not depend on the data.
 
-    :raises CalibrationInputError: without problems, for a confidence outside [0, 1], `risk` or
-        `kept` outside (0, 1).
+    :raises CalibrationInputError: if there are no problems, a confidence is outside [0, 1], or
+        `risk` or `kept` is outside (0, 1).
     """
     check_fraction("risk", risk)
     check_fraction("kept", kept)
@@ -499,7 +506,9 @@ def certify_abstention(
     problems = confidences.size
     if not problems or confidences.shape != is_wrong.shape or confidences.ndim != 1:
         raise CalibrationInputError(
-            "labelled problems", problems, "a confidence and a label for each, at least one"
+            "labelled problems",
+            problems,
+            "at least one problem, each with a confidence and a label",
         )
     outside = (confidences < 0) | (confidences > 1)
     if outside.any():
@@ -516,7 +525,7 @@ def certify_abstention(
     if certified:
         best = min(certified, key=lambda step: (step.threshold, step.answered, step.wrong))
         return Abstention(risk, kept, problems, best.threshold, best.answered, best.wrong)
-    # The first step of each walk is its most cautious one; report the one that needs the least.
+    # The first step of each walk is its most cautious; report the walk that needs fewer problems.
     firsts = [walk[0] for walk in walks]
     needed = [_abstention_problems_needed(problems, step, risk, share) for step in firsts]
     nearest = min(
@@ -540,7 +549,7 @@ def _steps_down(
 def _abstention_problems_needed(
     problems: int, step: _Step, risk: float, share: float
 ) -> int | None:
-    """Return about how many problems would do, if the same shares were answered and wrong."""
+    """Return about how many problems would suffice at the same shares of answered and wrong ones."""
     if not step.answered:
         return None
     answers = problems_needed(step.wrong / step.answered, risk, share)

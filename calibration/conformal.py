@@ -1,4 +1,4 @@
-"""Split-conformal thresholds of stored scores, and how much those are worth."""
+"""Split-conformal thresholds of stored scores, and the effective number of those scores."""
 
 # Everywhere in this package a larger score is worse, and `rate` is the fraction to escalate. The
 # paper's alpha is 1 - rate and appears in formulas only.
@@ -24,9 +24,9 @@ Clusters = Mapping[Any, Scores]
 def split_rank(n: int, rate: Rate) -> int:
     """Return k = ceil((n + 1)(1 - rate)) in exact arithmetic.
 
-    Above the k-th smallest of n stored scores a new exchangeable score lies with probability at
-    most `rate` (Vovk et al., "Algorithmic Learning in a Random World", 2005; Lei et al., 2018). k >
-    n means that n scores cannot promise this rate.
+    A new exchangeable score is above the k-th smallest of n stored scores with probability at most
+    `rate` (Vovk et al., "Algorithmic Learning in a Random World", 2005; Lei et al., 2018). If k >
+    n, so few scores cannot guarantee this rate.
 
     >>> split_rank(9, 0.3), split_rank(8, 0.1)
     (7, 9)
@@ -38,16 +38,16 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
     """Return the k-th smallest stored score: escalate a score iff it is above.
 
     A new exchangeable score escalates with probability in (rate - 1/(n+1), rate], over the draw of
-    stored and new scores; the lower end needs scores without ties. +inf (never escalate) where n is
-    too small, -inf at rate 1.
+    stored and new scores; the lower end needs scores without ties. The threshold is +inf (never
+    escalate) if n is too small, and -inf at rate 1.
 
-    :raises CalibrationInputError: if a score is NaN, or they are not one list of numbers.
+    :raises CalibrationInputError: if a score is NaN, or the scores are not one list of numbers.
     """
     k = split_rank(len(stored), rate)
     ordered = np.sort(np.asarray(stored, float))
     if ordered.ndim != 1:
         raise CalibrationInputError("stored scores", ordered.shape, "one list of numbers")
-    # NaN sorts last, so looking at the last one finds any.
+    # NaN sorts last, so if there is a NaN, the last score is one.
     if len(ordered) and np.isnan(ordered[-1]):
         raise CalibrationInputError("stored score", math.nan, "a number")
     if k > len(ordered):
@@ -58,11 +58,12 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
 
 
 def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, float]:
-    """Return the interval of the true kept fraction of the k-th smallest of n scores.
+    """Return the interval of the fraction accepted when the k-th smallest of n scores is the
+    threshold.
 
     For independent continuous scores that fraction has the distribution Beta(k, n + 1 - k) over
     draws of the stored scores (Vovk, "Conditional validity of inductive conformal predictors",
-    2012); the interval is its central one. With ties the kept fraction can only be larger.
+    2012); the interval is the central one. With ties the accepted fraction can only be larger.
     """
     check_fraction("confidence", confidence)
     if not 1 <= k <= n:
@@ -73,7 +74,7 @@ def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, f
 
 
 def long_run(n: int, rate: Rate) -> tuple[float, float]:
-    """Return the 90 % interval of the long-run rate of the split threshold of n independent scores."""
+    """Return the 90 % interval of the long-run rate at the split threshold of n independent scores."""
     rank = min(n, max(1, split_rank(n, rate)))
     low, high = coverage_interval(n, rank)
     return 1 - high, 1 - low
@@ -81,7 +82,7 @@ def long_run(n: int, rate: Rate) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSummary:
-    """The number of scores, of their questions, and of independent scores they are worth."""
+    """The number of scores, the number of their questions, and the effective sample size."""
 
     scores: int
     clusters: int
@@ -113,13 +114,13 @@ def by_cluster(scores: Scores, labels: Sequence[Hashable]) -> dict[Hashable, NDA
 def summarise(clusters: Clusters) -> ClusterSummary:
     """Return size, one-way intraclass correlation and effective sample size.
 
-    The effective size is N / (1 + (k - 1) ICC), Kish's design effect with k the size-weighted mean
-    cluster size: so many independent scores would leave a mean or a threshold as uncertain. It
-    assumes that clusters are independent and that their members correlate alike.
+    The effective size is N / (1 + (k - 1) ICC), by Kish's design effect, where k is the
+    size-weighted mean cluster size. That many independent scores would leave a mean or a threshold
+    equally uncertain. It assumes that clusters are independent and that their members correlate
+    alike.
 
-    Infinite scores carry no correlation and are left out of it. With one cluster, or clusters of
-    one, the correlation is NaN; one cluster is then worth one score, clusters of one are worth what
-    they are.
+    The correlation leaves out infinite scores. It is NaN for a single cluster, which counts as one
+    score, and for clusters of one score, which count in full.
     """
     values = [np.asarray(scores, float) for scores in clusters.values() if len(scores)]
     sizes = np.array([len(scores) for scores in values], float)
@@ -129,7 +130,7 @@ def summarise(clusters: Clusters) -> ClusterSummary:
     if math.isnan(icc):
         return ClusterSummary(total, len(values), icc, float(len(values)))
     typical_size = float((sizes**2).sum() / sizes.sum())
-    # A negative estimate is noise: scores cannot be worth more than they are.
+    # A negative estimate is noise: the effective size cannot exceed the number of scores.
     effective = total / (1 + (typical_size - 1) * max(0.0, icc))
     return ClusterSummary(total, len(values), icc, effective)
 

@@ -24,14 +24,16 @@ from atts.errors import CalibrationInputError, OptionError
 Mode = Literal["split", "marginal", "aci", "question", "question-turn"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# The deficit is rate * decisions - escalations. This share of a run's decisions may stay as deficit
-# at its end: making up for all of it takes the target from the run's last, hardest chunks.
+# The deficit is rate * decisions - escalations. A deficit of this share of the run's decisions may
+# remain at its end. Removing all of it would let noise decide which of the run's last, hardest
+# chunks escalate.
 SLACK = 0.006
-# The rest is made up for as if so many times fewer decisions were left: slower misses runs
-# whose scores come sorted.
+# The deficit beyond the slack is spread over the decisions left, divided by this number. A lower
+# number is too slow for runs whose scores arrive sorted.
 _HASTE = 2.0
-# What all rollouts of a problem together move the level by. Slower leaves short runs off their
-# rate; faster evens the rate out between problems, where the score should decide.
+# How far one decision moves the level, shared by all rollouts of a problem. A smaller step leaves
+# short runs off their rate; a larger one evens the rate out between problems, although the scores
+# should decide there.
 _PROBLEM_STEP = 0.016
 
 
@@ -40,16 +42,16 @@ class RunEnd:
     """Distance to the end of a run."""
 
     left: float = math.inf  # decisions left, the next one included
-    slack: float = 0.0  # the deficit that may stay then, in decisions
+    slack: float = 0.0  # the deficit that may remain at the end, in decisions
 
 
 UNKNOWN = RunEnd()
 
 
 class Controller(Persisted):
-    """Turns a p-value into a decision and learns what was really done.
+    """A rule that turns a p-value into a decision and learns what was really done.
 
-    This one gives every decision its nominal rate: modes "split" and "marginal".
+    This base class escalates at the nominal rate throughout, for the modes "split" and "marginal".
     """
 
     __slots__ = ("_rate",)
@@ -71,25 +73,25 @@ class Controller(Persisted):
     ) -> None:
         """Record what was really done with a chunk.
 
-        It has no nonconformity if it was decided on without a score.
+        `nonconformity` is None if the chunk was decided on without a score.
         """
 
     def forget(self, question: str) -> None:
-        """Drop what serves this question only: no more decisions on it will come."""
+        """Drop what serves this question only, once no more decisions on it will come."""
 
 
 class Adaptive(Controller):
     """Adaptive conformal inference on the escalation rate (Gibbs and Candès, 2021).
 
-    After a decision the level moves by step * (rate - escalated), unclamped: at or below 0 nothing
-    escalates, at or above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1
-    - rate) + step) / (step * T); with d decisions in flight between deciding and observing,
-    (max(rate, 1 - rate) + (d + 1) step) / (step * T).
+    After a decision the level moves by step * (rate - escalated), without a clamp. At or below 0
+    nothing escalates, at or above 1 everything does. So for any sequence |realised - rate| is at
+    most (max(rate, 1 - rate) + step) / (step * T). With d decisions in flight between deciding and
+    observing, it is at most (max(rate, 1 - rate) + (d + 1) step) / (step * T).
 
-    Where it is known about how many decisions are left, a deficit beyond a slack is made up for
-    over half of them, however small the step. So where the truth is at least that half, the sum of
-    errors ends within one decision of the slack, for any sequence; every decision it is short of
-    that adds at most max(rate, 1 - rate).
+    If the number of decisions left is roughly known, a deficit beyond a slack is removed over half
+    of them, however small the step. So if at least that half really comes, the sum of errors ends
+    within one decision of the slack, for any sequence. Each decision that is missing from that half
+    adds at most max(rate, 1 - rate).
     """
 
     __slots__ = ("_level", "_step")
@@ -116,12 +118,13 @@ class Adaptive(Controller):
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
-        # Not clamped to [0, 1]: the bound needs the level to remember a deficit beyond them.
+        # The level is not clamped to [0, 1]: the bound needs it to remember a deficit beyond these
+        # ends.
         self._level += self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
-        # Both levels started at the rate, so it is their distances from the rate that add up. A
-        # fresh controller takes the other's level over, so that a restored one is bit-identical.
+        # Both levels started at the rate, so their distances from the rate are added. A fresh
+        # controller copies the other level, so that a restored controller is bit-identical.
         if self._level == self._rate:
             self._level = float(state["level"])
         else:
@@ -129,12 +132,13 @@ class Adaptive(Controller):
 
 
 class Feedback(Controller):
-    """The rate moved, on the logit scale, by the deficits of question, turn and stream.
+    """A controller that moves the rate on the logit scale by the deficits of question, turn and
+    stream.
 
-    Each gain multiplies a deficit, the running sum of (rate - escalated). `order` leans towards
-    consistency with the siblings decided before in the same (question, turn): a chunk worse than
-    escalated ones should escalate, one better than kept ones should not. Beyond `limit` the
-    question's sum decides alone, so for any scores whatever it stays within limit + 1 of zero.
+    Each gain multiplies a deficit, the running sum of (rate - escalated). `order` favours decisions
+    that agree with earlier ones of the same (question, turn): a chunk worse than escalated siblings
+    should escalate, and a chunk better than accepted siblings should not. Beyond `limit` the
+    question's deficit alone decides, so for any scores it stays within limit + 1 of zero.
     """
 
     __slots__ = (
@@ -152,13 +156,14 @@ class Feedback(Controller):
     def __init__(
         self, rate: float, gains: tuple[float, float, float], order: float, limit: float
     ) -> None:
-        """Create a controller; the `gains` of question, turn and stream, and `order`, are in units
-        of the variance rate * (1 - rate).
+        """Create a controller with `gains` of question, turn and stream.
+
+        The gains and `order` are in units of the variance rate * (1 - rate).
         """
         super().__init__(rate)
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0
-        # A step on the logit scale changes the rate by rate * (1 - rate) times as much; dividing by
-        # that makes one gain fit all rates.
+        # A step on the logit scale changes the rate by that step times rate * (1 - rate). Dividing
+        # by the variance makes one gain suitable for all rates.
         variance = max(rate * (1 - rate), 1e-3)
         self._gains = tuple(gain / variance for gain in gains)
         self._order = order / variance
@@ -167,7 +172,7 @@ class Feedback(Controller):
         self._questions = DefaultTable(str, float)
         self._turns = DefaultTable(int, float)
         self._overall = 0.0
-        # scores of the kept and of the escalated siblings, keyed by (question, turn)
+        # scores of the accepted and of the escalated siblings, keyed by (question, turn)
         self._siblings = GroupTable(lambda: (Ranks(), Ranks()))
 
     def current_rate(
@@ -182,14 +187,16 @@ class Feedback(Controller):
         turn_deficit = self._turns.get(turn, 0.0)
         lean = by_question * deficit + by_turn * turn_deficit + overall * self._overall
         if self._order:
-            # Three inverted siblings say all there is to say; more must not outweigh the deficits.
+            # At most three inverted siblings count, so that they do not outweigh the deficits.
             inversions = self._inversions(nonconformity, question, turn)
             lean += self._order * max(-3, min(3, inversions))
         logit = max(-700.0, min(700.0, self._logit + lean))  # exp must not overflow
         return 1 / (1 + math.exp(-logit))
 
     def _inversions(self, nonconformity: float, question: str, turn: int) -> int:
-        """Return the siblings escalated although better, minus those kept although worse."""
+        """Return the number of escalated siblings below this score, minus the accepted ones above
+        it.
+        """
         siblings = self._siblings.get((question, turn))
         if siblings is None:
             return 0
@@ -221,31 +228,32 @@ class Tuning:
     """
 
     aci_step: float = 0.002  # for 8 rollouts a problem; see `for_rollouts`
-    # Pull per decision of deficit on the logit scale, times the variance rate * (1 - rate).
+    # The pull on the logit scale per decision of deficit, times the variance rate * (1 - rate).
     question_gain: float = 0.23
     turn_gain: float = 0.035
     overall_gain: float = 0.02
-    order: float = 0.144  # pull per sibling decided the other way round
-    limit: float = 4.0  # deficit of a question, at most, before it is simply given the decisions
-    shrinkage: float = 1.0  # scores the mean of all questions is worth in a question's own
-    residuals: float = 20.0  # scores the turn's pool is worth next to the question's residuals
+    order: float = 0.144  # pull per sibling whose decision contradicts the order of scores
+    limit: float = 4.0  # largest deficit of a question; beyond it, the decisions are forced
+    shrinkage: float = 1.0  # weight, in scores, of the mean of all questions in the mean of one
+    # weight, in scores, of the turn's pool next to the question's residuals
+    residuals: float = 20.0
     siblings: float = 24.0  # weight, in scores, of the scores of the same question and turn
 
     @classmethod
     def for_rollouts(cls, samples: int) -> Tuning:
         """Return the defaults for so many rollouts of a problem, which share the problem's step.
 
-        Siblings find much the same things hard. Were each to move the level by a step of its own, a
-        hard problem with many rollouts would raise it while it is still being solved, and go
-        without what the score says it needs.
+        Rollouts of a problem find the same parts hard. If each of them moved the level by a full
+        step, a hard problem with many rollouts would use up the rate before it is solved, and its
+        later chunks would not be escalated although their scores say they should.
         """
         return cls(aci_step=_PROBLEM_STEP / max(1, samples))
 
     def limit_at(self, rate: float) -> float:
         """Return the greatest deficit a question may have at this rate.
 
-        Of few escalations, one too many is a larger part, so the limit is tighter at rates near 0
-        and 1.
+        One escalation too many matters more among few, so the limit is tighter at rates near 0 and
+        1.
         """
         rarer = min(rate, 1 - rate)
         return min(self.limit, 1.35 + 13 * rarer * rarer)
@@ -263,12 +271,12 @@ def build_mode(
 ) -> tuple[ScorePool, Controller]:
     """Return the pool and the controller of a mode.
 
-    They remember the last `window` scores, or all with fading weight.
+    The pool remembers the last `window` scores, or all scores with fading weight.
 
     :raises OptionError: for an unknown mode, or both a window and a decay.
     """
     if window is not None and decay is not None:
-        raise OptionError("window and decay", "both given; a memory either ends or fades")
+        raise OptionError("window and decay", "given together; use only one of them")
 
     def remember() -> ScoreHistory:
         return Window(window) if decay is None else Fading(decay)

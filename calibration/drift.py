@@ -1,4 +1,4 @@
-"""Drift: whether a run's scores are distributed like the stored ones."""
+"""Test whether a run's scores are distributed like the stored scores."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from atts.calibration.state import DefaultTable, Persisted
 from atts.errors import CalibrationInputError, OptionError
 from atts.sampling import binomial_tail, normal_quantile
 
-# A share of repeats up to which there is no warning.
+# Up to this share of repeats there is no warning.
 FEW = 0.02
-# As near to the end of the scale, chunks that were certain meet without being copied.
+# Scores this near to the end of the scale may be equal without being copied, because the chunks
+# were certain.
 _CERTAIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class DuplicateScores:
-    """Shares of stored scores that repeat another one; 0 for scores on a coarse grid, which tie.
+    """The shares of stored scores that repeat another one; 0 for scores on a coarse grid, which
+    tie.
 
-    Siblings that wrote the same chunk have the same score, which is not a fault: they are one draw for
-    the purposes of certainty, and the effective number of scores counts them so. The same score in
-    two questions has no such reason.
+    Rollouts that wrote the same chunk have the same score, which is not a fault: they count as one
+    draw in the effective number of scores. The same score in two questions cannot have this reason.
     """
 
-    # repeats of another score of the same question; of any other where questions are not known
+    # The share of scores that repeat another score of the same question, or of any question if
+    # questions are not known.
     within: float
-    across: float  # scores that another question has as well
-    distinct: float  # questions that repeat nothing
+    across: float  # the share of scores that another question has as well
+    distinct: float  # the share of questions without repeats
     clustered: bool
 
     @classmethod
     def of(cls, stored: StoredScores) -> DuplicateScores:
         """Count the repeats of stored scores.
 
-        A mark out of ten ties by nature, so nothing is counted where most scores are round.
+        Marks out of ten tie by nature, so nothing is counted if most scores are round numbers.
         """
         raw = np.asarray(stored.scores, float)
         raw = raw[np.isfinite(raw)]
@@ -68,10 +70,10 @@ class DuplicateScores:
 
     @property
     def fault(self) -> str:
-        """Return which repeats no sampling explains, in words; empty where there are none.
+        """Describe the repeats that sampling does not explain; empty if there are none.
 
-        A model that writes the same words again does so in most questions. Repeats in most
-        questions may be that, so only live questions can tell (`copied_p_value`).
+        A model that writes the same chunk twice does so in most questions. So repeats in most
+        questions may come from the model; only live questions can tell (`copied_p_value`).
         """
         if self.across > FEW:
             return (
@@ -82,29 +84,29 @@ class DuplicateScores:
             return f"{100 * self.within:.0f} % of the stored scores repeat another one, and their questions are not known"
         if self.within > FEW and self.distinct >= 0.5:
             few = f"{100 * (1 - self.distinct):.0f} % of the questions"
-            return f"{100 * self.within:.0f} % of the stored scores are repeats, all in {few}: draws that were copied"
+            return f"{100 * self.within:.0f} % of the stored scores are repeats, all in {few}: draws were copied"
         return ""
 
     @property
     def doubt(self) -> str:
-        """Return repeats that may be a fault, or siblings that wrote the same chunk, in words.
+        """Describe repeats that are either a fault or rollouts that wrote the same chunk.
 
-        Empty where few scores repeat.
+        The text is empty if few scores repeat.
         """
         if self.fault or self.within <= FEW:
             return ""
         return (
-            f"{100 * self.within:.0f} % of the scores repeat another one of their question: siblings that "
-            "wrote the same chunk, which is not a fault, or copied draws"
+            f"{100 * self.within:.0f} % of the scores repeat another one of their question: "
+            "either rollouts wrote the same chunk, which is not a fault, or draws were copied"
         )
 
 
 def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> float:
     """Return the p-value of "live questions repeat as often as the stored ones do".
 
-    It is the binomial probability of as many live questions that repeat nothing. One stored
-    question that repeats nothing is added to those there are, for the smoothed rank among both. 1
-    where live siblings are too few.
+    It is the binomial probability of at least as many live questions without repeats. One stored
+    question without repeats is added for smoothing. The p-value is 1 if there are too few live
+    rollouts.
     """
     depth = stored.depth(live)
     theirs = _are_distinct(stored.questions, depth)
@@ -114,28 +116,28 @@ def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> f
 
 
 def _are_distinct(questions: Sequence[Sequence[float]], depth: int) -> list[bool]:
-    """Return, of each question with so many scores, whether its first ones are all different."""
+    """Return whether the first `depth` scores differ, for each question that has so many scores."""
     return [len(set(scores[:depth])) == depth for scores in questions if len(scores) >= depth]
 
 
 Floats = NDArray[np.float64]
-# Scores of a question from which its spread says anything.
+# From this number of scores on, the spread of a question is compared.
 _SPREAD_FROM = 3
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionSample:
-    """The stored questions of one turn, each by its scores in their order."""
+    """The stored questions of one turn, each with its scores in order."""
 
     questions: tuple[tuple[float, ...], ...]
-    size: int  # scores of a typical question
+    size: int  # the number of scores of a typical question
     icc: float
 
     @classmethod
     def of(cls, stored: StoredScores, turn: int) -> QuestionSample:
         """Return the stored questions of one turn.
 
-        A score of no question is a question by itself; infinite scores are left out.
+        A score without a question counts as a question; infinite scores are left out.
         """
         questions = dict[str, list[float]]()
         rows = zip(stored.questions, stored.turns, stored.nonconformity, strict=True)
@@ -147,7 +149,7 @@ class QuestionSample:
             return cls((), 1, 0.0)
         icc = summarise({name: np.array(scores) for name, scores in questions.items()}).icc
         size = int(np.median([len(scores) for scores in questions.values()]))
-        # Unknown correlation counts as the worst, a negative one as none.
+        # An unknown correlation counts as 1, a negative one as 0.
         icc = 1.0 if math.isnan(icc) else max(0.0, icc)
         return cls(tuple(tuple(scores) for scores in questions.values()), size, icc)
 
@@ -163,10 +165,10 @@ class QuestionSample:
         return [math.fsum(scores[:half]) / half for scores in self.questions if len(scores) >= half]
 
     def depth(self, live: Sequence[Sequence[float]]) -> int:
-        """Return the number of scores of each question to compare, leaving the rest out.
+        """Return how many scores of each question to compare.
 
-        Few scores of many questions, or many scores of few: the choice is the one with the smallest
-        variance of the difference of the means.
+        Questions with fewer scores are left out, so a larger depth compares fewer questions. The
+        depth returned gives the difference of the means the smallest variance.
         """
         counts = np.array([len(scores) for scores in live])
         stored = np.array([len(scores) for scores in self.questions])
@@ -176,16 +178,18 @@ class QuestionSample:
             ours = int((counts >= depth).sum())
             theirs = int((stored >= depth).sum())
             variance = (1 / ours + 1 / theirs) * (self.icc + (1 - self.icc) / depth)
-            if variance <= least:  # the largest of equally good depths, which allows a spread
+            # the largest of equally good depths, so that the spread can be compared too
+            if variance <= least:
                 best_depth = depth
                 least = variance
         return best_depth
 
 
 def question_features(questions: Sequence[Sequence[float]], depth: int) -> Floats:
-    """Return level and log-spread of the first scores of each question: [questions, 1 or 2].
+    """Return the level and log-spread of each question's first scores: [questions, 1 or 2].
 
-    Questions with fewer than `depth` scores are left out, and the spread where it is too small.
+    Questions with fewer than `depth` scores are left out. So is the spread, if `depth` is too
+    small.
     """
     heads = [scores[:depth] for scores in questions if len(scores) >= depth]
     rows = np.array(heads, float).reshape(-1, depth)  # [questions, depth]
@@ -198,7 +202,7 @@ def question_features(questions: Sequence[Sequence[float]], depth: int) -> Float
 def normal_scores(values: Floats, reference: Floats) -> Floats:
     """Return the normal quantile of each value's rank in the reference, column by column.
 
-    Ranks instead of values, so that no outlier decides.
+    Ranks replace the values, so that no outlier decides.
     """
     ordered = np.sort(reference, axis=0)
     ranks = list[NDArray[np.int64]]()  # twice the mid-rank, so that ties stay integers
@@ -212,36 +216,38 @@ def normal_scores(values: Floats, reference: Floats) -> Floats:
     return np.asarray(np.vectorize(normal_quantile, otypes=[float])(inside), float)
 
 
-_MOST = 256  # questions of either side that are compared
+_MOST = 256  # the most questions that are compared, on either side
 _DRAWS = 4_999  # simulated clean runs
-# So many of them at first; more only where the p-value of this glance is not above `_DOUBT`.
+# The first simulation draws this many runs. More are drawn only if its p-value is at most `_DOUBT`.
 _GLANCE = 499
 _DOUBT = 0.1
-# Weight of squared normal scores next to the scores: wider or narrower distributions show sooner.
+# The weight of squared normal scores next to the scores. They make a wider or narrower distribution
+# show sooner.
 _BEND = 0.5
-_DIGITS = 9  # digits of a statistic that count: equal ones may differ by rounding
+_DIGITS = 9  # compared digits of a statistic, since rounding may make equal statistics differ
 
 # The mixture of the likelihood ratio: normal distributions with other means, widths and
 # correlations than the stored one.
 _COMPONENTS = 128
-# Correlation of the shifts: scores of another model are higher and spread wider at once.
+# The correlation of the shifts: another model's scores are often both higher and wider spread.
 _TOGETHER = 0.9
-# SD of the logarithm of the change of width.
+# The standard deviation of the logarithm of the change of width.
 _STRETCH = 0.3
-# SD of the transformed correlation, in the half of the components that have another one.
+# The standard deviation of the transformed correlation, in the half of the components whose
+# correlation differs.
 _TIES = 0.5
-_AT_ONCE = 1024  # weightings whose ratios are in memory together
+_AT_ONCE = 1024  # weightings that are processed together, which limits the memory
 _FLAT = 0.1  # a column that hardly varies counts as if it varied this much
 
 
 @dataclass(frozen=True, slots=True)
 class TwoSampleTest:
-    """P-values of one look at the live questions.
+    """The p-values of one look at the live questions.
 
-    `drawn` is the p-value of "the live questions are draws of the stored ones", `exchangeable` that
-    of "both are draws of one distribution", which is larger as the stored ones are then only a
-    sample. Both are valid for any scores, as they are ranks among statistics of simulated clean
-    runs; the second is only computed where the first is at most `significance`.
+    `drawn` is the p-value of "the live questions are draws of the stored ones". `exchangeable` is
+    the p-value of "both are draws of one distribution"; it is larger, because the stored questions
+    then are only a sample. Both are valid for any scores, because they are ranks among statistics
+    of simulated clean runs. The second is computed only if the first is at most `significance`.
     """
 
     drawn: float
@@ -254,17 +260,17 @@ def two_sample_test(
 ) -> TwoSampleTest:
     """Compare means and spreads of the latest live questions with those of the stored ones.
 
-    They are compared as whole distributions, by two statistics: an energy distance (Székely and
-    Rizzo, 2004), which sees any difference, and a likelihood ratio against a mixture of shifted and
-    stretched distributions, which sees those that another model makes sooner.
+    They are compared as whole distributions, by two statistics. An energy distance (Székely and
+    Rizzo, 2004) detects any difference. A likelihood ratio against a mixture of shifted and
+    stretched distributions detects sooner the differences that another model causes.
     """
     latest = live[-_MOST:]
     depth = stored.depth(latest)
     stride = -(-len(stored.questions) // _MOST)
     theirs = question_features(stored.questions[::stride], depth)
     ours = question_features(latest, depth)
-    # Each run has draws of its own, the same in a replay. Common ones would make all runs err to
-    # the same side.
+    # The random draws depend on the run and repeat in a replay. With the same draws for all runs,
+    # all runs would err to the same side.
     draw = np.random.default_rng([seed, zlib.crc32(np.sort(ours, axis=None).tobytes())])
     drawn = _drawn_p_value(ours, theirs, _GLANCE, draw)
     if drawn <= max(_DOUBT, significance):
@@ -276,15 +282,15 @@ def two_sample_test(
 
 
 def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Generator) -> float:
-    """Return the p-value of ours among so many runs of as many of theirs, with replacement.
+    """Return the p-value of the live questions among runs simulated from the stored questions.
 
-    It is the rank of the run among simulated clean ones, so it is valid for any scores if live
-    questions are independent draws of the stored ones (a parametric bootstrap whose null is the
-    stored questions themselves).
+    It is the rank of the run among clean runs, drawn from the stored questions with replacement. So
+    it is valid for any scores if live questions are independent draws of the stored ones (a
+    bootstrap whose null is the stored questions).
     """
     n = len(ours)
     k = len(theirs)
-    # Run r draws question q: counted at r * k + q, all runs in one bincount.
+    # If run r draws question q, it counts at r * k + q, so that one bincount serves all runs.
     drawn = draw.integers(k, size=(draws, n)) + k * np.arange(draws)[:, None]
     # A run is a row of weights over our n questions and their k: [1 + draws, n + k].
     weights = np.zeros((draws + 1, n + k))
@@ -301,21 +307,21 @@ def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Gen
 
 
 def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator) -> float:
-    """Return the p-value of ours among random ways to call as many of the questions live.
+    """Return the p-value of the live questions among random choices of as many of all questions.
 
-    A permutation test: exact when both are draws of one distribution (Dwass, 1957).
+    This permutation test is exact if both samples are drawn from one distribution (Dwass, 1957).
     """
     n = len(ours)
     k = len(theirs)
     both = np.concatenate([ours, theirs])
     both = normal_scores(both, both)
     distances = _distances(both)
-    # Which questions are called live, one labelling a row: [1 + draws, n + k].
+    # Which questions are chosen as live, one choice per row: [1 + draws, n + k].
     chosen = np.zeros((_DRAWS + 1, n + k))
     chosen[0, :n] = 1  # the actual run
     positions = np.argpartition(draw.random((_DRAWS, n + k)), n - 1, axis=1)[:, :n]
     np.put_along_axis(chosen[1:], positions, 1.0, axis=1)
-    # Sums of distances: among the chosen, from the chosen to all, among all.
+    # Sums of distances among the chosen questions, from the chosen to all, and among all.
     inside = np.einsum("ij,ij->i", chosen @ distances, chosen)
     reach = chosen @ distances.sum(axis=1)
     whole = float(distances.sum())
@@ -326,8 +332,8 @@ def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator
 def _joint_rank(*statistics: Floats) -> float:
     """Return the share of runs whose product of p-values is at most that of the first run.
 
-    Each statistic becomes a p-value by its rank among all runs; the product of them (Fisher's
-    combination) is ranked again, so that no independence of the statistics is assumed.
+    Each statistic becomes a p-value by its rank among all runs. The products of these p-values
+    (Fisher's combination) are ranked again, so the statistics need not be independent.
     """
     surprise = np.zeros(len(statistics[0]))
     for each in statistics:
@@ -339,7 +345,7 @@ def _joint_rank(*statistics: Floats) -> float:
 def _distances(scores: Floats) -> Floats:
     """Return distances between normal scores with their squares appended: [points, points].
 
-    An energy distance then sees location and scale.
+    With the squares an energy distance depends on location and scale.
     """
     points = np.concatenate([scores, _BEND * (scores**2 - 1) / np.sqrt(2)], axis=1)
     return np.asarray(np.sqrt(((points[:, None] - points[None]) ** 2).sum(axis=2)), float)
@@ -348,10 +354,10 @@ def _distances(scores: Floats) -> Floats:
 def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions: int) -> Floats:
     """Return the log likelihood ratio of `questions` questions, for each row of weights.
 
-    Weights are over the rows of `scores`. The distribution of the rows of `reference`, read as a
-    normal one, against a fixed mixture of normal ones with other means, widths and correlations.
-    Normality decides how much is seen, not how often a clean run is accused: the ratios are only
-    compared with one another.
+    The weights are over the rows of `scores`. The ratio compares a normal fit of the rows of
+    `reference` with a fixed mixture of normal distributions that have other means, widths and
+    correlations. Scores that are not normal cost power but raise no false alarms, because the
+    ratios are only compared with one another.
     """
     centre = reference.mean(axis=0)
     width = np.maximum(reference.std(axis=0), _FLAT)
@@ -373,7 +379,8 @@ def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions
 def _components(size: int, tie: float) -> tuple[Floats, Floats]:
     """Return means [components, size] and covariances [components, size, size] of the mixture.
 
-    They lie around a standard normal distribution with correlation `tie`, and are always the same.
+    The components vary a standard normal distribution with correlation `tie`; they do not change
+    between calls.
     """
     draw = np.random.default_rng(0)
     common = draw.standard_normal((_COMPONENTS, 1))
@@ -414,12 +421,12 @@ def _log_mean_exp(logs: Floats) -> Floats:
     return np.asarray(most + np.log(np.exp(logs - most[:, None]).mean(axis=1)), float)
 
 
-# The chance that a question like the stored ones is taken for another kind.
+# The probability that a question like the stored ones is called out of domain.
 LEVEL = 0.05
-# Scores of a question below which their mean says too little.
+# With fewer scores than this, the mean of a question says too little.
 _LEAST = 3
-# The quantile of stored scores beyond which a score counts no more than that: one wild chunk does
-# not make another domain.
+# Scores are capped at this quantile of the stored scores, so that one extreme chunk does not make
+# its question look out of domain.
 _CAP = 0.98
 
 
@@ -429,7 +436,7 @@ class DomainCheck:
 
     A new question's mean is ranked among them: if it is exchangeable with the stored questions, its
     conformal p-value is at most `LEVEL` with at most that probability. A question of another kind
-    may score alike; the check does not see it.
+    may have similar scores; the check does not detect it.
     """
 
     means: tuple[float, ...]
@@ -438,7 +445,7 @@ class DomainCheck:
 
     @classmethod
     def of(cls, stored: StoredScores) -> DomainCheck | None:
-        """Return the check, or None where questions are not known or too few for a p at `LEVEL`."""
+        """Return the check, or None if questions are not known or too few for a p-value of `LEVEL`."""
         questions = dict[str, list[float]]()
         for question, value in zip(stored.questions, stored.nonconformity, strict=True):
             questions.setdefault(question, []).append(value)
@@ -449,12 +456,14 @@ class DomainCheck:
         return cls(tuple(_mean(values, cap) for values in questions.values()), cap, stored.scale)
 
     def p_value(self, scores: Sequence[float]) -> float:
-        """Return the rank of the scores' mean among stored questions, near 0 for a higher one."""
+        """Return the p-value of the scores' mean among the stored questions' means; a higher mean
+        gives a smaller p-value.
+        """
         mean = _mean([self.scale.nonconformity(score) for score in scores], self.cap)
         return (1 + sum(other >= mean for other in self.means)) / (len(self.means) + 1)
 
     def warning(self, scores: Sequence[float]) -> str:
-        """Return a warning about a question with these scores; "" where there is none."""
+        """Return a warning if a question with these scores looks out of domain, else ""."""
         if len(scores) < _LEAST:
             return ""
         p = self.p_value(scores)
@@ -475,9 +484,10 @@ DriftPolicy = Literal["recalibrate", "widen", "escalate", "report"]
 DRIFT_POLICIES: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
 Kind = Literal["duplicates", "shift", "martingale"]
 
-# Looks at the live questions: after so many scores of the stored turn, with this share of the
-# false-alarm probability. Three quarters go to the look at 300 scores, where the power is needed.
-# All shares, that of the martingale and that of the repeats included, add up to at most 1.
+# The looks at the live questions: each comes after so many scores of the stored turn and spends
+# this share of the false-alarm probability. The look at 300 scores, where the power is needed, has
+# three quarters. All shares, including those of the martingale and of the repeats, add up to at
+# most 1.
 _MAIN = 300
 _LOOKS = (
     (64, 0.03),
@@ -488,14 +498,17 @@ _LOOKS = (
     (1500, 0.03),
     (4800, 0.03),
 )
-# Of the share of the main look, spent on the 300th score of all where other turns are among them.
+# The part of the main look's share that is spent at the 300th score of all turns, if other turns
+# are among them.
 _EARLY = 0.2
-# The share of each look for repeats in the stored questions that live ones do not show.
+# The share of each look that tests for repeats in the stored questions that live questions do not
+# show.
 _COPIED = 0.003
 _MARTINGALE = 0.029
-# An alarm also needs p below so many times its share were the stored questions a sample themselves.
+# An alarm also needs the p-value that treats the stored questions as a sample to be below so many
+# times the look's share.
 _SLACK = 3.5
-_FEWEST = 4  # live questions at a look, stored ones at all
+_FEWEST = 4  # fewest live questions at a look, and fewest stored questions
 _KEPT = 512  # live questions remembered
 _BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 _JUMP = 0.01  # the share of the capital that moves between the bets at each step
@@ -504,9 +517,9 @@ _JUMP = 0.01  # the share of the capital that moves between the bets at each ste
 class SimpleJumper(Persisted):
     """The simple jumper martingale: five bets, between which a little capital moves at each step.
 
-    (Vovk et al., "Retrain or not retrain", 2021.) On p-values that are independent and uniform, as
-    smoothed online conformal p-values of exchangeable values are, its value ever reaches 1 / a with
-    probability at most a (Ville). Kept in logarithms, so it cannot overflow.
+    (Vovk et al., "Retrain or not retrain", 2021.) If p-values are independent and uniform, like the
+    smoothed online conformal p-values of exchangeable values, its capital ever reaches 1 / a with
+    probability at most a (Ville). The capital is stored as a logarithm, so it cannot overflow.
 
     >>> martingale = SimpleJumper()
     >>> for _ in range(20): martingale.update(0.99)
@@ -551,10 +564,10 @@ class SimpleJumper(Persisted):
 
 @dataclass(frozen=True, slots=True)
 class DriftEvent:
-    """An alarm of the monitor, and what the policy did about it."""
+    """An alarm of the monitor, with the action that the policy took."""
 
     kind: Kind
-    scores: int  # live ones seen before it
+    scores: int  # live scores seen before the alarm
     questions: int
     p: float
     action: DriftPolicy
@@ -562,7 +575,7 @@ class DriftEvent:
 
 
 class DriftMonitor(Persisted):
-    """Compares the questions of a run with the stored ones, as it goes.
+    """A monitor that compares the questions of a run with the stored ones during the run.
 
     The unit is the question, because scores of one question move together. After 64, 100, 160 and,
     with three quarters of the significance, 300 scores of the stored turn, then 600, 1,500 and
@@ -570,11 +583,11 @@ class DriftMonitor(Persisted):
     compared with the stored ones as distributions; between the looks a martingale bets on the
     smoothed rank of each question among all before it. The shares of all looks and of the
     martingale add up to `significance`: that bounds the false alarms of a whole run whose questions
-    are draws of the stored ones. Where the stored ones are themselves a sample of the distribution
-    that the run draws from, it is at most 3.5 times as much.
+    are draws of the stored ones. If the stored questions are only a sample of the distribution that
+    the run draws from, the bound is 3.5 times `significance`.
 
-    Repeated scores that no sampling explains are an alarm at once. Those that siblings may have
-    written alike are one if the siblings of the run do not.
+    Repeated scores that sampling cannot explain raise an alarm at once. Repeats that may come from
+    rollouts writing the same chunk raise one if the live rollouts do not repeat.
     """
 
     saved = ("_live", "_scores", "_seen", "_looks", "_ranked", "_martingale")
@@ -603,7 +616,7 @@ class DriftMonitor(Persisted):
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
         self._repeats = DuplicateScores.of(stored)
-        # whether there is something to compare with, and no alarm yet
+        # true while there are stored questions to compare with and no alarm
         self.watching = len(self._reference.questions) >= _FEWEST
         if self._repeats.fault:
             self._alarm("duplicates", 0.0, self._repeats.fault)
@@ -611,9 +624,9 @@ class DriftMonitor(Persisted):
     def observe(
         self, nonconformity: float, question: str, turn: int, theta: float = 0.5
     ) -> DriftEvent | None:
-        """Take one more score of the run; return the alarm, if this score raises it.
+        """Add one score of the run, and return the alarm if there is one.
 
-        `theta` is a uniform of this chunk, for ties among questions.
+        `theta` is this chunk's uniform random number, which breaks ties among questions.
         """
         self._scores += 1
         if not self.watching:
@@ -626,7 +639,7 @@ class DriftMonitor(Persisted):
 
     def _take(self, nonconformity: float, question: str, theta: float) -> None:
         self._seen += 1
-        key = question or f"chunk {self._scores}"  # a chunk of no question is a question of its own
+        key = question or f"chunk {self._scores}"  # a chunk without a question counts as a question
         scores = self._live[key]
         if len(scores) < self._reference.size:
             scores.append(nonconformity)
@@ -644,7 +657,8 @@ class DriftMonitor(Persisted):
         if not is_due:
             share = 0.0
         elif due_at == _MAIN < self._scores:
-            # Other turns were among the first 300 scores, so the early look below took its part.
+            # Other turns were among the first 300 scores, so the early look below has spent its
+            # part.
             share -= _EARLY
         if self._scores == _MAIN:
             share = max(share, _EARLY)
@@ -654,10 +668,12 @@ class DriftMonitor(Persisted):
             self._looks += 1
 
     def judge_alone(self) -> None:
-        """Alarm on repeats that only a run could explain, where there will be no run."""
+        """Raise an alarm for repeats that only a run's scores could explain, if no run will follow."""
         if self.watching and self._repeats.doubt:
             self._alarm(
-                "duplicates", 1.0, f"{self._repeats.doubt}; the scores of a run would tell (--live)"
+                "duplicates",
+                1.0,
+                f"{self._repeats.doubt}; compare them with the scores of a run (--live)",
             )
 
     def _bet(self, mean: float, theta: float) -> None:
@@ -677,8 +693,8 @@ class DriftMonitor(Persisted):
         p = copied_p_value(self._reference, live) if self._repeats.doubt else 1.0
         if p <= self.significance * _COPIED:
             message = (
-                f"{100 * self._repeats.within:.0f} % of the stored scores repeat another one of their "
-                "question, those of the run do not: draws that were copied"
+                f"{100 * self._repeats.within:.0f} % of the stored scores repeat another one of "
+                "their question, but those of the run do not: draws were copied"
             )
             self._alarm("duplicates", p, message)
             return
@@ -698,7 +714,7 @@ class DriftMonitor(Persisted):
         return {**super().state(), "events": [asdict(event) for event in self.events]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a state, on a fresh monitor of the same stored scores."""
+        """Restore the state that another monitor of the same stored scores returned."""
         self._ranked = Ranks()
         self.merge(state)
         self.events = [DriftEvent(**event) for event in state["events"]]

@@ -1,4 +1,4 @@
-"""Guarantees in words: what each mode promises, for what sequence, and what voids it."""
+"""The text of each mode's guarantee, and of the conditions that void it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 TEXTS: dict[str, dict[str, str]] = tomllib.loads(
     Path(__file__).with_name("guarantees.toml").read_text(encoding="utf-8")
 )
-"""What is promised and what voids it, by mode, as format strings over `Facts`."""
+"""The guarantees and the conditions that void them, by mode, as format strings over `Facts`."""
 
 
 def with_spaced_percent(text: str) -> str:
-    """Write every percentage with a space before its sign, which format strings cannot do.
+    """Insert a space before each percent sign, because format strings cannot do so.
 
     >>> with_spaced_percent("2.0% of 7")
     '2.0 % of 7'
@@ -34,13 +34,13 @@ def with_spaced_percent(text: str) -> str:
 
 
 # A run of known size may end while it still expects one in this many of its decisions, because the
-# estimate of its length is a few per cent off at the end.
+# estimate of its length is a few percent off at the end.
 _LAST = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The numbers a promise is stated with; the texts of `guarantees.toml` name them."""
+    """The numbers that appear in a guarantee; the texts of `guarantees.toml` name them."""
 
     rate: float
     stored: StoredScores
@@ -48,7 +48,7 @@ class Facts:
     escalated: int
     tuning: Tuning
     events: Sequence[DriftEvent]
-    # decisions expected before the run ends; infinite where that is not known
+    # decisions expected before the run ends; infinite if that number is not known
     left: float = math.inf
     cap: Fraction | None = None  # hard cap: of any first n decisions at most ceil(cap * n) escalate
 
@@ -66,8 +66,9 @@ class Facts:
     def spread(self) -> float:
         """Return how far the rate of as many independent coins may be from the nominal rate (95 %).
 
-        Mode "marginal": smoothed online conformal p-values of exchangeable scores are independent
-        and uniform (Vovk, Gammerman and Shafer, 2005), so the decisions are such coins.
+        This is the bound of mode "marginal": smoothed online conformal p-values of exchangeable
+        scores are independent and uniform (Vovk, Gammerman and Shafer, 2005), so the decisions are
+        independent coins.
         """
         return 1.96 * math.sqrt(self.rate * (1 - self.rate) / self.decisions)
 
@@ -84,7 +85,7 @@ class Facts:
 
     @property
     def aci_now(self) -> str:
-        """Return that bound in words, for the decisions so far or for a whole run of known size.
+        """Return the text of the bound for any sequence, now or at the end of a run of known size.
 
         The text is empty if so few decisions were taken that the bound excludes no rate.
         """
@@ -102,12 +103,13 @@ class Facts:
 
     @property
     def aci_likely(self) -> str:
-        """Return the 0.95 bound on the rate of mode "aci" in words; empty if vacuous.
+        """Return the text of the 0.95 bound on the rate of mode "aci"; empty if it is vacuous.
 
-        This assumes exchangeable scores. The deficit shrinks by a share g before every decision
-        and moves by a martingale difference of range 1, so it is sub-Gaussian with v' = (1 - g)^2 v
-        + 1/4 (Hoeffding's lemma). With g the step, v is below 1 / (4 (2 step - step^2)), the fixed
-        point; with g two in the decisions that are left, below left / 12 + 1/4, beyond the slack.
+        This assumes exchangeable scores. The deficit shrinks by a share g before every decision and
+        moves by a martingale difference of range 1, so it is sub-Gaussian with v' = (1 - g)^2 v +
+        1/4 (Hoeffding's lemma). If g is the step, v is below its fixed point, 1 / (4 (2 step -
+        step^2)). If g is two divided by the number of decisions left, v is below left / 12 + 1/4
+        beyond the slack.
         """
         if math.isfinite(self.left):
             whole = self.decided + self.left
@@ -126,7 +128,7 @@ class Facts:
 
     @property
     def aci_promise(self) -> str:
-        """Return both bounds in words, without those that so few decisions make vacuous."""
+        """Return the text of both bounds, without a bound that is vacuous after so few decisions."""
         parts: list[str] = []
         if self.aci_likely:
             parts.append(
@@ -146,7 +148,7 @@ class Facts:
 
     @property
     def least_bounded(self) -> int:
-        """Return the least number of decisions at which a question's bound excludes some rate."""
+        """Return the smallest number of decisions at which a question's bound excludes some rate."""
         return math.floor(self.question_bound / max(self.rate, 1 - self.rate)) + 1
 
     @property
@@ -160,7 +162,7 @@ class Facts:
 
     @property
     def draw(self) -> str:
-        """Return the interval of the long-run rate that these stored scores give, in words."""
+        """Return the text of the interval of the long-run rate at these stored scores."""
         summary = self._clusters()
         effective = max(1, int(summary.effective if summary else self.count))
         low, high = long_run(effective, self.rate)
@@ -172,9 +174,9 @@ class Facts:
 
     @property
     def clustering(self) -> str:
-        """Return how many independent scores the stored ones are worth, in words.
+        """Return the text about the effective number of stored scores.
 
-        Empty where their questions are not known.
+        The text is empty if the questions of the scores are not known.
         """
         summary = self._clusters()
         return f" (the stored ones: {summary})" if summary else ""
@@ -186,20 +188,20 @@ class Facts:
 
 
 def _sub_gaussian_reach(variance: float) -> float:
-    """Return the 95 % bound of a sub-Gaussian number with that variance proxy."""
+    """Return the 95 % bound of a sub-Gaussian variable with this variance proxy."""
     return math.sqrt(2 * variance * math.log(2 / 0.05))
 
 
 def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[str, str]:
-    """Return the promise of a mode and its additions, and what voids it.
+    """Return the texts of a mode's guarantee and of the conditions that void it.
 
-    The promise begins with what was escalated so far, in a sentence that can be quoted alone.
+    The guarantee begins with the share escalated so far, in a sentence that can be quoted alone.
     """
     names = ["question", mode] if mode == "question-turn" else [mode]
     texts = [TEXTS[name] for name in (*names, *additions)]
     guarantee = "".join(text["guarantee"] for text in texts).format(facts=facts)
     voided_by = "".join(text["voided_by"] for text in texts).format(facts=facts)
-    realised = f"No chunk was decided on yet; the nominal rate is {100 * facts.rate:g} %."
+    realised = f"No chunk has been decided on yet; the nominal rate is {100 * facts.rate:g} %."
     if facts.decided:
         share = f"{100 * facts.escalated / facts.decided:.1f} %"
         realised = (

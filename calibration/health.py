@@ -1,4 +1,4 @@
-"""Health of stored scores: what they can promise at a rate, and what should worry their reader."""
+"""Examine stored scores: the thresholds that they give at a rate, and warnings about them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HALVES = 400  # random splits of the questions in two
 
 @dataclass(frozen=True, slots=True)
 class TurnHealth:
-    """The stored scores of one turn; thresholds are on the scale of the scores."""
+    """A summary of one turn's stored scores; thresholds are on the scale of the scores."""
 
     turn: int
     scores: int
@@ -35,37 +35,39 @@ class TurnHealth:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Size, clustering, repeats and thresholds of stored scores at one rate."""
+    """The size, clustering, repeats and thresholds of stored scores at one rate."""
 
     rate: float
     scores: int
     clusters: ClusterSummary
     infinite: int
     repeats: DuplicateScores
-    threshold: float  # split conformal: escalate above it
-    # where the long-run rate of the threshold is, were the scores independent (90 %)
+    threshold: float  # the split-conformal threshold, above which a score escalates
+    # 90 % interval of the threshold's long-run rate, if the scores were independent
     long_run: tuple[float, float]
-    long_run_clustered: tuple[float, float]  # the same for the effective number of scores
-    # SD of the rate when half of the questions set the threshold for the other half
+    long_run_clustered: tuple[float, float]  # the same interval, for the effective number of scores
+    # Standard deviation of the rate when one half of the questions sets the threshold for the other
+    # half.
     half_split: float
     turns: tuple[TurnHealth, ...]
-    measure: Measure  # whether differences of these scores are read on the logarithm
-    score_kind: str | None  # the rule that made the scores, if their conditions name it
+    measure: Measure  # whether differences are taken between the logarithms of these scores
+    score_kind: str | None  # the rule that made the scores, if the fingerprint names it
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return warnings that should stop or worry the reader."""
+        """Return warnings about the scores; a fault comes first."""
         warnings = list[str]()
         if self.repeats.fault:
             warnings.append(self.repeats.fault)
         if self.repeats.doubt:
             warnings.append(
-                f"{self.repeats.doubt}; `atts calibration check --live RUN` tells which"
+                f"{self.repeats.doubt}; compare them with a run's scores by `atts calibration "
+                "check --live RUN`"
             )
         if not self.repeats.clustered:
             warnings.append(
-                "the questions of the scores are not known: counted as independent, which they "
-                "rarely are"
+                "the questions of the scores are not known, so the scores count as independent, "
+                "which they rarely are"
             )
         if self.infinite:
             warnings.append(f"infinite scores: {self.infinite}")
@@ -80,8 +82,8 @@ class Health:
             )
         if len(self.turns) == 1 and self.scores:
             warnings.append(
-                f"only turn {self.turns[0].turn} is here: later turns have other scores, use "
-                "mode question-turn"
+                f"all scores are of turn {self.turns[0].turn}, but other turns score differently; "
+                "use mode question-turn"
             )
         return tuple(warnings)
 
@@ -114,9 +116,9 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
 
 
 def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> DriftMonitor:
-    """Return a drift monitor of the stored scores that has watched the live ones in order.
+    """Return a drift monitor of the stored scores that has observed the live scores in order.
 
-    Without live ones, repeats that those could explain count as a fault: no run will tell.
+    Without live scores, repeats that live scores could explain raise an alarm.
     """
     monitor = DriftMonitor(stored, policy="report")
     if live is None:
@@ -131,10 +133,10 @@ def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> Drift
 
 
 def _half_split_spread(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> float:
-    """Return the SD of the rate on one half of the questions at the other half's threshold.
+    """Return the standard deviation of one half's rate at the other half's threshold.
 
-    This is the uncertainty of the threshold without any model of how scores cluster. Each half has
-    half of the questions, so all of them together are somewhat better than it says.
+    This estimates the uncertainty of the threshold without a model of how scores cluster. It is
+    slightly too large, because each half has only half of the questions.
     """
     if len(clusters) < 4:
         return math.nan
@@ -168,7 +170,7 @@ def _kind_of(stored: StoredScores) -> str | None:
 
 
 def _as_score(stored: StoredScores, nonconformity: float) -> float:
-    """Return a nonconformity on the scale of the scores again."""
+    """Return the score of a nonconformity; this inverts `Scale.nonconformity`."""
     value = nonconformity if stored.scale.worse == "higher" else -nonconformity
     if stored.scale.measure != "log":
         return value

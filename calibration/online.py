@@ -1,4 +1,4 @@
-"""The online calibrator: one decision per score, fed back with what was done."""
+"""The online calibrator, which takes a decision per score and learns what was really done."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from atts.core import Action, Decision, Origin
 from atts.errors import CalibrationInputError, OptionError
 
 Group = int | tuple[str, int] | None
-"""Which stored scores to compare with: a turn's, a question's and turn's, or all."""
+"""The stored scores to compare with: those of a turn, of a question and turn, or all."""
 
 HOLD = 64
-"""Scores that may wait for an earlier issue by default."""
+"""The default number of scores that may wait for an earlier issue."""
 
 _KIND = "atts calibrator"
 _VERSION = 1
 _NORMAL = NormalDist()
-# With fewer scores known, a run of known size keeps escalations back for when ranks mean more.
+# With fewer known scores than this, a run of known size escalates less, because ranks say little.
 _FEW = 40
-# After a "widen" alarm: for so many decisions the current rate is so many times higher.
+# After a "widen" alarm the current rate is _WIDER times as high for _WIDENED decisions.
 _WIDENED = 500
 _WIDER = 1.5
-# What reading a state may raise that something else wrote, or someone edited.
+# Exceptions that reading a state may raise if someone edited it or another program wrote it.
 _UNREADABLE = (
     LookupError,
     TypeError,
@@ -48,7 +48,7 @@ _UNREADABLE = (
 
 
 class PendingScore(NamedTuple):
-    """A score on its way into a pool."""
+    """A score that waits to join a pool."""
 
     nonconformity: float
     question: str
@@ -57,12 +57,12 @@ class PendingScore(NamedTuple):
 
 
 class ReorderBuffer:
-    """A buffer with a watermark: an issue is released once every earlier one was pushed or skipped.
+    """A buffer that releases an issue once every earlier issue was pushed or skipped.
 
-    What finishes first is short, so pools fed in completion order are biased towards short chunks
-    at any moment. Issues count up from 0 without gaps; a chunk that never gets a score must be
-    skipped. At most `limit` scores wait: beyond that the oldest missing issues are given up
-    (counted in `given_up`), and released at once if they arrive after all.
+    Short chunks finish first, so pools filled in order of completion would be biased towards short
+    chunks. Issues count up from 0 without gaps; a chunk that never gets a score must be skipped. At
+    most `limit` scores wait. Beyond that the buffer gives up the oldest missing issues and counts
+    them in `given_up`; if one arrives after all, it is released at once.
     """
 
     __slots__ = ("_limit", "_next", "_skipped", "_waiting", "given_up")
@@ -73,7 +73,7 @@ class ReorderBuffer:
         :raises CalibrationInputError: for a limit below 1.
         """
         if limit < 1:
-            raise CalibrationInputError("limit of held scores", limit, "at least 1")
+            raise CalibrationInputError("limit of waiting scores", limit, "at least 1")
         self._limit = limit
         self._next = 0
         self._waiting = dict[int, PendingScore]()
@@ -81,7 +81,7 @@ class ReorderBuffer:
         self.given_up = 0
 
     def push(self, issue: int, score: PendingScore) -> list[PendingScore]:
-        """Take the score of an issue; return all that may now be released, in order of issue.
+        """Add the score of an issue; return all scores that may now be released, in order of issue.
 
         :raises CalibrationInputError: for a negative issue.
         """
@@ -93,22 +93,22 @@ class ReorderBuffer:
         return self._release()
 
     def skip(self, issue: int) -> list[PendingScore]:
-        """Stop waiting for this issue; return all that may now be released."""
+        """Stop waiting for this issue; return all scores that may now be released."""
         if issue >= self._next:
             self._skipped.add(issue)
         return self._release()
 
     @property
     def next_issue(self) -> int:
-        """Return the number after the highest that was pushed or skipped."""
+        """Return the number after the highest issue that was pushed or skipped."""
         return max([self._next, *(issue + 1 for issue in (*self._waiting, *self._skipped))])
 
     def has_waiting(self, question: str) -> bool:
-        """Return whether a score of this question waits."""
+        """Return whether a score of this question is waiting."""
         return any(score.question == question for score in self._waiting.values())
 
     def flush(self) -> list[PendingScore]:
-        """Return everything that waits, in order of issue."""
+        """Remove and return all waiting scores, in order of issue."""
         released = [self._waiting[issue] for issue in sorted(self._waiting)]
         if self._waiting:
             self._next = max(self._waiting) + 1
@@ -131,7 +131,7 @@ class ReorderBuffer:
             self._next += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the waiting and the awaited scores, as JSON."""
+        """Return the waiting scores and the missing issues, as JSON."""
         return {
             "next": self._next,
             "held": [[issue, *score] for issue, score in self._waiting.items()],
@@ -140,7 +140,7 @@ class ReorderBuffer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a state."""
+        """Restore the state that `state` returned."""
         self._next = int(state["next"])
         self.given_up = int(state["given_up"])
         self._waiting = {}
@@ -151,11 +151,11 @@ class ReorderBuffer:
 
 
 class Calibrator(Persisted):
-    """Decides on a stream of scores so that the fraction of escalations is `rate`, where its mode
-    says so.
+    """A calibrator that decides on a stream of scores and keeps the share of escalations at `rate`.
 
-    `decide` only reads: it may be asked twice, in any order, for chunks that are then dropped.
-    `observe` stores the score and what was really done. Both are deterministic given the seed.
+    The mode sets how closely and over which chunks the rate is kept. `decide` changes nothing: it
+    may be called repeatedly, in any order, and for chunks that are dropped later. `observe` stores
+    the score and what was really done. Both are deterministic given the seed.
 
     >>> calibrator = Calibrator(rate=0.25, mode="marginal", stored=[1.1, 1.2, 1.3, 1.4])
     >>> decision = calibrator.decide(9.0, question="q7")
@@ -185,10 +185,11 @@ class Calibrator(Persisted):
     ) -> None:
         """Create a calibrator: `stored` are scores of a calibration run, `drift` is what an alarm does.
 
-        `fingerprint` are the conditions of this run, `hold` is how many scores may wait for an
-        earlier issue: at least as many as chunks are in flight. With `by_length` a score is its
-        rank among chunks of about the same length, in every mode. Of any first n decisions at most
-        ceil(`cap` * n) escalate, exactly, where each is observed before the next is taken.
+        `fingerprint` are the conditions of this run. `hold` is how many scores may wait for an
+        earlier issue; it must be at least the number of chunks in flight. With `by_length` every
+        mode replaces a score by its rank among chunks of about the same length. At most ceil(`cap`
+        * n) of the first n decisions escalate, for every n, if each decision is observed before the
+        next one is taken.
 
         :raises CalibrationInputError: for an impossible rate, cap, window, decay or stored score;
             mode "split" without stored scores; or `by_length` with stored scores whose lengths are
@@ -208,7 +209,7 @@ class Calibrator(Persisted):
         self.scale = self.stored.scale
         self.fingerprint = dict(self.stored.fingerprint if fingerprint is None else fingerprint)
         check_stored(self.stored, self.fingerprint, mode, by_length=by_length)
-        # The options as the state names them; the last two only where they are used.
+        # The options as the state names them; the last two are present only if they are used.
         self._options: dict[str, object] = {
             "drift": drift,
             "window": window,
@@ -225,15 +226,15 @@ class Calibrator(Persisted):
         self._pool, self._controller = build_mode(mode, self._nominal, window, decay, tuning)
         self._order = ReorderBuffer(hold)
         self._end = RunEnd()
-        # questions to forget, once none of their scores waits for its issue
+        # questions to forget once none of their scores is waiting for its issue
         self._over = set[str]()
-        # running action after an alarm, and for how many decisions "widen" still lasts
+        # the action after an alarm, and the number of decisions for which "widen" still lasts
         self._alert: DriftPolicy | None = None
         self._widened = 0
         self._take_stored(drift)
 
     def _take_stored(self, drift: DriftPolicy) -> None:
-        """Put the stored scores into the pools one after the other, then watch them for drift."""
+        """Put the stored scores into the pools one after the other, then create the drift monitor."""
         for position, (nonconformity, question, turn, length) in enumerate(self.stored.rows()):
             value = self._pool_value(nonconformity, "", 0, position, length)
             self._pool.add(value, question or f"stored {position}", turn, live=False)
@@ -252,15 +253,16 @@ class Calibrator(Persisted):
         left: float | None = None,
         length: float | None = None,
     ) -> Decision:
-        """Decide on a chunk of this score, from stored scores and decisions only; store nothing.
+        """Return the decision on a chunk with this score; store nothing.
 
-        `left` is the share of the run's decisions that is expected to be left, this one included;
-        None where not known. `length` is that of the chunk, in tokens or any other unit; it counts
-        where ranks are by length.
+        It depends only on stored scores and on decisions that were observed. `left` is the share of
+        the run's decisions that is expected to be left, including this one; None if it is not
+        known. `length` is the length of the chunk, in tokens or any other unit; it is used if ranks
+        are by length.
 
-        :raises CalibrationInputError: if it is not a score of the declared domain, a turn or sample
-            is below 0, `left` is not in [0, 1], or the length is missing or impossible where ranks
-            are by length.
+        :raises CalibrationInputError: if the score is not in the declared domain, a turn or sample
+            is below 0, `left` is not in [0, 1], or ranks are by length and the length is missing or
+            impossible.
         """
         if turn < 0 or (sample is not None and sample < 0):
             raise CalibrationInputError("turn and sample", (turn, sample), "numbers from 0")
@@ -274,8 +276,8 @@ class Calibrator(Persisted):
         p = rank.p(theta)
         rate = self._controller.current_rate(value, question, turn, self._end)
         if left is not None and self.mode == "aci" and rate < 1:
-            # A rank among a handful of scores says little. What is kept back now becomes
-            # deficit, and is spent later, when ranks mean more.
+            # A rank among few scores says little. The escalations saved now become a deficit, which
+            # is spent later, when ranks say more.
             rate *= min(1.0, rank.size / _FEW)
         if self._alert == "escalate":
             rate = 1.0
@@ -288,7 +290,7 @@ class Calibrator(Persisted):
         if wants_target and self._is_cap_reached():
             action = "accept"
             origin = "budget"
-            why = f"{why}; hard cap: no escalation left"
+            why = f"{why}; the hard cap allows no further escalation now"
         counted_length = None
         if length is not None and self._strata is not None:
             counted_length = float(length)
@@ -307,9 +309,7 @@ class Calibrator(Persisted):
         )
 
     def _run_end(self, left: float | None) -> RunEnd:
-        """Return the number of decisions that are expected to be left, given the share that is
-        left.
-        """
+        """Return the number of decisions expected to be left, given the share that is left."""
         expected = math.inf
         if left is not None and left < 1:
             expected = self.decided * left / (1 - left)
@@ -322,13 +322,14 @@ class Calibrator(Persisted):
         return self.escalated >= math.ceil(self.cap * (self.decided + 1))
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
-        """Record a decision, and with `escalated` what was really done where that differs.
+        """Record a decision; `escalated` says what was really done if that differs from the
+        decision.
 
-        It differs under a hard cap or an override. The decision counts at once; its score joins the
-        pools in order of issue, if it has one. A decision taken without a score (verification
-        skipped, or failed) counts for the rate alone.
+        The two differ under a hard cap or an override. The decision counts at once, and its score
+        joins the pools in order of issue. A decision without a score (verification was skipped or
+        failed) counts only for the rate.
 
-        :raises CalibrationInputError: if its score is not one of the declared domain.
+        :raises CalibrationInputError: if its score is not in the declared domain.
         """
         is_escalated = decision.action == "escalate" if escalated is None else escalated
         question = decision.question
@@ -348,14 +349,14 @@ class Calibrator(Persisted):
             self._learn_all(self._order.push(decision.issue, pending))
 
     def skip(self, issue: int) -> None:
-        """Do not wait for the score of this issue: its chunk was dropped, or could not be scored."""
+        """Skip the score of this issue, because its chunk was dropped or could not be scored."""
         self._learn_all(self._order.skip(issue))
 
     def forget(self, question: str) -> None:
-        """Drop what served the decisions of a question that is over.
+        """Drop the state that only served a question that is over.
 
-        Its scores stay in the pools of all. Decisions on other questions are what they would have
-        been, and memory is that of the open questions.
+        Its scores stay in the pools of all questions, so decisions on other questions do not
+        change. Memory then grows only with the number of open questions.
         """
         self._over.add(question)
         self._forget_over()
@@ -376,13 +377,13 @@ class Calibrator(Persisted):
 
     @property
     def next_issue(self) -> int:
-        """Return the number of the next score, in the order of asking."""
+        """Return the issue number that the next score gets."""
         return self._order.next_issue
 
     def settle(self) -> None:
-        """End the run: what still waits for a score that will not come joins the pools.
+        """End the run: add all waiting scores to the pools, and wait for no missing score.
 
-        A state must be settled to be merged.
+        States can be merged only after this.
         """
         self._learn_all(self._order.flush())
 
@@ -391,7 +392,7 @@ class Calibrator(Persisted):
 
         P(p <= a) <= a if stored and new scores are exchangeable.
 
-        :raises CalibrationInputError: as `decide`.
+        :raises CalibrationInputError: as in `decide`.
         """
         question, turn = group if isinstance(group, tuple) else (None, group)
         nonconformity = self.scale.nonconformity(score)
@@ -405,7 +406,7 @@ class Calibrator(Persisted):
 
     @property
     def by_length(self) -> bool:
-        """Return whether a score is its rank among chunks of about the same length."""
+        """Return whether scores are replaced by their ranks among chunks of about the same length."""
         return self._strata is not None
 
     @property
@@ -415,18 +416,18 @@ class Calibrator(Persisted):
 
     @property
     def guarantee(self) -> str:
-        """Return the promise of this mode, with the sequences that it holds for and the current
-        numbers.
-        """
+        """Return the guarantee of this mode, for which sequences it holds, and the current numbers."""
         return self._promise()[0]
 
     @property
     def voided_by(self) -> str:
-        """Return the conditions that void that promise."""
+        """Return the conditions that void the guarantee."""
         return self._promise()[1]
 
     def resume(self) -> None:
-        """End what an alarm started ("escalate" everything, or "widen"), after someone has looked."""
+        """End the action that an alarm started ("escalate" or "widen"), after someone has checked
+        it.
+        """
         self._alert = None
         self._widened = 0
 
@@ -444,7 +445,7 @@ class Calibrator(Persisted):
 
     def _learn(self, pending: PendingScore) -> None:
         nonconformity, question, turn, length = pending
-        # No sample has number -1: these uniforms are not those that the decision was taken with.
+        # No sample has number -1, so these random numbers differ from those of the decision.
         value = self._pool_value(nonconformity, question, turn, -1, length)
         self._store_length(nonconformity, length)
         self._pool.add(value, question, turn)
@@ -471,10 +472,10 @@ class Calibrator(Persisted):
         sample: int | None,
         length: float | None,
     ) -> float:
-        """Return the score as pools and controllers take it.
+        """Return the value that stands for the score in pools and controllers.
 
-        That is the score itself, or the normal quantile of its rank among chunks of such lengths:
-        pools then see one distribution whatever the length.
+        It is the score itself or, if ranks are by length, the normal quantile of its rank among
+        chunks of about this length. Pools then hold one distribution for all lengths.
         """
         if self._strata is None:
             return nonconformity
@@ -495,9 +496,9 @@ class Calibrator(Persisted):
     def _uniform(
         self, nonconformity: float, question: str, turn: int, sample: int | None, purpose: str = ""
     ) -> float:
-        """Return a uniform that belongs to this chunk.
+        """Return the uniform random number of this chunk.
 
-        It is the same in every replay, whatever was decided in between.
+        It is the same in every replay, whatever was decided before.
         """
         position = self.decided if sample is None else sample
         text = f"{self.seed}\x1f{question}\x1f{turn}\x1f{position}\x1f{nonconformity!r}{purpose}"
@@ -523,7 +524,7 @@ class Calibrator(Persisted):
         return describe(self.mode, facts, additions)
 
     def state(self) -> dict[str, Any]:
-        """Return everything that decides what comes next, as JSON.
+        """Return the whole state of the calibrator, as JSON.
 
         A restored calibrator takes the same decisions on the same stream.
         """
@@ -550,9 +551,9 @@ class Calibrator(Persisted):
     def restored(
         cls, state: Mapping[str, Any], fingerprint: Mapping[str, object] | None = None
     ) -> Calibrator:
-        """Return a calibrator that continues where the one of this state stopped.
+        """Return a calibrator that continues from a saved state.
 
-        :raises CalibrationInputError: if it is not such a state.
+        :raises CalibrationInputError: if `state` is not the state of a calibrator.
         :raises FingerprintError: if it was made under other conditions than `fingerprint`.
         """
         if state.get("kind") != _KIND or state.get("version") != _VERSION:
@@ -563,7 +564,8 @@ class Calibrator(Persisted):
             if fingerprint is not None:
                 check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
             calibrator = cls._from_state(state)
-            # Nothing was left out, rounded or added by hand.
+            # The state must come back unchanged, so that nothing was removed, rounded or added by
+            # hand.
             is_whole = (
                 same(calibrator.state(), state)
                 and type(calibrator.seed) is int
@@ -596,7 +598,7 @@ class Calibrator(Persisted):
         calibrator.fingerprint = dict(state["fingerprint"])
         super(Calibrator, calibrator).merge(state)
         if calibrator._strata is not None:
-            calibrator._strata = LengthStrata()  # the stored scores are among those of the state
+            calibrator._strata = LengthStrata()  # the state also contains the stored scores
             calibrator._strata.merge(state["lengths"])
         calibrator._order.restore(state["order"])
         calibrator._monitor.restore(state["monitor"])
@@ -606,9 +608,9 @@ class Calibrator(Persisted):
         return calibrator
 
     def save(self, path: Path) -> None:
-        """Write the state in one step, so that a crash leaves the old file or the new one.
+        """Write the state atomically, so that a crash leaves the old file or the new one.
 
-        :raises StorageError: if the disk refuses.
+        :raises StorageError: if the file cannot be written.
         """
         write_state(path, self.state())
 
@@ -622,12 +624,12 @@ class Calibrator(Persisted):
         return cls.restored(read_state(path), fingerprint)
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Add what another calibrator of the same rate, mode and stored scores has seen live.
+        """Add the live scores of another calibrator with the same rate, mode and stored scores.
 
-        Its alarms are not taken over: this one's monitor has not seen those scores.
+        The other one's alarms are not added, because the monitor here has not seen its scores.
 
-        :raises CalibrationInputError: if rate, mode, stored scores or options differ, or its scores
-            wait for an issue.
+        :raises CalibrationInputError: if rate, mode, stored scores or options differ, or if scores
+            of the other one are waiting for an issue.
         :raises FingerprintError: if the conditions differ.
         """
         check_fingerprint("the calibrator to merge", state["fingerprint"], self.fingerprint)
@@ -640,7 +642,7 @@ class Calibrator(Persisted):
                 )
         if theirs["order"]["held"]:
             raise CalibrationInputError(
-                "calibrator to merge", "scores held for their issue", "a finished one"
+                "calibrator to merge", "scores waiting for their issue", "a finished one"
             )
         super().merge(theirs)
         if self._strata is not None:

@@ -1,4 +1,4 @@
-"""Score pools: the stored and live scores that a new one is ranked among."""
+"""Score pools, which hold the stored and live scores among which a new score is ranked."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TOP: Callable[[Any], float] = itemgetter(-1)
 
 
 class Ranks:
-    """Scores in order, eight bytes each, in blocks of bounded size, none of them empty.
+    """Sorted scores of eight bytes each, in blocks of bounded size.
 
     Adding, counting and selecting cost O(log n) comparisons, one bounded move and a sum of n / 4096
-    sizes. Infinities and ties are ordinary values; NaN must be refused before.
+    sizes. Infinities and ties are ordinary values; the caller must refuse NaN.
 
     >>> pool = Ranks([3.0, 1.0, 3.0])
     >>> pool.add(2.0)
@@ -62,9 +62,9 @@ class Ranks:
             self._blocks[at : at + 1] = [block[:_LOAD], block[_LOAD:]]
 
     def remove(self, score: float) -> None:
-        """Take one stored copy of `score` out.
+        """Remove one stored copy of `score`.
 
-        :raises KeyError: if there is none.
+        :raises KeyError: if `score` is not stored.
         """
         at = bisect_left(self._blocks, score, key=_TOP)
         if at == len(self._blocks):
@@ -75,7 +75,7 @@ class Ranks:
             raise KeyError(score)
         del block[position]
         self._size -= 1
-        if not block:  # no block may be empty: its last score is its key
+        if not block:  # a block must not be empty, because its last score is its key
             del self._blocks[at]
 
     def counts(self, score: float) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class Ranks:
 
 
 class WeightedRank(NamedTuple):
-    """The rank of a score among stored ones, by weight; the score itself weighs 1."""
+    """The weighted rank of a score among stored scores; the score itself has weight 1."""
 
     below: float  # weight of the stored scores below it
     equal: float  # weight of the stored scores equal to it
@@ -118,12 +118,12 @@ class WeightedRank(NamedTuple):
 
         With `theta` uniform on [0, 1] it is exactly uniform if the n + 1 scores are exchangeable,
         ties included (Vovk, Gammerman and Shafer, 2005). With `theta` 1 it is the deterministic
-        one, (1 + #{stored <= score}) / (n + 1), for which P(p <= a) <= a.
+        p-value (1 + #{stored <= score}) / (n + 1), for which P(p <= a) <= a.
         """
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 
     def plus(self, other: WeightedRank) -> WeightedRank:
-        """Return the rank among both sets of scores."""
+        """Return the rank among the scores of both ranks."""
         return WeightedRank(
             self.below + other.below, self.equal + other.equal, self.size + other.size
         )
@@ -137,11 +137,11 @@ class Window:
     def __init__(self, width: int | None = None) -> None:
         if width is not None and width < 1:
             raise CalibrationInputError(
-                "window", width, "a positive number of scores, or None for all"
+                "window", width, "a positive number of scores, or None for all scores"
             )
         self._width = width
         self._ranks = Ranks()
-        self._order = deque[float]()  # empty without a width
+        self._order = deque[float]()  # stays empty if there is no width
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -162,12 +162,12 @@ class Window:
 
 
 class Fading:
-    """All scores, each worth `decay` times less with every newer one.
+    """All scores, with weights that shrink by the factor `decay` with every newer score.
 
     Fixed weights give weighted p-values for slow drift: their error is at most the weighted sum of
-    total-variation distances between old and new scores (Barber et al., 2023). Instead of fading
-    the old, newer scores are given growing weights, scaled back before they overflow. Scores worth
-    less than a billionth of the newest are dropped, so about 21 / (1 - decay) are kept.
+    total-variation distances between old and new scores (Barber et al., 2023). Old weights stay the
+    same and newer scores get larger ones; all are scaled back before they overflow. Scores with
+    less than a billionth of the newest weight are dropped, so about 21 / (1 - decay) scores remain.
     """
 
     __slots__ = ("_decay", "_kept", "_next", "_order", "_scores", "_weights")
@@ -210,19 +210,21 @@ class Fading:
 
 
 ScoreHistory = Window | Fading
-"""Scores that rank a new one. Adding what it iterates over to an empty one restores it."""
+"""Scores among which a new score is ranked; adding all its items to an empty history restores it.
+"""
 
 
-# A stratum is split once it has so many scores, and one in `_SHARE` of all.
+# A stratum is split once it has `_LEAST` scores and at least one in `_SHARE` of all scores.
 _LEAST = 30
 _SHARE = 16
-# A slope is shrunk to 0 as if so many more scores showed none.
+# The slope is shrunk towards 0 as if this many more scores had shown no slope.
 _RIDGE = 2.0
 
 Point = tuple[float, float]
 """A chunk: the logarithm of its length, and its nonconformity."""
 Sums = list[float]
-"""Sums over points: of ones, log-lengths, scores, squared log-lengths, products of both."""
+"""Sums over points: of ones, log-lengths, scores, squared log-lengths, and log-length times score.
+"""
 
 
 class _Stratum:
@@ -231,7 +233,7 @@ class _Stratum:
     __slots__ = ("flat", "ranks", "split_from", "sums")
 
     def __init__(self, points: Iterable[Point] = (), split_from: int = _LEAST) -> None:
-        # length, score, length, score: as objects they would take eight times as much
+        # length, score, length, score, ...: as objects they would take eight times the memory
         self.flat = array("d")
         self.ranks = Ranks()
         self.split_from = split_from
@@ -255,14 +257,14 @@ class _Stratum:
         self.sums = [old + new for old, new in zip(self.sums, terms, strict=True)]
 
     def halves(self) -> tuple[list[Point], list[Point]]:
-        """Return the shorter and the longer chunks, no length in both.
+        """Return the shorter and the longer chunks, so that no length is in both halves.
 
-        One half is empty where all chunks are of one length.
+        One half is empty if all chunks have the same length.
         """
         ordered = sorted(self.points)
         median = ordered[len(ordered) // 2][0]
-        # Chunks of the median length stay together, so the cut is before or after all of them:
-        # where the halves are more equal.
+        # Chunks of the median length stay together, so the cut is before or after all of them,
+        # whichever makes the halves more equal.
         before = bisect_left(ordered, (median, -math.inf))
         after = bisect_left(ordered, (median, math.inf))
         imbalance_before = len(ordered) - before - before
@@ -272,13 +274,13 @@ class _Stratum:
 
 
 class LengthStrata(Persisted):
-    """Scores by length: at most some thirty strata, split at their median length as they fill.
+    """Scores grouped by length into about thirty strata at most, split at the median as they fill.
 
-    Ranks within a stratum are Mondrian conformal p-values with the length as category: uniform
-    among chunks of about one length if those are exchangeable. While many chunks are in flight the
-    short ones are known first, and within a stratum the shorter ones. What a stratum leaves of that
-    bias is taken out by the slope of the scores on log-length in it and its neighbours, as it is
-    now: so a rank costs two searches and never a pass over the scores.
+    Ranks within a stratum are Mondrian conformal p-values with the length as category: they are
+    uniform among chunks of about one length if those are exchangeable. While many chunks are in
+    flight, shorter chunks are known first, also within a stratum. The current slope of scores on
+    log-length, in the stratum and its neighbours, removes this remaining bias. So a rank costs two
+    searches and never a pass over the scores.
 
     >>> strata = LengthStrata()
     >>> strata.add(1.0, 200.0)
@@ -327,7 +329,7 @@ class LengthStrata(Persisted):
     def _split(self, at: int) -> None:
         stratum = self._strata[at]
         shorter, longer = stratum.halves()
-        # nearly all of one length, as where a limit cuts them
+        # nearly all chunks have one length, for example because a limit cuts them
         if min(len(shorter), len(longer)) < _LEAST // 4:
             stratum.split_from = 2 * len(stratum)
             return
@@ -340,7 +342,8 @@ class LengthStrata(Persisted):
         return {"bounds": list(self._bounds), "strata": rows}
 
     def merge(self, state: Any) -> None:
-        """Take over the strata of a state, or add those of its scores that are not here.
+        """Copy the strata of a state into empty ones, or add those scores of the state that are
+        missing.
 
         Both sides started from the same stored scores, which must not count twice.
         """
@@ -361,17 +364,17 @@ class LengthStrata(Persisted):
         self._count = sum(map(len, self._strata))
 
 
-# Scores that a turn's own pool needs before it answers in place of the pool of all turns.
+# The number of scores that a turn's pool needs before it replaces the pool of all turns.
 MINIMUM = 20
 
-_FORGOTTEN = "\x1fforgotten"  # the name under which sums of questions that are over are kept
+_FORGOTTEN = "\x1fforgotten"  # the key that stores the sums of finished questions
 HistoryFactory = Callable[[], ScoreHistory]
 
 
 class ScorePool(Persisted, ABC):
-    """Stored and live scores that a new one is ranked among.
+    """The stored and live scores among which a new score is ranked.
 
-    `question` and `turn` None mean "of any". Its state is what it has seen live.
+    If `question` or `turn` is None, any of them is meant. The state contains the live scores only.
     """
 
     __slots__ = ()
@@ -382,18 +385,18 @@ class ScorePool(Persisted, ABC):
 
     @abstractmethod
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
-        """Store one live score, or one of a calibration run."""
+        """Store one score of the run or of a calibration run."""
 
     @abstractmethod
     def drop_stored(self) -> None:
-        """Forget the calibration run, keeping what is live."""
+        """Drop the stored scores of the calibration run, but keep the live ones."""
 
     def forget(self, question: str) -> None:
-        """Drop what serves this question only: no more of its scores will come."""
+        """Drop what serves this question only, once no more of its scores will come."""
 
 
 class Pooled(ScorePool):
-    """One pool for every question and turn."""
+    """A single pool for all questions and turns."""
 
     __slots__ = ("_has_stored", "_live", "_stored")
     saved = ("_live",)
@@ -422,9 +425,9 @@ class Pooled(ScorePool):
 
 
 class Frozen(Pooled):
-    """The stored scores alone, every threshold as it was fitted.
+    """A pool of stored scores only, so that thresholds never change.
 
-    Live scores take over once a drift alarm has dropped the stored ones.
+    Live scores replace the stored ones once a drift alarm has dropped those.
     """
 
     __slots__ = ()
@@ -436,9 +439,9 @@ class Frozen(Pooled):
 
 
 class ByTurn(ScorePool):
-    """A pool per turn, and one of all turns that answers while a turn has too few scores.
+    """A pool per turn, and a pool of all turns that is used while a turn has too few scores.
 
-    Without a minimum there are no pools of turns, and the one of all turns always answers.
+    Without a minimum there are no pools per turn, and the pool of all turns is always used.
     """
 
     __slots__ = ("_all", "_minimum", "_turns")
@@ -470,12 +473,12 @@ class ByTurn(ScorePool):
 
 
 class SiblingPool(ScorePool):
-    """The pool of another kind, blended with the scores of the same question and turn.
+    """A pool that blends another pool with the scores of the same question and turn.
 
-    The share of siblings below a score, and the pool's answer as if it were `prior` siblings: the
-    predictive distribution of a Dirichlet process with the pool as its base (Ferguson, 1973). The
-    first sample of a question is ranked by the pool alone, the later ones more and more by their
-    siblings. Such p-values are predictive ranks, not exact conformal ones.
+    The siblings count by their number, and the other pool's answer counts as `prior` siblings: this
+    is the predictive distribution of a Dirichlet process with the pool as its base (Ferguson,
+    1973). The first sample of a question is ranked by the pool alone, later samples increasingly by
+    their siblings. Such p-values are predictive ranks, not exact conformal ones.
     """
 
     __slots__ = ("_base", "_groups", "_prior")
@@ -509,17 +512,17 @@ class SiblingPool(ScorePool):
 
 
 class Residuals(ScorePool):
-    """Scores relative to what their question's earlier ones lead to expect, ranked by turn.
+    """A pool of scores minus the expected score of their question, ranked by turn.
 
     The expected score of a question is its running mean, shrunk towards the running mean of all
-    questions as if `shrinkage` scores of the latter had been seen. So the first score of a new
-    question is ranked by the pooled mean, its tenth by its own. With `prior`, the rank among the
-    question's own residuals is blended in as `SiblingPool` does, for questions that spread more or
-    less than others. Infinite scores are ranked at their end of the scale and never stored: one of
-    them would shift a mean for ever.
+    questions as if `shrinkage` more scores had equalled that mean. So the first score of a new
+    question is compared with the pooled mean, but its tenth mostly with the question's mean. With
+    `prior`, the rank among the question's residuals is blended in as in `SiblingPool`, for
+    questions with a wider or narrower spread. Infinite scores rank at their end of the scale and
+    are never stored, because one of them would shift a mean for ever.
     """
 
-    # `_own` are the residuals of each question; the state's file calls them so
+    # `_own` has the residuals of each question; the name is part of the file format
     __slots__ = ("_means", "_own", "_prior", "_ranks", "_shrinkage", "_stored_means")
     saved = ("_ranks", "_means", "_own")
 
@@ -593,9 +596,9 @@ class Residuals(ScorePool):
 
 
 class _Means(Persisted):
-    """Counts and sums of each question and of all.
+    """The count and the sum of scores, for each question and for all questions.
 
-    Those of forgotten questions are one entry, so that memory is that of the open questions.
+    All forgotten questions share one entry, so that memory grows only with the open questions.
     """
 
     __slots__ = ("_questions", "count", "total")
@@ -616,7 +619,7 @@ class _Means(Persisted):
         self.total += nonconformity
 
     def forget(self, question: str) -> None:
-        """Keep its scores in the sums of all only."""
+        """Drop a question, but keep its scores in the sums of all questions."""
         seen, total = self._questions.pop(question, (0, 0.0))
         if seen:
             forgotten, forgotten_total = self.of(_FORGOTTEN)
@@ -631,13 +634,14 @@ class _Means(Persisted):
 
 
 def _blend(rank: WeightedRank, few: Ranks, value: float, prior: float) -> WeightedRank:
-    """Return the rank among few values, the pool's answer standing in for `prior` more.
+    """Return the rank among few values, with the pool's answer counted as `prior` more values.
 
-    Its p is (prior * p of the pool + values of `few` below, ties by the same coin) / (prior +
-    len(few)).
+    The p-value is (prior * p of the pool + number of `few` below) / (prior + len(few)). Ties are
+    broken by the same random number.
     """
     below, equal = few.counts(value)
-    worth = (rank.size + 1) / prior  # scores of the pool that weigh as much as one of `few`
+    # number of the pool's scores that weigh as much as one score of `few`
+    worth = (rank.size + 1) / prior
     return WeightedRank(
         below=rank.below + below * worth,
         equal=rank.equal + equal * worth,

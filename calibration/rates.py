@@ -1,4 +1,4 @@
-"""Rates: exact fractions, and a test of the realised rate against the nominal one."""
+"""Rates as exact fractions, and a test of the realised rate against the nominal rate."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from atts.sampling import binomial_quantile, student_quantile
 Rate = float | Fraction
 
 Standing = Literal["held", "unclear", "left"]
-"""A rate is on target ("held"), off target ("left"), or the data cannot tell ("unclear")."""
+"""The verdict on a realised rate: on target ("held"), off target ("left"), or "unclear"."""
 
-# A rate is on target inside the interval in which this share of fair coins stays.
+# A rate is on target if it is inside the central interval of this probability for independent
+# coins.
 COIN = 0.95
-# It is off target outside the interval in which this share of runs with such questions stays. The
-# two levels differ on purpose: a working gate is accused once in a hundred runs, not once in
-# twenty, and whatever lies between is called unclear.
+# A rate is off target if it is outside the interval of this probability for runs whose questions
+# vary as much. The two levels differ on purpose: a working gate is called off target once in a
+# hundred runs, not once in twenty, and a rate between the two intervals is called unclear.
 _CLUSTERED = 0.99
 
 
 def exact_rate(rate: object, what: str = "rate") -> Fraction:
-    """Return the rate as written: 0.4 is two fifths, not its nearest double.
+    """Return the rate as its decimal text says: 0.4 becomes two fifths, not its nearest double.
 
     Ranks such as ceil((n + 1)(1 - rate)) jump by one where floats round across an integer; for
     rates in hundredths that happens for 231 of the sizes below 400.
 
-    :raises CalibrationInputError: naming it as `what`, if it is not a number in [0, 1].
+    :raises CalibrationInputError: naming the rate as `what`, if it is not a number in [0, 1].
 
     >>> exact_rate(0.4)
     Fraction(2, 5)
     """
-    # True and False are ints to Python, and no rates.
+    # True and False are ints to Python, but not rates.
     if isinstance(rate, bool) or not isinstance(rate, int | float | Fraction):
         raise CalibrationInputError(what, rate, "a number in [0, 1]")
     if not 0 <= rate <= 1:
@@ -61,9 +62,9 @@ def check_fraction(name: str, value: float) -> None:
 class RateCheck:
     """A realised rate compared with the nominal one.
 
-    `held`: inside `coin`, where 95 % of fair coins stay. `left`: outside `band` as well, where 99 %
-    of runs stay whose questions differ as these do; a run whose gate works is called so once in a
-    hundred times. `unclear`: between.
+    It is `held` inside `coin`, which contains 95 % of the rates of independent coins. It is `left`
+    outside `band`, which contains 99 % of the rates of runs whose questions vary as these do; so a
+    gate that works is called off target once in a hundred runs. In between it is `unclear`.
     """
 
     standing: Standing
@@ -83,22 +84,23 @@ class RateCheck:
             return f"{share}: off target, outside the band {_interval_text(self.band)}"
         if self.standing == "unclear":
             return (
-                f"{share}: too few questions to tell; coins would stay in "
-                f"{_interval_text(self.coin)}, {self.questions:,} questions as different as these "
+                f"{share}: too few questions to tell; independent coins would stay in "
+                f"{_interval_text(self.coin)}, {self.questions:,} questions that vary like these "
                 f"in {_interval_text(self.band)}"
             )
         low, high = self.coin
-        # With so few decisions being inside the band says little; then the text names the band.
+        # With few decisions the interval is so wide that being inside it says little, so the text
+        # names it.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
         width = f", so few allow {_interval_text(self.coin)}" if is_wide else ""
         return f"{share}{width}: on target"
 
 
 def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
-    """Judge the (decisions, escalated) of each question.
+    """Compare the realised rate of (decisions, escalated) pairs, one per question, with `rate`.
 
-    :raises CalibrationInputError: if there is no decision, or one question escalated more than it
-        decided.
+    :raises CalibrationInputError: if there is no decision, or if a question has more escalations
+    than decisions.
 
     >>> check_rate(0.2, [(20, 4)] * 10).standing, check_rate(0.2, [(20, 9)] * 10).standing
     ('held', 'left')
@@ -110,7 +112,9 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     rows = np.array([row for row in questions if row[0]], float).reshape(-1, 2)
     if not len(rows) or (rows[:, 1] > rows[:, 0]).any() or (rows < 0).any():
         raise CalibrationInputError(
-            "questions", list(questions)[:5], "(decisions, escalated), some decision among them"
+            "questions",
+            list(questions)[:5],
+            "(decisions, escalated) of each question, with at least one decision",
         )
     decisions = int(rows[:, 0].sum())
     share = float(rows[:, 1].sum() / rows[:, 0].sum())
@@ -128,7 +132,7 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
 
 
 def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[float, float]:
-    """Return the interval that holds the share of `n` coins of this rate with at least this
+    """Return an interval that contains the share of `n` coins of this rate with at least this
     probability.
 
     The ends are quantiles of the binomial distribution, so that no normal approximation is needed
@@ -146,12 +150,13 @@ def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[flo
 
 
 def _clustered_reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
-    """Return the distance from the nominal rate that questions which differ so much may cause.
+    """Return how far the rate may be from the nominal rate if questions vary as these do.
 
     Decisions of one question move together, so the question is the unit: the share is a ratio of
-    two sums over questions, its standard error the linearised one of a ratio estimator (Cochran,
-    "Sampling Techniques", chapter 6), and the quantile is Student's for the number of questions. This
-    assumes that questions are independent of each other. The reach is never below that of coins.
+    two sums over questions, and its standard error is the linearised one of a ratio estimator
+    (Cochran, "Sampling Techniques", chapter 6). The quantile is Student's for the number of
+    questions. This assumes that questions are independent of each other. The distance is never
+    below that of independent coins.
     """
     count = len(rows)
     decisions = float(rows[:, 0].sum())

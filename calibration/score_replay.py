@@ -1,4 +1,4 @@
-"""Replay of recorded scores through a calibrator, with metrics of its rate."""
+"""Replay recorded scores through a calibrator, and measure how well it controls the rate."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ METRICS = (
     "agreement_with_sorted",
 )
 
-# Turns grouped so that each bin has enough decisions; turns after the last bin count in no bin.
+# Groups of turns, so that each bin has enough decisions. Later turns are in none of the bins.
 TURN_BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (6, 9), (10, 14))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Every decision in arrival order, and how close their rate came to the nominal one."""
+    """Every decision in arrival order, with metrics of how well the rate was controlled."""
 
     rate: float
     mode: Mode
@@ -69,14 +69,14 @@ def replay_scores(
     by_length: bool = False,
     cap: float | Fraction | None = None,
 ) -> ReplayResult:
-    """Decide on records {"question", "turn", "score"} in arrival order, each from those before it.
+    """Decide on each record {"question", "turn", "score"} from the records before it.
 
-    "sample" is optional, "left" (the share of decisions expected to be left) too, and "issue" (the
-    place in the order of asking, from 0 without gaps) makes scores join the pools in that order
-    instead of the order of arrival; "length" is needed where ranks are by length. The options are
-    those of `Calibrator`.
+    The records are in arrival order. Three fields are optional: "sample"; "left", the share of
+    decisions expected to be left; and "issue", a number from 0 without gaps. Scores with an issue
+    join the pools in the order of issue instead of arrival. The field "length" is needed if ranks
+    are by length. The options are those of `Calibrator`.
 
-    :raises CalibrationInputError: if a record lacks a field, or its score is not one.
+    :raises CalibrationInputError: if a record lacks a field, or its score is not a valid score.
     :raises OptionError: for an unknown mode or drift policy.
 
     >>> records = [{"question": 1, "turn": 0, "score": score} for score in (1.2, 1.4, 9.0)]
@@ -151,10 +151,10 @@ def rate_metrics(
     escalated: Sequence[bool],
     rate: float,
 ) -> dict[str, float]:
-    """Return the six numbers of rate control, from equal-length sequences in arrival order.
+    """Return six metrics of rate control from sequences of equal length in arrival order.
 
-    Larger nonconformity is worse. A number that does not exist for the stream (no pair to rank,
-    fewer than 500 decisions) is NaN; an empty stream has only NaNs.
+    Larger nonconformity is worse. A metric is NaN if the stream cannot give it (no pair to rank,
+    fewer than 500 decisions); an empty stream gives only NaN.
     """
     if not len(questions):
         return dict.fromkeys(METRICS, math.nan)
@@ -164,7 +164,7 @@ def rate_metrics(
     x: Floats = np.asarray(nonconformity, float)
     e: Floats = np.asarray(escalated, float)
     question_rates: Floats = np.bincount(q, e) / np.bincount(q)
-    question_turn = q * (int(t.max()) + 1) + t  # one number for each pair of question and turn
+    question_turn = q * (int(t.max()) + 1) + t  # one number for each pair of a question and a turn
     return {
         "overall_error": float(abs(e.mean() - rate)),
         "turn_rms": turn_rms(t, e, rate),
@@ -197,9 +197,9 @@ def worst_rolling(escalated: Floats, rate: float, width: int = 500) -> float:
 
 
 def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float:
-    """Return P(an escalated chunk is worse than a kept one) over all pairs inside a group.
+    """Return P(an escalated chunk is worse than an accepted one) over all pairs inside a group.
 
-    Ties count half; NaN without a pair.
+    Ties count as half a pair. The result is NaN if there is no pair.
     """
     order = np.argsort(group, kind="stable")
     bounds = np.flatnonzero(np.diff(group[order])) + 1
@@ -217,9 +217,11 @@ def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float
 
 
 def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float) -> Floats:
-    """Return the decisions of the synchronous rule, which sees each (question, turn) group whole.
+    """Return the decisions of the synchronous rule, which decides on a whole (question, turn)
+    group.
 
-    The worst of each group escalate, rounding carried per question.
+    The rule escalates the worst chunks of each group; rounding errors carry over to the question's
+    next turn.
     """
     q = np.asarray(questions)
     t = np.asarray(turns)

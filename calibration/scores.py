@@ -1,4 +1,4 @@
-"""Scores: their declared scale, and stored ones with question, turn and fingerprint."""
+"""The scale of scores, and stored scores with their question, turn and fingerprint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from atts.files import from_json, read_ordinary
 Worse = Literal["higher", "lower"]
 Measure = Literal["log", "linear"]
 
-# Sums of float32 log-probs may miss a closed end of the domain by this much.
+# Rounding may put sums of float32 log-probs this far outside the domain.
 _SLACK = 1e-6
 
 
@@ -28,9 +28,9 @@ _SLACK = 1e-6
 class Scale:
     """The domain and orientation that a score declares.
 
-    `low` and `high` bound the domain (both ends belong to it), `worse` says which end a weak chunk
-    is near, and `measure` whether differences are read on the logarithm (perplexities) or as they
-    are (mean log-probs, judge marks).
+    `low` and `high` are the bounds of the domain, which includes them. `worse` names the end that
+    weak chunks are near. `measure` says whether differences are taken between logarithms (for
+    perplexities) or between the scores themselves (for mean log-probs and judge marks).
     """
 
     name: str
@@ -48,17 +48,17 @@ class Scale:
             )
 
     def nonconformity(self, score: object, what: str = "score") -> float:
-        """Return the score on the scale everything here is computed on: larger is worse.
+        """Return the score as a nonconformity, for which larger is always worse.
 
         It is never NaN, and infinite only if the score is.
 
-        :raises CalibrationInputError: naming it as `what`, if it is not a number, is NaN, or lies
-            outside the domain.
+        :raises CalibrationInputError: naming the score as `what`, if it is not a number, is NaN, or
+        lies outside the domain.
 
         >>> PERPLEXITY.nonconformity(1.0), LOG_PROB.nonconformity(-2.5)
         (0.0, 2.5)
         """
-        if type(score) is float:  # the usual case, on the path of every decision
+        if type(score) is float:  # a shortcut for the usual case, because every decision runs this
             value = score
         else:
             value = plain_number(what, score, f"a number, {self.domain}")
@@ -72,15 +72,15 @@ class Scale:
 
     @property
     def domain(self) -> str:
-        """Return the domain in words."""
+        """Return a description of the domain."""
         return f"a {self.name} in [{self.low:g}, {self.high:g}]"
 
 
 def plain_number(what: str, value: object, expected: str = "a number") -> float:
-    """Return any real number as a float, numpy's included.
+    """Return any real number, also of numpy, as a float.
 
-    :raises CalibrationInputError: naming it as `what`, if it is not a number; texts and truth
-        values are not.
+    :raises CalibrationInputError: naming the value as `what`, if it is not a number; texts and
+    booleans are refused.
     """
     if not isinstance(value, (bool, str, bytes)):
         try:
@@ -106,7 +106,7 @@ def scale_named(name: str) -> Scale:
     return SCALES[name]
 
 
-# The header of an .npy file of one row of plain numbers: its type and how many there are.
+# The header of an .npy file with one row of plain numbers: their type and their count.
 _HEADER = re.compile(
     rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)"
     rb"\{'descr': '([<>|][fiu][1248])', 'fortran_order': (?:False|True), 'shape': \((\d{1,15}),\), \} *\n",
@@ -125,11 +125,11 @@ class _State(Struct):
 
 @dataclass(frozen=True, slots=True)
 class StoredScores:
-    """Scores of a calibration run, and the conditions they were made under.
+    """Scores of a calibration run, and the conditions under which they were made.
 
-    Each has its question and turn. An empty question means that it is not known; such scores count
-    as independent, which they rarely are. `lengths` are those of the chunks, in tokens or any other
-    unit, or none.
+    Each score has a question and a turn. An empty question means that the question is unknown; such
+    scores count as independent, which they rarely are. `lengths` has the length of each chunk in
+    tokens or any other unit, or is empty.
     """
 
     scores: tuple[float, ...]
@@ -143,11 +143,15 @@ class StoredScores:
     def __post_init__(self) -> None:
         if not len(self.scores) == len(self.questions) == len(self.turns):
             sizes = (len(self.scores), len(self.questions), len(self.turns))
-            raise CalibrationInputError("stored scores", sizes, "a question and a turn for each")
+            raise CalibrationInputError(
+                "stored scores", sizes, "one question and one turn for each score"
+            )
         is_complete = len(self.lengths) in (0, len(self.scores))
         if not is_complete or not all(0 < length < math.inf for length in self.lengths):
             raise CalibrationInputError(
-                "lengths of stored scores", len(self.lengths), "a number above 0 for each, or none"
+                "lengths of stored scores",
+                len(self.lengths),
+                "a number above 0 for each score, or no lengths at all",
             )
         nonconformity = tuple(
             self.scale.nonconformity(score, f"score {number}")
@@ -164,11 +168,12 @@ class StoredScores:
         fingerprint: Mapping[str, object] | None = None,
         lengths: Iterable[float] = (),
     ) -> StoredScores:
-        """Return scores of turn 0, in the order given.
+        """Return stored scores of turn 0, in the order given.
 
-        With `per_question`, that many consecutive ones belong to one question.
+        With `per_question`, each run of that many consecutive scores belongs to one question.
 
-        :raises CalibrationInputError: if the scores are not whole questions, or one is not a score.
+        :raises CalibrationInputError: if the last question would be incomplete, or a value is not a
+        score.
         """
         values = tuple(
             plain_number(f"score {number}", score) for number, score in enumerate(scores, 1)
@@ -206,14 +211,14 @@ class StoredScores:
             if "score" not in row:
                 fields = ", ".join(map(str, row))
                 raise CalibrationInputError(
-                    f"record {number}", f"without a score ({fields})", 'a field "score"'
+                    f"record {number}", f"a record without a score ({fields})", 'a field "score"'
                 )
         turns = [
             whole_number(f"turn of record {number}", row.get("turn", 0))
             for number, row in enumerate(rows, 1)
         ]
         lengths = list[float]()
-        if all(row.get("length") for row in rows):  # all have one, or none counts
+        if all(row.get("length") for row in rows):  # lengths count only if every record has one
             lengths = [
                 plain_number(f"length of record {number}", row["length"])
                 for number, row in enumerate(rows, 1)
@@ -228,7 +233,9 @@ class StoredScores:
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return score, question, turn and length of each, as `from_records` reads them."""
+        """Return the scores as records with question, turn and length, as `from_records` reads
+        them.
+        """
         rows = zip(self.scores, self.rows(), strict=True)
         return [
             {"score": score, "question": question, "turn": turn, "length": length}
@@ -265,9 +272,9 @@ class StoredScores:
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> StoredScores:
-        """Return the scores whose `state` this is.
+        """Return the stored scores that `state` describes.
 
-        :raises CalibrationInputError: if it is not such a state.
+        :raises CalibrationInputError: if `state` is not the state of stored scores.
         """
         scales = {scale.name: scale for scale in SCALES.values()}
         try:
@@ -289,11 +296,11 @@ class StoredScores:
 
 
 def labels_of(records: Iterable[Mapping[str, Any]]) -> tuple[bool | None, ...]:
-    """Return whether each record's chunk led to a correct answer, by its field "correct".
+    """Return, for each record, whether its field "correct" is true.
 
-    None where it has no such field.
+    The value is None for a record without that field.
 
-    :raises CalibrationInputError: one is neither true nor false.
+    :raises CalibrationInputError: if a value is neither true nor false.
     """
     labels = list[bool | None]()
     for number, record in enumerate(records, 1):
@@ -310,9 +317,9 @@ def labels_of(records: Iterable[Mapping[str, Any]]) -> tuple[bool | None, ...]:
 
 
 def whole_number(what: str, value: object) -> int:
-    """Return a count from 0.
+    """Return the value if it is a whole number from 0.
 
-    :raises CalibrationInputError: naming it as `what`, if it is not a whole number from 0.
+    :raises CalibrationInputError: naming the value as `what`, if it is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
         raise CalibrationInputError(what, value, "a whole number from 0")
@@ -322,7 +329,7 @@ def whole_number(what: str, value: object) -> int:
 def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Refuse a state made under other conditions: every field that either side names must be equal.
 
-    :raises FingerprintError: naming each difference.
+    :raises FingerprintError: naming each difference, if a field differs.
     """
     absent = "(not recorded)"
     different = list[tuple[str, object, object]]()
@@ -340,9 +347,9 @@ def check_stored(
 ) -> None:
     """Refuse stored scores that a calibrator of this mode cannot start from.
 
-    :raises FingerprintError: they were made under other conditions.
-    :raises CalibrationInputError: there are none and mode "split" wants some; or wanted lengths are
-        not known.
+    :raises FingerprintError: if they were made under other conditions.
+    :raises CalibrationInputError: if there are none but mode "split" needs some, or if the lengths
+        are needed but not known.
     """
     if not len(stored) and mode == "split":
         raise CalibrationInputError(
@@ -352,7 +359,9 @@ def check_stored(
         check_fingerprint("the calibration", stored.fingerprint, now)
         if by_length and not stored.lengths:
             raise CalibrationInputError(
-                "stored scores", "without lengths", "the length of every chunk, by_length"
+                "stored scores",
+                "without lengths",
+                "the length of every chunk, because of by_length",
             )
 
 
@@ -367,7 +376,8 @@ def read_scores(
     It is JSON Lines of records, a published .npy array, JSON {question: [scores]}, or a saved
     state. A .npy file is read without unpickling: one that holds Python objects is refused.
 
-    :raises CalibrationInputError: if it is none of these, or something in it is not a score.
+    :raises CalibrationInputError: if the file has none of these formats, or contains something that
+    is not a score.
     """
     if path.suffix == ".npy":
         return StoredScores.of(_read_array(path), per_question, scale, fingerprint)
@@ -383,7 +393,7 @@ def read_scores(
 
 
 def is_state(text: str) -> bool:
-    """Return whether a file's text is a saved state, instead of records line by line."""
+    """Return whether a file's text is a saved state, not one record per line."""
     return text.startswith('{"kind": "atts ')
 
 
@@ -411,13 +421,15 @@ def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
 def _read_array(path: Path) -> Sequence[float]:
     """Return the numbers of an .npy file of one row.
 
-    Its header must say so and promise as many numbers as there are. `numpy.load` is not used: it
-    may unpickle, and allocates what a header promises.
+    The header must declare one row and exactly as many numbers as the file has. `numpy.load` is not
+    used: it may unpickle, and it allocates as much memory as the header declares.
     """
     data = read_ordinary(path)
     header = _HEADER.match(data)
     if header is None:
-        raise CalibrationInputError(str(path), "no array of plain numbers", "one row of numbers")
+        raise CalibrationInputError(
+            str(path), "another kind of file", "an array with one row of plain numbers"
+        )
     kind = np.dtype(header[1].decode())
     count = int(header[2])
     numbers = data[header.end() :]

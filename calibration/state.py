@@ -1,4 +1,4 @@
-"""Saved state: parts of a calibrator as JSON that adds up, in a file with a digest."""
+"""The saved state of a calibrator: mergeable JSON, in a file with a digest."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ V = TypeVar("V")
 class Persisted:
     """A part of a calibrator whose state is the attributes that `saved` names.
 
-    The file names them without their leading underscore. Numbers and collections of scores add
-    up in a merge, lists are taken over; so merging a state into a fresh part restores it.
+    The file names them without their leading underscore. A merge adds numbers and collections of
+    scores, and copies lists. So merging a state into a fresh part restores the state.
     """
 
     __slots__ = ()
     saved: ClassVar[tuple[str, ...]] = ()
 
     def state(self) -> Any:
-        """Return everything that decides the next answer, as JSON."""
+        """Return everything that the next answer depends on, as JSON."""
         return {name.lstrip("_"): _as_json(getattr(self, name)) for name in self.saved}
 
     def merge(self, state: Any) -> None:
-        """Add what another part of the same kind has seen."""
+        """Merge the state of another part of the same kind into this one."""
         for name in self.saved:
             setattr(self, name, _merged(getattr(self, name), state[name.lstrip("_")]))
 
 
 class DefaultTable(dict[K, V], Persisted):
-    """A dictionary that makes the value of a key it lacks; `key` reads keys back from JSON."""
+    """A dictionary that creates missing values; `key` reads keys back from JSON."""
 
     def __init__(self, key: Callable[[Any], K], make: Callable[[], V]) -> None:
         super().__init__()
@@ -49,18 +49,18 @@ class DefaultTable(dict[K, V], Persisted):
         return made
 
     def state(self) -> Any:
-        """Return value by key."""
+        """Return the table as JSON, with a value for each key."""
         return {str(key): _as_json(value) for key, value in self.items()}
 
     def merge(self, state: Any) -> None:
-        """Add the other's values to those of the same keys."""
+        """Merge the values of another table into the values of the same keys."""
         for name, value in state.items():
             key = self._key(name)
             self[key] = _merged(self[key], value)
 
 
 class GroupTable(DefaultTable[tuple[str, int], tuple[V, ...]]):
-    """A table by (question, turn) with several values each; a row of the file has them all."""
+    """A table with several values for each (question, turn); one row of the file has all of them."""
 
     def __init__(self, make: Callable[[], tuple[V, ...]]) -> None:
         super().__init__(lambda key: (str(key[0]), int(key[1])), make)
@@ -75,7 +75,7 @@ class GroupTable(DefaultTable[tuple[str, int], tuple[V, ...]]):
         return [[*key, *map(_as_json, values)] for key, values in self.items()]
 
     def merge(self, state: Any) -> None:
-        """Add the other's rows to those of the same keys."""
+        """Merge the rows of another table into the rows of the same keys."""
         for question, turn, *values in state:
             key = self._key((question, turn))
             self[key] = _merged(self[key], values)
@@ -111,9 +111,9 @@ def state_text(state: Mapping[str, Any]) -> str:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state with its digest, whole or not at all.
+    """Write a state with its digest, atomically.
 
-    :raises StorageError: if the disk refuses.
+    :raises StorageError: if the file cannot be written.
     """
     try:
         replace_named(path, state_text(state).encode())
@@ -157,9 +157,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def strict(value: Any) -> Any:
-    """Return the value as strict JSON: infinities as the strings float() reads, NaN refused.
+    """Return the value as strict JSON, with infinities as strings that float() can read.
 
-    :raises CalibrationInputError: for NaN.
+    :raises CalibrationInputError: if the value contains NaN.
 
     >>> strict({"scores": (1.5, math.inf)})
     {'scores': [1.5, 'inf']}

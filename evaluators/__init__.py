@@ -107,10 +107,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-if not TYPE_CHECKING:  # a checker sees the imports above, so that it refuses a misspelt name
+if not TYPE_CHECKING:  # a type checker sees only the imports above, so it rejects a misspelt name
 
     def __getattr__(name):
-        """Import a public name's module on first use: graders need none of what metrics load."""
+        """Import a public name's module on first use, so that grading does not load numpy for
+        metrics.
+        """
         if name not in _HOME:
             raise AttributeError(f"module 'atts.evaluators' has no attribute {name!r}")
         return getattr(import_module(f"atts.evaluators.{_HOME[name]}"), name)

@@ -12,15 +12,15 @@ from atts.evaluators.programs import find_program
 from atts.evaluators.syntax.vocabulary import Tables
 
 _DATA = Tables(Path(__file__).with_name("answers.toml"))
-PATTERNS = _DATA.patterns()  # regular expressions that answers are found by
+PATTERNS = _DATA.patterns()  # regular expressions that find answers
 OPENING = re.compile(r"\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "program", "box", "marker", "statement", "number", "cut", "none"]
-MOST_CHARACTERS = 1_000_000  # at the end of a text that are looked at for an answer
-_TAIL = 4_000  # characters at the end that are looked at for a statement
+MOST_CHARACTERS = 1_000_000  # characters at the end of a text that are searched for an answer
+_TAIL = 4_000  # characters at the end of a text that are searched for a statement
 _NUMBER = PATTERNS["number"]
 _MATHS = PATTERNS["span"]
 _RUN = PATTERNS["run"]
@@ -38,7 +38,7 @@ _CLOSINGS = {'"': r'(?<!\\)"', "'": "'", "[": r"\]"}
 
 
 class Box(NamedTuple):
-    """A complete box: its content, and where its text begins and ends."""
+    """A complete box, with its content and the positions at which its text begins and ends."""
 
     content: str
     start: int
@@ -46,7 +46,7 @@ class Box(NamedTuple):
 
 
 def closing(text: str, at: int) -> int | None:
-    """Return the position after the brace that closes the one open here; None if none does."""
+    """Return the position after the brace that closes the open one; None if it is never closed."""
     depth = 1
     while depth:
         mark = _BRACE.search(text, at)
@@ -58,7 +58,7 @@ def closing(text: str, at: int) -> int | None:
 
 
 def boxes(text: str) -> tuple[list[Box], int | None]:
-    """Return the boxes of a text, and where one begins that is never closed.
+    """Return the boxes of a text, and the position of a box that is never closed.
 
     A box that contains boxes counts once.
     """
@@ -98,9 +98,10 @@ def inner(content: str) -> str:
 
 
 def last_group(complete: list[Box], text: str) -> list[str]:
-    """Return the contents of the last box with an answer, or of the last few that the text joins.
+    """Return the content of the last box with an answer, or the contents of the last few boxes that
+    the text joins.
 
-    Repeats are left out.
+    Each content appears once.
     """
     group: list[str] = []
     begins = 0
@@ -125,7 +126,7 @@ def last_group(complete: list[Box], text: str) -> list[str]:
 class Extraction:
     """An answer and the rule that found it.
 
-    The answer is None with the rule "cut" when a box was begun and never closed.
+    The answer is None and the rule is "cut" if a box was opened but never closed.
     """
 
     answer: str | None
@@ -140,7 +141,7 @@ def extract(
     The last box that is not empty counts, or the last few when the text joins them ("\\boxed{3} and
     \\boxed{5}"). Without a box an explicit mark counts ("Answer: 5", "#### 5"), then with the
     default fallback a last sentence that states a value, and with fallback="number" the last number
-    anywhere. A cut box is no answer.
+    anywhere. A box that is never closed gives no answer.
 
     >>> extract(r"So $x = \\boxed{\\frac{1}{2}}$.")
     '\\\\frac{1}{2}'
@@ -151,9 +152,9 @@ def extract(
 def extraction(
     text: str, kind: AnswerKind = "math", *, fallback: Fallback = "statement"
 ) -> Extraction:
-    """Return the answer as extract does, with the rule that found it.
+    """Return the answer that `extract` returns, with the rule that found it.
 
-    Boxes come first, then marks, then what `fallback` allows. Raises OptionError for an unknown
+    Boxes count first, then marks, then what `fallback` allows. Raises OptionError for an unknown
     kind or fallback.
     """
     for name, asked, known in (("kind", kind, AnswerKind), ("fallback", fallback, Fallback)):
@@ -171,7 +172,7 @@ def extraction(
     complete, open_at = boxes(text) if firsts else ([], None)
     group = last_group(complete, text)
     if kind == "choice" and group and not any(map(_has_choice, group)):
-        # a box with a value: the letter may be stated next to it
+        # the box has a value, but the letter may be stated next to the box
         choice = _stated_choice(text, fallback)
         if choice is not None:
             return choice
@@ -202,7 +203,7 @@ def extraction(
 
 
 def _first_turn(text: str) -> str:
-    """Return the text up to where another speaker begins."""
+    """Return the text before the next speaker begins."""
     opening = PATTERNS["opening"].match(text)
     begins = opening.end() if opening else 0
     for speaker in PATTERNS["turn"].finditer(text):
@@ -212,9 +213,9 @@ def _first_turn(text: str) -> str:
 
 
 def _with_plain_blanks(text: str) -> str:
-    """Return the text with runs of blanks and of blank lines cut short.
+    """Return the text with runs of blanks and of blank lines shortened.
 
-    Patterns that look past blanks would take quadratic time on long runs of them.
+    Patterns that skip blanks would take quadratic time on long runs of blanks.
     """
     text = text.translate(_BLANKS)
     text = _BLANK_RUN.sub("  ", text)
@@ -224,7 +225,7 @@ def _with_plain_blanks(text: str) -> str:
 def _final_part(text: str) -> str:
     """Return the text after a model's reasoning, if the reasoning is closed and text follows it.
 
-    A box in the reasoning may be a guess that the model took back.
+    The reasoning is skipped because a box in it may be a guess that the model later rejected.
     """
     *_, end = [None, *PATTERNS["thought_end"].finditer(text)]
     content = text[end.end() :] if end else ""
@@ -265,10 +266,9 @@ def is_cut(text: str) -> bool:
 
 
 def unmarked(text: str) -> int:
-    """Return the length of a growing text's beginning that needs no second look, however it
-    continues.
+    """Return how many characters at the beginning of a growing text need no second search.
 
-    These are whole lines, ending 400 characters before any turn, mark or box.
+    These are whole lines that end 400 characters before any turn, mark or box.
     """
     starts = [len(text)]
     begins = max(0, len(text) - MOST_CHARACTERS)
@@ -282,7 +282,7 @@ def unmarked(text: str) -> int:
 def marked(text: str, kind: AnswerKind) -> str | None:
     """Return the value after the last explicit mark, such as "Answer:", that has one.
 
-    It is empty where the text ends inside that value.
+    The value is empty if the text ends inside it.
     """
     for mark in [*PATTERNS["marks"].finditer(text)][:-21:-1]:
         sign = mark[0].rstrip()
@@ -306,7 +306,9 @@ def marked(text: str, kind: AnswerKind) -> str | None:
 
 
 def _value(following: str, kind: AnswerKind) -> str | None:
-    """Return the value at the start of what follows a mark, or in its first sentence."""
+    """Return the value at the start of the text after a mark, or in the first sentence of that
+    text.
+    """
     if kind == "choice":
         if several := PATTERNS["several_letters"].match(following[:200]):
             return ", ".join(re.findall("[A-J]", several[1]))
@@ -331,7 +333,7 @@ def _value(following: str, kind: AnswerKind) -> str | None:
     if polar := PATTERNS["polar"].match(sentence):
         return str(polar[1])
     if PATTERNS["quantified"].match(sentence):
-        return _trimmed(sentence)  # "all n that are powers of 2": the 2 is no answer
+        return _trimmed(sentence)  # in "all n that are powers of 2" the 2 is not the answer
     answer = _stated_in(sentence)
     if not answer and len(sentence.split()) <= 4 and len(sentence) < 60:
         return _trimmed(sentence)
@@ -339,9 +341,10 @@ def _value(following: str, kind: AnswerKind) -> str | None:
 
 
 def _closed(following: str) -> str:
-    """Return the text after a mark, out of the macro or the maths that contains the mark.
+    """Return the text after a mark, without the end of a macro or of maths around the mark.
 
-    After "\\textbf{Answer: }" and in "\\mathbf{Answer: 13}" a brace closes that is not the value's.
+    After "\\textbf{Answer: }" and in "\\mathbf{Answer: 13}" the closing brace does not belong to
+    the value.
     """
     opened = following.removeprefix("}")
     line, end, rest = opened.lstrip().partition("\n")
@@ -357,13 +360,13 @@ def _closed(following: str) -> str:
 
 
 def _listed(run: str) -> str:
-    """Return several values, each out of its dollar signs, as one answer."""
+    """Return several values as one answer, each without its dollar signs."""
     items = [_MATHS.sub(_inside, item[0]) for item in PATTERNS["item"].finditer(run)]
     return (" or " if re.search(r"\bor\b", run) else ", ").join(items)
 
 
 def _inside(match: re.Match[str]) -> str:
-    """Return the maths between the signs that set it off, without the end of a sentence."""
+    """Return the maths between its delimiters, without the end of a sentence."""
     width = 2 if match[0][:2] in ("$$", "\\(", "\\[") else 1
     inside = match[0][width:-width].strip()
     return inside.rstrip(".,;").strip() if inside[-1:] in ".,;" and inside[-2:] != "\\," else inside
@@ -381,7 +384,9 @@ def _trimmed(sentence: str) -> str:
 
 
 def _stated_in(sentence: str) -> str | None:
-    """Return the values a sentence states: after its last "is" or "=", else its last ones."""
+    """Return the values that a sentence states: those after its last "is" or "=", else its last
+    values.
+    """
     for aside in (_CORRECTION, PATTERNS["adjunct"]):
         without = aside.sub("", sentence.rstrip(" .*"))
         if _NUMBER.search(without):
@@ -409,7 +414,7 @@ def _stated_in(sentence: str) -> str | None:
 
 
 def _is_inside(match: re.Match[str], spans: Sequence[re.Match[str]]) -> bool:
-    """Return whether a match is a part of one of these spans: 2, 5 in $[2, 5)$."""
+    """Return whether a match is part of one of these spans, as "2, 5" is part of $[2, 5)$."""
     return any(span.start() < match.start() and match.end() < span.end() for span in spans)
 
 
@@ -422,7 +427,7 @@ def stated(text: str, kind: AnswerKind) -> str | None:
     """Return the value of the last sentence that states one, or of a last line without words."""
     text = PATTERNS["end_of_proof"].sub("", text[-_TAIL:].rstrip("` \n")).rstrip("` \n")
     text = PATTERNS["end_in_maths"].sub(" ", text)
-    # a display of several lines is one part of its sentence
+    # displayed maths of several lines counts as one part of its sentence
     text = _MATHS.sub(lambda maths: " ".join(maths[0].split()), text)
     if kind == "choice":
         return _choice(text)
@@ -448,7 +453,8 @@ def _bare(line: str) -> str | None:
     *_, line = PATTERNS["arrow"].split(line)
     whole = _MATHS.match(line)
     if whole and not line[whole.end() :].strip(" .*"):
-        return _inside(whole)  # not the numbers in it: [-2, 7] is an interval
+        # the maths counts as a whole: [-2, 7] is an interval, not two numbers
+        return _inside(whole)
     run = _RUN.search(line)
     if run and not _is_inside(run, [*_MATHS.finditer(line)]):
         return _listed(run[0])
@@ -461,9 +467,9 @@ def _bare(line: str) -> str | None:
 
 
 def _choice(text: str, first: bool = False) -> str | None:
-    """Return the letter a text settles on, without those it rules out.
+    """Return the letter that a text chooses, ignoring letters that it rules out.
 
-    With `first` the letter at its start counts before any other.
+    With `first` the letter at the start of the text counts before any other.
     """
     plain = " ".join(PATTERNS["typesetting"].sub(" ", text).split())
     only = plain.strip("().: ")
@@ -477,7 +483,7 @@ def _choice(text: str, first: bool = False) -> str | None:
         settled = [*PATTERNS["leading_letter"].finditer(text)][:1]
     if not settled:
         settled = [*_LETTER.finditer(rest)]
-        if len(plain.split()) >= 13:  # letters alone settle nothing in a long text
+        if len(plain.split()) >= 13:  # in a long text a lone letter is not a choice
             return None
     if not settled:
         return None

@@ -1,4 +1,4 @@
-"""Grading of records: one verdict for each reference and its answer or text, and their tally."""
+"""Grade records: give a verdict on each answer or text against its reference, and count them."""
 
 import re
 from collections import Counter
@@ -24,13 +24,13 @@ _KINDS: dict[str, AnswerKind] = {
     "answer": "math",
 }
 _PERCENT_AFTER_BOX = re.compile(r"\}\$?\s*(?:\\?%|percent\b)[^{}]*\Z")
-# characters from which a reference is taken for a worked solution, to be extracted from
+# from this number of characters on, a reference counts as a worked solution with an answer in it
 _PROSE = 200
 
 
 @dataclass(frozen=True, slots=True)
 class GradedRecord:
-    """One record's verdict, the answer it is about, and how that was extracted from a text."""
+    """One record's verdict, with the answer and how the answer was extracted from a text."""
 
     index: int
     id: str
@@ -56,7 +56,7 @@ class GradedRecord:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that cannot be graded, and why."""
+    """A record that cannot be graded, with the reason."""
 
     index: int
     error: DatasetError
@@ -67,7 +67,7 @@ class BadRecord:
 
 
 def read_records(lines: Iterable[str], source: str) -> Iterator[Mapping[str, Any] | DatasetError]:
-    """Yield the object on each line that is not blank, or the error of a line without an object."""
+    """Yield the object on each line that is not blank, or an error for a line without an object."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -86,10 +86,11 @@ def grade(
 ) -> Iterator[GradedRecord]:
     """Yield a verdict for each record that has `gold` and either `answer` or `text`, in order.
 
-    A list as `gold` holds several references, any of which is right. A record's `kind`, `relative`,
-    `absolute`, `units`, `rounding` and `variables` take precedence over those given here; a
-    `problem` that says its numbers are positive is taken at its word. Raises DatasetError at the
-    first record that cannot be graded; `grade_all` reports such records and continues.
+    If `gold` is a list, each of its references is correct. A record's `kind`, `relative`,
+    `absolute`, `units`, `rounding` and `variables` take precedence over those given here; if a
+    `problem` says that its numbers are positive, its variables count as positive. Raises
+    DatasetError at the first record that cannot be graded; `grade_all` reports such records and
+    continues.
     """
     for each in grade_all(records, kind, fallback=fallback, grading=grading, source=source):
         if isinstance(each, BadRecord):
@@ -105,9 +106,9 @@ def grade_all(
     grading: Grading = STRICT,
     source: str = "records",
 ) -> Iterator[GradedRecord | BadRecord]:
-    """Yield what `grade` does, and a BadRecord in the place of each that cannot be graded.
+    """Yield the verdicts of `grade`, with a BadRecord for each record that cannot be graded.
 
-    An error among the records is one that could not even be read.
+    An error among `records` stands for a line that could not be read.
     """
     for index, record in enumerate(records):
         if isinstance(record, DatasetError):
@@ -127,13 +128,13 @@ def _graded(
     grading: Grading,
     source: str,
 ) -> GradedRecord:
-    """Return the verdict on one record; raise DatasetError where it cannot be graded."""
+    """Return the verdict on one record; raise DatasetError if it cannot be graded."""
     where = f"{source}, record {index + 1}"
     golds = _references(record, where)
     kind_of_record = _KINDS.get(str(record.get("kind", kind)))
     if kind_of_record is None:
         known = f"Known: {', '.join(_KINDS)}"
-        raise DatasetError(where, f"kind {record['kind']!r} is not one", known)
+        raise DatasetError(where, f"{record['kind']!r} is not a kind of answer", known)
     extracted = _answer(record, kind_of_record, fallback, where)
     if "text" in record:
         if kind_of_record == "text":
@@ -164,7 +165,7 @@ def _graded(
 
 @dataclass(slots=True)
 class GradeTally:
-    """Counts over graded records, so that no rate is read without what it leaves out."""
+    """Counts of graded records, including those that could not be scored."""
 
     status: Counter[str] = field(default_factory=Counter[str])
     rules: Counter[str] = field(default_factory=Counter[str])
@@ -206,7 +207,7 @@ class GradeTally:
 def reference(gold: str, kind: AnswerKind = "math") -> str:
     """Return the answer in a reference that may be a worked solution.
 
-    A short one without boxes is the answer itself.
+    A short reference without boxes is the answer itself.
     """
     if "box" not in gold and len(gold) < _PROSE:
         return gold
@@ -219,7 +220,7 @@ def reference(gold: str, kind: AnswerKind = "math") -> str:
 
 def judge(problem: Problem, answer: str) -> Verdict:
     """Return the verdict on an answer to a problem with a reference, by the problem's policy."""
-    assert problem.answer is not None, "only problems with a reference are graded"
+    assert problem.answer is not None, "the problem does not have a reference to grade against"
     if problem.kind == "code":
         return judge_program(problem.answer, answer)
     grading = _for_problem(problem.grading or STRICT, problem.text)
@@ -231,7 +232,7 @@ def judge(problem: Problem, answer: str) -> Verdict:
 
 
 def _for_problem(grading: Grading, text: str) -> Grading:
-    """Return the policy with positive variables if the problem says that its numbers are so."""
+    """Return the policy with positive variables if the problem says that its numbers are positive."""
     if grading.variables != "formula" or not FORMS["says_positive"].search(text):
         return grading
     return replace(grading, variables="positive")
@@ -240,7 +241,7 @@ def _for_problem(grading: Grading, text: str) -> Grading:
 def _answer(
     record: Mapping[str, Any], kind: AnswerKind, fallback: Fallback, where: str
 ) -> Extraction:
-    """Return the answer a record gives, or the one extracted from its text."""
+    """Return the answer that a record gives, or extract it from the record's text."""
     if "text" in record:
         text = _text(record, "text", where)
         return extraction(text, "math" if kind == "text" else kind, fallback=fallback)
@@ -254,7 +255,7 @@ def _answer(
 
 
 def _references(record: Mapping[str, Any], where: str) -> list[str]:
-    """Return the reference of a record, or its several, any of which is right."""
+    """Return the reference of a record, or its list of references, each of which is correct."""
     gold = record.get("gold")
     if not isinstance(gold, list):
         return [_text(record, "gold", where)]
@@ -263,7 +264,7 @@ def _references(record: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _text(record: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a field of a record as text; raise DatasetError for what is none."""
+    """Return a field of a record; raise DatasetError if it is not text."""
     value = record.get(name)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)

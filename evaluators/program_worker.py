@@ -1,9 +1,9 @@
-"""Child process that runs one untrusted program; it imports nothing of atts."""
+"""A child process that runs one untrusted program and imports nothing of atts."""
 
-# Run as a script by `programs.py`, in a session of its own, with a clean environment. What it reads
-# and writes are files that are open already: after `_confine` it can open no file but those of
-# Python's own library, start no process, open no socket, and signal no process. Expected outputs never
-# come here: the parent compares.
+# Run as a script by `programs.py`, in a session of its own, with a clean environment. Its input and
+# output files are open already. After `_confine` it can open only files of Python's library; it
+# cannot start or signal a process, nor open a socket. Only the parent has the expected outputs and
+# compares them.
 
 import contextlib
 import ctypes
@@ -17,11 +17,12 @@ import sys
 from typing import Any
 
 _MEBIBYTE = 1 << 20
-_ALLOW = 0x7FFF0000  # answers of a filter of system calls
+_ALLOW = 0x7FFF0000  # possible results of a filter of system calls
 _ERRNO = 0x00050000
-_X86_64 = 0xC000003E  # its number where filters see it
+_X86_64 = 0xC000003E  # the processor's number as filters see it
 _CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
-_X32 = 0x40000000  # from here on: system calls of another interface of the same processor
+# numbers from here on are system calls of another interface of the same processor
+_X32 = 0x40000000
 # System calls of x86-64 that are refused: sockets and other channels, processes and signals, rights
 # and times of files (which the rules on opening files do not cover), limits, and the system's own.
 _REFUSED = (
@@ -74,9 +75,11 @@ def _called(space: dict[str, Any], name: str, arguments: list[Any]) -> dict[str,
 
 
 def _confine(job: dict[str, Any]) -> None:
-    """Give up what a program does not need; raise OSError where the system cannot."""
+    """Drop all rights that a program does not need; raise OSError if the system cannot do so."""
     if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
-        raise OSError(errno.ENOSYS, f"programs run on Linux on x86-64, not {platform.machine()}")
+        raise OSError(
+            errno.ENOSYS, f"programs can run only on Linux on x86-64, not on {platform.machine()}"
+        )
     _limit(resource.RLIMIT_CPU, job["seconds"])
     _limit(resource.RLIMIT_AS, job["megabytes"] * _MEBIBYTE)
     _limit(resource.RLIMIT_FSIZE, job["output_megabytes"] * _MEBIBYTE)
@@ -84,7 +87,7 @@ def _confine(job: dict[str, Any]) -> None:
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_STACK, 64 * _MEBIBYTE)
     libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.prctl(38, 1, 0, 0, 0))  # no new rights, which both rules below ask for
+    _check(libc.prctl(38, 1, 0, 0, 0))  # forbid new rights, which both rules below require
     _restrict_files(libc)
     _restrict_calls(libc)
 
@@ -101,7 +104,7 @@ def _check(result: int) -> int:
 
 
 def _restrict_files(libc: ctypes.CDLL) -> None:
-    """Let nothing be opened but Python's library, and that only to be read (Landlock)."""
+    """Allow only files of Python's library to be opened, and only for reading (Landlock)."""
     version = _check(libc.syscall(444, None, 0, 1))
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     handled = ctypes.create_string_buffer(struct.pack("<Q", rights), 8)
@@ -139,7 +142,7 @@ def _restrict_calls(libc: ctypes.CDLL) -> None:
         filters += [line(equal, number, 0, 1), refused]
     filters += [
         line(equal, _CLONE, 0, 3),
-        line(load, 16),  # its flags: a thread is allowed, a process is not
+        line(load, 16),  # the flags of clone: a thread is allowed, a process is not
         line(any_bit, _CLONE_THREAD, 1, 0),
         refused,
         line(back, _ALLOW),

@@ -1,4 +1,4 @@
-"""Programs as answers: found in texts, run on tests in a confined process, judged and grouped."""
+"""Programs as answers, which are run on tests in a confined process, judged and grouped."""
 
 import ast
 import base64
@@ -31,16 +31,19 @@ _FENCE = re.compile(
 )
 _LANGUAGES = ("", "python", "python3", "py")
 _WORKER = Path(__file__).with_name("program_worker.py")
-_STARTING_SECONDS = 5.0  # start of a child on a busy machine, in addition to the program's own time
+# time to start a child on a busy machine, in addition to the program's time
+_STARTING_SECONDS = 5.0
 _MOST_OUTPUT = 8  # mebibytes
 _AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
 
 End = Literal["done", "error", "time", "memory", "output"]
-"""The end of a run; "done" is a normal one, whatever was printed."""
+"""How a run ended; "done" means normally, whatever the program printed."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One test: input and expected output, as texts; a function's are JSON, an argument a line."""
+    """One test: input and expected output as text; for a function they are JSON, one argument per
+    line.
+    """
 
     input: str
     output: str
@@ -51,17 +54,17 @@ class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
 
     cases: tuple[Case, ...]
     public: int = 0
-    function: str = ""  # that is called; "": the program reads standard input
+    function: str = ""  # the function that is called; "" if the program reads standard input
     seconds: int = 6  # processor time of one run
     megabytes: int = 1024
 
     @classmethod
     def read(cls, text: str) -> "ProgramTests":
-        """Read the text that a problem has as its reference."""
+        """Read the tests from the reference text of a problem."""
         return msgspec.json.decode(text, type=cls)
 
     def text(self) -> str:
-        """Return the text that a problem has as its reference."""
+        """Return the tests as the reference text of a problem."""
         return msgspec.json.encode(self).decode()
 
 
@@ -75,9 +78,9 @@ class ProgramRun:
 
 
 def find_program(text: str) -> str | None:
-    """Return the last whole fenced block of Python in a text, or None.
+    """Return the last complete fenced block of Python in a text, or None.
 
-    Blocks inside an explicit thought count only if none comes after it.
+    Blocks inside explicit reasoning count only if no block comes after it.
 
     >>> find_program("Try:\\n```python\\nprint(1)\\n```\\nBetter:\\n```python\\nprint(2)\\n```\\n")
     'print(2)\\n'
@@ -93,9 +96,9 @@ def find_program(text: str) -> str | None:
 
 
 def run_program(program: str, inputs: Sequence[str], tests: ProgramTests) -> list[ProgramRun]:
-    """Run a program on inputs, each run in a confined process; stop after a run without an end.
+    """Run a program on inputs in confined processes; stop after a run that does not end.
 
-    Runs of a function share a process. Work from any thread.
+    Runs of a function share a process. This may be called from any thread.
     """
     if tests.function:
         return _call_function(program, inputs, tests)
@@ -109,10 +112,10 @@ def run_program(program: str, inputs: Sequence[str], tests: ProgramTests) -> lis
 
 
 def judge_program(reference: str, program: str) -> Verdict:
-    """Return whether a program passes all tests; it is not run further than the first it fails."""
+    """Return whether a program passes all tests; the runs stop at the first failed test."""
     tests = ProgramTests.read(reference)
     total = len(tests.cases)
-    # one at a time: most wrong programs fail early, and each run of a program takes a process
+    # one test at a time, because most wrong programs fail early and each run takes a process
     step = total if tests.function else 1
     for begin in range(0, total, step):
         cases = tests.cases[begin : begin + step]
@@ -124,15 +127,17 @@ def judge_program(reference: str, program: str) -> Verdict:
                     "different", "tests", f"test {number} of {total}: {run.end} {run.detail}"
                 )
             if not _same_output(case.output, run.output, is_value=bool(tests.function)):
-                return Verdict("different", "tests", f"test {number} of {total}: another output")
+                return Verdict(
+                    "different", "tests", f"test {number} of {total}: the output differs"
+                )
     return Verdict("equal", "tests", f"{total} tests passed")
 
 
 class ProgramVotes:
-    """Classes of programs for one task: those with equal outputs on its public inputs.
+    """Classes of programs for one task: programs with equal outputs on its public inputs.
 
-    A program that does not come to an end on each of them abstains. Without public inputs, programs
-    are equal if they differ in comments and layout alone.
+    A program that does not end on one of these inputs abstains. Without public inputs, programs are
+    equal if they differ only in comments and layout.
     """
 
     def __init__(self, reference: str | None) -> None:
@@ -140,7 +145,7 @@ class ProgramVotes:
         self._keys: dict[str, str | None] = {}
 
     def prepare(self, programs: Sequence[str | None]) -> None:
-        """Run the programs that are new; it may take seconds."""
+        """Run the programs that have not been run before, which may take seconds."""
         for program in programs:
             if program is not None and program not in self._keys:
                 self._keys[program] = self._key(program)
@@ -168,7 +173,7 @@ class ProgramVotes:
 
 
 def layout_free(program: str) -> str:
-    """Return a program without comments and layout; a text that is not a program stays as it is."""
+    """Return a program without comments and layout; return a text that is not a program unchanged."""
     try:
         return ast.dump(ast.parse(program))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -177,9 +182,9 @@ def layout_free(program: str) -> str:
 
 @cache
 def check_confinement() -> None:
-    """Refuse code tasks on a system that cannot confine programs, before anything is run.
+    """Check, before anything runs, that the system can confine programs.
 
-    :raises UsageError: saying what is missing.
+    :raises UsageError: if it cannot, naming what is missing.
     """
     [run] = run_program("print(1)", [""], ProgramTests(()))
     if run.end != "done":
@@ -187,9 +192,9 @@ def check_confinement() -> None:
 
 
 def tests_of_row(row: Mapping[str, object]) -> tuple[ProgramTests, str]:
-    """Return the tests of a row in the form of LiveCodeBench, and its starter code.
+    """Return the tests and the starter code of a row in the format of LiveCodeBench.
 
-    Raises ValueError for a row that has none, or has them in another form.
+    Raises ValueError if the row has no tests, or tests in another format.
     """
     public = _cases(row.get("public_test_cases"))
     private = _cases(row.get("private_test_cases"))
@@ -208,7 +213,7 @@ def tests_of_row(row: Mapping[str, object]) -> tuple[ProgramTests, str]:
 
 
 def _cases(value: object) -> list[tuple[str, Case]]:
-    """Return tests with their kinds from a list, its JSON, or what LiveCodeBench packs that into."""
+    """Return tests with their kinds from a list, from JSON, or from LiveCodeBench's packed form."""
     if value is None or value == "":
         return []
     tests: Any = value
@@ -218,7 +223,7 @@ def _cases(value: object) -> list[tuple[str, Case]]:
         except ValueError:
             tests = json.loads(_unpacked(value))
     if not isinstance(tests, list):
-        raise ValueError("has tests that are no list")
+        raise ValueError("has tests that are not a list")
     rows: list[Any] = tests
     cases: list[tuple[str, Case]] = []
     for test in rows:
@@ -232,7 +237,7 @@ def _cases(value: object) -> list[tuple[str, Case]]:
 
 
 class _TextOnly(pickle.Unpickler):
-    """A reader of pickles that hold a text; it makes no object of any class."""
+    """A reader of pickles that contain a text; it refuses to create objects of any class."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Refuse every class."""
@@ -240,13 +245,13 @@ class _TextOnly(pickle.Unpickler):
 
 
 def _unpacked(text: str) -> str:
-    """Return the JSON that private tests are packed from: a pickled text, deflated, in base64."""
+    """Return the JSON of packed private tests, which are a pickled, deflated text in base64."""
     try:
         value = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
     except (ValueError, zlib.error, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"has private tests that cannot be unpacked ({error})") from error
     if not isinstance(value, str):
-        raise ValueError("has private tests that are no text")
+        raise ValueError("has private tests that are not text")
     return value
 
 
@@ -263,7 +268,7 @@ def _call_function(program: str, inputs: Sequence[str], tests: ProgramTests) -> 
     end, output, detail = _child(program, job, "", tests)
     runs: list[ProgramRun] = []
     for line in output.splitlines()[: len(inputs)]:
-        with suppress(ValueError, KeyError, TypeError):  # a last line may be cut
+        with suppress(ValueError, KeyError, TypeError):  # the last line may be incomplete
             runs.append(ProgramRun("done", json.dumps(json.loads(line)["value"])))
     if len(runs) < len(inputs):
         runs.append(ProgramRun("error" if end == "done" else end, "", detail))
@@ -273,7 +278,7 @@ def _call_function(program: str, inputs: Sequence[str], tests: ProgramTests) -> 
 def _child(
     program: str, job: Mapping[str, object], text: str, tests: ProgramTests
 ) -> tuple[End, str, str]:
-    """Run the worker once, and return how it ended, what it wrote, and the last line of its errors."""
+    """Run the worker once, and return how it ended, its output, and the last line of its errors."""
     limits = {
         "seconds": tests.seconds,
         "megabytes": tests.megabytes,
@@ -323,7 +328,7 @@ def _child(
 
 
 def _same_output(expected: str, output: str, *, is_value: bool) -> bool:
-    """Compare outputs: JSON values, or words line by line, where numbers are compared as numbers."""
+    """Compare outputs as JSON values, or word by word in each line; numbers compare by value."""
     if is_value:
         return bool(json.loads(expected) == json.loads(output))
     one = _words(expected)

@@ -1,4 +1,4 @@
-"""Verdicts of comparisons, the limits that bound them, and the errors that end them."""
+"""Verdicts on answers, the limits of a comparison, and the errors that end one."""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ STRICT = Grading()
 Status = Literal["equal", "different", "unscored"]
 
 RULES = {
-    "same text": "both have one spelling, but for spacing and wrappers",
+    "same text": "both have the same spelling, except for spacing and wrappers",
     "text": "words were compared as words",
     "choice": "the letters of two choices were compared",
-    "structure": "both have the same parts in the same order",
+    "structure": "both have equal parts in the same order",
     "exact": "exact rational or algebraic numbers were compared",
     "value": "values were computed and compared, at several points where there are variables",
-    "sizes": "values were computed for positive variables, as the sizes in a formula are",
-    "constants": "constants have other letters, another shift, or are written out",
+    "sizes": "values were computed for positive variables, because the sizes in a formula are positive",
+    "constants": "constants have different letters, a different shift, or are written out",
     "rounding": "a decimal was compared with the exact value that it may stand for",
     "tolerance": "the numbers are as near as the policy allows, or are not",
     "algebra": "sympy compared the expressions",
@@ -33,8 +33,8 @@ RULES = {
     "base": "numerals of a base were compared",
     "ratio": "ratios were compared as proportions",
     "infinity": "an infinite value was compared",
-    "undefined": "a side has no value",
-    "name": "the names of what is given were compared",
+    "undefined": "one side has no value",
+    "name": "the names of the values were compared",
     "set": "lists or sets were compared, in any order",
     "tuple": "tuples were compared, entry by entry",
     "matrix": "matrices were compared, entry by entry",
@@ -45,7 +45,7 @@ RULES = {
     "cases": "cases were compared with their conditions",
     "logic": "one side says `and` where the other says `or`",
     "prose": "words deny, condition or replace the value",
-    "malformed": "a side cannot be read: an argument or a bracket is missing",
+    "malformed": "one side cannot be read: an argument or a bracket is missing",
     "no answer": "there is no answer",
     "cut": "the text ends inside its answer",
     "no reference": "there is no reference",
@@ -53,7 +53,7 @@ RULES = {
     "limits": "the pair exceeds a cap on size or work",
     "time": "the comparison took too long",
 }
-"""What each rule of a verdict means, in words for people."""
+"""The meaning of each rule of a verdict, as a text for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +72,26 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Caps on what is attempted; what would exceed one is left undecided."""
+    """Caps on a comparison; a comparison that would exceed a cap is left undecided."""
 
-    raw_characters: int = 250_000  # looked at, to drop spacing and wrappers
-    characters: int = 20_000  # characters that are left to be parsed
+    raw_characters: int = 250_000  # characters that are read in order to drop spacing and wrappers
+    characters: int = 20_000  # characters that are parsed after that
     tokens: int = 12_000
     depth: int = 40  # depth of values within values
     items: int = 4_000  # items of a list, set, tuple or matrix
     bits: int = 100_000  # bits of any exact integer
     terms: int = 400  # terms of a written-out sum or product
     steps: int = 20_000  # steps of one numeric evaluation
-    # work of all evaluations of one pair: a step counts more the more digits it has
+    # the work of all evaluations of one pair; a step counts more if it has more digits
     work: int = 200_000
-    seconds: int = 60  # the last defence, should a cap be missing: no verdict rests on it
+    seconds: int = 60  # a last defence in case a cap is missing; no verdict depends on it
 
 
 LIMITS = Limits()
 
 
 def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
-    """Return the policy with the given fields; those that are None stay as they are.
+    """Return the policy with the given fields changed; a field that is None stays as it is.
 
     Raises OptionError for a value that a field cannot have.
     """
@@ -103,12 +103,12 @@ def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
     for name in ("relative", "absolute"):
         tolerance = getattr(policy, name)
         if not 0 <= tolerance < math.inf:
-            raise OptionError(name, f"{tolerance} is not a tolerance: it is a number from 0 on")
+            raise OptionError(name, f"{tolerance} is not a tolerance; give a number of at least 0")
     return policy
 
 
 class Undecided(Exception):
-    """The fast path cannot say; the message says why."""
+    """The rules cannot decide the comparison; the message says why."""
 
 
 class Malformed(Undecided):
@@ -122,15 +122,15 @@ class Prose(Undecided):
 
 
 class UnknownWords(Prose):
-    """Words next to the value that are not known to leave it as it is."""
+    """Words next to the value are unknown, so they may change it."""
 
 
 class TooLarge(Undecided):
-    """A cap of `Limits` would be passed."""
+    """A cap of `Limits` would be exceeded."""
 
 
 class OutOfTime(Exception):
-    """The last defence: a comparison took longer than any cap should let it."""
+    """A comparison took longer than any cap should allow."""
 
 
 class Undefined(Exception):

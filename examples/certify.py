@@ -1,10 +1,9 @@
-"""A certified policy: the cheapest rate whose loss of accuracy is bounded, tested on labelled
-problems.
+"""Certify a policy: find the cheapest rate whose loss of accuracy is bounded, on labelled problems.
 
     certify_runs(target, runs, right, epsilon=.., delta=..) -> Certificate
 
-Policies are tested from the highest rate down (Learn-then-Test); the gate of the certificate is
-frozen, so what is deployed is what was tested.
+Policies are tested from the highest rate down (Learn-then-Test); the gate of the certificate does
+not learn, so the tested gate is the one that is used.
 
     python examples/certify.py
 """
@@ -19,7 +18,9 @@ POLICY = atts.Policy(samples=2, early_stop="none")
 
 
 def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None) -> list[Outcome]:
-    """Return thirty labelled problems, by the method's gate or one frozen at stored scores."""
+    """Solve thirty labelled problems with the method's gate, or with a gate frozen at stored
+    scores.
+    """
     gate = frozen_gate(rate, stored) if stored is not None else None
     setup = atts.Setup(
         draft="scripted", target="scripted", method=method, rate=rate, gate=gate, policy=POLICY
@@ -29,7 +30,7 @@ def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None)
 
 
 def right(outcome: Outcome) -> bool:
-    """Return whether the vote is the reference."""
+    """Return whether the vote equals the reference."""
     return outcome.answer == outcome.problem.answer
 
 

@@ -1,5 +1,5 @@
-"""Two runs on the same problems: the paired difference in accuracy with its interval, and costs as
-ratios.
+"""Compare two runs on the same problems: the paired difference in accuracy with its interval, and
+costs as ratios.
 
 python examples/compare_runs.py
 """
@@ -12,7 +12,7 @@ from atts.testing import toy_problems
 
 
 def main() -> None:
-    """Compare the target alone with atts: accuracy and cost."""
+    """Compare accuracy and cost of the target alone with those of atts."""
     problems = toy_problems(20)
     policy = atts.Policy(samples=4)
     with tempfile.TemporaryDirectory() as folder:

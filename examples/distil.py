@@ -1,9 +1,9 @@
-"""The round trip: a run is exported, the draft learns from it, and escalates less in the next run.
+"""Distil the draft: export a run, train the draft on it, and run again with fewer escalations.
 
-On-policy distillation as trainers do it: the draft writes, the target lists its likeliest tokens at
-every place (`atts export RUN --as opd --teacher MODEL`), and the draft's divergence from these falls.
-Problems of the second half are never trained on. `--noise` disturbs the draft's weights first, which
-makes the draft of a pair that was never distilled.
+This is on-policy distillation: the draft writes, the target lists its most likely tokens at every
+position (`atts export RUN --as opd --teacher MODEL`), and training reduces the draft's divergence
+from them. Problems of the second half are not used for training. `--noise` first disturbs the
+draft's weights, to imitate a draft that was never distilled.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ON_POLICY = Policy(samples=4, early_stop="none", sampling=Sampling(temperature=1
 def rollouts(
     draft: str, problems: list[Problem], bar: float, seed: int, folder: Path
 ) -> list[Record]:
-    """Run the pair, escalating chunks whose perplexity is above the bar, and return the export."""
+    """Run the pair, escalating chunks whose perplexity is above a threshold, and return the export."""
     setup = Setup(
         draft=draft, target="embedded", policy=ON_POLICY, gate=ThresholdGate(bar), seed=seed
     )
@@ -47,8 +47,9 @@ def rollouts(
 
 
 def divergence(model: Any, records: list[Record]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return KL(draft || target) at every place, over the listed tokens and the rest as one, and a
-    mask of the places that count.
+    """Return KL(draft || target) at every position, and a mask of the positions that count.
+
+    The divergence is over the listed tokens, with all other tokens as one.
     """
     texts = [record["prompt_ids"] + record["ids"] for record in records]
     length = max(map(len, texts))
@@ -61,7 +62,7 @@ def divergence(model: Any, records: list[Record]) -> tuple[torch.Tensor, torch.T
         listed[row, places] = torch.tensor(record["top_ids"])
         theirs[row, places] = torch.tensor(record["top_logprobs"])
         mask[row, places] = torch.tensor(record["mask"], dtype=torch.float32)
-    # The padding is after every text, where causal attention does not see it.
+    # The padding follows every text, so causal attention does not read it.
     ours = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, listed)
     rest = torch.log1p(-ours.exp().sum(-1).clamp(max=1 - 1e-6))
     their_rest = torch.log1p(-theirs.exp().sum(-1).clamp(max=1 - 1e-6))
@@ -93,7 +94,7 @@ def train(model: Any, records: list[Record], epochs: int, seed: int, rate: float
 
 
 def saved(model: Any, folder: Path) -> str:
-    """Save the draft in a folder, with its tokenizer, and return the engine's words for it."""
+    """Save the draft with its tokenizer in a folder, and return the engine's address for it."""
     shutil.copytree(embedded("draft"), folder)
     model.save_pretrained(folder)
     return f"hf:{folder}"
@@ -128,13 +129,18 @@ def interval(pairs: np.ndarray[Any, Any], seed: int = 0) -> tuple[float, float, 
 
 
 def main(words: list[str] | None = None) -> None:
-    """Make the round trip once per seed, and print what changed on the problems left out."""
+    """Train once per seed, and print the changes on the problems that were not trained on."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--problems", type=int, default=24, help="half of them to train on")
+    parser.add_argument(
+        "--problems", type=int, default=24, help="number of problems; half of them are for training"
+    )
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument(
-        "--noise", type=float, default=0.0, help="as a share of each matrix' spread"
+        "--noise",
+        type=float,
+        default=0.0,
+        help="noise relative to the standard deviation of each matrix",
     )
     options = parser.parse_args(words)
     problems = list(load_dataset(f"arithmetic[:{options.problems}]").problems)

@@ -1,4 +1,6 @@
-"""Grading alone: find the answer in a text, compare it with the reference, group equal answers."""
+"""Grade without a run: find the answer in a text, compare it with the reference, group equal
+answers.
+"""
 
 from atts.evaluators import equivalent, extract, group
 

@@ -35,7 +35,7 @@ from atts.engine import Engine
 from atts.sampling import Seed
 
 Extract = Callable[[str], str | None]
-"""The final answer of a reasoning text; None while there is none."""
+"""A function that returns the final answer of a reasoning text, or None while there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Settings:
 
     rate: float = 0.2  # the paper's 1 - alpha
     samples: int = 4  # rollouts of a problem
-    turns: int = 15  # chunks of a rollout, at most
+    turns: int = 15  # most chunks of a rollout
     chunk_tokens: int = 64
     max_tokens: int = 512  # most tokens of a rollout
     stop: tuple[str, ...] = ("\n\n",)  # where a chunk ends
@@ -59,10 +59,10 @@ class Calibrator:
     """Online conformal calibration: it escalates the worst `rate` of scores, whatever their
     distribution.
 
-    The p-value of a score is its rank among the stored ones, ties broken by a coin. While scores
-    are exchangeable it is uniform, so escalating p > 1 - rate escalates exactly `rate`. Real scores
-    drift with the turn and cluster by problem. Every decision therefore moves the level: down after
-    an escalation, up after an accepted chunk (adaptive conformal inference).
+    The p-value of a score is its rank among the stored ones, with ties broken by a coin. While
+    scores are exchangeable it is uniform, so escalating p > 1 - rate escalates exactly `rate`. Real
+    scores drift with the turn and cluster by problem. Every decision therefore moves the level:
+    down after an escalation, up after an accepted chunk (adaptive conformal inference).
     """
 
     rate: float
@@ -146,7 +146,7 @@ class NanoATTS:
     async def run(self, problem: Problem, rollout: Rollout) -> None:
         """Take turns: the draft proposes, the target scores, the calibrator decides.
 
-        A rejected chunk is discarded, and the target writes the chunk in its place.
+        An escalated chunk is discarded, and the target writes its replacement.
         """
         prompt = self.draft.tokenizer.render(
             [Message("system", self.settings.system), Message("user", problem.text)]
@@ -181,7 +181,9 @@ class NanoATTS:
     async def rejects(
         self, chunk: Completion, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int
     ) -> bool:
-        """Judge the target's perplexity of the chunk, from one prefill, against all seen before."""
+        """Judge the chunk by the rank of the target's perplexity, which takes one prefill, among
+        all earlier ones.
+        """
         suffix = body(chunk, self.draft)
         if not suffix:
             return True  # an empty chunk has no score, so the target writes this one
@@ -209,7 +211,7 @@ def body(chunk: Completion, engine: Engine) -> TokenIds:
 
 
 def vote(rollouts: Sequence[Rollout]) -> Solution:
-    """Return the majority answer; of equally frequent ones the first."""
+    """Return the majority answer; a tie goes to the first answer."""
     votes = Counter(rollout.answer for rollout in rollouts if rollout.answer is not None)
     winner = votes.most_common(1)[0][0] if votes else None
     return Solution(winner, votes, tuple(rollouts))

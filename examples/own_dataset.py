@@ -1,4 +1,6 @@
-"""Your own dataset: a function that makes problems, or a file with a question and an answer a row."""
+"""Use your own dataset: a function that makes problems, or a file with a question and an answer per
+row.
+"""
 
 import csv
 import tempfile
@@ -38,7 +40,7 @@ def from_file(path: Path) -> list[Problem]:
 
 
 def main() -> None:
-    """Use both at once; answers are graded by mathematical equivalence."""
+    """Run both datasets; answers are graded by mathematical equivalence."""
     with tempfile.TemporaryDirectory() as folder:
         problems = [*sums(4), *from_file(Path(folder) / "mine.csv")]
     result = atts.evaluate_sync(problems, atts.Setup(draft="scripted", target="scripted"))

@@ -1,4 +1,4 @@
-"""Your own engine: anything with `spec`, `tokenizer`, `sample`, `score` and `stats`."""
+"""Use your own engine: any object with `spec`, `tokenizer`, `sample`, `score` and `stats`."""
 
 import anyio
 

@@ -1,4 +1,4 @@
-"""Your own gate: it decides from numbers and never waits."""
+"""Use your own gate, which decides from numbers and never waits."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,21 +11,20 @@ from atts.testing import toy_problems
 
 @dataclass(frozen=True, slots=True)
 class DoubtGate:
-    """Accept what the draft was sure of unscored; escalate what the target finds unlikely too."""
+    """A gate that accepts chunks of which the draft is sure, and lets the target score the others."""
 
     sure: float = -0.5  # mean log-probability of the chunk under the draft
     perplexity: float = 3.0  # under the target
-    needs_draft_logprobs: ClassVar[bool] = True  # drafts that give none are refused
+    needs_draft_logprobs: ClassVar[bool] = True  # drafts without log-probabilities are refused
 
     def preview(self, features: Features) -> Decision:
-        """Return whether the chunk needs a score at all."""
-        # a chunk without log-probabilities has NaN here: it is not accepted, but scored
+        """Return the action for a chunk without a score, or "verify" to request the score."""
+        # a chunk without log-probabilities has NaN here, so it is scored instead of accepted
         action: Action = "accept" if features.draft_logprob > self.sure else "verify"
         return features.decision(action)
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide about a chunk of this score."""
-        # a chunk without log-probabilities has NaN here: it is not accepted, but scored
+        """Return the action for a chunk with this score."""
         action: Action = "accept" if score <= self.perplexity else "escalate"
         return features.decision(action, score=score)
 

@@ -1,4 +1,4 @@
-"""Your own score: one number made of the target's log-probabilities of a chunk; higher is worse."""
+"""Use your own score: one number from the target's log-probabilities of a chunk; higher is worse."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Replay of a recorded run under other policies: recorded scores decide again, without a model."""
+"""Replay a recorded run under other policies: decide again on recorded scores, without a model."""
 
 import tempfile
 from pathlib import Path

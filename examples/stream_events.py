@@ -16,7 +16,7 @@ from atts.testing import toy_problems
 
 
 async def main() -> None:
-    """Print every verdict as it comes, and the fate of the chunks at the end."""
+    """Print every verdict as it comes, and how many chunks were accepted and escalated at the end."""
     chunks = Counter[str]()
     setup = atts.Setup(draft="scripted", target="scripted", rate=0.3, policy=atts.Policy(samples=4))
     async with atts.evaluate(toy_problems(6), setup) as run:

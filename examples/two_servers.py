@@ -3,8 +3,7 @@
     python examples/two_servers.py                                                     # two toy servers of its own
     python examples/two_servers.py vllm:http://gpu1:8000/Qwen/Qwen3-1.7B vllm:http://gpu2:8000/Qwen/Qwen3-32B
 
-vLLM, SGLang and llama.cpp are spoken to in their own dialects; `atts probe URL` says what a server
-can do.
+atts knows the APIs of vLLM, SGLang and llama.cpp; `atts probe URL` says what a server can do.
 """
 
 import sys
@@ -15,7 +14,7 @@ from atts.testing import DialectServer, ScriptedEngine, ToyTokenizer, toy_proble
 
 
 def evaluate(draft: str | atts.Engine, target: str | atts.Engine) -> None:
-    """Solve eight problems; lost requests are asked again, and a directory makes runs resumable."""
+    """Solve eight problems; lost requests are repeated, and a directory makes runs resumable."""
     setup = atts.Setup(draft=draft, target=target, rate=0.2, policy=atts.Policy(samples=4))
     result = atts.evaluate_sync(toy_problems(8), setup)
     right = sum(line.verdict == "correct" for line in result.problems)
@@ -34,7 +33,7 @@ def main(urls: list[str]) -> None:
         DialectServer(lambda: ScriptedEngine("draft"), "vllm") as draft,
         DialectServer(lambda: ScriptedEngine("target"), "sglang") as target,
     ):
-        words = ToyTokenizer()  # a real server's is opened from its model's name
+        words = ToyTokenizer()  # a real server's tokenizer is opened by its model's name
         evaluate(
             RemoteEngine(draft.url, name="draft", tokenizer=words),
             RemoteEngine(target.url, name="target", tokenizer=words),

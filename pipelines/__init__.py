@@ -1,4 +1,4 @@
-"""Pipelines: ways to spend tokens on one problem, written against the engine protocol."""
+"""Pipelines, which solve one problem by calls of a draft and a target engine."""
 
 from atts.core import Features
 from atts.pipelines.builder import prompt_of

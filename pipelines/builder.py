@@ -1,4 +1,4 @@
-"""A rollout under construction: what was written, what entered it, and whether that was its end."""
+"""The builder of a rollout, which writes chunks, adds turns and detects the end."""
 
 from __future__ import annotations
 
@@ -31,33 +31,35 @@ from atts.pipelines.scores import source_of
 from atts.pipelines.votes import Grouper, classes
 from atts.sampling import Seed
 
-# A growing text without an answer this long (in characters) is not read again after every chunk,
-# but for its end.
+# If a growing text has this many characters without an answer, only its end is searched after every
+# chunk.
 _READ_WHOLE = 1_200
-# tokens that the target writes in one request where nothing looks between: a rollout that another
-# settles is then cancelled within its request, and the answer is looked for at its end
+# The target writes this many tokens in one request if nothing checks the text in between.
+# Cancelling then interrupts a request, and the answer is searched at the end of the request.
 _LONG_PIECE = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A chunk the drafter wrote and what is known of it before anyone decides."""
+    """A chunk that the drafter wrote, with everything known about it before the gate decides."""
 
     chunk: Chunk
-    position: int  # position after the chunk in the tree of the siblings' texts
+    position: int  # position after the chunk in the tree of all siblings' texts
     answer: str | None
     score: float | None = None
-    flaw: str = ""  # why there is no score although one was asked for
-    # the first token that the target rejects; 0 also where that is not asked or not known
+    flaw: str = ""  # why there is no score although the gate asked for one
+    # the first token that the target rejects; also 0 if that is not needed or not known
     first_rejected: int = 0
-    score_reused: bool = False  # the score is that of an equal sibling's chunk
+    score_reused: bool = False  # whether the score was taken from an equal chunk of a sibling
     # beginning of the target's own version of the chunk; no gate sees it
     beginning: Beginning | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KnownScore:
-    """The target's score of a chunk, which is also that of an equal chunk after an equal beginning."""
+    """The target's score of a chunk, which is also valid for an equal chunk after an equal
+    beginning.
+    """
 
     score: float
     first_rejected: int
@@ -66,8 +68,8 @@ class KnownScore:
 class Siblings:
     """One problem's rollouts by sample; each builder keeps its entry current.
 
-    What was written is a tree: equal chunks after equal beginnings lead to one position, whichever
-    rollouts wrote them.
+    The texts of all rollouts form a tree: equal chunks after equal beginnings lead to the same
+    position, whichever rollouts wrote them.
     """
 
     def __init__(self, group: Grouper) -> None:
@@ -80,7 +82,7 @@ class Siblings:
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
         """Return how many siblings have answered, the share of the leading answer among them, and
-        whether `answer` belongs to it.
+        whether `answer` equals the leading answer.
         """
         others: list[str] = []
         for sample in sorted(self.rollouts):
@@ -97,7 +99,7 @@ class Siblings:
         return len(others), share, answer is not None and labels[-1] == lead
 
     def position(self, chunks: Iterable[Chunk], start: int = 0) -> int:
-        """Return the position that these chunks lead to from a position of the tree; 0 is the
+        """Return the position in the tree that these chunks lead to from `position`; 0 is the
         prompt.
         """
         for chunk in chunks:
@@ -106,13 +108,13 @@ class Siblings:
 
 
 def rollout_name(problem: str, sample: int) -> str:
-    """Return the name by which a rollout's requests go, so that engines keep its cache warm."""
+    """Return the name of all requests of a rollout, by which engines keep its cache."""
     return f"{problem}/{sample}"
 
 
 class RolloutBuilder:
-    """A rollout that grows; every engine call is a node of the task graph, every turn makes a new
-    frozen value.
+    """A rollout under construction; every engine call is a node of the task graph, and every turn
+    makes a new frozen value.
     """
 
     def __init__(
@@ -153,28 +155,30 @@ class RolloutBuilder:
             "target": policy.sampling_of("target"),
         }
 
-        # the rollout so far, and what follows from it
+        # the rollout so far, and values computed from it
         self.rollout = Rollout(problem.id, scope.sample, prompt)
         siblings.rollouts[scope.sample] = self.rollout
-        self.turn = 0  # the index of the turn being worked on
+        self.turn = 0  # the index of the current turn
         self.text = ""
-        self.position = 0  # in the tree of what siblings wrote
+        self.position = 0  # the position in the tree of the siblings' texts
         self._ids: dict[Role, TokenIds] = {"draft": prompt.draft_ids, "target": prompt.target_ids}
         self._room = self.room_left()
-        # whether the thinking budget still counts: no think block was closed yet
+        # whether the thinking budget still applies, because no think block was closed yet
         self._is_thinking = policy.thinking_tokens is not None
 
-        # the cost of the turn under way is added to `usage` before it is added to the rollout
+        # `usage` already includes the cost of the current turn, which the rollout gets at the end
+        # of the turn
         self.usage = Usage()
-        # tokens written that have neither entered a turn nor been discarded by one
+        # tokens written that no turn has accepted or discarded yet
         self._unassigned = 0
-        self._ahead: Chunk | None = None  # written before the chunk ahead of it was judged
+        # the chunk that was written before the previous chunk was judged
+        self._ahead: Chunk | None = None
 
         # the search for an answer
         self.budget_forcings_left = policy.budget_forcing
-        self._earlier_answer: str | None = None  # before the last "wait", kept in reserve
-        self._searched_to = 0  # characters: no answer begins before them
-        self._last_search: tuple[str, str | None] = ("", None)  # a text and its answer
+        self._earlier_answer: str | None = None  # the answer before the last "wait", in reserve
+        self._searched_to = 0  # number of characters before which no answer begins
+        self._last_search: tuple[str, str | None] = ("", None)  # a cached text with its answer
 
     async def propose(self) -> Proposal:
         """Let the drafter write the next chunk, unless it was written ahead."""
@@ -186,11 +190,11 @@ class RolloutBuilder:
         return Proposal(chunk, position, self._find_answer(self.text + chunk.text, chunk))
 
     async def propose_ahead(self, chunk: Chunk) -> None:
-        """Write the chunk after `chunk` before it has been judged: same prefix, same seed, same
+        """Write the next chunk before `chunk` has been judged, with the same prefix, seed and
         distribution as later.
 
-        A failure is left to the later attempt; where `chunk` is rejected, `drop_ahead` must be
-        called.
+        A failure is ignored, because the chunk is then written later. If `chunk` is escalated, the
+        caller must call `drop_ahead`.
         """
         is_last = chunk.ended == "end" or self.turn + 1 >= self._bounds.turns
         if is_last or not self.may_write([chunk]):
@@ -203,14 +207,14 @@ class RolloutBuilder:
     def hand_over(self) -> None:
         """Let the target write this rollout from here on, without a judge.
 
-        Nothing looks at it between its chunks any more, so the target writes it in long pieces.
+        No gate judges its chunks any more, so the target writes long ones.
         """
         self.policy = replace(self.policy, drafter="target")
         self._bounds = self._bounds._replace(stop=())
         self._chunk_tokens["target"] = max(self._chunk_tokens["target"], _LONG_PIECE)
 
     def drop_ahead(self) -> None:
-        """Forget what was written ahead: its prefix is not what entered the rollout."""
+        """Discard the chunk that was written ahead, because the rollout now has a different prefix."""
         if self._ahead is not None:
             self.count(Usage(wasted_tokens=self._ahead.tokens))
             self._unassigned = max(0, self._unassigned - self._ahead.tokens)
@@ -221,8 +225,8 @@ class RolloutBuilder:
     ) -> Chunk:
         """Write one chunk after the rollout and the `pending` chunks, from the exact token state.
 
-        :raises ContextOverflow: not one more token fits.
-        :raises EngineError: the engine failed for good.
+        :raises ContextOverflow: if not one more token fits.
+        :raises EngineError: if the engine failed for good.
         """
         request = self.request(role, pending, turn)
         engine = self.draft if role == "draft" else self.target
@@ -231,11 +235,10 @@ class RolloutBuilder:
         return self.written(role, completion)
 
     async def replace(self, proposal: Proposal) -> Chunk:
-        """Let the target write in a proposal's place: what was drawn of it while it was scored, and
-        the rest.
+        """Let the target write a chunk that replaces the proposal.
 
-        The proposal is also a hint: a target that speculates may be faster for it, and writes the
-        same.
+        If the target drew its beginning during scoring, only the rest is requested. The proposal is
+        also a hint, which may make a speculating target faster without changing its text.
         """
         request = replace(self.request("target"), hint=proposal.chunk.target_ids)
         beginning = proposal.beginning
@@ -264,7 +267,7 @@ class RolloutBuilder:
     ) -> SampleRequest:
         """Return the request by which a model writes the next chunk.
 
-        :raises ContextOverflow: not one more token fits.
+        :raises ContextOverflow: if not one more token fits.
         """
         room = self.room_left(pending) if pending else self._room
         ids = self.ids(role, pending) if pending else self._ids[role]
@@ -298,9 +301,9 @@ class RolloutBuilder:
         note: str = "",
         saved: int = 0,
     ) -> None:
-        """Close the turn with these chunks, and the rollout if that was its end.
+        """End the turn with these chunks, and end the rollout if they complete it.
 
-        `saved` tokens of what is discarded stay in the rollout.
+        `saved` tokens of the discarded chunk stay in the rollout.
         """
         scored_tokens = self.usage.scored_tokens - self.rollout.usage.scored_tokens
         if discarded:
@@ -332,7 +335,7 @@ class RolloutBuilder:
         self._close(finish, answer, why)
 
     def _grow(self, turn: Turn) -> None:
-        """Add a turn, and what it cost, and report it."""
+        """Add a turn with its cost, and report it."""
         old = self.rollout
         rollout = Rollout(old.problem, old.sample, old.prompt, (*old.turns, turn), usage=self.usage)
         self.rollout = rollout
@@ -352,7 +355,9 @@ class RolloutBuilder:
         self.context.listener.turned(rollout, turn)
 
     def _ending(self, last: Turn) -> tuple[Finish | None, str | None, str]:
-        """Return whether and why the rollout ends after its last turn, its answer, and a remark."""
+        """Return why the rollout ends after its last turn (None if it continues), its answer, and a
+        remark.
+        """
         answer = self._find_answer(self.text, last.chunks[-1] if last.chunks else None)
         if answer is not None:
             return "answer", answer, ""
@@ -374,15 +379,17 @@ class RolloutBuilder:
         return None, None, ""
 
     def _find_answer(self, text: str, last: Chunk | None) -> str | None:
-        """Return the answer in a text that ends with this chunk; a box that is cut is none."""
+        """Return the answer in a text that ends with this chunk; a box that is not closed does not
+        count.
+        """
         unread = text[self._searched_to :]
-        # a chunk that is proposed and then enters is looked through once
+        # a chunk that is proposed and later accepted is searched only once
         if self._last_search[0] != unread:
             extract = self.context.answers.extract
             answer = extract(unread)
             if answer is not None and last is not None and last.ended == "length":
-                # "The answer is 1" may be the beginning of 12: an answer the next digit would
-                # change is not yet one.
+                # "The answer is 1" may be the beginning of 12, so an answer that a further digit
+                # would change does not count yet.
                 if extract(unread + "0") != answer:
                     answer = None
             self._last_search = (unread, answer)
@@ -410,7 +417,7 @@ class RolloutBuilder:
         return stop.is_below(self.rollout, warmup)
 
     def _wait(self, answer: str | None) -> None:
-        """Put words into the rollout's text instead of ending it (budget forcing).
+        """Insert the wait text into the rollout instead of ending it (budget forcing).
 
         An answer so far is kept in reserve and does not end the rollout again.
         """
@@ -421,13 +428,13 @@ class RolloutBuilder:
         self._grow(Turn(self.turn, (words,), is_forced=True))
 
     def _stop_thinking(self) -> None:
-        """Put the end of the thinking into the rollout's text, whose budget for it is used up.
+        """Insert the text that ends the thinking, because the thinking budget is used up.
 
-        A model that did not open a think block gets the text without the mark that closes one.
-        Without room for the text and a token after it, the rollout is left to run into its limit.
+        If the model did not open a think block, the mark that closes one is left out. If the text
+        and one more token do not fit, the rollout continues to its limit.
         """
         self._is_thinking = False
-        self.budget_forcings_left = 0  # waiting would be more thinking
+        self.budget_forcings_left = 0  # a "wait" would only extend the thinking
         before = self.target.tokenizer.decode(self.rollout.prompt.target_ids) + self.text
         text = self.policy.thinking_end
         if before.rfind(THINK) <= before.rfind(THINK_END):
@@ -441,8 +448,8 @@ class RolloutBuilder:
         self._grow(Turn(self.turn, (words,), note=note, is_forced=True))
 
     def _close(self, finish: Finish, answer: str | None, why: str) -> None:
-        """End the rollout; without a marked answer, a text that its model has ended is read again
-        for one that it only states.
+        """End the rollout; if its model ended the text without a marked answer, search the text for
+        a stated one.
         """
         # A text that a limit cut is not finished: "The total is 1" may continue as 12.
         chunks = self.rollout.turns[-1].chunks
@@ -457,7 +464,7 @@ class RolloutBuilder:
         self.siblings.rollouts[self.rollout.sample] = self.rollout
 
     def waste_unfinished(self) -> None:
-        """Count what the turn that was not completed cost; what was written in it is wasted."""
+        """Count the cost of the turn that was not completed; the tokens written in it are wasted."""
         if self._unassigned:
             self.count(Usage(wasted_tokens=self._unassigned))
         self._ahead = None
@@ -465,15 +472,17 @@ class RolloutBuilder:
         self.rollout = replace(self.rollout, usage=self.usage)
 
     def ids(self, role: Role, pending: Sequence[Chunk] = ()) -> TokenIds:
-        """Return that model's ids of the rollout and of chunks that have not entered it yet."""
+        """Return the token ids of the rollout and of the `pending` chunks, in that model's
+        tokenizer.
+        """
         ids = self._ids[role]
         for chunk in pending:
             ids += chunk.ids(role)
         return ids
 
     def room_left(self, pending: Sequence[Chunk] = ()) -> int:
-        """Return by how many tokens this rollout may still grow after the `pending` chunks, within
-        its limit and both contexts.
+        """Return how many more tokens this rollout may get after the `pending` chunks, within its
+        limit and both contexts.
         """
         draft = len(self._ids["draft"])
         target = len(self._ids["target"])
@@ -489,8 +498,9 @@ class RolloutBuilder:
         return room - max(pending_draft, pending_target)
 
     def thinking_left(self, pending: Sequence[Chunk] = ()) -> int:
-        """Return how many tokens are left of the thinking budget after the `pending` chunks, in the
-        target's tokens as all lengths.
+        """Return how many tokens of the thinking budget are left after the `pending` chunks.
+
+        They are counted in the target's tokens, like all lengths.
 
         Only while the rollout is thinking does the budget count.
         """
@@ -500,8 +510,8 @@ class RolloutBuilder:
         return self.policy.thinking_tokens - written
 
     def may_write(self, pending: Sequence[Chunk] = ()) -> bool:
-        """Return whether a token may follow the `pending` chunks, by the rollout's limit and by what
-        is left for thinking.
+        """Return whether the rollout's limit and its thinking budget allow a token after the
+        `pending` chunks.
         """
         if self._is_thinking and self.thinking_left(pending) < 1:
             return False
@@ -512,7 +522,7 @@ class RolloutBuilder:
         return self.draft if role == "draft" else self.target
 
     def spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
-        """Count what a model wrote, which is not part of any turn yet."""
+        """Count tokens that a model wrote but that are not part of any turn yet."""
         new = len(completion.ids)
         read = max(0, len(request.ids) - completion.cached_tokens)
         self._unassigned += new
@@ -522,7 +532,7 @@ class RolloutBuilder:
             self.count(Usage(target_tokens=new, target_prefill_tokens=read, calls=1))
 
     def count(self, usage: Usage) -> None:
-        """Add to what this rollout cost."""
+        """Add to the cost of this rollout."""
         self.usage += usage
 
 
@@ -533,7 +543,7 @@ def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> P
     """Render the problem with each model's own chat template.
 
     Models that share a tokenizer may still have different templates, so both are always rendered.
-    The text of a multiple-choice problem holds its lettered choices already.
+    The text of a multiple-choice problem already contains its lettered choices.
     """
     messages = prompt_of(problem, policy)
     draft_ids = draft.tokenizer.render(messages)
@@ -548,7 +558,7 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
     """Return the conversation that a rollout continues: a system prompt if there is one, worked
     examples, the problem.
 
-    The letter of a choice and the instruction are asked for in the problem's message.
+    The problem's message also contains the instruction and, for choices, the request for a letter.
     """
 
     def question(text: str) -> Message:
@@ -558,7 +568,7 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
     messages: list[Message] = []
     system = policy.system
     if problem.kind == "code" and system == Policy().system:
-        system = _PROGRAM  # a box holds no program
+        system = _PROGRAM  # a program does not belong in a box
     if system:
         messages.append(Message("system", system))
     for text, solution in problem.examples:
@@ -571,8 +581,8 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
 def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine) -> Chunk:
     """Return the completion without its end token, in both tokenizers' ids.
 
-    Between different tokenizers a character cut in the middle cannot be passed on: its bytes'
-    tokens are dropped.
+    If the tokenizers differ, a character that is cut in the middle cannot be converted, so the
+    tokens of its bytes are dropped.
     """
     writer, reader = (draft, target) if author == "draft" else (target, draft)
     ids = completion.ids
@@ -589,7 +599,7 @@ def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine
 
 
 def after(request: SampleRequest, beginning: Beginning) -> SampleRequest:
-    """Return the request for the rest of what has begun."""
+    """Return the request for the rest of a completion that has begun."""
     count = len(beginning.ids)
     return replace(
         request,
@@ -600,7 +610,7 @@ def after(request: SampleRequest, beginning: Beginning) -> SampleRequest:
 
 
 def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> Completion:
-    """Return a completion that was begun elsewhere, with the rest of it, if any was left to write."""
+    """Return the completion that consists of a beginning and of its rest, if there is a rest."""
     ids = beginning.ids
     logprobs = beginning.logprobs
     ended = beginning.ended
@@ -610,15 +620,15 @@ def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> 
         logprobs += rest.logprobs
         ended = rest.ended
         cached_tokens = rest.cached_tokens
-    assert ended is not None, "what has not ended has a rest"
+    assert ended is not None, "a beginning that has not ended needs a rest"
     text_ids = ids[:-1] if ended == "end" and ids[-1] in engine.spec.end_ids else ids
     if len(logprobs) != len(ids):
-        logprobs = ()  # the rest came without
+        logprobs = ()  # the rest came without log-probabilities
     return Completion(ids, engine.tokenizer.decode(text_ids), ended, logprobs, cached_tokens)
 
 
 def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
-    """Return a chunk of text put into a rollout from outside (a "wait"), encoded once per side."""
+    """Return a chunk for text that atts inserts into a rollout (a "wait"), in both tokenizers' ids."""
     draft_ids = draft.tokenizer.encode(text)
     if draft.spec.tokenizer == target.spec.tokenizer:
         target_ids = draft_ids
@@ -628,10 +638,10 @@ def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
 
 
 def first_tokens(chunk: Chunk, tokens: int, engine: Engine) -> Chunk | None:
-    """Return the first tokens of a chunk that both models read alike, None if there are none.
+    """Return the first `count` tokens of a chunk as a chunk, or None if nothing remains.
 
-    They are fewer where a character would be cut. The part has no log-probabilities: its tokens
-    were written, and counted, as those of the whole chunk.
+    There are fewer tokens if a character would be cut. The part has no log-probabilities, because
+    its tokens were counted with the whole chunk.
     """
     ids, text = _whole_characters(chunk.target_ids[:tokens], engine)
     if not ids or not chunk.text.startswith(text):

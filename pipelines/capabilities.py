@@ -1,4 +1,4 @@
-"""The check that engines can do what a policy and its gate will ask, before anything is asked."""
+"""Check, before the run, that the engines support everything that a policy and its gate need."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from atts.pipelines.gates import (
 from atts.pipelines.policy import Policy
 from atts.pipelines.scores import kind_of, source_of
 
-_BLIND = (FixedGate, CoinGate, CueGate)  # they never look at a score
-# they look at the score only, not at the draft's own evidence
+_BLIND = (FixedGate, CoinGate, CueGate)  # gates that never use a score
+# gates that use only the score, not the draft's log-probabilities
 _BY_SCORE = (
     ConformalGate,
     StaticRankGate,
@@ -34,7 +34,7 @@ _BY_SCORE = (
 def check_engines(
     policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec
 ) -> None:
-    """See that the target can judge and that log-probs come where they are used.
+    """Check that the target can score and that engines send the log-probabilities that are used.
 
     :raises UnsupportedByEngine: naming the engine, what it lacks, what wants it, and what would do.
     :raises OptionError: the score needs a reward model, and none is named.
@@ -71,10 +71,9 @@ def check_engines(
 def needed_logprobs(
     policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec
 ) -> frozenset[Role]:
-    """Return the roles whose raw log-probabilities are used: by the score, the gate, the vote or a
-    stop.
+    """Return the roles whose log-probabilities the score, the gate, the vote or a stop rule uses.
 
-    A rule or a gate that is not known here may look at the drafter's.
+    An unknown rule or gate may use the drafter's log-probabilities, so these are included.
     """
     if _wants_logprobs(policy) or policy.takeover == "repair":
         return frozenset({"draft", "target"})
@@ -117,20 +116,24 @@ def _check_entropies(draft: EngineSpec, wants: str) -> None:
 
 def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:
     if "draw" not in target.capabilities:
-        problem = f"{target.engine} does not draw while it scores, and method exact keeps what the target draws"
+        problem = f"{target.engine} cannot draw tokens while it scores, which method exact needs"
         raise UnsupportedByEngine(
             target.name, problem, "Use a local target (hf:MODEL), or the server's own speculation"
         )
     if target.rounds_scores:
         problem = (
-            "it rounds what it scores, and method exact keeps what the target draws while it scores"
+            "it rounds its scores, but method exact uses the tokens that the target draws "
+            "while it scores"
         )
         raise UnsupportedByEngine(target.name, problem, "Leave scores=bfloat16 out")
     if draft.tokenizer != target.tokenizer:
-        problem = "its tokenizer is not the target's, and method exact compares token by token"
+        problem = "its tokenizer is not the target's, but method exact compares token by token"
         raise UnsupportedByEngine(draft.name, problem, "Use a draft of the target's family")
     if "draw" not in draft.capabilities:
-        problem = f"{draft.engine} cannot go on with a stream of draws that the target began, as method exact has it"
+        problem = (
+            f"{draft.engine} cannot continue the target's stream of random draws, which method "
+            "exact needs"
+        )
         raise UnsupportedByEngine(draft.name, problem, "Use a local draft (hf:MODEL)")
 
 

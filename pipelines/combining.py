@@ -1,4 +1,4 @@
-"""Selection and synthesis: where votes split, the target compares the finalists or rewrites them."""
+"""Selection and synthesis: if votes split, the target compares or rewrites the leading answers."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from atts.journal import FinishedProblem
 
 COVERED = 0.9
-"""Share of the problems that a comparison can still win which must count as split."""
+"""Of the problems that a comparison can still win, this share must count as split."""
 PROVEN = 10.0
-"""Odds against chance at which `auto` lets a selector overrule votes."""
+"""At these odds against chance, `auto` lets the selector overrule votes."""
 REFUTED = 0.2
-"""Odds at which `auto` stops asking the selector."""
-_TRIALS = 3  # tries to shorten solutions until they fit into the context
+"""At these odds `auto` stops asking the selector."""
+_TRIALS = 3  # attempts to shorten solutions until they fit into the context
 _END_OF_THOUGHT = "</think>"
 
 
 def odds(better: int, worse: int) -> float:
-    """Return how much better "more often better than worse" explains these cases than a fair coin.
+    """Return the odds that `better` cases are more likely than `worse` ones, against a fair coin.
 
-    The chance of a better case has a uniform prior on (1/2, 1). Under a fair coin the number exceeds
-    10 at any time of a run with probability 1/10 at most, because it is a martingale there (Ville's
+    The probability of a better case has a uniform prior on (1/2, 1). For a fair coin the odds ever
+    exceed 10 during a run with probability at most 1/10, because they are a martingale (Ville's
     inequality).
 
     >>> odds(0, 0), odds(5, 0), round(odds(1, 4), 2)
@@ -61,25 +61,27 @@ def odds(better: int, worse: int) -> float:
 
 
 class Combiner:
-    """Knowledge of a run about its split votes and its selector.
+    """A planner that learns from a run's split votes and from the results of its selector.
 
-    It learns from problems that are over and decides about others, so no problem's own reference
-    takes part in its answer.
+    It learns from finished problems and decides on others, so a problem's reference never affects
+    its answer.
     """
 
     def __init__(self) -> None:
-        # shares of the leading answer where the vote was wrong and another finalist was correct
+        # shares of the leading answer in problems whose vote was wrong but another finalist was
+        # correct
         self._winnable: list[float] = []
-        # shares in votes of half the rollouts that the whole vote overruled
+        # shares of the leading answer in votes of half the rollouts that the whole vote overruled
         self._overruled: list[float] = []
-        self.better = 0  # graded problems where the target's choice was correct and the vote wrong
-        self.worse = 0  # problems on which it was worse
-        self.consistent = 0  # pairs with one verdict in both orders
+        # graded problems in which the target's choice was correct and the vote wrong
+        self.better = 0
+        self.worse = 0  # graded problems in which the choice was wrong and the vote correct
+        self.consistent = 0  # pairs with the same verdict in both orders
         self.inconsistent = 0
         self._is_graded = False
 
     def learn(self, line: FinishedProblem) -> None:
-        """Take in a problem that is over."""
+        """Learn from a finished problem."""
         known = line.combination
         if known is None:
             return
@@ -102,9 +104,9 @@ class Combiner:
         """Return the share of the leading answer up to which a vote counts as split.
 
         It is the conformal quantile of the shares at which comparisons could have won: of the next
-        such problem, the share is at most this with probability 0.9. Where fewer than nine graded
-        problems could be won, votes of half the rollouts that the whole vote overruled stand in for
-        them; where these are too few as well, every vote that is not unanimous counts as split.
+        such problem, the share is at most this with probability 0.9. If there are fewer than nine
+        such graded problems, votes of half the rollouts that the whole vote overruled replace them.
+        If these are too few as well, every vote that is not unanimous counts as split.
         """
         for shares in (self._winnable, self._overruled):
             rank = math.ceil((len(shares) + 1) * COVERED)
@@ -116,9 +118,9 @@ class Combiner:
     def odds(self) -> float:
         """Return the odds that the selector helps.
 
-        Where problems are graded, they rest on the problems where its choice and the vote differ and
-        one of them is correct; elsewhere, on whether it repeats its verdict when the order is
-        reversed.
+        For graded problems, the odds count problems on which either only its choice or only the
+        vote is correct. For others, they count whether its verdict stays the same in the reverse
+        order.
         """
         if self._is_graded:
             return odds(self.better, self.worse)
@@ -126,18 +128,18 @@ class Combiner:
 
     @property
     def evidence(self) -> str:
-        """Describe what the odds rest on."""
+        """Describe the evidence behind the odds."""
         pairs = self.consistent + self.inconsistent
         told_apart = self.better + self.worse if self._is_graded else pairs
         if told_apart == 0:
-            return "nothing is known of the selector yet"
+            return "nothing is known about the selector yet"
         if self._is_graded:
             return f"better than the vote on {self.better} problems, worse on {self.worse}"
-        return f"{self.consistent} of {pairs} pairs had one verdict in both orders"
+        return f"{self.consistent} of {pairs} pairs had the same verdict in both orders"
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Decide about a problem whose vote has ended, from its leading answer's share and the
-        number of its answers.
+        """Return the plan for a problem whose vote has ended, from the leading answer's share and
+        the number of answers.
         """
         below = self.below
         if kind == "vote" or answers < 2:
@@ -156,9 +158,9 @@ class Combiner:
 async def combined(
     outcome: Outcome, count: Tally, policy: Policy, context: Context, scope: ProblemScope
 ) -> Outcome:
-    """Return the outcome with the answer that the policy makes of its rollouts' answers.
+    """Return the outcome with the answer that the policy selects or synthesizes.
 
-    The vote stands wherever the target cannot be asked.
+    The vote stays the answer if the target cannot be asked.
     """
     if count.winner is None:
         return outcome
@@ -172,7 +174,8 @@ async def combined(
     )
     if plan.action != "vote":
         asked = _Question(outcome, count.answers[: policy.finalists], policy, context)
-        # One more than the rollouts: it has a place, limits and retries as a rollout has.
+        # The combination counts as one more rollout, with its place in the queue, limits and
+        # retries.
         number = range(policy.samples, policy.samples + 1)
         (result,) = await scope.rollouts(asked.select_or_write, number)
         found = replace(found, finalists=asked.answers, usage=asked.usage)
@@ -195,8 +198,8 @@ async def combined(
 def _halves(
     rollouts: Sequence[Rollout], winner: str, policy: Policy, group: Grouper
 ) -> tuple[tuple[float, bool], ...]:
-    """Return the votes by the even and by the odd rollouts: the leader's share, and whether it is
-    the leader of all.
+    """Return, for the votes of the even and of the odd rollouts, the leader's share and whether it
+    leads the whole vote.
     """
     halves: list[tuple[float, bool]] = []
     for parity in (0, 1):
@@ -212,14 +215,14 @@ def _halves(
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollouts:
-    """A pipeline whose rollouts were recorded by an earlier run: it votes and combines again."""
+    """A pipeline that votes and combines again over rollouts that an earlier run recorded."""
 
     outcomes: Mapping[str, Outcome]  # keyed by problem
 
     async def __call__(
         self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /
     ) -> Outcome:
-        """Return the recorded outcome with the answer that this policy makes of its rollouts."""
+        """Return the recorded outcome with the answer that this policy gives for its rollouts."""
         outcome = self.outcomes[problem.id]
         rollouts = outcome.rollouts
         await context.answers.prepare([rollout.answer for rollout in rollouts])
@@ -232,7 +235,7 @@ class RecordedRollouts:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """Choice of the target, or None, and how often its verdicts agreed in both orders."""
+    """The choice of the target, or None, and how often its verdicts agreed in both orders."""
 
     chosen: str | None
     pairs: int
@@ -240,14 +243,14 @@ class _Verdict:
 
 
 class _Question:
-    """The finalists of one problem, put to the target."""
+    """The comparison of one problem's finalists by the target."""
 
     def __init__(
         self, outcome: Outcome, answers: tuple[str, ...], policy: Policy, context: Context
     ) -> None:
         self.answers = answers
         self.usage = Usage()
-        self.unusable = ""  # why a question has no reply
+        self.unusable = ""  # why a question did not get a reply
         self._problem = outcome.problem
         self._policy = policy
         self._context = context
@@ -258,7 +261,7 @@ class _Question:
         self._texts = [texts[answer] for answer in answers]
 
     async def select_or_write(self, scope: RolloutScope[_Verdict]) -> _Verdict:
-        """Ask the target as the plan says."""
+        """Ask the target to select or synthesize, as the plan says."""
         policy = self._policy
         target = self._context.bind(self._context.target, "target", scope, policy.timeout_seconds)
         if policy.combine == "synthesize":
@@ -266,10 +269,10 @@ class _Question:
         return await self._select(target)
 
     async def _select(self, target: RolloutEngine) -> _Verdict:
-        """Compare every pair of finalists in both orders; each verdict is a point.
+        """Compare every pair of finalists in both orders; each verdict gives one point.
 
-        Most points win, and the vote decides between equals, so that a challenger must win against
-        the leader in both orders.
+        The finalist with the most points wins, and the vote breaks ties. So a challenger must win
+        against the leader in both orders.
         """
         pairs = list(combinations(range(len(self.answers)), 2))
         orders = [order for first, second in pairs for order in ((first, second), (second, first))]
@@ -307,7 +310,7 @@ class _Question:
     async def _write(self, target: RolloutEngine) -> _Verdict:
         """Let the target write a solution from the finalists, once in each order.
 
-        It counts where both come to one answer.
+        The synthesis counts only if both solutions have the same answer.
         """
         forward = tuple(range(len(self.answers)))
         orders = (forward, forward[::-1])
@@ -323,7 +326,7 @@ class _Question:
         labels = classes([first, second, *self.answers], self._context.answers.group)
         if labels[0] != labels[1]:
             return _Verdict(None, 1, 0)
-        # a finalist's own spelling, so that it has the finalist's verdict
+        # the spelling of the equal finalist, so that the answer gets the finalist's verdict
         spelt = [answer for answer, label in zip(self.answers, labels[2:], strict=True)
                  if label == labels[0]]  # fmt: skip
         return _Verdict(spelt[0] if spelt else first, 1, 1)
@@ -366,7 +369,7 @@ class _Question:
     ) -> tuple[int, ...]:
         """Return the question's ids; solutions that are too long lose their beginnings."""
         texts = [self._texts[index] for index in order]
-        # a model's thoughts before its solution repeat it at length
+        # the reasoning before a solution repeats it at length, so it is left out
         texts = [text.rpartition(_END_OF_THOUGHT)[2].strip() or text.strip() for text in texts]
         ids: tuple[int, ...] = ()
         for _ in range(_TRIALS):
@@ -384,7 +387,7 @@ def question_text(prompt: str, problem: Problem, solutions: Sequence[str]) -> st
     numbered = "\n\n".join(
         f"Solution {number}:\n{text}" for number, text in enumerate(solutions, start=1)
     )
-    # one pass over the template leaves braces in the texts unchanged
+    # all fields are replaced in one pass, so that braces in the texts stay unchanged
     parts = {"{problem}": problem.text, "{solutions}": numbered}
     return re.sub(r"\{problem\}|\{solutions\}", lambda match: parts[match.group()], prompt)
 
@@ -400,7 +403,7 @@ _LINE = re.compile(
 
 
 def named_solution(text: str) -> int | None:
-    """Return the place, 0 or 1, of the solution that a reply calls correct, None if it names none.
+    """Return the index, 0 or 1, of the solution that a reply calls correct; None if it names none.
 
     >>> named_solution("Solution 1 adds wrongly.\\n\\nCorrect: 2"), named_solution("Both are fine.")
     (1, None)
@@ -414,7 +417,7 @@ def named_solution(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class CombinedVerdicts:
-    """Verdicts on the vote, the choice and the rollouts of a graded problem."""
+    """The verdicts on the vote, the choice and the rollouts of a graded problem."""
 
     is_vote_correct: bool
     is_choice_correct: bool
@@ -422,7 +425,7 @@ class CombinedVerdicts:
 
     @classmethod
     def of(cls, line: FinishedProblem) -> CombinedVerdicts | None:
-        """Read them off a problem that is over; None where a verdict is missing."""
+        """Return the verdicts on a finished problem; None if a verdict is missing."""
         known = line.combination
         if known is None or line.verdict is None:
             return None
@@ -448,30 +451,30 @@ class CombinedVerdicts:
 
 @dataclass(frozen=True, slots=True)
 class CombineSummary:
-    """Effects and costs of a run's selection or synthesis, and the largest possible gain."""
+    """The effects and costs of a run's selection or synthesis, and the largest possible gain."""
 
     problems: int
     split: int  # problems on which the target was asked
-    trials: int  # number of them in which the choice of the target did not count
-    changed: int  # answers that are not the vote's
-    gained: int  # number of them that became correct where the vote was wrong
+    trials: int  # problems of these in which the choice of the target did not count
+    changed: int  # answers that differ from the vote
+    gained: int  # changed answers that became correct, while the vote was wrong
     lost: int
     pairs: int
     consistent: int
     winnable: int  # graded split problems with a wrong vote and a correct answer among the rollouts
-    gain: Estimate  # in accuracy, over graded problems, with its interval
-    ceiling: float  # the gain of an oracle that is asked on the same problems
+    gain: Estimate  # gain in accuracy over graded problems, with its interval
+    ceiling: float  # the gain of an oracle that is asked about the same problems
     below: float  # the last threshold
     actions: tuple[str, ...]
     usage: Usage
-    unusable: int = 0  # problems on which the target could not be asked
+    unusable: int = 0  # problems about which the target could not be asked
 
     def __str__(self) -> str:
-        """Return the summary in a few clauses."""
+        """Return the summary as a sentence."""
         kind = " and ".join(self.actions) or "select"
-        words = f"{kind} on {self.split:,} of {self.problems:,} problems, whose votes split"
+        words = f"{kind} on {self.split:,} of {self.problems:,} problems with split votes"
         if self.trials:
-            words += f" (trial on {self.trials:,}, where the vote stands)"
+            words += f"  (of these, {self.trials:,} were trials that kept the vote)"
         words += f": {self.changed:,} answers changed"
         if not math.isnan(self.gain.value):
             points = [100 * value for value in (self.gain.value, self.gain.low, self.gain.high)]
@@ -492,7 +495,7 @@ class CombineSummary:
 
 
 def summarise_combinations(problems: Iterable[FinishedProblem]) -> CombineSummary | None:
-    """Add up what was combined; None if the votes decided alone."""
+    """Return the summary of a run's combined problems; None if votes alone decided."""
     lines = [line for line in problems if line.combination is not None]
     if not lines:
         return None

@@ -1,4 +1,4 @@
-"""The context of a pipeline: engines, a gate, answers, a seed, and a listener."""
+"""The context of a pipeline, which has engines, a gate, answer functions, a seed and a listener."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from atts.pipelines.votes import Grouper
 
 
 async def _nothing_to_prepare(answers: Sequence[str | None]) -> None:
-    """Do nothing: these answers are grouped at once."""
+    """Do nothing, because these answers can be grouped without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Plain functions: the final answer of a reasoning text (None: none yet), and classes of equal
-    answers.
+    """The functions that extract the answer of a reasoning text and group equal answers.
 
-    An answer that `extract` finds ends its rollout, so it must not guess. `extract_finished` may:
-    it reads a text that its model has ended and that holds no marked answer. `unmarked` says how
-    much of a text without an answer holds none however the text continues: it is not read again.
-    `prepare` is awaited before `group` sees a new answer, so that `group` itself need not wait for
-    anything.
+    `extract` returns None if there is no answer yet. Its answer ends the rollout, so it must not
+    guess. `extract_finished` may guess: it reads a text that its model has ended without a marked
+    answer. `unmarked` returns how many characters of a text cannot contain an answer however the
+    text continues; these are not read again. `prepare` is awaited before `group` gets a new answer,
+    so that `group` need not wait.
     """
 
     extract: Callable[[str], str | None]
@@ -46,7 +45,7 @@ class Answers:
     unmarked: Callable[[str], int] = lambda text: 0
     extract_finished: Callable[[str], str | None] = lambda text: None
     prepare: Callable[[Sequence[str | None]], Awaitable[None]] = _nothing_to_prepare
-    # makes the functions of one problem, where classes of answers depend on it; None: these are all
+    # makes the functions of one problem if classes depend on the problem; None if they do not
     for_problem: Callable[[Problem], Answers] | None = None
 
     def of(self, problem: Problem) -> Answers:
@@ -55,14 +54,14 @@ class Answers:
 
 
 class RolloutListener(Protocol):
-    """A listener to facts as they happen; it must not block."""
+    """A listener that is called while rollouts grow; its methods must not block."""
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
-        """Hear that a chunk was written after `rollout`; it may still be judged and discarded."""
+        """Handle a chunk that was written after `rollout`; the chunk may still be discarded."""
         ...
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
-        """Hear that a turn entered the rollout and will not change."""
+        """Handle a turn that was added to the rollout and will not change."""
         ...
 
 
@@ -81,14 +80,16 @@ class RunLength:
 
     @property
     def share(self) -> float | None:
-        """Return the expected share of the run's decisions that are left, the next one included;
-        None if not known.
+        """Return the expected share of the run's decisions that are left, including the next one;
+        None if it is not known.
         """
         return None
 
 
 class Planner(Protocol):
-    """Decides what is done about a problem after its vote; `Combiner` decides so for a run."""
+    """A planner that decides how a problem's answers are combined after its vote, such as
+    `Combiner`.
+    """
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
         """Return the plan for a vote whose leading answer has this share, among so many answers."""
@@ -96,17 +97,19 @@ class Planner(Protocol):
 
 
 class SplitPlanner:
-    """A planner that takes every vote that is not unanimous for split, and learns nothing."""
+    """A planner that treats every vote that is not unanimous as split, and learns nothing."""
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the plan; "auto" selects."""
+        """Return the plan; with "auto" the target selects."""
         if kind == "vote" or answers < 2:
             return CombinePlan("vote", why="the rollouts agree")
         return CombinePlan("select" if kind == "auto" else kind)
 
 
 class RolloutEngine(Engine, Protocol):
-    """An engine as one rollout calls it: admitted, timed, checked, tried again, perhaps recorded."""
+    """An engine for one rollout, with limits, timeouts, checks, retries and perhaps a record of
+    calls.
+    """
 
     has_recorded_calls: bool  # an earlier session recorded calls of this problem
 
@@ -115,20 +118,21 @@ class RolloutEngine(Engine, Protocol):
         ...
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return the number of tokens, at most the request's, that an earlier session asked for
-        here; 0 if it did not ask.
+        """Return how many tokens an earlier session requested here, at most those of the request; 0
+        if it did not ask.
         """
         ...
 
 
 EngineBinder = Callable[[Engine, Role, Caller, float], RolloutEngine]
-"""Makes the engine that one rollout calls, with a deadline in seconds for every call."""
+"""A function that makes the engine for one rollout, with a deadline in seconds for every call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """One run, as its pipelines see it. Engines and gate may log and remember without the
-    pipelines' knowledge.
+    """The engines, gate, functions and settings that a run gives to its pipelines.
+
+    The run may wrap engines and gate to log calls; pipelines do not notice this.
     """
 
     draft: Engine
@@ -138,13 +142,13 @@ class Context:
     bind: EngineBinder  # `atts.run.EngineCalls` is one
     seed: int = 0
     listener: RolloutListener = NullListener()
-    # roles whose own log-probabilities are used: see `needed_logprobs`
+    # roles whose log-probabilities are used; see `needed_logprobs`
     logprobs: frozenset[Role] = frozenset({"draft", "target"})
     left: RunLength = field(default_factory=RunLength)
     # chooses the length of the run's drafts under method exact
     draft_length: DraftLength = field(default_factory=DraftLength)
     planner: Planner = field(default_factory=SplitPlanner)
-    # chooses who writes the run's pieces under method exact
+    # chooses who writes the run's chunks under method exact
     writers: WriterChoice = field(default_factory=WriterChoice)
     # scores a chunk by its features, as `judge_features` returns them, for score.kind learned
     judge: Callable[[Sequence[float]], float] | None = None

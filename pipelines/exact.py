@@ -1,4 +1,4 @@
-"""Method exact: the draft proposes, and the target draws the text while it scores."""
+"""Method exact, in which the draft proposes and the target draws the text while it scores."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
     """Write the chunk that the target alone would write next.
 
     The draft draws with the target's stream of random numbers, so that both come to the same token
-    wherever their distributions are alike. Up to the first difference the draft's tokens are the
-    target's; there the target's token is taken, and the draft continues after it. Where the target
-    alone writes as many tokens a second, it writes by itself: the text is the same.
+    wherever their distributions are alike. Up to the first difference the draft's tokens equal the
+    target's; there the target's token is used, and the draft continues after it. If the target
+    alone writes at least as many tokens per second, it writes alone, which gives the same text.
 
-    :raises ContextOverflow: not one more token fits.
-    :raises EngineError: an engine failed for good.
+    :raises ContextOverflow: if not one more token fits.
+    :raises EngineError: if an engine failed for good.
     """
     earlier = _earlier_writer(builder)
     if earlier is not None:
@@ -47,9 +47,9 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
 
 
 def _earlier_writer(builder: RolloutBuilder) -> Role | None:
-    """Return who began the chunk in an earlier session, and so continues it.
+    """Return the model that began the chunk in an earlier session, which then continues it.
 
-    Recalled calls say nothing of speeds, so no speed is measured then.
+    Recorded calls say nothing about speeds, so no speed is measured in that case.
     """
     request = builder.request("target")
     writers: tuple[Role, ...] = ("target", "draft")
@@ -67,8 +67,10 @@ async def _written_by(
 
 
 async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
-    """Write the chunk as the draft does with the target's draws, without a step of the target's
-    decoding; the target finishes it by itself once drafting is given up.
+    """Write the chunk from drafted tokens that the target checks by its draws.
+
+    The target decodes no token itself, unless drafting is given up; then it finishes the chunk
+    alone.
     """
     request = builder.request("target")
     beginning = Beginning()
@@ -84,7 +86,7 @@ async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
         lengths = DraftLength() if earlier else builder.context.draft_length
         drafted = await _drafted(builder, lengths, rest, earlier or lengths.length(rest.max_tokens))
         scores = await _scored(builder, lengths, rest, drafted)
-        assert scores.beginning is not None, "an engine that does not draw was refused at the start"
+        assert scores.beginning is not None, "an engine that cannot draw was refused before the run"
         more = scores.beginning
         wasted += len(drafted) - _accepted_length(drafted, more.ids)
         beginning = Beginning(
@@ -97,7 +99,9 @@ async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
 
 
 def _is_the_targets(builder: RolloutBuilder, rest: SampleRequest, begun: BegunChunk | None) -> bool:
-    """Return whether the target writes the rest: it did in an earlier session, or does now."""
+    """Return whether the target writes the rest, as in an earlier session or because drafting is
+    too slow.
+    """
     if begun is None:
         return builder.target.recorded_length(rest) > 0
     return builder.context.writers.is_given_up(begun, anyio.current_time())
@@ -136,7 +140,5 @@ async def _scored(
 
 
 def _accepted_length(drafted: TokenIds, drawn: TokenIds) -> int:
-    """Return the number of drafted tokens that were drawn as well; only the last one drawn may
-    differ.
-    """
+    """Return how many drafted tokens equal the drawn ones; only the last drawn token may differ."""
     return len(drawn) - (drawn != drafted[: len(drawn)])

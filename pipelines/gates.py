@@ -1,4 +1,4 @@
-"""Gates: whether the target takes over a chunk, decided from numbers alone and without waiting."""
+"""Gates, which decide from numbers alone, and without waiting, whether to escalate a chunk."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from atts.errors import CalibrationInputError, OptionError
 
 
 class Gate(Protocol):
-    """Decides from numbers alone. `preview` comes before the target has scored, `decide` after,
-    `observe` last.
+    """A rule that decides on a chunk from numbers alone.
 
-    A preview of "verify" asks for the score; "accept" and "escalate" save it. `observe` hears what
-    was really done. A gate that decides from the draft's log-probabilities sets
-    `needs_draft_logprobs = True` on its class: a draft that gives none is then refused before the
-    run. It still compares so that NaN is never accepted, for single chunks may have none.
+    `preview` is called before the target scores, `decide` after it, and `observe` last. A preview
+    of "verify" requests the score; "accept" and "escalate" skip it. `observe` gets what was really
+    done. A gate that uses the draft's log-probabilities sets `needs_draft_logprobs = True` on its
+    class, so that a draft without them is refused before the run. Single chunks may still lack
+    them, so the gate must never accept NaN.
     """
 
     def preview(self, features: Features) -> Decision:
-        """Return whether the chunk needs a score at all."""
+        """Return the action for a chunk without a score, or "verify" to request the score."""
         ...
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the action for a chunk of this score.
+        """Return the action for a chunk with this score.
 
-        :raises CalibrationInputError: if `score` is not a score; the pipeline turns that into an
-            escalation.
+        :raises CalibrationInputError: if `score` is not a valid score; the pipeline then escalates
+            the chunk.
         """
         ...
 
@@ -42,7 +42,7 @@ class Gate(Protocol):
 
 @runtime_checkable
 class RoundGate(Protocol):
-    """A synchronous gate: it ranks a whole round of siblings, so all of them must be there."""
+    """A synchronous gate, which ranks a whole round of siblings and so must wait for all of them."""
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
         """Return one decision per member, in the order given."""
@@ -51,10 +51,10 @@ class RoundGate(Protocol):
 
 @runtime_checkable
 class Forgetting(Protocol):
-    """A gate or a calibrator that keeps something of each problem, and lets go of it."""
+    """A gate or a calibrator that stores something for each problem and can drop it."""
 
     def forget(self, question: str) -> None:
-        """Drop what only the decisions of this problem need: it is over."""
+        """Drop what only the decisions of this problem need, because the problem is finished."""
         ...
 
 
@@ -69,7 +69,7 @@ def let_go(kept: object, question: str) -> None:
 
 
 class CalibratorProtocol(Protocol):
-    """A calibrator as a conformal gate needs it; `atts.calibration.Calibrator` is one."""
+    """The calibrator that a conformal gate needs, such as `atts.calibration.Calibrator`."""
 
     @property
     def rate(self) -> SupportsFloat:
@@ -80,19 +80,19 @@ class CalibratorProtocol(Protocol):
         self, score: float, question: str = "", turn: int = 0, sample: int | None = None, issue: int | None = None,
         left: float | None = None, length: float | None = None,
     ) -> Decision:  # fmt: skip
-        """Return a decision made from stored scores and decisions only."""
+        """Return a decision that depends only on stored scores and observed decisions."""
         ...
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
-        """Learn what was really done."""
+        """Learn from what was really done."""
         ...
 
 
 class ConformalGate:
-    """The rank of a chunk's score among stored ones decides.
+    """A gate that decides by the rank of a chunk's score among stored scores.
 
-    Scores reach the calibrator in the order in which they were asked for, not in which they came
-    back: what comes back first is short. The order is counted here, at the preview.
+    Scores reach the calibrator in the order of request, not of arrival, because short chunks arrive
+    first. The preview numbers the requests.
     """
 
     def __init__(self, calibrator: CalibratorProtocol) -> None:
@@ -100,7 +100,7 @@ class ConformalGate:
         self._issued = 0
 
     def continue_with(self, calibrator: CalibratorProtocol, issued: int) -> None:
-        """Decide by a calibrator of an earlier session, for which so many scores were asked."""
+        """Continue with the calibrator of an earlier session, after this many requests for scores."""
         self.calibrator = calibrator
         self._issued = issued
 
@@ -119,35 +119,37 @@ class ConformalGate:
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide as the calibrator does."""
+        """Return the calibrator's decision."""
         chunk = (features.question, features.turn, features.sample, features.issue)
         return self.calibrator.decide(
             score, *chunk, left=features.left, length=features.tokens or None
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Feed the calibrator; an escalation that was forced without a score counts for the rate
-        alone.
+        """Report the decision to the calibrator; a forced escalation without a score counts for the
+        rate only.
         """
-        if decision.issue is not None:  # decisions of an earlier session come with their numbers
+        if decision.issue is not None:  # decisions of an earlier session already have a number
             self._issued = max(self._issued, decision.issue + 1)
         self.calibrator.observe(decision, escalated)
 
     def forget(self, question: str) -> None:
-        """Let the calibrator forget the question."""
+        """Let the calibrator drop what it stores for the question."""
         let_go(self.calibrator, question)
 
 
 class NonLearningGate(ABC):
-    """A gate that learns nothing and has every chunk scored, unless a subclass previews otherwise."""
+    """A gate that learns nothing and requests a score for every chunk, unless a subclass previews
+    differently.
+    """
 
     __slots__ = ()
 
     def preview(self, features: Features) -> Decision:
-        """Ask for a score of every chunk."""
+        """Request a score for every chunk."""
         return features.decision("verify", why="every chunk is scored")
 
-    # abstract: a preview of "verify" cannot be the final decision
+    # abstract, because "verify" from the preview cannot be the final decision
     @abstractmethod
     def decide(self, features: Features, score: float) -> Decision:
         """Return "accept" or "escalate" for a chunk of this score."""
@@ -158,7 +160,7 @@ class NonLearningGate(ABC):
 
 @dataclass(frozen=True, slots=True)
 class FixedGate(NonLearningGate):
-    """Always the same answer: rate 0 is the draft alone, rate 1 hands every chunk to the target."""
+    """A gate that always gives the same decision: accept every chunk, or escalate every chunk."""
 
     action: Literal["accept", "escalate"]
 
@@ -167,24 +169,26 @@ class FixedGate(NonLearningGate):
         return features.decision(self.action, float(self.action == "escalate"), "fixed")
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide the same, with the score of the chunk."""
+        """Return the same decision, with the score of the chunk."""
         return replace(self.preview(features), score=score)
 
 
 @dataclass(frozen=True, slots=True)
 class CoinGate(NonLearningGate):
-    """A seeded coin per chunk: the baseline that spends the same budget without looking."""
+    """A gate that tosses a seeded coin per chunk: the baseline that escalates as often but at
+    random.
+    """
 
     rate: float
     seed: int = 0
 
     def preview(self, features: Features) -> Decision:
-        """Toss the coin of this chunk."""
+        """Return the decision of this chunk's coin."""
         action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
         return features.decision(action, self.rate, "coin")
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide the same, with the score of the chunk."""
+        """Return the same decision, with the score of the chunk."""
         return replace(self.preview(features), score=score)
 
 
@@ -207,15 +211,13 @@ class TrialGate(NonLearningGate):
 
 @dataclass(frozen=True, slots=True)
 class ThresholdGate(NonLearningGate):
-    """Escalate above (or below) a fixed number: ratings, or a static perplexity cut. No rate is
-    promised.
-    """
+    """A gate that escalates above (or below) a fixed score, without any guarantee on the rate."""
 
     threshold: float
     worse: Literal["above", "below"] = "above"
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Compare the score with the threshold; a score that is not a number is on the wrong side."""
+        """Compare the score with the threshold; escalate if the score is not a number."""
         fine = score <= self.threshold if self.worse == "above" else score >= self.threshold
         sign = "<=" if self.worse == "above" else ">="
         why = f"{score:.4g} {'is' if fine else 'is not'} {sign} {self.threshold:.4g}"
@@ -224,11 +226,10 @@ class ThresholdGate(NonLearningGate):
 
 @dataclass(frozen=True, slots=True)
 class StaticRankGate(NonLearningGate):
-    """The published rule, for comparison: c/N >= tau against turn-0 scores fixed in advance, at
-    every turn.
+    """The published rule, for comparison: escalate if c/N >= tau, at every turn.
 
-    A chunk is ranked in the pool of its question, or in the one pool of all questions, which has
-    the name "".
+    The rank c/N is taken among stored scores of turn 0: those of the chunk's question, or one pool
+    of all questions with the name "".
     """
 
     pools: Mapping[str, tuple[float, ...]]  # ascending
@@ -236,10 +237,11 @@ class StaticRankGate(NonLearningGate):
 
     @classmethod
     def of(cls, scores: Sequence[float], rate: float) -> StaticRankGate:
-        """Make the gate from calibration scores in any order; tau is 1 - rate."""
+        """Make the gate from calibration scores in any order, with tau = 1 - rate."""
         if not scores:
             raise OptionError(
-                "calibration scores", "none given; the published rule needs them before the run"
+                "calibration scores",
+                "there are none, but the published rule needs them before the run",
             )
         return cls({"": tuple(sorted(scores))}, 1 - rate)
 
@@ -247,9 +249,9 @@ class StaticRankGate(NonLearningGate):
     def by_question(
         cls, scores: Sequence[float], questions: Sequence[str], rate: float
     ) -> StaticRankGate:
-        """Make the gate that ranks a chunk among the calibration scores of its own question.
+        """Make the gate that ranks a chunk among the calibration scores of its question.
 
-        :raises OptionError: no score names a question.
+        :raises OptionError: if no score names a question.
         """
         pools: dict[str, list[float]] = {}
         for question, score in zip(questions, scores, strict=True):
@@ -258,21 +260,21 @@ class StaticRankGate(NonLearningGate):
         if not pools:
             raise OptionError(
                 "calibration scores",
-                "none names its question; the published rule by question needs scores of the same "
-                "questions before the run",
+                "none of them names its question, but the published rule by question needs scores "
+                "of the run's questions",
             )
         return cls({name: tuple(sorted(pool)) for name, pool in pools.items()}, 1 - rate)
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Rank the score as published: ties count as not below, and nothing is added to either
-        count.
+        """Decide by the rank as published: ties do not count as below, and nothing is added to c or
+        N.
 
-        A question without stored scores is accepted, as published.
+        As published, a chunk of a question without stored scores is accepted.
         """
         pool = self.pools.get("", ()) or self.pools.get(features.question, ())
         rate = 1 - self.tau
         if not pool:
-            why = "no stored score of this question: accepted, as published"
+            why = "no stored score for this question: accepted, as published"
             return features.decision("accept", rate, why, score=score)
         p = bisect_left(pool, score) / len(pool)
         action: Action = "escalate" if not math.isfinite(score) or p >= self.tau else "accept"
@@ -294,15 +296,13 @@ CUES = (
 
 @dataclass(frozen=True, slots=True)
 class CueGate(NonLearningGate):
-    """Speculative Thinking: the target takes over where the draft's text hesitates or checks
-    itself.
-    """
+    """Speculative Thinking: escalate a chunk if its text hesitates or checks itself."""
 
     needs_text: ClassVar[bool] = True
     cues: tuple[str, ...] = CUES
 
     def preview(self, features: Features) -> Decision:
-        """Look for a cue in the text."""
+        """Escalate the chunk if its text contains a cue."""
         text = features.text.lower()
         cue = next((cue for cue in self.cues if cue in text), None)
         return features.decision(
@@ -310,16 +310,17 @@ class CueGate(NonLearningGate):
         )
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide the same, with the score of the chunk."""
+        """Return the same decision, with the score of the chunk."""
         return replace(self.preview(features), score=score)
 
 
 @dataclass(frozen=True, slots=True)
 class TopGate:
-    """The synchronous sort: of each round the worst `rate` of the members go over, rounding carried
-    per question.
+    """The synchronous gate, which sorts each round and escalates the worst share `rate` of its
+    members.
 
-    It is the best one can do with a barrier, and the reason for the barrier.
+    Rounding errors carry over to the question's next round. Sorting needs the scores of the whole
+    round, so it needs a barrier.
     """
 
     rate: float
@@ -327,13 +328,15 @@ class TopGate:
 
     @classmethod
     def of(cls, rate: float) -> TopGate:
-        """Make a gate with nothing carried."""
+        """Create a gate without carried rounding errors."""
         if not 0 <= rate <= 1:
             raise OptionError("rate", f"{rate} is outside [0, 1]")
         return cls(rate, {})
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """Escalate the worst of the round; scores that are not numbers are the worst of all."""
+        """Escalate the worst chunks of the round; a score that is not a number is worse than any
+        number.
+        """
         question = round_[0][0].question
         want = self.rate * len(round_) + self._carry.get(question, 0.0)
         count = max(0, min(len(round_), math.floor(want + 0.5)))
@@ -349,7 +352,7 @@ class TopGate:
         return decisions
 
     def forget(self, question: str) -> None:
-        """Carry nothing of this question any further."""
+        """Drop the rounding error of this question."""
         self._carry.pop(question, None)
 
 
@@ -358,22 +361,22 @@ Meanwhile = Literal["accept", "escalate"]
 
 @dataclass(frozen=True, slots=True)
 class CappedGate:
-    """Another gate under a hard cap: an escalation needs a slot, and no order of completions
-    exceeds the cap.
+    """Another gate under a hard cap: each escalation needs a slot, so the cap holds in any order of
+    completion.
 
-    `take` reserves one slot and says whether there was one; the inner gate hears what was really
-    done.
+    `take` reserves a slot and returns whether there was one. The inner gate observes what was
+    really done.
     """
 
     inner: Gate
     take: Callable[[Features], bool]
 
     def preview(self, features: Features) -> Decision:
-        """Decide as the inner gate, if a slot is left for it."""
+        """Return the inner gate's decision, but escalate only if a slot is left."""
         return self._capped(features, self.inner.preview(features))
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide as the inner gate, if a slot is left for it."""
+        """Return the inner gate's decision, but escalate only if a slot is left."""
         return self._capped(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -383,33 +386,35 @@ class CappedGate:
     def _capped(self, features: Features, decision: Decision) -> Decision:
         if decision.escalate and not self.take(features):
             return _overruled(
-                decision, "accept", "budget", f"{decision.why}; capped: no target slot left"
+                decision,
+                "accept",
+                "budget",
+                f"{decision.why}; accepted: the cap allows no further escalation",
             )
         return decision
 
 
-_SIBLINGS = 3  # with an answer, before their agreement counts
+_SIBLINGS = 3  # siblings that must have an answer before their agreement counts
 
 
 @dataclass(frozen=True, slots=True)
 class AgreementGate:
-    """Another gate, but chunks whose siblings agree on an answer are kept: the target is spent
-    where they do not.
+    """Another gate, except that a chunk is accepted if its siblings agree on an answer.
 
-    The inner gate hears what was really done, so that one which holds a rate spends elsewhere what
-    is saved here.
+    The inner gate observes what was really done, so a gate that controls a rate escalates other
+    chunks instead.
     """
 
     inner: Gate
-    # the share of answered siblings behind one answer from which nothing goes over
+    # from this share of answered siblings with the same answer on, nothing escalates
     agreement: float
 
     def preview(self, features: Features) -> Decision:
-        """Decide as the inner gate, unless the siblings agree."""
+        """Return the inner gate's decision, but accept if the siblings agree."""
         return self._spared(features, self.inner.preview(features))
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide as the inner gate, unless the siblings agree."""
+        """Return the inner gate's decision, but accept if the siblings agree."""
         return self._spared(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -430,7 +435,7 @@ class AgreementGate:
 
 @dataclass(frozen=True, slots=True)
 class WarmScore:
-    """A score of the warm-up and where it is from; `tokens` is what scoring it cost."""
+    """A score of the warm-up with its origin; `tokens` is the number of tokens scored for it."""
 
     score: float
     question: str
@@ -439,13 +444,12 @@ class WarmScore:
 
 
 class WarmingGate:
-    """Calibration from the run's own first scores: they are stored and not acted upon, then `make`
-    builds the gate.
+    """A gate that first stores the run's first scores, then lets `make` build a gate from them.
 
-    The warm-up costs what it costs and is counted as everything else: its chunks belong to rollouts
-    that vote, and `spent` says how many tokens the target scored for it. Meanwhile every chunk is
-    kept, or every chunk goes over. What comes back first is short, so a warm-up leans that way;
-    scores of a calibration run do not.
+    During this warm-up every chunk is accepted, or every chunk is escalated. Its chunks belong to
+    rollouts that vote, and its cost counts like any other; `spent` is the number of tokens that the
+    target scored for it. Short chunks arrive first, so the warm-up's scores are biased towards
+    short chunks, unlike scores of a calibration run.
     """
 
     def __init__(
@@ -454,13 +458,14 @@ class WarmingGate:
         make: Callable[[Sequence[WarmScore]], Gate],
         meanwhile: Meanwhile = "accept",
     ) -> None:
-        """Check the number of scores and what happens meanwhile.
+        """Create a gate with a warm-up of `scores` scores.
 
-        :raises OptionError: fewer than one score, or an unknown `meanwhile`.
+        :raises OptionError: for fewer than one score, or an unknown `meanwhile`.
         """
         if scores < 1:
             raise OptionError(
-                "warmup", f"{scores} scores calibrate nothing; give at least 1, or no warm-up"
+                "warmup",
+                f"a warm-up of {scores} scores is too short; give at least 1, or no warm-up",
             )
         if meanwhile not in get_args(Meanwhile):
             raise OptionError(
@@ -470,7 +475,7 @@ class WarmingGate:
         self._make = make
         self._meanwhile: Meanwhile = meanwhile
         self._seen: list[WarmScore] = []
-        self.gate: Gate | None = None  # the one that was built, once the warm-up is over
+        self.gate: Gate | None = None  # the gate that was built, once the warm-up is over
 
     @property
     def spent(self) -> int:
@@ -478,34 +483,36 @@ class WarmingGate:
         return sum(one.tokens for one in self._seen)
 
     def preview(self, features: Features) -> Decision:
-        """Ask for a score of every chunk of the warm-up; afterwards, decide as the gate."""
+        """Request a score for every chunk of the warm-up; afterwards return the gate's preview."""
         if self.gate is not None:
             return self.gate.preview(features)
-        return self._decision(features, "verify", None, "warm-up: scored to be stored")
+        return self._decision(
+            features, "verify", None, "warm-up: the chunk is scored only to store the score"
+        )
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Store the score of a warm-up; afterwards, as the gate says.
+        """Store the score during the warm-up; afterwards return the gate's decision.
 
-        :raises CalibrationInputError: it is not a score.
+        :raises CalibrationInputError: if `score` is not a valid score.
         """
         if self.gate is not None:
             return self.gate.decide(features, score)
         if math.isnan(score):
             raise CalibrationInputError("score", score, "a number")
         self._seen.append(WarmScore(score, features.question, features.turn, features.tokens))
-        why = f"warm-up, {len(self._seen)} of {self._scores}: stored, not acted on"
+        why = f"warm-up, {len(self._seen)} of {self._scores}: stored only"
         decision = self._decision(features, self._meanwhile, score, why)
         if len(self._seen) == self._scores:
             self.gate = self._make(self._seen)
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Pass on what the gate decided; decisions of the warm-up were none of its own."""
+        """Report a decision to the gate, unless it is a decision of the warm-up."""
         if self.gate is not None and decision.origin != "warm-up":
             self.gate.observe(decision, escalated)
 
     def forget(self, question: str) -> None:
-        """Let the gate that was built forget the question."""
+        """Let the gate that was built drop what it stores for the question."""
         let_go(self.gate, question)
 
     def _decision(
@@ -518,45 +525,44 @@ class WarmingGate:
 
 @runtime_checkable
 class GuaranteedGate(Protocol):
-    """A gate that carries a promise of its own: it goes into the manifest, and from there into the
-    report.
-    """
+    """A gate with a guarantee, which is written into the manifest and the report."""
 
     @property
     def promise(self) -> tuple[str, str]:
-        """Return the guarantee in words, and what voids it."""
+        """Return the texts of the guarantee and of the conditions that void it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CertifiedGate:
-    """The gate a labelled calibration run has certified, unchanged: it stores nothing, and every
-    decision says so.
+    """The unchanged gate that a labelled calibration run has certified.
+
+    It learns nothing, and every decision mentions the certificate.
     """
 
     inner: Gate
-    # the guarantee in words, and what voids it: for the manifest and the report of a run
+    # the guarantee and the conditions that void it, for the manifest and the report of a run
     promise: tuple[str, str]
 
     def preview(self, features: Features) -> Decision:
-        """Decide as the certified gate."""
+        """Return the certified gate's preview."""
         return self.inner.preview(features)
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide as the certified gate."""
+        """Return the certified gate's decision."""
         decision = self.inner.decide(features, score)
         return _overruled(
             decision, decision.action, "certificate", f"{decision.why}; certified policy"
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Learn nothing: another gate than the one that was tested would not be certified."""
+        """Learn nothing, because a gate that changes would no longer be the certified one."""
 
 
 def _overruled(decision: Decision, action: Action, origin: Origin, why: str) -> Decision:
-    """Return the decision with another action for another reason.
+    """Return the decision with another action and reason.
 
-    A warm-up's decision keeps its origin, for the gate that is built must not learn from it.
+    A decision of the warm-up keeps its origin, because the gate must not learn from it.
     """
     return replace(
         decision,

@@ -1,4 +1,6 @@
-"""Judging of a chunk: what the gate may know of it, the target's score, the gate's decision."""
+"""Judge a chunk: collect its features for the gate, get the target's score, and let the gate
+decide.
+"""
 
 from __future__ import annotations
 
@@ -38,32 +40,35 @@ from atts.sampling import Seed
 
 Round = Mapping[int, tuple[Features, float]]
 
-# "verify" as a final decision is refused: whatever is not escalated would be kept
+# "verify" is refused as a final decision, because a chunk that is not escalated would be accepted
 NOT_FINAL = (
-    "the gate decided 'verify' about a chunk that has its score: "
-    "its decide and decide_round must return 'accept' or 'escalate'"
+    "the gate decided 'verify' on a chunk that already has its score; its methods decide and "
+    "decide_round must return 'accept' or 'escalate'"
 )
 
 
 class ChunkJudge:
-    """Asks a gate about one chunk at a time, with the target's score where the gate wants it."""
+    """A judge that asks a gate about one chunk at a time, with the target's score if the gate
+    requests it.
+    """
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
 
     async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
-        """Return the gate's decision, which the gate observes as carried out.
+        """Return the gate's decision, and report to the gate what was done.
 
-        What cannot be judged is escalated.
+        A chunk that cannot be judged is escalated.
 
-        :raises UsageError: the gate asks for a score that it was just given.
+        :raises UsageError: if the gate requests a score that it was just given.
         """
         known = features(builder, proposal)
         decision, proposal = await self._decide(builder, proposal, known)
         is_escalated = decision.action == "escalate"
         self._gate.observe(decision, is_escalated)
         if is_escalated and proposal.score_reused and builder.draws:
-            # no forward pass has read this chunk: read it now, for what the target draws meanwhile
+            # no forward pass has read this chunk yet; read it now, because the target draws tokens
+            # while it reads
             read = await score_by_target(builder, proposal)
             proposal = replace(proposal, beginning=read.beginning)
         return decision, proposal
@@ -90,8 +95,9 @@ class ChunkJudge:
 
 
 class RoundJudge:
-    """Has a gate rank each round of siblings: every rollout waits for all that still run. This is
-    the barrier.
+    """A judge that lets a gate rank each round of siblings.
+
+    Every rollout waits at this barrier for all siblings that still run.
     """
 
     def __init__(self, gate: RoundGate) -> None:
@@ -100,9 +106,9 @@ class RoundJudge:
         self._ranked: Mapping[int, Decision] = {}
 
     async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
-        """Return the gate's decision about this member of the round.
+        """Return the gate's decision on this member of the round.
 
-        :raises UsageError: the gate asks for a score that it was just given.
+        :raises UsageError: if the gate requests a score that it was just given.
         """
         known = features(builder, proposal)
         if proposal.chunk.target_ids:
@@ -112,8 +118,8 @@ class RoundJudge:
         return self._ranking(round_)[builder.rollout.sample], proposal
 
     def _ranking(self, round_: Round) -> Mapping[int, Decision]:
-        """Return the decisions of a round, made once by its first member."""
-        # no round begins before every member has read the last one's decisions
+        """Return the decisions of a round, which its first member makes for all."""
+        # a round begins only after every member has read the decisions of the previous round
         if self._round is not round_:
             samples = sorted(round_)
             decisions = self._gate.decide_round([round_[sample] for sample in samples])
@@ -128,8 +134,8 @@ Judge = ChunkJudge | RoundJudge
 
 
 def make_judge(gate: Gate | RoundGate) -> Judge:
-    """Return the judge that asks this gate; made once per problem, for finding a gate's kind is
-    slow.
+    """Return the judge that asks this gate; call this once per problem, because checking a gate's
+    kind is slow.
     """
     return RoundJudge(gate) if isinstance(gate, RoundGate) else ChunkJudge(gate)
 
@@ -172,10 +178,10 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     """Return the proposal with the score of an equal chunk after an equal beginning, or ask the
     target.
 
-    Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter
-    than asking. Where the sibling's call fails and is tried again it is not, so one of those who
-    wait then asks for itself. Who asked in an earlier session asks again, and is answered by what
-    was recorded.
+    If a sibling is already waiting for this score, waiting with it is faster than asking. If the
+    sibling's call fails and is retried, that is no longer true, so one of the waiting rollouts then
+    asks itself. The rollout that asked in an earlier session asks again, and gets the recorded
+    answer.
     """
     if builder.score_source != "log-probabilities":
         return await score_by_target(builder, proposal)
@@ -218,7 +224,7 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
 def _recorded_for_sibling(
     builder: RolloutBuilder, chunk: Chunk, request: ScoreRequest
 ) -> KnownScore | None:
-    """Return the record of an earlier session for the sibling that asked."""
+    """Return the record of the call that a sibling made in an earlier session."""
     for sample in range(builder.policy.samples):
         name = rollout_name(builder.rollout.problem, sample)
         draw = request.draw
@@ -247,9 +253,9 @@ def _request(builder: RolloutBuilder, chunk: Chunk) -> ScoreRequest:
 async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """Return the proposal with its score, or with the reason why there is none.
 
-    A score of the draft's own log-probabilities needs no call.
+    A score of the draft's log-probabilities needs no call.
 
-    :raises EngineError: the engine is lost, or cannot score at all.
+    :raises EngineError: if the engine is lost, or cannot score at all.
     """
     chunk = proposal.chunk
     source = builder.score_source
@@ -263,14 +269,14 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
         return await _reward(builder, proposal)
     if source == "draft":
         score = score_of(builder.score_rule, (), chunk)
-        flaw = "the draft tells no log-probabilities" if math.isnan(score) else ""
+        flaw = "the draft sends no log-probabilities" if math.isnan(score) else ""
         return replace(proposal, score=score, flaw=flaw)
     request = _request(builder, chunk)
     try:
         scores = await builder.target.score(request)
     except EngineError as error:
         return replace(proposal, flaw=_excuse(error))
-    # the suffix is counted as scored, not as read
+    # the suffix counts as scored, not as read
     read = max(0, len(request.prefix) - scores.cached_tokens)
     builder.count(Usage(scored_tokens=len(request.suffix), target_prefill_tokens=read, calls=1))
     if source == "judge":
@@ -342,7 +348,7 @@ async def _reward(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
 
 
 async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with the score that the target gives in words."""
+    """Return the proposal with the score from the target's answer to a question."""
     target = builder.target
     is_verdict = kind_of(builder.score_rule) == "verdict"
     questions = VERDICT_QUESTIONS if is_verdict else RATING_QUESTIONS
@@ -358,13 +364,13 @@ async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
             answers.append(await collect([partial(_logprob, target, one) for one in requests]))
         except EngineError as error:
             return replace(proposal, flaw=_excuse(error))
-    # each question is read after the chunk, which is read once
+    # the target reads the chunk once, and each question after it
     calls = sum(map(len, answers))
     read = len(proposal.chunk.target_ids)
     builder.count(Usage(scored_tokens=calls, target_prefill_tokens=read, calls=calls))
     score = verdict_score(answers) if is_verdict else rating_score(answers)
     if math.isnan(score):
-        return replace(proposal, flaw="the target gives no expected word any probability")
+        return replace(proposal, flaw="the target gives none of the expected words any probability")
     return replace(proposal, score=float(f"{score:.5g}"))
 
 
@@ -375,10 +381,10 @@ async def _ask_in_text(
     *,
     is_verdict: bool,
 ) -> Proposal:
-    """Return the proposal with a score from short replies, for a target that reports no chances.
+    """Return the proposal with a score from short replies, for a target without log-probabilities.
 
     The replies are draws from the target's distribution, so the shares of the words among them
-    estimate the chances that other targets report.
+    estimate the probabilities that other targets report.
     """
     target = builder.target
     rollout = builder.rollout
@@ -416,15 +422,15 @@ async def _ask_in_text(
         for place, question in enumerate(questions)
     ]
     if not any(map(sum, counts)):
-        return replace(proposal, flaw="the target's replies hold no expected word")
-    # Jeffreys' prior: a few draws prove no word impossible
+        return replace(proposal, flaw="none of the target's replies contains an expected word")
+    # Jeffreys' prior, because a few draws do not prove that a word is impossible
     answers = [[math.log(count + 0.5) for count in row] for row in counts]
     score = verdict_score(answers) if is_verdict else rating_score(answers)
     return replace(proposal, score=float(f"{score:.5g}"))
 
 
 async def _compare_continuation(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with the score of what the target writes in the chunk's place."""
+    """Return the proposal with the score from the target's continuation in place of the chunk."""
     target = builder.target
     request = builder.request("target")
     seed = replace(request.seed, purpose="continuation")
@@ -453,9 +459,9 @@ async def _logprob(target: RolloutEngine, request: ScoreRequest) -> float:
 
 
 def _excuse(error: EngineError) -> str:
-    """Return the words of a failure that is met by escalating. A lost engine decides nothing.
+    """Return the message of a failure after which the chunk is escalated.
 
-    :raises EngineError: the engine is lost, or cannot score at all.
+    :raises EngineError: if the engine is lost, or cannot score at all; then no decision is taken.
     """
     ends_the_run = (
         EngineUnavailable | EngineTimeout | UnsupportedByEngine | UnusableScores | ModelLoadError
@@ -466,23 +472,27 @@ def _excuse(error: EngineError) -> str:
 
 
 RATING = "\n\nI think the quality score is: "
-"""Stands before the digit of a rating, as SpecReason has it."""
+"""The text before the digit of a rating, as in SpecReason."""
 
 VERDICT = "\n\nIs the last step correct? Answer {first} or {second}.\nAnswer: "
-"""Stands before the word of a verdict. It is asked in both orders: models prefer one position."""
+"""The text before the word of a verdict. The question is asked in both orders, because models
+prefer one position.
+"""
 
 YES = "Yes"
 NO = "No"
 
 
-_REPLIES = 4  # drawn for one score where a target reports no chances
+_REPLIES = 4  # replies drawn for one score if a target sends no log-probabilities
 _REPLY_TOKENS = 4  # some tokenizers put a space or a line break before the word
-_CONTINUED = 32  # tokens of the target's own continuation that a chunk is compared with
+_CONTINUED = 32  # tokens of the target's continuation with which a chunk is compared
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A text that ends where the target would answer, and the words whose chances are compared."""
+    """A text that ends where the target would answer, with the words whose probabilities are
+    compared.
+    """
 
     text: str
     words: tuple[str, ...]
@@ -514,7 +524,8 @@ VERDICT_QUESTIONS = tuple(
 
 
 def rating_score(answers: Sequence[Sequence[float]]) -> float:
-    """Return 10 less the mean digit under the target's distribution: 1 is the best, 10 the worst.
+    """Return 10 minus the mean digit under the target's distribution; 1 is the best score, 10 the
+    worst.
 
     >>> round(rating_score([[-9.0] * 9 + [0.0]]), 2)
     1.01
@@ -525,7 +536,8 @@ def rating_score(answers: Sequence[Sequence[float]]) -> float:
 
 
 def verdict_score(answers: Sequence[Sequence[float]]) -> float:
-    """Return one over the target's chance of "Yes" against "No", both orders weighing alike.
+    """Return one over the target's probability of "Yes" against "No", with equal weight for both
+    orders.
 
     >>> verdict_score([[-1.0, -1.0], [-2.0, -2.0]])
     2.0
@@ -538,7 +550,7 @@ def verdict_score(answers: Sequence[Sequence[float]]) -> float:
 
 
 def _shares(logprobs: Sequence[float]) -> list[float]:
-    """Return the words' chances among each other; NaN where the target gives none of them any."""
+    """Return the words' probabilities, normalized to sum to 1; NaN if all of them are 0."""
     top = max(logprobs)
     if not math.isfinite(top):
         return [math.nan] * len(logprobs)

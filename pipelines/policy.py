@@ -1,4 +1,4 @@
-"""The policy of a pipeline: every choice but its gate, in one frozen value."""
+"""The policy of a pipeline, which is every choice except its gate, as one frozen value."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ Escalates = Literal["chunk", "rest", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """Length of a chunk and the strings that end it early; without stop strings chunks have a fixed
-    length.
+    """The length of a chunk and the strings that end it early.
 
-    What is None is as the models want it: see `Budget`.
+    Without stop strings chunks have a fixed length. A field that is None gets a value that suits
+    the models; see `Budget`.
     """
 
     draft_tokens: Annotated[
-        int | None, "tokens the draft may write before it is scored; none: by the models"
+        int | None, "most tokens of a draft's chunk; none: the default of the models"
     ] = None
     target_tokens: Annotated[
-        int | None, "tokens the target may write for an escalated chunk; none: by the models"
+        int | None,
+        "most tokens that the target writes for an escalated chunk; none: the default of the "
+        "models",
     ] = None
     stop: Annotated[
         tuple[str, ...] | None,
-        "texts that end a chunk; [] makes chunks of fixed length; none: by the models",
+        "texts that end a chunk; []: chunks have a fixed length; none: the default of the models",
     ] = None
 
 
 class Bounds(NamedTuple):
-    """The lengths of one rollout: all of it, its rounds, a piece of either model, and what ends a
-    piece early.
+    """The lengths of one rollout: its tokens, its turns, a chunk of each model, and the stop
+    strings.
     """
 
     max_tokens: int
@@ -56,8 +58,8 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Tokens and chunk lengths that models of one kind need for an answer; they fill what a policy
-    leaves open.
+    """The lengths that models of one kind need for an answer; they replace the fields that a policy
+    leaves None.
     """
 
     models: str
@@ -66,8 +68,8 @@ class Budget:
     stop: tuple[str, ...] = ()
 
     def within(self, context: int) -> Budget:
-        """Return the budget for a model that holds so many tokens; a part of them is left to the
-        problem.
+        """Return the budget for a model with this context length; a part of the context is left for
+        the problem.
 
         >>> Budget("reasoning models", 16_000, 500).within(4096).max_tokens
         3584
@@ -76,7 +78,7 @@ class Budget:
         if self is SMALL or room >= self.max_tokens:
             return self
         return Budget(
-            f"{self.models}, a context of {context:,}",
+            f"{self.models} with a context of {context:,} tokens",
             room,
             min(self.chunk_tokens, room),
             self.stop,
@@ -85,9 +87,10 @@ class Budget:
 
 PromptName = Literal["select", "synthesis"]
 COMBINE_KEYS = ("combine", "finalists", "combine_tokens", "select_prompt", "synthesis_prompt")
-"""Fields of a policy that decide nothing where `combine` is "vote", and are left out of manifests."""
+"""Fields of a policy that have no effect if `combine` is "vote"; manifests then leave them out."""
 REWARD_KEYS = ("reward", "separator")
-"""Fields of a score that decide nothing unless its kind is "prm", and are left out of manifests."""
+"""Fields of a score that have an effect only if its kind is "prm"; other manifests leave them out.
+"""
 PROMPT_FIELDS = ("{problem}", "{solutions}")
 
 
@@ -99,40 +102,44 @@ def own_prompt(name: PromptName) -> str:
 
 
 SMALL = Budget("embedded models", 512, 64, ("\n\n",))
-"""Of the embedded models, which write one step of at most 40 tokens per chunk, and of the scripted
-ones.
+"""The budget of the embedded models, which write one step of at most 40 tokens per chunk, and of
+the scripted models.
 """
 THINK = "<think>"
 THINK_END = "</think>"
 THINKING_END = (
     f"\n\nI have no time left to think, so I answer now.\n{THINK_END}\n\nThe final answer is"
 )
-"""Put into a rollout that has used up its thinking budget."""
-_PROMPT = 512  # tokens of a context that are left to the problem itself
+"""The default text that is inserted into a rollout that has used up its thinking budget."""
+_PROMPT = 512  # tokens of a context that are left for the problem
 _LEAST_TURNS = 15
-_STEP_TOKENS = 35  # what a step that a stop string ends is taken to bring
-# how much of a chunk without stop strings is taken to be used, whichever tokenizer counts
+_STEP_TOKENS = 35  # assumed tokens of a chunk that a stop string ends
+# the assumed used share of a chunk without stop strings, since the two tokenizers may count
+# differently
 _FULL = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceStop:
-    """DeepConf's online rule: the first `warmup` rollouts run whole; later ones end when they are
-    less sure.
+    """DeepConf's online rule: the first `warmup` rollouts run to their end; later ones end if they
+    are less confident.
 
-    Sureness is the lowest mean log-probability over `window` consecutive tokens; the bar is the `1
-    - keep` quantile of the warm-up's. A percentile of a handful of rollouts, no more: it promises
-    nothing.
+    The confidence of a rollout is its lowest mean log-probability over `window` consecutive tokens.
+    The threshold is the quantile `1 - keep` of the warm-up's confidences. With so few rollouts this
+    quantile has no guarantee.
     """
 
-    warmup: Annotated[int, "rollouts that run whole before unsure ones are ended"] = 16
-    keep: Annotated[float, "the share of those that would be kept"] = 0.9
-    window: Annotated[int, "tokens over which sureness is averaged"] = 64
+    warmup: Annotated[
+        int, "rollouts that run to their end before less confident ones are ended"
+    ] = 16
+    keep: Annotated[float, "share of the warm-up rollouts that the threshold would keep"] = 0.9
+    window: Annotated[int, "tokens over which confidence is averaged"] = 64
 
     def __post_init__(self) -> None:
         if self.warmup < 1 or self.window < 1 or not 0 < self.keep <= 1:
             raise OptionError(
-                "confidence_stop", f"{self}: expected warmup, window >= 1 and keep in (0, 1]"
+                "confidence_stop",
+                f"{self} is not possible; warmup and window must be at least 1, and keep in (0, 1]",
             )
 
     def sureness(self, rollout: Rollout) -> float:
@@ -150,8 +157,8 @@ class ConfidenceStop:
         return min(means, default=math.inf)
 
     def is_below(self, rollout: Rollout, warmup: Sequence[Rollout]) -> bool:
-        """Return whether the rollout is less sure than all but `1 - keep` of the warm-up; never
-        without one.
+        """Return whether the rollout's confidence is below the threshold of the warm-up; False
+        before there is one.
         """
         bars = sorted(self.sureness(line) for line in warmup)
         return (
@@ -162,58 +169,69 @@ class ConfidenceStop:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Rules for spending tokens on one problem.
+    """The rules for spending tokens on one problem.
 
-    `samples` rollouts (parallel axis), each of at most `turns` rounds and `max_tokens` tokens
-    (sequential axis). The default is ATTS as this project recommends it; `atts.methods` holds the
-    baselines. Lengths that are None are as the models need them (`Budget`), and turns as many as
-    the tokens need. What each field's annotation says is the help of its configuration key.
+    There are `samples` rollouts (parallel scaling), each of at most `turns` turns and `max_tokens`
+    tokens (sequential scaling). The default is ATTS as this project recommends it; `atts.methods`
+    has the baselines. Lengths that are None get the defaults of the models (`Budget`), and as many
+    turns as the tokens need. The text of each field's annotation is the help of its configuration
+    key.
     """
 
     samples: Annotated[int, "rollouts per problem"] = 8
     turns: Annotated[
         int | None,
-        "rounds of draft, score and decision per rollout, at most; none: as max_tokens needs",
+        "most turns of a rollout; a turn is a draft, a score and a decision; none: as many as "
+        "max_tokens needs",
     ] = None
-    max_tokens: Annotated[int | None, "tokens per rollout, at most; none: by the models"] = None
+    max_tokens: Annotated[
+        int | None, "most tokens of a rollout; none: the default of the models"
+    ] = None
     chunking: Chunking = Chunking()
-    drafter: Annotated[Role, "who writes; target is the target alone"] = "draft"
+    drafter: Annotated[
+        Role, "the model that writes chunks; target: the target writes everything"
+    ] = "draft"
     exact: Annotated[
         bool,
-        "the target's text, drafted: the draft writes ahead of it, and only what the target draws "
-        "as well stays",
+        "the draft proposes tokens, and only those that the target draws as well stay, so the "
+        "text is the target's",
     ] = False
     escalates: Annotated[
         Escalates,
         "what is escalated: a chunk, a chunk and the rest of its rollout, or a problem on which the "
         "draft's rollouts disagree",
     ] = "chunk"
-    takeover: Annotated[Takeover, "what the target does with an escalated chunk"] = "replace"
+    takeover: Annotated[Takeover, "what becomes of an escalated chunk"] = "replace"
     answers: Annotated[
         AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"
     ] = "verify"
     budget_forcing: Annotated[
-        int, "how often an answer is met with `wait_text` instead of an end"
+        int, "how often `wait_text` is inserted after an answer instead of ending the rollout"
     ] = 0
-    wait_text: Annotated[str, "what is said then"] = "Wait"
+    wait_text: Annotated[str, "the text that is inserted"] = "Wait"
     thinking_tokens: Annotated[
         int | None,
-        "tokens of a rollout, at most, before its think block is closed and it must answer; none: no limit",
+        "most tokens of a rollout before its think block is closed and it must answer; none: "
+        "no limit",
     ] = None
     thinking_end: Annotated[
-        str, "the text that ends the thinking of a rollout, or @FILE, which holds it"
+        str, "the text that ends the thinking of a rollout, or @FILE, which contains it"
     ] = THINKING_END
     optimistic: Annotated[
         bool,
-        "draft the next chunk while this one is scored; the distribution of results is unchanged",
+        "draft the next chunk while this one is scored; the distribution of results does not "
+        "change",
     ] = False
     sampling: Annotated[
-        Sampling, {"temperature": "of the draft, and of the target unless it has its own"}
+        Sampling,
+        {
+            "temperature": "the sampling of the draft, and of the target unless `target_sampling` is set"
+        },
     ] = Sampling(temperature=0.7)
     target_sampling: Annotated[
         Sampling | None,
         {
-            "temperature": "of the target; none: as `sampling`",
+            "temperature": "the sampling of the target; none: the same as `sampling`",
             "top_k": "of the target",
             "top_p": "of the target",
             "min_p": "of the target",
@@ -222,47 +240,58 @@ class Policy:
     score: ScoreRule = ScoreRule()
     vote: Annotated[VoteKind, "how answers are counted"] = "majority"
     early_stop: Annotated[
-        Stop, "whether rollouts end when the vote cannot change, or hardly can"
+        Stop, "whether to cancel rollouts when they cannot change the vote, or are unlikely to"
     ] = "certain"
-    confidence: Annotated[float, "how sure early_stop likely must be"] = 0.95
+    confidence: Annotated[float, "the probability that early_stop=likely needs"] = 0.95
     first_wave: Annotated[
         int,
-        "rollouts asked first, more only when these do not agree; 0: all at once, or half of them "
-        "where problems are escalated",
+        "rollouts that start first; more start only if these do not agree; 0: all at once, or "
+        "half of them if escalates=problem",
     ] = 0
-    growth: Annotated[float, "how much larger all waves together are with the next one"] = math.inf
-    agreement: Annotated[float, "the share of equal answers that makes the rest unnecessary"] = 1.0
-    barrier: Annotated[bool, "every turn waits for all siblings, as synchronous methods do"] = False
+    growth: Annotated[
+        float, "factor by which each wave increases the number of rollouts so far"
+    ] = math.inf
+    agreement: Annotated[float, "the share of equal answers after which no further wave starts"] = (
+        1.0
+    )
+    barrier: Annotated[
+        bool, "every turn waits for all rollouts of the problem, as in synchronous methods"
+    ] = False
     system: Annotated[str, "the system prompt"] = (
         "Solve the problem step by step. Put the final answer in \\boxed{}."
     )
-    instruction: Annotated[str, "said after the problem, for models that want no system prompt"] = (
-        ""
-    )
-    letter: Annotated[str, "said after the choices of a problem that has some"] = (
+    instruction: Annotated[
+        str, "text after the problem, for models that do not use a system prompt"
+    ] = ""
+    letter: Annotated[str, "text after the choices of a multiple-choice problem"] = (
         "Answer with the letter of the right choice."
     )
     confidence_stop: ConfidenceStop | None = None
     timeout_seconds: Annotated[
         float,
-        "of one engine call, its queue at a server included; a local engine that takes steps is "
-        "never late",
+        "time limit of one engine call, including its queue at a server; it does not apply while "
+        "a local engine makes progress",
     ] = 600.0
-    repeats: Annotated[int, "the same chunk this often in a row ends its rollout"] = 3
+    repeats: Annotated[
+        int, "a rollout ends when it writes the same chunk this many times in a row"
+    ] = 3
     combine: Annotated[
         Combine,
-        "what makes a problem's answer: the vote, or where votes split the target, which selects a "
-        "finalist or synthesizes a solution; auto selects once that is known to help",
+        "how a problem gets its answer: by vote, or if votes split by the target, which selects a "
+        "finalist or synthesizes a solution; auto: select once that is known to help",
     ] = "vote"
-    finalists: Annotated[int, "answers that the target compares where votes split, at most"] = 3
+    finalists: Annotated[int, "most answers that the target compares if votes split"] = 3
     combine_tokens: Annotated[
-        int | None, "tokens of a comparison or a synthesis, at most; none: as max_tokens"
+        int | None, "most tokens of a comparison or a synthesis; none: the same as max_tokens"
     ] = None
     select_prompt: Annotated[
-        str | None, "question that compares two solutions, or @FILE with it; none: atts' own"
+        str | None,
+        "prompt for comparing two solutions, or @FILE, which contains it; none: the prompt of atts",
     ] = None
     synthesis_prompt: Annotated[
-        str | None, "request for a synthesis of solutions, or @FILE with it; none: atts' own"
+        str | None,
+        "prompt for a synthesis of solutions, or @FILE, which contains it; none: the prompt "
+        "of atts",
     ] = None
 
     def __post_init__(self) -> None:
@@ -279,7 +308,7 @@ class Policy:
         self._check_thinking()
         if self.exact and self.drafter != "target":
             raise OptionError(
-                "exact", "the draft's own text needs no draft ahead of it; set drafter to target"
+                "exact", "method exact writes the target's text; set drafter to target"
             )
         for name, sampling in (
             ("sampling", self.sampling),
@@ -300,13 +329,17 @@ class Policy:
             text = getattr(self, name)
             missing = [field for field in PROMPT_FIELDS if text is not None and field not in text]
             if missing:
-                problem = f"lacks {' and '.join(missing)}, where the texts are to go"
+                problem = (
+                    f"the prompt lacks {' and '.join(missing)}, which atts replaces by the texts"
+                )
                 raise OptionError(name, problem)
         if not self.timeout_seconds > 0:
-            raise OptionError("timeout_seconds", f"{self.timeout_seconds} leaves no time")
+            raise OptionError(
+                "timeout_seconds", f"{self.timeout_seconds} seconds leave no time; give more than 0"
+            )
         if not self.growth > 1:
             raise OptionError(
-                "growth", f"{self.growth} would never come to the next wave; give more than 1"
+                "growth", f"with {self.growth} the next wave would never start; give more than 1"
             )
         for name in ("confidence", "agreement"):
             value = getattr(self, name)
@@ -314,9 +347,9 @@ class Policy:
                 raise OptionError(name, f"{value} is outside (0, 1]")
 
     def _check_thinking(self) -> None:
-        """Refuse a thinking budget that leaves no token for the answer, or ends in no text.
+        """Check that the thinking budget leaves a token for the answer and ends in a text.
 
-        :raises OptionError: it does.
+        :raises OptionError: if it does not.
         """
         if self.thinking_tokens is None:
             return
@@ -327,18 +360,19 @@ class Policy:
                 "give fewer, or more max_tokens",
             )
         if not self.thinking_end.strip():
-            raise OptionError("thinking_end", "an empty text ends no thinking; give a text")
+            raise OptionError("thinking_end", "an empty text cannot end the thinking; give a text")
 
     def _check_problems(self) -> None:
-        """Refuse what contradicts the escalation of whole problems.
+        """Check that the other fields allow whole problems to be escalated.
 
-        :raises OptionError: no rollouts are left for the target, or the draft writes none.
+        :raises OptionError: if the target or the draft would write no rollouts, or if there is a
+            barrier.
         """
         if self.drafter == "target" or self.barrier:
             raise OptionError(
                 "escalates",
-                "problem: the draft's rollouts come first, and none waits for another's turn; "
-                "leave drafter and barrier as they are",
+                "with escalates=problem the draft's rollouts come first and do not wait for each "
+                "other; leave drafter and barrier at their defaults",
             )
         if len(self.waves) != 2:
             raise OptionError(
@@ -367,7 +401,9 @@ class Policy:
         return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))
 
     def of(self, sample: int) -> Policy:
-        """Return the policy of one rollout: the target writes the later ones of an escalated problem."""
+        """Return the policy of one rollout; the target writes the later rollouts of an escalated
+        problem.
+        """
         if self.escalates == "problem" and sample >= self.waves[0].stop:
             return replace(self, drafter="target", escalates="chunk")
         return self
@@ -379,8 +415,8 @@ class Policy:
         return self.sampling
 
     def bounds(self, budget: Budget = SMALL) -> Bounds:
-        """Return every length, those left open as these models need them; more tokens make more
-        turns.
+        """Return every length; fields that are None get the models' defaults, and more tokens give
+        more turns.
 
         >>> Policy().bounds()[:2], Policy(max_tokens=2048).bounds()[:2], Policy(turns=4).bounds()[:2]
         ((512, 15), (2048, 59), (512, 4))
@@ -398,7 +434,7 @@ class Policy:
         return Bounds(tokens, turns, draft, target, stop)
 
     def filled(self, budget: Budget = SMALL) -> Policy:
-        """Return the policy with no length left open, and with the prompts that it uses."""
+        """Return the policy with a value for every length, and with the prompts that it uses."""
         tokens, turns, draft, target, stop = self.bounds(budget)
         policy = replace(
             self, max_tokens=tokens, turns=turns, chunking=Chunking(draft, target, stop)
@@ -415,7 +451,7 @@ class Policy:
         return given if given is not None else own_prompt(name)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the fields that decide a run's results, as a manifest holds them."""
+        """Return the fields that decide a run's results, as a manifest stores them."""
         fields = plain_fields(self)
         if self.combine == "vote":
             for name in COMBINE_KEYS:
@@ -429,9 +465,9 @@ class Policy:
 
 
 def _check_sampling(name: str, sampling: Sampling) -> None:
-    """Refuse a sampling that no engine can follow, before any is opened.
+    """Check the sampling settings before an engine is opened.
 
-    :raises OptionError: naming the key.
+    :raises OptionError: if a value is impossible, naming its key.
     """
     if not 0 <= sampling.temperature < math.inf:
         raise OptionError(

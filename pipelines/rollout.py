@@ -30,10 +30,10 @@ from atts.pipelines.votes import (
 
 
 async def solve(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
-    """Spend tokens on one problem as the policy says.
+    """Solve one problem by the rollouts that the policy describes, and return their vote.
 
-    A rollout that fails is recorded and sinks no other; when the vote is settled the remaining
-    rollouts are cancelled.
+    A rollout that fails is recorded and does not affect the others. When the vote is settled, the
+    remaining rollouts are cancelled.
     """
     prompt = render(problem, policy, context.draft, context.target)
     vote = RunningVote(policy, context.answers.group)
@@ -74,7 +74,7 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
 
 
 async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:
-    """Take turns until the rollout ends.
+    """Run turns until the rollout ends.
 
     A rollout that is cancelled saves its finished turns; the tokens of the unfinished turn are
     counted as wasted.
@@ -89,7 +89,9 @@ async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:
 
 
 async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
-    """Take one turn: the draft proposes, the target scores, the gate decides, one chunk stays."""
+    """Run one turn: the draft proposes a chunk, the target scores it, the gate decides, and one
+    chunk stays.
+    """
     policy = builder.policy
     if policy.exact:
         builder.enter([await write_exactly(builder)])
@@ -115,7 +117,8 @@ async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
 async def _judge_while_drafting(
     builder: RolloutBuilder, proposal: Proposal, judge: Judge
 ) -> tuple[Decision, Proposal]:
-    """Judge the chunk while the drafter already writes the next one; an escalation cancels that.
+    """Judge the chunk while the drafter already writes the next one; an escalation cancels the next
+    one.
 
     This saves time and changes neither the decision nor the text.
     """
@@ -128,7 +131,7 @@ async def _judge_while_drafting(
 
 
 async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decision) -> None:
-    """Let the target take a rejected chunk over as the policy says, and close the turn."""
+    """Let the target write in the way that the policy's takeover says, and end the turn."""
     chunk = proposal.chunk
     score = proposal.score
     if builder.policy.escalates == "rest":
@@ -144,9 +147,10 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         builder.enter([*kept, written], (), decision, score, proposal.flaw)
         return
     if builder.policy.takeover == "repair":
-        # the chunk stays up to the first token that the target rejects
+        # the chunk stays up to, but without, the first token that the target rejects
         part = first_tokens(chunk, proposal.first_rejected, builder.draft)
-        # The part is shorter than the chunk, which fitted: the target has room for a token at least.
+        # The part is shorter than the chunk, which fitted, so at least one token of the target
+        # fits.
         if part is not None:
             written = await builder.write("target", [part])
             note = f"{part.tokens} of {chunk.tokens} tokens stay"
@@ -159,7 +163,7 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
 
 
 class RunningVote:
-    """The vote of one problem while its rollouts end, one by one, in any order."""
+    """The vote of one problem, which is updated as its rollouts end in any order."""
 
     def __init__(self, policy: Policy, group: Grouper) -> None:
         self.policy = policy
@@ -170,11 +174,13 @@ class RunningVote:
 
     @property
     def tally(self) -> Tally:
-        """Return the count so far, by sample number: the order of arrival does not matter."""
+        """Return the tally so far, in order of sample numbers, so that the order of arrival does
+        not matter.
+        """
         return tally([self._cast[sample] for sample in sorted(self._cast)], self.group)
 
     def add_result(self, result: RolloutResult[Rollout]) -> bool:
-        """Count a rollout that ended; return whether the vote is settled without the rest."""
+        """Count a rollout that ended; return whether the remaining rollouts are unnecessary."""
         self.ended += 1
         cast = ballot(self.policy.vote, result.value) if result.value is not None else None
         if cast is not None:
@@ -197,8 +203,8 @@ class RunningVote:
     def stop_reason(self) -> str:
         """Return why the rollouts that ended suffice, or "" if another wave is needed.
 
-        They suffice if they settled the vote, or if enough of them agree. Where whole problems are
-        escalated, how many agree is for the gate to judge.
+        They suffice if they settled the vote, or if enough of them agree. If whole problems are
+        escalated, the gate judges whether enough agree.
         """
         if self.policy.escalates == "problem":
             return self._settled
@@ -212,10 +218,10 @@ class RunningVote:
 def judge_problem(problem: Problem, vote: RunningVote, context: Context) -> str:
     """Ask the gate about a problem whose draft rollouts have ended.
 
-    Return why they suffice, or "" if the target's rollouts are needed. The gate sees the problem as
-    it sees a chunk: one score, higher is worse.
+    Return why they suffice, or "" if the target's rollouts are needed. The gate gets one score for
+    the problem, as for a chunk; higher is worse.
 
-    :raises UsageError: the gate ranks rounds of siblings.
+    :raises UsageError: if the gate ranks rounds of siblings.
     """
     gate = context.gate
     if isinstance(gate, RoundGate):
@@ -251,7 +257,7 @@ def conclude(
     count: Tally,
     stop_reason: str,
 ) -> Outcome:
-    """Return the outcome with every rollout, the failed and cancelled ones included."""
+    """Return the outcome with every rollout, including failed and cancelled ones."""
     rollouts = tuple(_concluded(problem, prompt, result) for result in results)
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
     why = stop_reason
@@ -267,9 +273,9 @@ def conclude(
         if failed:
             why = failed[0].error
         elif is_cut:
-            why = "no rollout came to an answer before the run ended"
+            why = "no rollout had an answer when the run ended"
         else:
-            why = "no rollout came to an answer"
+            why = "none of the rollouts ended with an answer"
     return Outcome(
         problem,
         rollouts,
@@ -282,7 +288,7 @@ def conclude(
 
 
 def _concluded(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:
-    """Return a rollout with its finish, also where it failed, was cancelled or never started."""
+    """Return a rollout with its finish, even if it failed, was cancelled or never started."""
     rollout = result.value or Rollout(problem.id, result.sample, prompt)
     if rollout.finish is not None:
         return rollout

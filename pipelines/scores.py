@@ -1,4 +1,4 @@
-"""Score rules: one number in [1, inf], higher is worse, from a chunk's log-probabilities."""
+"""Score rules, which turn a chunk's log-probabilities into a number in [1, inf]; higher is worse."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _UNITS: Mapping[ScoreKind, str] = {
     "prm": "nats",
     "verdict": "nats",
 }
-"""What the logarithm of a score is counted in. The other scores are read as they are."""
+"""The unit of the logarithm of a score. Other kinds of scores are shown without a logarithm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,15 @@ class ScoreRule:
     """Rule that turns log-probabilities into a perplexity-like number in [1, inf]; higher is worse.
 
     mean: the chunk's perplexity.
-    worst: one over the chance of the chunk's least likely token.
+    worst: one over the probability of the chunk's least likely token.
     byte: the perplexity per byte of text, comparable across tokenizers.
-    speculative: one over the chance that speculative sampling would accept the whole chunk, the
-        product of min(1, target / author) over its tokens. What the target finds unlikely counts
-        only as far as the author was surer. It compares the models at temperature 1, so it is that
-        chance only if both are sampled at temperature 1. It needs one tokenizer and the author's
-        log-probabilities; without them the chunk has no score. As a sum over tokens it grows with
-        the length of the chunk.
-    draft: one over the chance that the author gave its least likely token. The target reads
+    speculative: one over the probability that speculative sampling accepts the whole chunk, the
+        product of min(1, target / author) over its tokens. A token counts only if the author gave
+        it a higher probability than the target. The models are compared at temperature 1, so this
+        is the exact probability only if both are sampled at temperature 1. It needs one tokenizer
+        and the author's log-probabilities; without them the chunk has no score. Its logarithm is a
+        sum over tokens, so it grows with the length of the chunk.
+    draft: one over the probability that the author gave its least likely token. The target reads
         nothing, so the score is free.
     entropy: the exponential of the mean entropy of the draft's distributions over the chunk: how
         many next tokens it wavers between. The draft reads its chunk again; the target reads
@@ -125,13 +125,14 @@ class ScoreRule:
         return _SOURCES.get(self.kind, "log-probabilities")
 
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
-        """Return the score; nan when a log-probability is, so that no gate can take it for a score.
+        """Return the score; it is NaN if a log-probability is NaN, so that no gate uses it as a
+        score.
 
-        For "speculative" the differences target - author are given for log-probabilities, for
-        "draft" the author's own; see `score_of`. For the entropies, minus the entropy at each token.
-        For "prm", the logarithm of the reward.
+        For "speculative" the arguments are the differences target - author, for "draft" the
+        author's log-probabilities; see `score_of`. For the entropies they are minus the entropy at
+        each token, for "prm" the logarithm of the reward.
         """
-        assert logprobs, "an engine must refuse to score nothing"
+        assert logprobs, "an engine must refuse to score an empty text"
         if self.kind == "byte":
             nll = -math.fsum(logprobs) / max(1, len(text.encode()))
         elif self.kind in ("worst", "draft", "entropy-worst"):
@@ -152,10 +153,10 @@ def _perplexity(nll: float) -> float:
 
 
 def score_words(score: float, kind: str | None) -> str:
-    """Describe a score as people read it: the logarithm of a chance in its unit.
+    """Return a readable text of a score: its logarithm with a unit.
 
-    A product over the tokens of a long chunk reaches e^190, which says little as a number. A score
-    of unknown kind is taken for such a product.
+    A product over the tokens of a long chunk reaches e^190, which is hard to read as a number. A
+    score of unknown kind is treated as such a product.
 
     >>> score_words(1.5, "mean"), score_words(3.7e11, "speculative"), score_words(4.0, "rating")
     ('0.405 nats per token', '26.6 nats per chunk', '4')
@@ -172,31 +173,29 @@ Rule = Callable[[Sequence[float], str], float]
 
 
 def kind_of(rule: Rule) -> ScoreKind | None:
-    """Return the kind of a built-in rule; None for a function of a program's own."""
+    """Return the kind of a built-in rule; None for a function that the user wrote."""
     return rule.kind if isinstance(rule, ScoreRule) else None
 
 
 def source_of(rule: Rule) -> ScoreSource:
-    """Return the source that a rule makes scores of; a program's own function reads log-
-    probabilities.
-    """
+    """Return the source that a rule uses; a function that the user wrote gets log-probabilities."""
     return rule.source if isinstance(rule, ScoreRule) else "log-probabilities"
 
 
 def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
-    """Return a chunk's score from the target's log-probabilities, and the author's where the rule
+    """Return a chunk's score from the target's log-probabilities, and from the author's if the rule
     needs them.
 
-    nan where those are missing. Rounded to five digits, here and nowhere else, before anything
-    ranks it: float sums depend on who else is in the batch and on what the cache held (by up to
-    2e-5 after a resume), and scores that are equal must not be distinguished by that.
+    It is NaN if log-probabilities are missing. It is rounded to five digits, only here, before
+    anything ranks it. Float sums depend on the rest of the batch and on the cache (by up to 2e-5
+    after a resume), and equal scores must not differ by that.
     """
     if isinstance(rule, ScoreRule) and rule.kind == "draft":
         logprobs = chunk.logprobs
         if not logprobs:
             return math.nan
     if isinstance(rule, ScoreRule) and rule.kind == "speculative":
-        # an end token's own log-probability may be one more, never one less
+        # there may be one more log-probability, that of an end token, but never one less
         if len(chunk.logprobs) < len(logprobs):
             return math.nan
         pairs = zip(logprobs, chunk.logprobs, strict=False)
@@ -207,12 +206,13 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
 def first_rejected_token(
     target: Sequence[float], author: Sequence[float], nats: float = 1.0
 ) -> int:
-    """Return the first token that the target finds less likely than its author by `nats`.
+    """Return the index of the first token that is less likely to the target than to its author by
+    `nats`.
 
-    Where there is none, return the one that it finds less likely by most.
+    If there is none, return the token with the largest difference.
 
-    Without the author's log-probabilities it is the first token, so that nothing before it can be
-    trusted.
+    Without the author's log-probabilities return the first token, so that no token counts as
+    accepted.
 
     >>> first_rejected_token([-0.1, -0.2, -9.0, -12.0], [-0.1, -0.1, -0.3, -0.1])
     2
@@ -221,7 +221,7 @@ def first_rejected_token(
         return 0
     drops = [before - now for now, before in zip(target, author, strict=False)]
     for position, drop in enumerate(drops):
-        if not drop < nats:  # nan is a rejection
+        if not drop < nats:  # NaN counts as a rejection
             return position
     return drops.index(max(drops))
 
@@ -229,8 +229,8 @@ def first_rejected_token(
 def disagreement(count: Tally, rollouts: int) -> float:
     """Return the disagreement of a problem's rollouts: their number over the leading answer's.
 
-    It is 1 where all agree. Rollouts without an answer agree with none; where no rollout has one,
-    the score is twice that of one answer alone, worse than any other.
+    It is 1 if all agree. Rollouts without an answer agree with none. If no rollout has an answer,
+    the score is twice that of a single answer, which is worse than any other.
 
     >>> disagreement(Tally(("7", "8"), (3.0, 1.0), (3, 1)), rollouts=4)
     1.3333
@@ -286,10 +286,10 @@ _WORD = re.compile(r"\d+(?:\.\d+)?|\w+|[^\w\s]")
 
 
 def continuation_score(chunk: str, own: str) -> float:
-    """Return 2 less the share of words that a chunk and the target's own continuation share.
+    """Return 2 minus the share of words that a chunk and the target's continuation have in common.
 
-    Words are compared in order, up to the length of the shorter text. Numbers count three times:
-    two solutions may word a step alike and differ in its value.
+    Words are compared in order, up to the length of the shorter text. Numbers count three times,
+    because two steps may have the same words but different values.
 
     >>> continuation_score("So 4 + 3 = 7.", "So 4 + 3 = 7. Then"), continuation_score("a 7", "a 8")
     (1.0, 1.75)
@@ -321,10 +321,10 @@ def mean_logprob(chunk: Chunk) -> float:
 def evidence(rule: Rule, chunk: Chunk) -> float:
     """Return the author's certainty of its chunk: 0 is certain, lower is less sure.
 
-    It is -log of the score that the rule gives to the author's log-probabilities. The rules that
-    compare, that ask, or that look at one token have no such score; under those the evidence is the
-    lowest log-probability of the chunk. Without log-probabilities it is
-    NaN: nothing is known, which no gate may take for certainty.
+    It is -log of the score that the rule gives to the author's log-probabilities. Rules that
+    compare models, ask the target, or use a single token do not have such a score; for them the
+    evidence is the lowest log-probability of the chunk. Without log-probabilities it is NaN, which
+    a gate must not treat as certainty.
     """
     if not chunk.logprobs:
         return math.nan

@@ -1,4 +1,4 @@
-"""A run's measured speeds under method exact: how much to draft before a score, and who writes."""
+"""Measure a run's speeds under method exact, to choose how much to draft and who writes."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from dataclasses import dataclass, field
 from atts.core import Role
 
 _UNKNOWN = 8  # tokens that are drafted before a score while little is known
-_CHUNKS = 8  # that are counted of a stretch at least, or half as many as are in flight
-_GAIN = 1.05  # in tokens a second, for which the draft writes
-_SLOWER = 1.5  # a token of one chunk took this many times as long: no stretch is tried
-# a token of the draft's chunk took so small a part of the target's time: a stretch is tried at once,
-# among many chunks in flight; others wait until the run may lose so many chunks' time
+_CHUNKS = 8  # a stretch counts at least this many chunks, or half as many as are in flight
+_GAIN = 1.05  # the draft writes if it gives this many times the tokens per second
+_SLOWER = 1.5  # if a token of one chunk took this many times as long, no stretch is tried
+# If a token of the draft's chunk took at most this share of the target's time, a stretch is tried
+# at once, even with many chunks in flight. Otherwise it waits until the run may lose the time of
+# `_UNSURE` chunks.
 _SURE = 0.4
 _UNSURE = 1.5
-_AFTER_LOSS = 16  # stretches without a look after a chunk or a stretch that lost
-_LONGEST = 64  # stretches between two looks
-# share of the run's time that drafting may have lost when it stops, and when it may try again
+_AFTER_LOSS = 16  # stretches without a try after a chunk or a stretch that was slower
+_LONGEST = 64  # most stretches between two tries
+# drafting stops when it has lost this share of the run's time, and may start again below the second
+# share
 _MOST_LOST = 0.02, 0.012
 _GRACE = 0.25  # share of the time of one of the target's chunks that the first try may lose
-_FORGETTING = 0.8  # weight that a new chunk leaves to the mean of the target's earlier chunks
+_FORGETTING = 0.8  # weight of the mean of earlier chunks when a new chunk of the target is added
 
 
 @dataclass(slots=True)
 class DraftLength:
-    """Statistics of a run's drafts: the accepted share of their tokens, and the time to write and
-    score them.
+    """Statistics of a run's drafts: the accepted share of tokens, and the times of writing and
+    scoring.
 
-    It decides how much is drafted before a score, and so changes when calls are made, never what is
-    written.
+    They decide how much is drafted before a score. This changes when calls are made, but not the
+    text.
     """
 
-    tested: int = 0  # drafted tokens before which every token was accepted
+    tested: int = 0  # drafted tokens that were tested, because every token before them was accepted
     accepted: int = 0
     drafted: int = 0
     draft_seconds: float = 0.0
@@ -39,9 +41,10 @@ class DraftLength:
     score_seconds: float = 0.0
 
     def length(self, most: int) -> int:
-        """Return the number of tokens to draft that brings the most target tokens per second.
+        """Return the number of tokens to draft that gives the most target tokens per second.
 
-        Only a few while little is known: a draft that the target rejects at once has cost its time.
+        It is small while little is known, because a draft that the target rejects at once only
+        costs time.
 
         >>> DraftLength(1000, 980, 1000, 1.0, 30, 0.6).length(64)
         36
@@ -62,7 +65,7 @@ class DraftLength:
 
 @dataclass(slots=True, eq=False)
 class BegunChunk:
-    """A chunk that is being written: who began it, when, and what of it is counted."""
+    """A chunk that is being written: who began it, when, and how many of its tokens are counted."""
 
     writer: Role
     since: float
@@ -73,45 +76,45 @@ class BegunChunk:
 
 @dataclass(slots=True)
 class WriterChoice:
-    """Choice of the writer of a run's next chunks under method exact: the target itself, or the
-    draft with the target's draws.
+    """The choice of who writes the next chunks under method exact: the target alone, or the draft
+    with checks.
 
-    The text is the same; what counts is the tokens that all rollouts together write a second. The
-    target begins, so that its own speed is known. Then the draft writes one chunk, and a stretch if
-    that chunk was much faster, or once the run is long enough to lose a stretch; where it wrote
-    more tokens a second, it continues. Stretches of the better writer are followed by such tries of the other one
-    now and then.
+    The text is the same, so the choice depends on the tokens per second of all rollouts together.
+    The target begins, so that its speed is known. Then the draft writes one chunk. It writes a
+    stretch of chunks if that chunk was much faster, or once the run is long enough to afford a slow
+    stretch. If the stretch gave more tokens per second, the draft continues. From time to time the
+    slower writer gets another try.
 
-    What a try loses, compared with the target's speed, is known after each score. Once tries have
-    lost 2 % of the run's time, or early in a run a quarter of a chunk's time, the target finishes
-    the chunks that the draft has begun.
+    The time lost by a try, compared with the target's speed, is known after each score. Once tries
+    have lost 2 % of the run's time, or early in a run a quarter of a chunk's time, the target
+    finishes the chunks that the draft has begun.
     """
 
-    writer: Role = "target"  # writer of the present stretch
+    writer: Role = "target"  # writer of the current stretch
     best: Role = "target"
-    # tokens a second, of all rollouts
+    # tokens per second of all rollouts together
     rates: dict[Role, float] = field(default_factory=dict[Role, float])
-    # for a token of the last chunk
+    # seconds for a token of the last chunk
     seconds: dict[Role, float] = field(default_factory=dict[Role, float])
     in_flight: list[BegunChunk] = field(default_factory=list[BegunChunk])  # in flight
-    chunk_seconds: float = 0.0  # mean of the target's chunks
-    before: int = 0  # chunks still to end that began before this stretch
+    chunk_seconds: float = 0.0  # mean tokens of the target's chunks
+    before: int = 0  # unfinished chunks that began before this stretch
     ended: int = 0  # chunks since then
     tokens: int = 0  # tokens of these chunks
-    busy: float = 0.0  # seconds of these, while something was in flight
+    busy: float = 0.0  # seconds of the stretch while a chunk was in flight
     now: float = 0.0
-    elapsed: float = 0.0  # seconds of the run while something was in flight
-    lost: float = 0.0  # seconds of these that were lost by tries that are over
-    tried_since: float | None = None  # when the draft's present try began
+    elapsed: float = 0.0  # seconds of the run while a chunk was in flight
+    lost: float = 0.0  # seconds of the run that finished tries have lost
+    tried_since: float | None = None  # start time of the draft's current try
     tried_busy: float = 0.0
     tried_tokens: float = 0.0
-    stay: int = 1  # stretches of the better one between two looks at the other
-    left: int = 1  # stretches until the next look
+    stay: int = 1  # stretches of the faster writer between two tries of the other
+    left: int = 1  # stretches until the next try
     is_look_due: bool = False
     is_looking: bool = False
 
     def begin(self, now: float) -> BegunChunk:
-        """Return who writes the next chunk."""
+        """Start a chunk: choose its writer and return the chunk."""
         self._pass(now)
         begun = BegunChunk(self.writer, now, is_look=False)
         if self.is_look_due and self._may_try():
@@ -141,7 +144,7 @@ class WriterChoice:
         return excess > self._allowance()
 
     def end(self, begun: BegunChunk, tokens: int, now: float) -> None:
-        """Count a chunk of so many tokens in all, who ever wrote its rest."""
+        """Count a finished chunk of `tokens` tokens, whoever wrote its rest."""
         self._pass(now)
         self.in_flight.remove(begun)
         seconds = now - begun.since
@@ -153,7 +156,7 @@ class WriterChoice:
             until = max(begun.drafted_until, begun.since)
             self.seconds["draft"] = (until - begun.since) / max(1, begun.tokens)
         if self.tried_since is not None:
-            # share of a chunk begun before the try that was written since
+            # for a chunk that began before the try, the share that was written since
             share = min(1.0, (now - self.tried_since) / seconds) if seconds else 1.0
             self.tried_tokens += share * (tokens - begun.tokens)
         if begun.is_look:
@@ -168,7 +171,7 @@ class WriterChoice:
                 self._stretched(self.tokens / self.busy if self.busy else 0.0)
 
     def fail(self, begun: BegunChunk, now: float) -> None:
-        """Count a chunk that was not written."""
+        """Remove a chunk that was not finished."""
         self._pass(now)
         self.in_flight.remove(begun)
         if begun.is_look:
@@ -188,11 +191,13 @@ class WriterChoice:
         return "draft" if self.best == "target" else "target"
 
     def _may_try(self) -> bool:
-        """Return whether the draft may lose something again; the target is always tried."""
+        """Return whether a try of the draft may lose time again; a try of the target is always
+        allowed.
+        """
         return self.best == "draft" or self.lost <= _MOST_LOST[1] * self.elapsed
 
     def _allowance(self) -> float:
-        """Return the seconds that the present try may lose."""
+        """Return the seconds that the current try may lose."""
         return max(_MOST_LOST[0] * self.elapsed - self.lost, _GRACE * self.chunk_seconds)
 
     def _try_loss(self) -> float:
@@ -209,18 +214,18 @@ class WriterChoice:
         return self.tried_busy - written / self.rates["target"]
 
     def _give_up(self) -> None:
-        """Let the target finish what the draft began, and all that follows."""
+        """Let the target finish the chunks that the draft began, and write all following chunks."""
         self.best = "target"
         self._stay(max(_AFTER_LOSS, 2 * self.stay))
         self._go_on("target")
 
     def _looked(self, begun: BegunChunk, tokens: int, seconds: float) -> None:
-        """Compare after the other writer wrote one chunk."""
+        """Compare the speeds after the other writer wrote one chunk."""
         self.is_looking = False
         if begun.writer == "draft" and "target" in self.seconds:
             excess = seconds - tokens * self.seconds["target"]
             self.lost += max(0.0, excess) / (len(self.in_flight) + 1)
-        if begun.writer == self.best:  # this writer has become the best one meanwhile
+        if begun.writer == self.best:  # this writer has become the faster one in the meantime
             return
         if self._is_promising():
             self._go_on(self._other)
@@ -230,14 +235,14 @@ class WriterChoice:
     def _is_promising(self) -> bool:
         """Return whether the other writer's chunk justifies a stretch.
 
-        One chunk among many says little of the tokens that all together would write: where both
-        engines share processors, drafts for all of them slow down the target.
+        One fast chunk says little about the speed of all chunks together: if both engines share
+        processors, drafting for all rollouts slows down the target.
         """
         target = self.seconds.get("target", 0.0)
         draft = self.seconds["draft"]
         if self.best == "draft":
             return target < _SLOWER * draft
-        if not (target and self.rates["target"]):  # no time has passed: nothing is to be gained
+        if not (target and self.rates["target"]):  # no time has passed, so nothing can be gained
             return False
         count = len(self.in_flight) + 1
         if draft < (_SURE + (1 / _GAIN - _SURE) / count) * target:
@@ -245,7 +250,7 @@ class WriterChoice:
         return _MOST_LOST[0] * self.elapsed - self.lost > _UNSURE * self.chunk_seconds
 
     def _stretched(self, rate: float) -> None:
-        """Compare after a stretch."""
+        """Compare the speeds after a stretch."""
         was = self.rates.get(self.writer, rate)
         self.rates[self.writer] = (was + rate) / 2
         is_try = self.writer != self.best

@@ -1,4 +1,4 @@
-"""Votes: which answer the rollouts agree on, and whether the ones still running could change it."""
+"""Count votes: find the answer of most rollouts, and whether running rollouts could change it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from atts.core import Rollout
 _LEAST_WEIGHT = 1e-3
 VoteKind = Literal["majority", "confidence"]
 Grouper = Callable[[Sequence[str]], Sequence[int]]
-"""Answers in, one class label each out; equal labels mean equal answers."""
+"""A function from answers to one class label each; equal labels mean equal answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """One rollout's vote: its answer, and how much it weighs."""
+    """One rollout's vote: its answer and its weight."""
 
     answer: str
     weight: float = 1.0
@@ -46,14 +46,14 @@ class Tally:
 
     @property
     def agreement(self) -> float:
-        """Return the heaviest class's share of all ballots, 0 without ballots."""
+        """Return the heaviest class's share of all ballots; 0 if there are no ballots."""
         return self.counts[0] / sum(self.counts) if self.counts else 0.0
 
 
 def weight(kind: VoteKind, logprobs: Sequence[float]) -> float:
-    """Return a ballot's weight: 1, or the mean confidence of the author's own tokens.
+    """Return a ballot's weight: 1, or the mean confidence of the author in its tokens.
 
-    The floor is a thousandth of a plain vote, which is also the weight without log-probabilities.
+    The smallest weight is a thousandth; it is also the weight if log-probabilities are missing.
     """
     if kind == "majority":
         return 1.0
@@ -63,7 +63,7 @@ def weight(kind: VoteKind, logprobs: Sequence[float]) -> float:
 
 
 def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
-    """Return a rollout's vote, if it has an answer."""
+    """Return a rollout's vote, or None if it has no answer."""
     if rollout.answer is None:
         return None
     logprobs = [
@@ -73,8 +73,8 @@ def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
 
 
 def classes(answers: Sequence[str], group: Grouper) -> list[int]:
-    """Return the class of each answer; equal strings are equal answers, so only different ones are
-    compared.
+    """Return the class of each answer; only different strings are compared, because equal strings
+    are equal answers.
     """
     distinct = list(dict.fromkeys(answers))
     groups = group(distinct) if len(distinct) > 1 else [0] * len(distinct)
@@ -83,11 +83,9 @@ def classes(answers: Sequence[str], group: Grouper) -> list[int]:
 
 
 def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
-    """Count ballots by equivalence of answers, not by string; the result does not depend on who is
-    whose sibling.
-    """
+    """Count ballots by equivalence of their answers instead of their strings."""
     labels = classes([ballot.answer for ballot in ballots], group)
-    answers: dict[int, str] = {}  # keyed by class of equal answers: the first one seen
+    answers: dict[int, str] = {}  # the first answer seen of each class
     weights: dict[int, float] = {}
     counts: dict[int, int] = {}
     for ballot, label in zip(ballots, labels, strict=True):
@@ -107,9 +105,8 @@ def cannot_change(current: Tally, remaining: int, heaviest: float = 1.0) -> bool
     """Return whether no ballots of the `remaining` rollouts, each at most `heaviest`, could change
     the winner.
 
-    A tie at the end would go to the class seen first, which is already ahead, so a lead equal to
-    what is left is enough only for the leader that was seen first; we ask for more than that and
-    stay safe.
+    A tie at the end goes to the class seen first. So a lead equal to the remaining weight suffices
+    only if the leader was seen first; this function always requires a larger lead, which is safe.
     """
     return bool(current.answers) and current.lead > remaining * heaviest
 
@@ -118,24 +115,24 @@ def settled_probability(current: Tally, remaining: int) -> float:
     """Return a lower bound on the probability that the leader also wins after `remaining` more
     ballots.
 
-    Model, stated because it is one: ballots are exchangeable with a Dirichlet(1, ..., 1) prior over
-    the classes seen and one not yet seen. The chances of each rival to draw level are added up
-    (union bound), each summed exactly.
+    This assumes a model: ballots are exchangeable, with a Dirichlet(1, ..., 1) prior over the
+    classes seen and one unseen class. The exact probabilities that each rival draws level are added
+    (union bound).
     """
     if not current.counts:
         return 0.0
     first, *rivals = current.counts
     others = sum(rivals)
     lost = 0.0
-    for rival in [*rivals, 0]:  # 0: a class without a vote yet
+    for rival in [*rivals, 0]:  # 0 stands for a class without a vote yet
         lost += _overtaken(first, rival, others - rival, len(rivals), remaining)
     return max(0.0, 1.0 - lost)
 
 
 @lru_cache(maxsize=1 << 16)
 def _overtaken(first: int, rival: int, rest: int, rest_classes: int, remaining: int) -> float:
-    """Return P(rival's count ends at or above the leader's), with three Dirichlet cells: leader,
-    rival, rest.
+    """Return the probability that the rival's count ends at or above the leader's, with three
+    Dirichlet cells: leader, rival, rest.
     """
     prior = (first + 1.0, rival + 1.0, rest + float(rest_classes))
     total = 0.0

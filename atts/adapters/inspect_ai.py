@@ -1,4 +1,4 @@
-"""The inspect_ai adapter: the model provider `atts`, and a solver on top of it."""
+"""The inspect_ai adapter, with the model provider `atts` and a solver that uses it."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportUntypedClassDecorator=false
 
@@ -24,12 +24,12 @@ from atts.errors import UsageError
 
 @modelapi(name="atts")
 class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """Solve one problem for each generation of the harness.
+    """A model that solves one problem for each generation of the harness.
 
-    `inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8` opens it. Model
-    arguments are the names of `atts config show`, and `reply` ("text" or "answer"). Of a
-    generation's own settings the temperature (above 0) and the token limit of a rollout are
-    heeded; tools are refused.
+    `inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8` opens it. Model arguments
+    are the keys of `atts config show`, and `reply` ("text" or "answer"). Of a generation's
+    settings, the temperature (above 0) and the token limit of a rollout are used; tools are
+    refused.
     """
 
     def __init__(
@@ -49,15 +49,17 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
     async def generate(
         self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any
     ) -> Any:
-        """Solve what the conversation asks; facts about it are the output's metadata.
+        """Solve the question of the conversation; the output's metadata describe the run.
 
-        :raises UsageError: tools were offered, or several choices wanted.
+        :raises UsageError: if tools are offered, or several choices requested.
         :raises EngineError: an engine cannot be opened, is lost, or failed.
         """
         if tools:
-            raise UsageError("atts solves problems and calls no tools; use a solver without them")
+            raise UsageError(
+                "atts solves problems without tools; use a solver that does not offer any"
+            )
         if (config.num_choices or 1) > 1:
-            raise UsageError("atts votes by itself and gives one choice; use --epochs for more")
+            raise UsageError("atts votes itself and returns one choice; use --epochs for more")
         system, question = question_of([(message.role, message.text) for message in input])
         changes = policy_changes(self._setup.policy, system, config.temperature, config.max_tokens)
         outcome = await self._session.solve(question, policy=changes)
@@ -68,7 +70,7 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
         await self._session.aclose()
 
     def connection_key(self) -> str:
-        """Return a key by which models of different setups share no limit."""
+        """Return a key of the setup, so that models of different setups have separate limits."""
         return f"atts/{self.model_name}"
 
     def max_connections(self) -> int:
@@ -80,9 +82,10 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
 
 @solver  # type: ignore[untyped-decorator]
 def atts_solver(model: str = "embedded", **options: Any) -> Any:
-    """Answer with this project whatever model the task has; options are the provider's.
+    """Return a solver that answers with atts instead of the task's model; it has the provider's
+    options.
 
-    What happened is in the sample's metadata under "atts".
+    The sample's metadata under "atts" describe the run.
     """
 
     async def solve(state: Any, generate: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The lm_eval adapter: the model `atts`, which generates by solving and scores with the target."""
+"""The lm_eval adapter, whose model `atts` generates by solving and scores with the target."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportUntypedClassDecorator=false
 
@@ -36,12 +36,12 @@ T = TypeVar("T")
 
 @register_model("atts")
 class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """Solve one problem for each generation of the harness.
+    """A model that solves one problem for each generation of the harness.
 
-    `lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8` opens it.
-    Arguments are the names of `atts config show`; `reply` ("text" or "answer"); `directory`,
-    where runs are kept and resumed. Of a task's generation settings `until` and `max_gen_toks`
-    are heeded: sampling is the policy's own. Log-likelihoods are the target's.
+    `lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8` opens it. Arguments
+    are the keys of `atts config show`, `reply` ("text" or "answer"), and `directory`, in which runs
+    are kept and resumed. Of a task's generation settings only `until` and `max_gen_toks` are used;
+    the policy decides on the sampling. Log-likelihoods come from the target.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         device: Any = None,
         **options: Any,
     ) -> None:
-        """Ignore `batch_size`, `max_batch_size` and `device`: engines batch by themselves."""
+        """Create the model; ignore `batch_size`, `max_batch_size` and `device`, because engines
+        batch by themselves.
+        """
         super().__init__()
         self._setup = setup_of(pretrained, options)
         self._name = pretrained
@@ -78,7 +80,7 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         return "\n\n".join(part for part in (system, question) if part)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Solve every request, all at once; requests of one token limit are one run.
+        """Solve all requests concurrently; requests with the same token limit form one run.
 
         :raises EngineError: an engine is lost, or a problem failed.
         """
@@ -122,7 +124,7 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         }
         if result.status in ("incomplete", "failed"):
             raise EngineError(
-                "atts", result.why, "Ask again: what is done in a directory is not done twice"
+                "atts", result.why, "Run it again: with a directory, finished work is not repeated"
             )
         if result.status != "finished":
             raise KeyboardInterrupt(result.why)
@@ -156,10 +158,11 @@ async def _rolling(text: str, target: Engine) -> float:
 
 
 def _split(context: str, continuation: str, target: Engine) -> tuple[TokenIds, TokenIds]:
-    """Return the ids of both, cut where a token may first hold something of the continuation.
+    """Return the token ids of context and continuation, split before the first token with text of
+    the continuation.
 
-    A token that spans the seam belongs to the continuation: its beginning is the same for every
-    continuation.
+    A token across the boundary belongs to the continuation, so the ids of the context are the same
+    for every continuation.
     """
     whole = target.tokenizer.encode(context + continuation)
     alone = target.tokenizer.encode(context.rstrip())
@@ -178,7 +181,7 @@ def _cut(text: str, until: str | Sequence[str] | None) -> str:
 
 
 def main() -> None:
-    """Run `lm_eval ...` with the model `atts` known to it."""
+    """Run `lm_eval ...` with the model `atts` registered."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -1,4 +1,4 @@
-"""Conversion between harnesses and `atts`: conversations to questions, and outcomes to replies."""
+"""Convert the conversations of harnesses to questions, and outcomes to replies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from atts.errors import EngineError, OptionError, UsageError
 from atts.pipelines import Policy
 
 ReplyKind = Literal["text", "answer"]
-"""What is handed back: the reasoning of a rollout that voted for the answer, or the answer alone.
-"""
+"""The kind of reply: the reasoning of a rollout that voted for the answer, or only the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,28 +23,28 @@ class Reply:
     text: str
     answer: str | None
     usage: Usage
-    facts: Mapping[str, Any]  # how it came about, as strict JSON
+    facts: Mapping[str, Any]  # a description of the run, as strict JSON
 
     @classmethod
     def of(cls, outcome: Outcome, kind: ReplyKind = "text") -> Reply:
         """Make the reply from an outcome.
 
-        :raises EngineError: it or a rollout of it failed; the answer without would be counted as
-            the model's.
+        :raises EngineError: if the problem or one of its rollouts failed, because an answer without
+            that rollout would be counted as the model's.
         """
         if not outcome.is_complete:
             errors = (rollout.error for rollout in outcome.rollouts if rollout.error)
             raise EngineError(
-                "atts", next(errors, outcome.why), "The run's engines are named in the message"
+                "atts", next(errors, outcome.why), "The message names the engines of the run"
             )
         text = (outcome.answer or "") if kind == "answer" else _speaker(outcome).text
         return cls(text, outcome.answer, outcome.usage, _facts(outcome))
 
 
 def reply_kind(word: str) -> ReplyKind:
-    """Return the kind of reply that a harness was asked for.
+    """Return the kind of reply that a harness requests.
 
-    :raises OptionError: an unknown one.
+    :raises OptionError: for an unknown kind.
     """
     kinds: tuple[ReplyKind, ...] = get_args(ReplyKind)
     for kind in kinds:
@@ -55,10 +54,11 @@ def reply_kind(word: str) -> ReplyKind:
 
 
 def setup_of(model: str, options: Mapping[str, object]) -> Setup:
-    """Return the setup of a harness's model name and options, named as on the command line.
+    """Return the setup for a harness's model name and options, which are named as on the command
+    line.
 
-    `model` names both engines ("embedded", "scripted") unless `draft` and `target` are given; then
-    it is a label.
+    `model` names both engines ("embedded", "scripted"), unless `draft` and `target` are given; then
+    it is only a label.
 
     >>> setup_of("embedded", {"rate": "0.3", "samples": 4}).rate
     0.3
@@ -69,7 +69,7 @@ def setup_of(model: str, options: Mapping[str, object]) -> Setup:
     named = {"draft", "target"} & options.keys()
     if len(named) == 1:
         raise OptionError(
-            "engines", f"only {named.pop()!r} is given; give draft and target, or neither"
+            "engines", f"only {named.pop()!r} is given; give both draft and target, or neither"
         )
     engines = {} if named else {"draft": model, "target": model}
     return configure({**engines, **options}).setup()
@@ -78,14 +78,14 @@ def setup_of(model: str, options: Mapping[str, object]) -> Setup:
 def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """Return a conversation of (role, text) as a system prompt and one question.
 
-    The prompt is "" where ours is meant; earlier turns are quoted in the question.
+    The prompt is "" if the default prompt is to be used; earlier turns are quoted in the question.
 
     >>> question_of([("system", "Be brief."), ("user", "1 + 1?")])
     ('Be brief.', '1 + 1?')
     >>> question_of([("user", "1 + 1?"), ("assistant", "2"), ("user", "2 + 2?")])[1]
     'User: 1 + 1?\\n\\nAssistant: 2\\n\\nUser: 2 + 2?'
 
-    :raises UsageError: the conversation holds no question.
+    :raises UsageError: if the conversation has no question.
     """
     system = "\n\n".join(text for role, text in turns if role == "system")
     spoken = [(role, text) for role, text in turns if role != "system"]
@@ -101,8 +101,8 @@ def policy_changes(
 ) -> dict[str, Any]:
     """Return the changes that a harness's settings make to a policy; None and "" change nothing.
 
-    A temperature of 0 is what harnesses send by default, and would make all rollouts alike: it
-    changes nothing either.
+    A temperature of 0 also changes nothing, because harnesses send it by default and it would make
+    all rollouts equal.
     """
     changes: dict[str, Any] = {}
     if system:
@@ -115,7 +115,7 @@ def policy_changes(
 
 
 def _speaker(outcome: Outcome) -> Rollout:
-    """Return the first rollout that gave the answer, else the first that got anywhere."""
+    """Return the first rollout that gave the answer, else the first rollout with any text."""
     agreeing = [
         line
         for line in outcome.rollouts

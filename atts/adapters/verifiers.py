@@ -1,4 +1,4 @@
-"""The verifiers adapter: the problems of a data set as tasks, graded by atts."""
+"""The verifiers adapter, which offers the problems of a dataset as tasks graded by atts."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportMissingTypeStubs=false
 
@@ -21,7 +21,7 @@ __all__ = ["ATTSTaskset"]
 
 
 class ATTSConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers is not installed where types are checked
-    """Settings under `--env.taskset.*`: the data set, as on the command line of atts."""
+    """The settings under `--env.taskset.*`, which name the dataset as on the command line of atts."""
 
     dataset: str = "arithmetic"
     file: str | None = None
@@ -34,17 +34,17 @@ class ATTSData(vf.TaskData):  # type: ignore[misc]
 
 
 class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
-    """Ask one problem, and grade the last reply."""
+    """A task that asks one problem and grades the last reply."""
 
     @property
     def key(self) -> str:
-        """Return the problem's id, by which trainers know it again."""
+        """Return the problem's id, by which trainers recognise the problem."""
         return str(self.data.problem["id"])
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def correct(self, trace: Any) -> float:
-        """Return 1 for an answer equal to the reference, 0 for another or none."""
-        # sympy may take seconds, and the event loop belongs to all rollouts
+        """Return 1 if the answer equals the reference, else 0."""
+        # sympy may take seconds and would block the event loop of all rollouts
         grading = partial(is_correct, self.data.problem, trace.last_reply)
         return float(await anyio.to_thread.run_sync(grading))
 
@@ -56,7 +56,7 @@ class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc
 
 
 class ATTSTaskset(vf.Taskset[ATTSTask, ATTSConfig]):  # type: ignore[misc]
-    """The problems of a data set that have a reference, asked in the words of atts' own runs."""
+    """The tasks of a dataset: its problems with a reference, with the prompts of a run of atts."""
 
     def load(self) -> Iterator[ATTSTask]:
         """Yield a task for every problem.

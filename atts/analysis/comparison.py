@@ -1,4 +1,4 @@
-"""Comparison of the results of two runs or files."""
+"""Compare the results of two runs or files."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ Ends = tuple[float, float]
 
 
 def cost_ratio(cost: float, beside: float) -> float:
-    """Return one cost over another: infinite over nothing, nan if neither took anything."""
+    """Return the ratio of two costs; infinite if only `beside` is 0, NaN if both are 0."""
     return cost / beside if beside else math.inf if cost else math.nan
 
 
 def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
     """Return the interval of the ratio of the second's mean cost to the first's.
 
-    The wider of two, at either end: Fieller's holds where costs have long tails, the jackknife's of
-    the logarithm where most problems cost the second run nothing; a bootstrap ends too early in
-    both (`scripts/bench statistics`). The upper end is infinite where the first's own mean may be
-    0. One problem has no interval.
+    Each end is the wider one of two intervals. Fieller's interval is valid if costs have long
+    tails, the jackknife's of the logarithm if most problems cost the second run nothing; a
+    bootstrap is too short in both cases (`scripts/bench statistics`). The upper end is infinite if
+    the mean of the first costs may be 0. For a single problem both ends are NaN.
     """
     if len(first) < 2 or not first.any():
         return math.nan, math.nan
@@ -67,8 +67,9 @@ def _fieller(first: Floats, second: Floats, reach: float) -> Ends:
 
 
 def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
-    """Return the interval around the logarithm of the ratio, from how far the ratio moves when any
-    one problem is left out.
+    """Return the jackknife interval of the logarithm of the ratio, as ratios.
+
+    Its width comes from the changes of the ratio when any single problem is left out.
     """
     n = len(first)
     without = np.maximum(second.sum() - second, 0.0), first.sum() - first
@@ -90,13 +91,13 @@ COSTS = ("draft_tokens", "scored_tokens", "target_tokens", "seconds", "dollars")
 
 @dataclass(frozen=True, slots=True)
 class GradedProblem:
-    """One problem: whether its vote was right, the share of right rollouts, and what it took."""
+    """One problem: whether its vote was correct, the share of correct rollouts, and the costs."""
 
     vote: float
     share: float
     samples: int
-    costs: Mapping[str, float]  # keyed by the names in COSTS, where known
-    unscored: float = 0.0  # how much more of the vote were right, were what could not be scored
+    costs: Mapping[str, float]  # known costs, keyed by the names in COSTS
+    unscored: float = 0.0  # increase of `vote` if the unscored ones were correct
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +117,15 @@ def read_results(path: Path) -> GradedRun:
     are several rollouts of it.
 
     :raises JournalError: the directory holds no run, or one that cannot be read.
-    :raises DatasetError: the file cannot be read as results, or nothing in it was graded.
+    :raises DatasetError: if the file cannot be read as results, or nothing in it was graded.
     """
     check_exists(path)
     run = _run(path) if path.is_dir() else _file(path)
     if not run.problems:
         raise DatasetError(
-            str(path), "no problem was graded", "Problems need reference answers to be compared"
+            str(path),
+            "no problem was graded",
+            "Only problems with reference answers can be compared",
         )
     return run
 
@@ -189,7 +192,9 @@ def _list(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
-    """Read a line per problem, or a line per rollout, whose mean then counts as the vote too."""
+    """Read a line per problem, or a line per rollout; the rollouts' mean then also counts as the
+    vote.
+    """
     votes = [value for row in rows if (value := _right(row, path)) is not None]
     if not votes:
         return None
@@ -230,29 +235,29 @@ def _right(row: Mapping[str, Any], path: Path) -> float | None:
         return float(value)
     raise DatasetError(
         str(path),
-        f"{value!r} is not a verdict",
+        f"{value!r} is not a verdict that atts knows",
         'Write "correct": true or false, or a share from 0 to 1',
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CostRatio:
-    """A cost of the second run over the first's, per problem, with the interval over problems."""
+    """The ratio of the second run's mean cost per problem to the first's, with its interval."""
 
     name: str
     first: float  # mean per problem
     second: float
-    ratio: float  # inf: the first took none
+    ratio: float  # infinite if the first run's cost is 0
     low: float
     high: float
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The second run against the first on the problems that both have graded.
+    """The second run compared with the first, on the problems that are graded in both.
 
-    `single` is of single rollouts (their share of right ones per problem), `mcnemar` of votes that
-    are right or wrong.
+    `single` compares single rollouts (the share of correct ones per problem). `mcnemar` tests votes
+    that are correct or wrong.
     """
 
     first: str
@@ -266,8 +271,8 @@ class Compared:
     mcnemar: McNemar | None
     costs: tuple[CostRatio, ...]
     unscored: tuple[int, int] = (0, 0)  # votes counted wrong that could not be scored
-    if_right: Comparison | None = None  # comparison of the votes, if these were correct
-    # comparison of votes after every problem, in an order drawn by seed
+    if_right: Comparison | None = None  # comparison of the votes if these were correct
+    # comparison of votes after every problem, in a seeded random order
     sequential: Sequential | None = None
 
 
@@ -284,7 +289,8 @@ def compare(
         example = next(iter(first.problems)), next(iter(second.problems))
         raise DatasetError(
             f"{first.name} and {second.name}",
-            f"no problem is in both; their ids look like {example[0]!r} and {example[1]!r}",
+            f"the two have no problem in common; their ids look like {example[0]!r} and "
+            f"{example[1]!r}",
             "Compare runs on the same problems",
         )
     ours, theirs = ([side.problems[name] for name in common] for side in (first, second))

@@ -1,4 +1,4 @@
-"""A list of the runs in a folder, with their status and headline."""
+"""List the runs in a folder, with their status and headline."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from atts.journal import (
 )
 
 RunStanding = Literal["finished", "running", "interrupted", "failed", "killed", "not begun"]
-"""Over; being written now; asked to end; over but for what failed; ended without a word; only
-planned.
+"""The status of a run, in this order: finished, being written, asked to end, finished except for
+failed problems, ended without closing, only planned.
 """
 
 
 def standing_of(directory: Path, state: RunState | None) -> RunStanding:
-    """Return the status of the run in a directory, None if no run was begun there."""
+    """Return the status of the run in a directory; None if no run was started there."""
     if state is None:
         return "running" if is_running(directory) else "not begun"
     if state.ended is not None:
@@ -40,17 +40,17 @@ def standing_of(directory: Path, state: RunState | None) -> RunStanding:
 
 
 def is_running(directory: Path) -> bool:
-    """Return True if a process of this machine writes the run in this directory."""
+    """Return True if a process of this machine is writing the run in this directory."""
     return is_held(directory / LOCK)
 
 
 _DEEP = 4
-"""Folders below the one that is named in which runs are looked for."""
+"""How many levels of folders below the given one are searched for runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """One run in a line; one that cannot be read says why in `problem`, and has no numbers."""
+    """One run in the list; if it cannot be read, `problem` says why and there are no numbers."""
 
     directory: str
     standing: RunStanding | None
@@ -129,7 +129,7 @@ def _line(directory: Path) -> RunLine:
 
 
 def _models(run: RecordedRun) -> str:
-    """Return the pair's name if one was chosen, else the ends of both models' names."""
+    """Return the pair's name if the run has one, else the last parts of both models' names."""
     pair = run.manifest.settings.get("pair")
     if pair is not None and pair.value:
         return str(pair.value)

@@ -1,4 +1,4 @@
-"""The result of a pilot: whether a gate helps a pair of models, and what to take if not."""
+"""The result of a pilot: whether a gate helps a pair of models, and the method to use."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ from atts.evaluators import (
 LEVEL = 0.05
 """A gain counts if its p-value, corrected by Holm's method over all scores, is below this."""
 CHEAP = 0.1
-"""What a token costs that the target scores or draws while it scores, or that the draft writes, in
-tokens that the target decodes.
+"""The cost of a token that the target scores, or that the draft writes, in tokens that the target
+decodes.
+
+Tokens that the target draws while it scores have the same cost.
 """
-_SMALL = 0.03  # accuracy: a smaller headroom is not worth a target
+_SMALL = 0.03  # accuracy; a smaller headroom does not justify a target
 Take = Literal["gate", "exact", "target-only", "draft-only"]
 
 
 @dataclass(frozen=True, slots=True)
 class PilotArm:
-    """One method of the pilot on its problems; `flags` are those of a run like it."""
+    """One method of the pilot with its results; `flags` are the command-line flags for a run with
+    it.
+    """
 
     name: str
     flags: Mapping[str, object]
     correct: Mapping[str, Sequence[bool]]  # keyed by problem: verdicts on its rollouts
     usage: Usage
-    rate: float  # realised; NaN where nothing escalates
-    coin: str = ""  # the name of the coin it is compared with
+    rate: float  # realised rate; NaN if the method escalates nothing
+    coin: str = ""  # the name of the coin for the comparison
     unavailable: str = ""  # why these models cannot run it
 
     @property
@@ -57,14 +61,15 @@ class PilotArm:
 
 @dataclass(frozen=True, slots=True)
 class PilotRow:
-    """One arm in numbers; `p_value` is corrected for the number of gains."""
+    """The numbers of one arm; `p_value` is corrected for the number of gains."""
 
     arm: PilotArm
     accuracy: Estimate  # accuracy of single rollouts
     gain: Estimate | None  # over the coin of the same policy and rate
     p_value: float
     cost: float
-    cost_per_point: float  # above the draft alone; inf where it is not better
+    # cost of a point of accuracy above the draft alone; infinite if it is not better
+    cost_per_point: float
 
     @property
     def helps(self) -> bool:
@@ -74,18 +79,18 @@ class PilotRow:
 
 @dataclass(frozen=True, slots=True)
 class PilotReport:
-    """Measurements of a pilot, and its recommendation: `take`, the flags for it, and the reason."""
+    """The measurements of a pilot and its recommendation: `take`, the flags for it, and the reason."""
 
     rows: tuple[PilotRow, ...]
     unavailable: tuple[PilotArm, ...]
-    headroom: Estimate  # accuracy of the target less that of the draft
+    headroom: Estimate  # accuracy of the target minus that of the draft
     power: Power | None
     take: Take
     flags: Mapping[str, object]
     reason: str
 
     def row(self, name: str) -> PilotRow | None:
-        """Return the row of that name, None if there is none."""
+        """Return the row with that name; None if there is none."""
         return next((row for row in self.rows if row.arm.name == name), None)
 
 
@@ -139,7 +144,7 @@ def judge_pilot(arms: Sequence[PilotArm]) -> PilotReport:
 
 
 def _paired(first: PilotArm, second: PilotArm) -> tuple[list[float], list[float]]:
-    """Return the shares of both on their common problems."""
+    """Return the correct shares of both arms on their common problems."""
     ours = first.shares
     theirs = second.shares
     common = [name for name in ours if name in theirs]
@@ -165,7 +170,7 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     if not headroom.low > 0:
         if headroom.high < _SMALL:
             return "draft-only", draft, f"the target is not better than the draft: {whole}"
-        more = f"{whole}; more problems would tell, for it may be up to {headroom.high:.2f}"
+        more = f"{whole}; it may be up to {headroom.high:.2f}, which more problems would show"
         return "draft-only", draft, f"the pilot does not show that the target is better: {more}"
     alone: Take = "target-only"
     whole_target = target
@@ -176,16 +181,16 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     helpful = [row for row in rows if row.helps]
     if not helpful:
         tried = sum(row.gain is not None for row in rows)
-        known = f"none of {tried} gates is shown to beat a coin of its rate"
+        known = f"none of {tried} gates was shown to be better than a coin of its rate"
         return alone, whole_target, f"{known}, and the target is better: {whole}"
     best = min(helpful, key=lambda row: (row.cost_per_point, -row.accuracy.value))
     gain = f"gain over a coin {best.gain.signed()}" if best.gain is not None else ""
     prices = (
-        f"a point above the draft costs {best.cost_per_point:,.1f} tokens a problem with "
-        f"{best.arm.name}, {whole_target.cost_per_point:,.1f} with {alone}"
+        f"a point of accuracy above the draft costs {best.cost_per_point:,.1f} tokens per problem "
+        f"with {best.arm.name}, {whole_target.cost_per_point:,.1f} with {alone}"
     )
     if best.cost_per_point < whole_target.cost_per_point:
-        return "gate", best, f"{best.arm.name} finds what to escalate ({gain}); {prices}"
+        return "gate", best, f"{best.arm.name} escalates better than a coin ({gain}); {prices}"
     return alone, whole_target, f"the gate helps ({gain}), but not enough: {prices}"
 
 
@@ -213,17 +218,17 @@ def pilot_lines(report: PilotReport) -> list[str]:
         f"Take {'the gate' if report.take == 'gate' else report.take}: {words}",
         f"Reason: {report.reason}.",
         "",
-        f"Headroom: the target less the draft, {report.headroom.signed()}.",
+        f"Headroom: the target's accuracy minus the draft's, {report.headroom.signed()}.",
     ]
     if report.power is not None:
         lines.append(f"Power: {report.power}.")
     tried = sum(row.gain is not None for row in report.rows)
     return [
         *lines,
-        "Accuracy is of single rollouts; brackets are 95 % intervals over problems. Gains are to a "
-        "coin of the same policy and rate;",
-        f"p is corrected by Holm's method for {tried} gates. The best of several looks a little "
-        "better than it is.",
-        "Cost: tokens a problem that the target decodes, plus a tenth of those that it scores or draws "
-        "while scoring, and of the draft's.",
+        "Accuracy is of single rollouts; brackets are 95 % intervals over problems. Gains are "
+        "over a coin of the same policy and rate;",
+        f"p is corrected by Holm's method for {tried} gates. The best of several methods looks "
+        "slightly better than it is.",
+        "Cost: tokens per problem that the target decodes, plus a tenth of those that it scores "
+        "or draws while it scores, and a tenth of the draft's.",
     ]

@@ -1,4 +1,4 @@
-"""Advice on settings, from recorded runs and without a model."""
+"""Give advice on settings from recorded runs, without a model."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ from atts.pipelines import ConformalGate, Policy
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """Cost of one turn. `seconds` count from the moment the call is possible to its end, including
-    its queue at the engines.
-    """
+    """The cost of one turn; `seconds` include the time its calls wait in the queues of the engines."""
 
     draft_tokens: int
     target_tokens: int
@@ -54,7 +52,7 @@ class TurnCost:
 
 @dataclass(frozen=True, slots=True)
 class CompleteRollout:
-    """One rollout that ran to its end; `label` is the class of its answer, None without one."""
+    """One rollout that ran to its end; `label` is the class of its answer, or None if it has none."""
 
     sample: int
     turns: tuple[TurnCost, ...]
@@ -64,7 +62,7 @@ class CompleteRollout:
 
 @dataclass(frozen=True, slots=True)
 class GradedCase:
-    """One graded problem with the rollouts of it that ran to their end."""
+    """One graded problem with those of its rollouts that ran to their end."""
 
     problem: str
     rollouts: tuple[CompleteRollout, ...]
@@ -81,11 +79,11 @@ class PlanData:
     run: RecordedRun
     cases: list[GradedCase] = field(default_factory=list[GradedCase])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    # in the order of deciding
+    # in the order of the decisions
     decided: dict[TurnKey, Decided] = field(default_factory=dict[TurnKey, Decided])
-    # that did work, on the run's clock
+    # calls of the engines, in seconds since the run began
     nodes: list[CallSpan] = field(default_factory=list[CallSpan])
-    censored: int = 0  # rollouts that settled votes ended
+    censored: int = 0  # rollouts that a settled vote cancelled
     usage: Usage = Usage()  # censored rollouts included
 
     @property
@@ -100,10 +98,10 @@ class PlanData:
         return float(value) if isinstance(value, int | float) else float("nan")
 
     def dollars(self, draft: float, target: float, scored: float) -> float | None:
-        """Return the dollars of so many tokens, or None if a model has no price.
+        """Return the cost of so many tokens in dollars, or None if a model has no price.
 
-        Turns are recorded without the prompt tokens that they read, so these are taken to be in
-        proportion: to what the draft writes, and to what the target writes and scores.
+        Turns are recorded without their prompt tokens. So prompt tokens are assumed to be
+        proportional to the tokens that the draft writes, and that the target writes and scores.
         """
         usage = self.usage
         prices = recorded_prices(self.run.given(PRICES))
@@ -153,8 +151,8 @@ def read_plan_data(directory: Path) -> PlanData:
         _add_case(data, outcome, state.finished[outcome.problem.id], seconds)
     if not data.cases:
         raise UsageError(
-            f"{directory}: no problem is over and graded, so there is nothing to plan from; run "
-            f"some first"
+            f"{directory}: no problem is finished and graded, so a plan is not possible yet; run "
+            "some problems first"
         )
     return data
 
@@ -162,7 +160,7 @@ def read_plan_data(directory: Path) -> PlanData:
 def _add_case(
     data: PlanData, outcome: Outcome, brief: FinishedProblem, seconds: Mapping[TurnKey, float]
 ) -> None:
-    """Take in a graded problem with at least one rollout that ran to its end."""
+    """Add a graded problem with at least one rollout that ran to its end."""
     if brief.verdict is None:
         return
     complete = brief.complete_samples
@@ -197,7 +195,7 @@ def _costs(rollout: Rollout, seconds: Mapping[TurnKey, float]) -> tuple[TurnCost
     )
     is_unsplit = not any(cost.draft_tokens + cost.target_tokens for cost in costs)
     if len(costs) == 1 and is_unsplit:
-        # an imported rollout has a number of tokens, and no token ids to count
+        # an imported rollout has a number of tokens, but no token ids to count
         usage = rollout.usage
         return (
             replace(costs[0], draft_tokens=usage.draft_tokens, target_tokens=usage.target_tokens),
@@ -207,11 +205,11 @@ def _costs(rollout: Rollout, seconds: Mapping[TurnKey, float]) -> tuple[TurnCost
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One engine as measured: tokens per second while it had work, all calls together."""
+    """The measured speed of one engine: tokens per second of all its calls while it had work."""
 
     engine: str
     calls: int
-    seconds_per_call: float  # its queue not included
+    seconds_per_call: float  # without the time in the queue
     busy_seconds: float
     written_per_second: float
     scored_per_second: float
@@ -219,7 +217,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class ChunkChoice:
-    """Another chunk limit: turns and seconds of a rollout as factors of the recorded ones."""
+    """Another chunk limit, with a rollout's turns and seconds as multiples of the recorded ones."""
 
     limit: int
     turns: float
@@ -228,11 +226,12 @@ class ChunkChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAdvice:
-    """Effect of the draft's chunk limit on time; only another run can show its effect on accuracy.
+    """The effect of the draft's chunk limit on time; only another run can show its effect on
+    accuracy.
 
-    `cut` is the share of chunks that the limit ended, `fixed` the part of a rollout's seconds that
-    turns cost however short they are, by least squares over turns; `fit` is the share of the
-    variance which that explains.
+    `cut` is the share of chunks that the limit ended. `fixed` is the share of a rollout's seconds
+    that does not depend on the lengths of its turns, by least squares over turns; `fit` is the
+    share of variance that this model explains.
     """
 
     limit: int
@@ -288,7 +287,7 @@ def _choice(lengths: Sequence[int], limit: int, other: int, fixed: float) -> Chu
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds covered by at least one span."""
+    """Return the number of seconds covered by at least one span."""
     total = 0.0
     latest = -math.inf
     for start, end in sorted(spans):
@@ -303,8 +302,8 @@ def _drafted(rollout: Rollout) -> list[Chunk]:
 
 
 def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
-    """Yield the lengths of the chunks that the draft would have written without a limit: a chunk
-    that the limit ended is joined to what follows.
+    """Yield the lengths of the draft's chunks if there were no limit, joining a chunk that the
+    limit ended to the next.
     """
     length = 0
     for chunk in chunks:
@@ -317,7 +316,7 @@ def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
 
 
 def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
-    """Return the seconds of a turn without any token, and how well a straight line in the tokens
+    """Return the seconds of a turn without tokens, and how well a line in the number of tokens
     predicts the seconds.
     """
     seconds = np.array([turn.seconds for turn in turns])
@@ -330,11 +329,11 @@ def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way, per problem: what it takes on average, and how often its vote is right (95 %
-    interval over problems).
+    """One option with its mean costs per problem and the accuracy of its vote (95 % interval over
+    problems).
 
-    `seconds` is until the last rollout ends, at the load of the recorded run; a lighter load is
-    quicker.
+    `seconds` is the time until the last rollout ends, at the load of the recorded run; a lighter
+    load is faster.
     """
 
     run: str
@@ -358,9 +357,9 @@ class Option:
 def options(data: PlanData) -> Iterator[Option]:
     """Return an option for each number of rollouts and each power of two of turns.
 
-    All are on the policy of the run: a rollout depends neither on its siblings nor on turns to
-    come. Problems with too few whole rollouts for a number are left out of it; a number that loses
-    more than a tenth of them is not offered.
+    The run's rollouts also serve smaller options, because a rollout depends neither on its siblings
+    nor on later turns. An option leaves out problems with too few complete rollouts; it is not
+    offered if it would leave out more than a tenth.
     """
     most = max(len(case.rollouts) for case in data.cases)
     longest = max(len(rollout.turns) for case in data.cases for rollout in case.rollouts)
@@ -421,7 +420,7 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
 
 
 def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool | None]:
-    """Return the rollout's vote, had it been cut after so many turns."""
+    """Return the vote that the rollout would have cast if it had been cut after so many turns."""
     return (rollout.label, rollout.is_right) if len(rollout.turns) <= turns else (None, False)
 
 
@@ -456,11 +455,11 @@ RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class UntriedRate:
-    """A rate that was not run: the gate decides again on the recorded scores.
+    """A rate that was not run, at which the gate decides again on the recorded scores.
 
-    Rollouts in which it decides as recorded are known; what the others would have answered is not.
-    `low` is the vote's accuracy if each of them were wrong in the same way, `high` if each were
-    right. The target's tokens assume that it writes as much per takeover as it did.
+    The answer of a rollout is known only if the gate decides as recorded. `low` is the vote's
+    accuracy if all other rollouts gave the same wrong answer, `high` if all were correct. The
+    target's tokens are computed with the recorded mean per takeover.
     """
 
     rate: float
@@ -472,9 +471,7 @@ class UntriedRate:
 
 
 def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[UntriedRate, ...]:
-    """Bound the realised share of each rate that was not tried; return nothing if the run's gate
-    was not the conformal one.
-    """
+    """Return bounds for each rate that was not run; empty if the run's gate was not conformal."""
     if data.run.setting("gate") != "ConformalGate" or data.method != "atts":
         return ()
     turns = [
@@ -504,7 +501,9 @@ def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
 
 
 def _bounds(replayed: ReplayedProblem, case: GradedCase) -> tuple[float, float]:
-    """Bound the vote: everything unknown alike and wrong, and everything unknown correct."""
+    """Return bounds of the vote's accuracy: all unknown answers equal and wrong, and all unknown
+    answers correct.
+    """
     strayed = {
         rollout.sample for rollout in replayed.rollouts if rollout.off_policy_from is not None
     }
@@ -529,15 +528,15 @@ def _share(right: int, wrong: int) -> float:
 
 
 def _apart(answers: Sequence[str]) -> list[int]:
-    """Return a group of its own for each answer, because the replay's own vote is not used."""
+    """Return a different group for each answer, because the replay's vote is not used."""
     return list(range(len(answers)))
 
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """Most that a problem may take; None means no limit.
+    """The largest cost that a problem may have; None means no limit.
 
-    :raises OptionError: a cap that is not positive.
+    :raises OptionError: for a cap that is not positive.
     """
 
     target_tokens: float | None = None
@@ -569,8 +568,9 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`best` is None where nothing recorded stays below the cap; `options` are those that nothing
-    cheaper equals.
+    """The advice from recorded runs.
+
+    `best` is None if no recorded option stays below the cap; `options` are the Pareto-optimal ones.
     """
 
     cap: Cap
@@ -596,7 +596,7 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
     runs = [read_plan_data(directory) for directory in directories]
     if len({data.run.manifest.dataset for data in runs}) > 1:
         raise OptionError(
-            "runs", "they are not of the same problems; plan from runs of one dataset"
+            "runs", "they have different problems; plan from runs of the same dataset"
         )
     candidates = [option for data in runs for option in options(data)]
     if cap.dollars is not None:
@@ -629,12 +629,12 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
 
 
 def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
-    """Yield the gain of each gated run over the coin of its rate, or what would show it."""
+    """Yield the gain of each gated run over a coin of its rate, or the run that would show it."""
     coins = {data.rate: data for data in runs if data.method == "coin"}
     for data in runs:
         if data.method in ("coin", "draft-only", "target-only", "exact"):
             continue
-        if not 0 < data.rate < 1:  # a gate without a choice
+        if not 0 < data.rate < 1:  # the gate of this run takes no decisions
             continue
         coin = coins.get(data.rate)
         if coin is None:
@@ -654,7 +654,7 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
 
 
 def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
-    """Yield the variance of the first run taken apart, and what such a run can show."""
+    """Yield the variance parts of the first run, and the difference that such a run can show."""
     first = runs[0]
     split = variance_split(list(_verdicts(first).values()))
     if split is None or len(first.cases) < 2:
@@ -672,13 +672,13 @@ def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         )
     samples = max(len(case.rollouts) for case in first.cases)
     power = paired_power(split, len(first.cases), samples, spread or 0.0)
-    basis = "the spread of the difference is that between the first two runs"
+    basis = "the spread of the difference is taken from the first two runs"
     if spread is None:
-        basis = "at least, for one run does not tell how the difference varies over problems"
+        basis = "at least, because one run does not show how the difference varies over problems"
     yield f"Power: {power}; {basis}."
     yield (
-        "For a number of tokens, more problems show more than more samples of each: take all "
-        "problems there are, then as many samples as the tokens allow."
+        "With the same number of tokens, more problems show more than more samples per problem: "
+        "use all problems, then as many samples as the tokens allow."
     )
 
 
@@ -695,15 +695,14 @@ def _shares(data: PlanData) -> dict[str, float]:
 def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | None) -> list[str]:
     notes = [
         "Accuracies are of these problems and samples, counted over all subsets of the recorded "
-        "rollouts; the best "
-        f"of {len(found)} options looks a little better than it is.",
-        "Costs count rollouts that settled votes would cancel, so a run takes at most that; seconds are "
-        "at the recorded load.",
+        f"rollouts; the best of {len(found)} options looks slightly better than it is.",
+        "Costs include rollouts that settled votes would cancel, so a run costs at most that "
+        "much; seconds are at the recorded load.",
     ]
     if censored := sum(data.censored for data in runs):
         notes.append(
-            f"{censored} rollouts that settled votes cancelled are left out, so accuracies of fewer "
-            "samples favour quick rollouts. A run with --early-stop none has no such lean."
+            f"{censored} rollouts that settled votes cancelled are left out, so accuracies of "
+            "fewer samples favour fast rollouts. A run with --early-stop none avoids this bias."
         )
     notes += _gain_notes(runs)
     notes += _power_notes(runs)
@@ -711,6 +710,7 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
         wide = best.accuracy.high - best.accuracy.low
         if wide > 0.15:
             notes.append(
-                f"The interval is {wide:.2f} wide: more problems would tell options apart."
+                f"The interval is {wide:.2f} wide: more problems would distinguish the "
+                "options better."
             )
     return notes

@@ -1,6 +1,6 @@
-"""Rival rules on one run's rollouts: what each spends, and how often its answer is correct.
+"""Compare stopping rules on one run's rollouts, by their cost and by the accuracy of their answers.
 
-Rollouts arrive one at a time in orders drawn by seed. Every rule meets the same orders.
+Rollouts arrive one at a time in orders drawn by seed, which are the same for every rule.
 """
 
 from __future__ import annotations
@@ -46,35 +46,35 @@ Floats = NDArray[np.float64]
 Unit = Literal["samples", "tokens", "seconds", "dollars"]
 UNITS: tuple[Unit, ...] = ("samples", "tokens", "seconds", "dollars")
 CONFIDENCE = "confidence"
-"""Name of the score that atts' own log-probabilities give: e to their mean."""
+"""The name of the score from atts' log-probabilities, which is e to the power of their mean."""
 ORACLE = "pass@n"
 ALL = "all"
-_MOST_ROLLOUTS = 64  # most rollouts of a problem in one order, unless more are asked for
+_MOST_ROLLOUTS = 64  # most rollouts of a problem in one order, unless the options ask for more
 _POINT = 0.01
 _ORDERS = 200
 _FEWEST_ORDERS = 20
-_PLAYED = 100 * _ORDERS  # orders of all problems together
+_PLAYED = 100 * _ORDERS  # most orders of all problems together
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedRollout:
-    """One recorded rollout as rules see it."""
+    """One recorded rollout, with the fields that stopping rules use."""
 
     label: int  # class of equal answers
     is_right: float  # 1 correct, 0 wrong or unscored
-    costs: tuple[float, float, float, float]  # one cost per unit; NaN where it is not known
+    costs: tuple[float, float, float, float]  # one cost per unit; NaN if it is not known
     scores: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedProblem:
-    """One problem with its rollouts that ran to their end."""
+    """One problem with those of its rollouts that ran to their end."""
 
     name: str
     rollouts: tuple[PlayedRollout, ...]
 
     def right(self) -> dict[int, float]:
-        """Return for each class of answers whether it is correct, as most of its rollouts say."""
+        """Return, for each class of answers, whether the majority of its rollouts is correct."""
         verdicts: dict[int, list[float]] = defaultdict(list)
         for rollout in self.rollouts:
             verdicts[rollout.label].append(rollout.is_right)
@@ -84,11 +84,11 @@ class PlayedProblem:
 
 @dataclass(frozen=True, slots=True)
 class RuleRow:
-    """One rule over all problems and orders; costs are means per problem, NaN where unknown.
+    """The result of one rule over all problems and orders; costs are means per problem, or NaN.
 
-    `against_all` is the accuracy less that of all rollouts' vote, `against_fixed` less that of a
-    fixed number of rollouts at the same mean budget. `problems_for_a_point` would show a difference
-    of 1 point from all rollouts' vote with 80 % power.
+    `against_all` is the accuracy minus that of all rollouts' vote. `against_fixed` is the accuracy
+    minus that of a fixed number of rollouts with the same mean cost. `problems_for_a_point` would
+    show a difference of 1 point from all rollouts' vote with 80 % power.
     """
 
     rule: str
@@ -99,7 +99,7 @@ class RuleRow:
     tokens: float
     seconds: float
     dollars: float
-    changed: Estimate  # votes that are not those of all rollouts
+    changed: Estimate  # answers that differ from the vote of all rollouts
     against_all: Comparison | None
     against_fixed: Comparison | None
     problems_for_a_point: int | None
@@ -122,41 +122,44 @@ class Referee:
 
     rows: tuple[RuleRow, ...]
     problems: int
-    rollouts: int  # recorded ones that ran to their end
+    rollouts: int  # recorded rollouts that ran to their end
     most: int  # rollouts of a problem in one order
     orders: int
     seed: int
-    unit: Unit  # in which budgets are matched
+    unit: Unit  # the unit in which budgets are matched
     censored: int  # rollouts left out because they were stopped before they could answer
-    ungraded: int  # problems left out because nothing says what is correct
-    scores: tuple[str, ...] = ()  # recorded of every rollout
+    ungraded: int  # problems left out because they are not graded
+    scores: tuple[str, ...] = ()  # scores that were recorded for every rollout
 
 
 @dataclass(frozen=True, slots=True)
 class RefereeOptions:
-    """Choice of rules, the number of rollouts of a problem, and the number of orders.
+    """The choice of rules, of the number of rollouts of a problem, and of the number of orders.
 
-    :raises OptionError: a number that is not positive, or an unknown unit.
+    :raises OptionError: for a number that is not positive, or an unknown unit.
     """
 
     rules: Sequence[str] = ()  # none: all
     samples: int | None = None
-    # None: 200, and fewer where there are more than 100 problems, which average over orders too
+    # None means 200, or fewer if there are more than 100 problems, because these also average over
+    # orders
     orders: int | None = None
     seed: int = 0
     unit: Unit = "samples"
 
     def __post_init__(self) -> None:
         if self.orders is not None and self.orders < 1:
-            raise OptionError("--orders", f"{self.orders} orders are none; give at least 1")
+            raise OptionError("--orders", f"{self.orders} orders are too few; give at least 1")
         if self.samples is not None and self.samples < 2:
-            raise OptionError("--samples", f"{self.samples}: rules need 2 rollouts or more")
+            raise OptionError(
+                "--samples", f"{self.samples} is too few rollouts for a rule; give at least 2"
+            )
         if self.unit not in UNITS:
             raise OptionError("--match", f"{self.unit!r} is unknown", UNITS)
 
 
 def referee_run(run: RecordedRun, options: RefereeOptions | None = None) -> Referee:
-    """Let every rule play on a run's rollouts.
+    """Apply every rule to a run's rollouts.
 
     :raises OptionError: an unknown rule, or budgets in a unit that was not recorded.
     :raises JournalError: no problem is finished and graded, or the journal cannot be read.
@@ -167,14 +170,16 @@ def referee_run(run: RecordedRun, options: RefereeOptions | None = None) -> Refe
         raise JournalError(
             run.directory,
             "no problem is finished and graded, so no rule can be judged",
-            "Problems need references; `atts import --dataset NAME` gives them to imported ones",
+            "Problems need references; `atts import --dataset NAME` adds them to imported problems",
         )
     played = referee(problems, options)
     return replace(played, censored=censored, ungraded=ungraded)
 
 
 def read_rollouts(run: RecordedRun) -> tuple[list[PlayedProblem], int, int]:
-    """Return every graded problem, the number of censored rollouts, and of ungraded problems."""
+    """Return every graded problem, the number of censored rollouts, and the number of ungraded
+    problems.
+    """
     state = RunState()
     outcomes: dict[str, list[_Read]] = {}
     kinds: dict[str, Any] = {}
@@ -204,7 +209,7 @@ def read_rollouts(run: RecordedRun) -> tuple[list[PlayedProblem], int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Data that are kept of a rollout while its run is read."""
+    """The data of a rollout that are kept while its run is read."""
 
     sample: int
     costs: tuple[float, float, float, float]
@@ -249,9 +254,9 @@ def referee(
     options: RefereeOptions,
     more: Sequence[StoppingRule] = (),
 ) -> Referee:
-    """Let every rule play on the same random orders of each problem's rollouts.
+    """Apply every rule to the same random orders of each problem's rollouts.
 
-    `more` are rules of the caller's own.
+    `more` are additional rules.
 
     :raises OptionError: an unknown rule, or budgets in a unit that was not recorded.
     """
@@ -307,7 +312,7 @@ def _common_scores(problems: Iterable[PlayedProblem]) -> list[str]:
 def rules_for(
     scores: Sequence[str], problems: Sequence[PlayedProblem], most: int
 ) -> list[StoppingRule]:
-    """Return every rule that these scores allow, the vote of all rollouts first."""
+    """Return every rule that these scores allow, starting with the vote of all rollouts."""
     sizes = [2**power for power in range(12) if 2**power < most]
     rules = [StoppingRule(ALL, f"the vote of all {most}", take_all)]
     rules += ONE_BY_ONE
@@ -325,13 +330,13 @@ def rules_for(
     if least is not None:
         rules.append(deepconf_online(least))
     rules.append(
-        StoppingRule(ORACLE, "correct where any rollout is: no rule can be above", take_all)
+        StoppingRule(ORACLE, "correct if any rollout is correct; no rule can be better", take_all)
     )
     return rules
 
 
 def _chosen(rules: Sequence[StoppingRule], names: Sequence[str]) -> list[StoppingRule]:
-    """Return the named rules, with the vote of all rollouts before them."""
+    """Return the vote of all rollouts, followed by the named rules."""
     if not names or list(names) == [ALL]:
         return list(rules)
     known = {rule.name: rule for rule in rules}
@@ -343,12 +348,12 @@ def _chosen(rules: Sequence[StoppingRule], names: Sequence[str]) -> list[Stoppin
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """A rule on one problem: means over the orders."""
+    """The results of a rule on one problem, as means over the orders."""
 
     right: float
     costs: Floats  # one cost per unit
     changed: float
-    difference: float  # difference in correctness to the vote of all rollouts
+    difference: float  # difference in correctness from the vote of all rollouts
     square: float  # mean square of the same difference in single orders
 
 
@@ -356,13 +361,13 @@ class _Mean:
 class _ProblemTable:
     rows: list[_Mean]
     fixed_right: Floats  # correctness of the vote of 1, 2, ... rollouts
-    fixed_costs: Floats  # costs of the same votes, by unit
+    fixed_costs: Floats  # costs of these votes, by unit
 
 
 def _played_by(
     problem: PlayedProblem, rules: Sequence[StoppingRule], most: int, orders: int, seed: int
 ) -> _ProblemTable:
-    """Play all rules on one problem's orders."""
+    """Apply all rules to one problem's orders."""
     rollouts = problem.rollouts
     right = problem.right()
     costs = np.array([one.costs for one in rollouts])
@@ -413,7 +418,7 @@ def _played_by(
 
 
 def _running_votes(labels: Sequence[int]) -> list[int]:
-    """Return the winner after each arrival; of several leaders the one seen first.
+    """Return the winner after each arrival; a tie goes to the class seen first.
 
     >>> _running_votes([NO_ANSWER, 1, 0, 0])
     [-1, 1, 1, 0]
@@ -470,10 +475,11 @@ def _mean_number(values: Floats, most: float) -> Estimate:
 
 
 def _problems_for_a_point(means: Sequence[_Mean]) -> int:
-    """Return the problems on which a rule would show 1 point less than all rollouts' vote.
+    """Return how many problems would show that a rule is 1 point worse than all rollouts' vote.
 
-    A run meets one order of each problem, so the spread is that of single orders. Where the rule
-    differs on fewer problems than a difference of 1 point takes, it is that of the least which does.
+    A run has a single order of each problem, so the spread is that of single orders. If the rule
+    differs on too few problems for a difference of 1 point, the smallest spread that allows this
+    difference is used.
     """
     difference = float(np.mean([one.difference for one in means]))
     square = float(np.mean([one.square for one in means]))
@@ -482,9 +488,10 @@ def _problems_for_a_point(means: Sequence[_Mean]) -> int:
 
 
 def _at_equal_budget(costs: Floats, fixed_right: Floats, fixed_costs: Floats) -> Floats:
-    """Return each problem's accuracy under fixed numbers of rollouts of the same mean cost.
+    """Return each problem's accuracy with fixed numbers of rollouts that have the same mean cost.
 
-    Between two numbers it is a mixture of both: a share of the problems gets one rollout more.
+    If the cost is between two numbers, the accuracy is a mixture: a share of the problems gets one
+    more rollout.
     """
     budget = float(costs.mean())
     means = fixed_costs.mean(axis=0)

@@ -1,4 +1,4 @@
-"""A recorded run replayed under another policy, without a model."""
+"""Replay a recorded run under another policy, without a model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from atts.pipelines import (
 def fresh_calibrator(run: RecordedRun, rate: float, mode: Mode) -> Calibrator:
     """Make a calibrator with the run's stored scores, cap, seed and step.
 
-    :raises CalibrationInputError: the mode needs stored scores, and the run names none.
+    :raises CalibrationInputError: if the mode needs stored scores, but the run names none.
     """
     step = run.setting("aci_step")
     rollouts = run.manifest.settings.get("concurrency")
@@ -76,13 +76,13 @@ def fresh_calibrator(run: RecordedRun, rate: float, mode: Mode) -> Calibrator:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRollout:
-    """A recorded rollout as the other policy would have it, as far as the record reaches."""
+    """A recorded rollout under the other policy, up to the point where the record ends."""
 
     problem: str
     sample: int
     answer: str | None  # the recorded answer; it votes only if it is known
-    is_censored: bool  # the record ends before an answer could come
-    # the first turn after which the record is another story; None: never
+    is_censored: bool  # the record ends before there could be an answer
+    # the first turn after which the recorded text would differ; None if there is none
     off_policy_from: int | None
     draft_tokens: int
     target_tokens: int
@@ -90,13 +90,13 @@ class ReplayedRollout:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the record says how this rollout ends under the other policy."""
+        """Return whether the record shows how this rollout ends under the other policy."""
         return self.off_policy_from is None and not self.is_censored
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedProblem:
-    """One problem under the other policy; only rollouts whose end is known vote."""
+    """One problem under the other policy, in which only rollouts with a known end vote."""
 
     problem: str
     tally: Tally
@@ -104,21 +104,21 @@ class ReplayedProblem:
 
     @property
     def unknown(self) -> int:
-        """Return the number of rollouts whose end the record does not have."""
+        """Return the number of rollouts whose end is not in the record."""
         return sum(not rollout.is_known for rollout in self.rollouts)
 
     @property
     def answer(self) -> str | None:
-        """Return the result of the vote, None where unknown rollouts could change it."""
+        """Return the result of the vote; None if unknown rollouts could change it."""
         is_settled = not self.unknown or cannot_change(self.tally, self.unknown)
         return self.tally.winner if is_settled else None
 
 
 class Decisions(Sequence[Decision]):
-    """Decisions in the order in which they were taken, made again from columns when they are read."""
+    """Decisions in the order in which they were taken, which are created from columns on access."""
 
     def __init__(self, steps: Steps, rows: Sequence[int]) -> None:
-        """Take the steps; `rows` are the numbers of their chunks in the record."""
+        """Create a view of the steps; `rows` are the indices of their chunks in the record."""
         self._steps = steps
         self.rows = rows
 
@@ -141,7 +141,7 @@ class Decisions(Sequence[Decision]):
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Every decision taken again in the recorded order, and what the votes come to."""
+    """The decisions of a replay in the recorded order, and the resulting votes."""
 
     decisions: Decisions
     problems: tuple[ReplayedProblem, ...]
@@ -156,7 +156,7 @@ class Replayed:
 
     @property
     def off_policy(self) -> float:
-        """Return the share of rollouts that left their recorded path; nan without any."""
+        """Return the share of rollouts that left their recorded path; NaN if there are none."""
         rollouts = sum(len(problem.rollouts) for problem in self.problems)
         strayed = sum(
             rollout.off_policy_from is not None
@@ -168,48 +168,50 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class _JudgedChunk:
-    """A recorded chunk as a gate is asked about it."""
+    """A recorded chunk with the features that a gate is asked about."""
 
-    row: int  # its number in the record
+    row: int  # the chunk's index in the record
     features: Features
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordedProblem:
-    """Facts about a finished problem that a replay needs besides its judged chunks."""
+    """The facts about a finished problem that a replay needs in addition to its judged chunks."""
 
     problem: Problem
     answer: str | None
     is_censored: bool
     usage: Usage  # usage of all its rollouts
-    rollouts: tuple[ReplayedRollout, ...]  # the policy's rollouts as they were recorded
+    rollouts: tuple[ReplayedRollout, ...]  # the recorded rollouts that belong to the policy
     weights: tuple[float, ...]  # weights of these rollouts' votes
     rows: range  # its judged chunks
 
 
 class _Record:
-    """Columns of a recorded run that a replay under a policy needs.
+    """The data of a recorded run that a replay under a policy needs.
 
-    Judged chunks stand in columns, some 170 bytes each, so that the replay of a large run fits into
-    memory; texts are kept for gates that read them.
+    Judged chunks are stored in columns, with about 170 bytes each, so that a large run fits into
+    memory. Texts are stored only for gates that read them.
     """
 
     def __init__(self, policy: Policy, *, keeps_texts: bool) -> None:
         self.policy = policy
         self.problems: dict[str, _RecordedProblem] = {}
         self.turns = StepLog()  # the recorded decisions on the judged chunks
-        self._places = array("q")  # when each was decided; -1: unknown
+        self._places = array("q")  # position of each decision in time; -1 if it is not known
         self._is_within = array("b")  # the policy's turns
         self._scores = array("d")
         self._features = array("d")
         self._texts: list[str] | None = [] if keeps_texts else None
-        # decisions on problems that are not over, each with the place where it was first taken
+        # decisions on unfinished problems, each with the position at which it was first taken
         self._decided: dict[str, dict[tuple[int, int], tuple[int, Decided]]] = {}
         self._count = 0
 
     def take(self, event: Decided) -> None:
-        """Take in a decision with its features; decisions come in the order they were taken."""
+        """Add a decision with its features; decisions must come in the order in which they were
+        taken.
+        """
         decision = event.decision
         known = self._decided.setdefault(decision.question, {})
         key = (decision.sample, decision.turn)
@@ -218,10 +220,10 @@ class _Record:
         self._count += 1
 
     def finish(self, outcome: Outcome) -> None:
-        """Take in a problem's outcome, in the place of an earlier one of the same problem.
+        """Add a problem's outcome, which replaces an earlier outcome of the same problem.
 
-        Of fewer samples than were recorded the first are taken, by their numbers: those that ended
-        first would lean towards the quick.
+        If the policy has fewer samples than were recorded, those with the lowest numbers are used.
+        Using those that ended first would favour fast rollouts.
         """
         name = outcome.problem.id
         known = self._decided.get(name, {})
@@ -289,7 +291,7 @@ class _Record:
         return {(decision.sample, decision.turn): decision for decision in decisions}
 
     def strays(self, row: int, *, escalated: bool) -> bool:
-        """Return True if to decide so leaves the recorded path within the policy's turns."""
+        """Return True if this decision leaves the recorded path within the policy's turns."""
         return bool(self._is_within[row]) and escalated != self.turns.read(row).escalated
 
     def _by_turn(self, row: int) -> tuple[int, str, int]:
@@ -323,9 +325,9 @@ def replay_policy(
 
     A rollout that was cut, or that left the recorded path, has an unknown answer and does not vote.
 
-    `decided` holds the recorded decisions with their features, in the order in which they were
-    taken; what it lacks follows turn by turn. The gate must be fresh: it learns from this replay;
-    without one, every decision stays what it was.
+    `decided` has the recorded decisions with their features, in the order in which they were taken;
+    other chunks follow turn by turn. The gate must be new, because it learns from this replay.
+    Without a gate, every decision stays as recorded.
     """
     record = _Record(policy, keeps_texts=True)
     for event in decided.values():
@@ -396,10 +398,10 @@ def _with_cut_turn(
 
 
 def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
-    """Return the rollout as the policy has it while every decision is the recorded one."""
+    """Return the rollout under the policy, up to the first decision that differs from the record."""
     turns = rollout.turns[: policy.turns]
     is_whole = len(turns) == len(rollout.turns)
-    # the rollout's usage includes what entered no turn
+    # the rollout's usage includes tokens that are in none of the turns
     spent = rollout.usage if is_whole else _usage_of(turns)
     return ReplayedRollout(
         rollout.problem,
@@ -450,21 +452,23 @@ def _problem(
 
 @dataclass(frozen=True, slots=True)
 class ReplayedDecision:
-    """A decision taken again, and the one that was carried out, which comes without its reason."""
+    """A decision of the replay, with the decision that was carried out (without its reason)."""
 
     decision: Decision
     recorded: Decision
-    # an earlier decision of its rollout already came out otherwise: its chunk is another story's
+    # an earlier decision of the rollout already differs, so this chunk would not have been written
     off_policy: bool
 
 
 class ReplayedDecisions(Sequence[ReplayedDecision]):
-    """Every decision with the recorded one, in the order in which they were taken."""
+    """All decisions of a replay with the recorded ones, in the order in which they were taken."""
 
     def __init__(
         self, decisions: Decisions, recorded: Decisions, problems: Iterable[ReplayedProblem]
     ) -> None:
-        """Join decisions with the recorded ones on the same chunks, which stand in the same order."""
+        """Join decisions with the recorded decisions on the same chunks, which must be in the same
+        order.
+        """
         self._decisions = decisions
         self._recorded = recorded
         self._strayed = {
@@ -496,13 +500,12 @@ TokenCount = Literal["counted", "at least", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class ReplaySide:
-    """One of the two: as recorded, or as replayed.
+    """One side of a comparison: the run as recorded, or as replayed.
 
-    Where rollouts left the recorded path, `rate` is a plain count over the recorded chunks without
-    an interval, and tokens are unknown. They are "at least" so many where a rollout that the
-    replayed vote needs was cut. An accuracy that the record does not determine has no value: its
-    `low` and `high` are those of the bounds, so they hold the accuracy of a live run 95 % of the
-    time.
+    If rollouts left the recorded path, `rate` is a plain count over the recorded chunks without an
+    interval, and tokens are unknown. Tokens are a lower bound if a rollout that the replayed vote
+    needs was cut. An accuracy that the record does not determine is NaN; its `low` and `high` come
+    from the bounds, so they contain the accuracy of a live run 95 % of the time.
     """
 
     rate: Estimate
@@ -516,12 +519,13 @@ class ReplaySide:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Decisions of another policy on a recorded run, and what the record says about it.
+    """The decisions of another policy on a recorded run, and what the record shows about the
+    policy.
 
-    `off_policy` is the share of rollouts in which a decision came out otherwise: what they would
-    have written from there on is unknown. `undecided` problems have too many rollouts of unknown
-    end for their vote to be known. `censored` problems are in no accuracy: their rollouts were
-    stopped before any could answer.
+    `off_policy` is the share of rollouts in which a decision changed, so that the rest of their
+    text is unknown. The vote of `undecided` problems is unknown, because too many rollouts have an
+    unknown end. `censored` problems are left out of accuracies, because their rollouts were stopped
+    before any could answer.
     """
 
     recorded: ReplaySide
@@ -550,8 +554,8 @@ def replay_run(
 ) -> Replay:
     """Decide again on every recorded score and vote again.
 
-    `gate` makes a fresh gate for so many rollouts of a problem; None keeps every recorded decision.
-    Answers that were not graded then are graded now.
+    `gate` makes a new gate for so many rollouts of a problem; None keeps every recorded decision.
+    Answers that the run did not grade are graded now.
 
     :raises OptionError: more samples or turns than were recorded, a negative budget, or no score to
         decide on again.
@@ -572,9 +576,9 @@ def replay_run(
 
 
 def _check_scored(record: _Record) -> None:
-    """Refuse to decide again where no chunk has a score.
+    """Check that the run has scores on which to decide again.
 
-    :raises OptionError: no decision of the run was made on a score.
+    :raises OptionError: if no decision of the run was based on a score.
     """
     if not record.turns:
         raise OptionError(
@@ -585,7 +589,7 @@ def _check_scored(record: _Record) -> None:
 
 
 def _reads_texts(gate: object) -> bool:
-    """Return True unless the gate, and every gate inside it, is one of ours and reads no text."""
+    """Return False only if the gate, and every gate inside it, is known not to read texts."""
     if gate is None:
         return False
     if not type(gate).__module__.startswith("atts.pipelines."):
@@ -597,7 +601,7 @@ class _RecordedGate:
     """A gate that repeats the recorded decisions, except those that a budget overrules."""
 
     def __init__(self, record: _Record) -> None:
-        # decisions alternate between the problems that were in flight
+        # decisions alternate between problems in flight, so several are read at once
         self._of = lru_cache(1024)(record.decisions_on)
 
     def preview(self, features: Features) -> Decision:
@@ -615,16 +619,20 @@ class _RecordedGate:
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     record: _Record
-    verdicts: Mapping[tuple[str, str], str]  # verdicts on answers that were graded then
+    verdicts: Mapping[tuple[str, str], str]  # verdicts that the run recorded on answers
 
     @property
     def known(self) -> dict[str, str | None]:
-        """Return the recorded answer of every problem that had the time to come to one."""
+        """Return the recorded answer of every problem except those that were stopped too early to
+        have one.
+        """
         problems = self.record.problems
         return {name: one.answer for name, one in problems.items() if not one.is_censored}
 
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
-        """Return the accuracy of these answers, as they were graded then or are graded now."""
+        """Return the accuracy of these answers, by the recorded verdicts or else by grading them
+        now.
+        """
         problems = [one.problem for one in self.record.problems.values()]
         asked = [one for one in problems if one.answer is not None]
         return accuracy_estimate(self.right(it, answers[it.id]) for it in asked if it.id in answers)
@@ -638,7 +646,7 @@ class _Recorded:
 
 
 def _read(run: RecordedRun, record: _Record) -> _Recorded:
-    """Read the run's journal once; memory holds open problems whole, and of others the record."""
+    """Read the run's journal once, holding only open problems in memory as a whole."""
     state = RunState()
     verdicts = dict[tuple[str, str], str]()
     for entry in run.entries((*FACTS, Decided)):
@@ -658,13 +666,15 @@ def _read(run: RecordedRun, record: _Record) -> _Recorded:
         raise JournalError(
             run.directory,
             "no problem is finished, so there is nothing to replay",
-            "Let the run go on",
+            "Continue the run first",
         )
     return _Recorded(record, verdicts)
 
 
 def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
-    """Return the recorded policy, cut; what was never drawn cannot be replayed."""
+    """Return the recorded policy with fewer samples or turns; more than were recorded cannot be
+    replayed.
+    """
     recorded = run.policy
     samples = recorded.get("samples", 1)
     turns = recorded.get("turns", 1)
@@ -674,7 +684,8 @@ def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
     ):
         if wanted is not None and wanted > most:
             raise OptionError(
-                name, f"{wanted} is more than the {most} that were recorded; no replay can add any"
+                name,
+                f"{wanted} is more than the {most} that were recorded; a replay cannot add any",
             )
     return Policy(
         samples=samples if change.samples is None else change.samples,
@@ -685,7 +696,10 @@ def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
 
 def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
     if budget < 0:
-        raise OptionError("budget", f"{budget} takeovers per problem are less than none")
+        raise OptionError(
+            "budget",
+            f"{budget} takeovers per problem are not possible; give a number of at least 0",
+        )
     if isinstance(gate, RoundGate):
         raise OptionError(
             "budget",
@@ -714,7 +728,7 @@ def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Rep
     old = _side(as_recorded, recorded.accuracy(known), [spent])
     judged = [problem for problem in again.problems if problem.problem in known]
     if is_same_vote and not again.off_policy > 0:
-        after = before  # also votes that ended before they were certain
+        after = before  # including votes that ended before they were certain
         undecided = 0
         new = _side(again.decisions, old.accuracy, replayed)
     else:
@@ -745,7 +759,7 @@ def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Rep
 
 
 def _without_estimates(side: ReplaySide) -> ReplaySide:
-    """Return a side of which the record tells only what was decided on the recorded chunks."""
+    """Return a side for which the record shows only the decisions on the recorded chunks."""
     rate = replace(side.rate, low=math.nan, high=math.nan, method="count of recorded chunks")
     return replace(
         side,
@@ -758,7 +772,7 @@ def _without_estimates(side: ReplaySide) -> ReplaySide:
 
 
 def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecided: int) -> Estimate:
-    """Return the accuracy where every vote is known, else an estimate that has bounds only."""
+    """Return the accuracy if every vote is known, else an estimate with bounds only."""
     if not undecided:
         return recorded.accuracy({problem.problem: problem.answer for problem in problems})
     asked = {
@@ -775,14 +789,14 @@ def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecide
         return recorded.accuracy({})
     low = mean_estimate([worst for worst, _ in bounds], len(bounds))
     high = mean_estimate([best for _, best in bounds], len(bounds))
-    note = f"the record does not decide {undecided:,} votes"
+    note = f"{undecided:,} votes cannot be known from the record"
     return replace(low, value=math.nan, high=high.high, method="bounds", note=note)
 
 
 def _bounds(
     recorded: _Recorded, problem: Problem, replayed: ReplayedProblem
 ) -> tuple[float, float]:
-    """Bound the vote: every unknown rollout wrong in the same way, and every one correct."""
+    """Return bounds of the vote's accuracy: all unknown rollouts equal and wrong, and all correct."""
     right = 0.0
     wrong = 0.0
     for answer, weight in zip(replayed.tally.answers, replayed.tally.weights, strict=True):

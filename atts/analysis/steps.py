@@ -1,4 +1,6 @@
-"""The steps of a run's gate, kept in columns: a report of a million of them fits into memory."""
+"""The steps of a run's gate, stored in columns so that a report of a million steps fits into
+memory.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ class GateStep:
     kind: StepKind
     decision: Decision
     escalated: bool
-    left: float | None = None  # the share of rollouts that had not ended, as the gate saw it
+    left: float | None = None  # the share of rollouts that had not ended when the gate decided
 
 
 class Steps(Sequence[GateStep]):
-    """Some steps of a log, which makes each one again when it is read."""
+    """A view of some steps of a log, which creates each step on access."""
 
     def __init__(self, log: StepLog, places: Sequence[int]) -> None:
         self._log = log
@@ -47,13 +49,15 @@ class Steps(Sequence[GateStep]):
 
 
 class StepLog:
-    """Steps of a run's gate in order, some 90 bytes each; reasons in words only where they are asked for."""
+    """The steps of a run's gate in order, with about 90 bytes each; texts of reasons are stored
+    only on request.
+    """
 
     def __init__(self, *, keeps_reasons: bool = False) -> None:
-        self._texts: dict[str, int] = {}  # every text once, with its number
+        self._texts: dict[str, int] = {}  # each different text, with its number
         self._spellings: list[str] = []
         self._codes = array("I")  # four texts a step: kind, question, action, origin
-        self._numbers = array("q")  # turn, sample, issue, and which of the values are there
+        self._numbers = array("q")  # turn, sample, issue, and flags for the values that are present
         self._values = array("d")  # rate, score, p, length, left
         self._keeps_reasons = keeps_reasons
         self._reasons = bytearray()
@@ -82,9 +86,9 @@ class StepLog:
             self._reason_ends.append(len(self._reasons))
 
     def read(self, place: int) -> GateStep:
-        """Return the step at a place, equal to the one that was kept there.
+        """Return the step at an index.
 
-        Its `why` is empty if the log keeps no reasons.
+        Its `why` is empty if the log does not store reasons.
         """
         texts = [self._spellings[code] for code in self._codes[4 * place : 4 * place + 4]]
         kind, question, action, origin = texts
@@ -109,7 +113,7 @@ class StepLog:
         return GateStep(cast("StepKind", kind), decision, bool(known & 1), left)
 
     def between(self, begin: int, end: int) -> Steps:
-        """Return the steps from one place up to another."""
+        """Return the steps from one index up to another."""
         return Steps(self, range(begin, end))
 
     def count_by_question(self, places: Iterable[int]) -> dict[str, tuple[int, int]]:

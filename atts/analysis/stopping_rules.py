@@ -1,4 +1,4 @@
-"""Rules that decide how many rollouts to take and which answer to give, as other tools have them."""
+"""Rules of other tools and papers that decide how many rollouts to take and which answer to give."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _KEPT_ONLINE = 0.9
 class Arrivals:
     """A problem's rollouts in the order in which they arrive.
 
-    `labels` are classes of equal answers, NO_ANSWER where there is none; `scores` are what was
-    recorded of each rollout, higher is better.
+    `labels` are classes of equal answers, or NO_ANSWER; `scores` are the recorded scores of each
+    rollout, for which higher is better.
     """
 
     labels: Sequence[int]
@@ -40,11 +40,11 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Arrivals that a rule used: so many of the first, and an answer's class."""
+    """The result of a rule: the number of rollouts that it used, and the class of its answer."""
 
     used: int
     label: int
-    rollout: int | None = None  # the one that was selected, by a rule that selects rollouts
+    rollout: int | None = None  # the selected rollout, if the rule selects one
 
 
 Play = Callable[[Arrivals], Taken]
@@ -52,7 +52,7 @@ Play = Callable[[Arrivals], Taken]
 
 @dataclass(frozen=True, slots=True)
 class StoppingRule:
-    """A rule by name; `whose` says which tool or paper has it."""
+    """A rule with its name; `whose` names the tool or paper that it comes from."""
 
     name: str
     about: str
@@ -61,7 +61,8 @@ class StoppingRule:
 
 
 def majority(labels: Sequence[int]) -> int:
-    """Return the class with the most votes, of several the one seen first; NO_ANSWER without votes.
+    """Return the class with the most votes; a tie goes to the class seen first, and without votes
+    the result is NO_ANSWER.
 
     >>> majority([2, NO_ANSWER, 1, 1, 2]), majority([NO_ANSWER])
     (2, -1)
@@ -71,7 +72,7 @@ def majority(labels: Sequence[int]) -> int:
 
 
 def fixed(size: int) -> StoppingRule:
-    """Return the rule that always takes so many rollouts."""
+    """Return the rule that always takes `size` rollouts."""
 
     def play(arrivals: Arrivals) -> Taken:
         used = min(size, len(arrivals))
@@ -86,13 +87,13 @@ def take_all(arrivals: Arrivals) -> Taken:
 
 
 Stops = Callable[[Sequence[int], int], bool]
-"""A function that decides whether to stop. It is passed the votes of each class, most first, and the
-number of rollouts still to come.
+"""A function that decides whether to stop, given the votes of each class, most first, and the
+number of rollouts to come.
 """
 
 
 def _one_by_one(stops: Stops) -> Play:
-    """Return a rule that looks at the votes after every rollout."""
+    """Return a rule that checks the votes after every rollout."""
 
     def play(arrivals: Arrivals) -> Taken:
         counts = Counter[int]()
@@ -138,7 +139,7 @@ def _beta(first: int, second: int) -> float:
 
 
 def _doubling(arrivals: Arrivals) -> Taken:
-    """Look after 2, 4, 8, ... rollouts, and stop at a share of equal answers."""
+    """Check after 2, 4, 8, ... rollouts, and stop at a share of equal answers."""
     used = 2
     while used < len(arrivals):
         labels = arrivals.labels[:used]
@@ -150,7 +151,7 @@ def _doubling(arrivals: Arrivals) -> Taken:
 
 
 def _windows(arrivals: Arrivals) -> Taken:
-    """Look after each window of rollouts, and stop when all of a window agree."""
+    """Check after each window of rollouts, and stop if all answers of a window agree."""
     for end in range(_ESC_WINDOW, len(arrivals), _ESC_WINDOW):
         window = set(arrivals.labels[end - _ESC_WINDOW : end])
         if len(window) == 1 and NO_ANSWER not in window:
@@ -159,7 +160,9 @@ def _windows(arrivals: Arrivals) -> Taken:
 
 
 def _certaindex(votes: Sequence[int], left: int) -> bool:
-    """Return whether the answers' entropy is low compared with the largest possible for so many."""
+    """Return whether the answers' entropy is low compared with the largest entropy of so many
+    answers.
+    """
     total = sum(votes)
     if total < _CERTAINDEX_FROM:
         return False
@@ -181,11 +184,11 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _one_by_one(_is_beta_sure), "Adaptive-Consistency; Beta in its_hub",
     ),
     StoppingRule(
-        "doubling", f"looks after 2, 4, 8, ...; stops at {100 * _DOUBLING_SHARE:g} % equal answers",
+        "doubling", f"checks after 2, 4, 8, ...; stops at {100 * _DOUBLING_SHARE:g} % equal answers",
         _doubling, "Adaptive in its_hub",
     ),
     StoppingRule(
-        "windows", f"stops when {_ESC_WINDOW} in a row agree, looking at every fifth", _windows,
+        "windows", f"stops when {_ESC_WINDOW} in a row agree, checked at every fifth", _windows,
         "ESC",
     ),
     StoppingRule(
@@ -193,7 +196,7 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _one_by_one(_certaindex), "Dynasor",
     ),
 )  # fmt: skip
-"""The rules that look at answers alone."""
+"""The rules that use only the answers."""
 
 
 def best_of_n(score: str) -> StoppingRule:
@@ -208,7 +211,7 @@ def best_of_n(score: str) -> StoppingRule:
 
 
 def weighted_vote(score: str) -> StoppingRule:
-    """Return the rule that weighs each vote by a score."""
+    """Return the rule that weights each vote by a score."""
 
     def play(arrivals: Arrivals) -> Taken:
         return Taken(len(arrivals), heaviest(arrivals.labels, arrivals.scores[score]))
@@ -217,7 +220,9 @@ def weighted_vote(score: str) -> StoppingRule:
 
 
 def borda_vote(score: str) -> StoppingRule:
-    """Return the rule that weighs each vote by the rank of its score, the best one most."""
+    """Return the rule that weights each vote by the rank of its score; the best has the largest
+    weight.
+    """
 
     def play(arrivals: Arrivals) -> Taken:
         order = sorted(range(len(arrivals)), key=arrivals.scores[score].__getitem__)
@@ -227,7 +232,7 @@ def borda_vote(score: str) -> StoppingRule:
         return Taken(len(arrivals), heaviest(arrivals.labels, ranks))
 
     return StoppingRule(
-        f"Borda vote by {score}", "each vote weighs the rank of its score", play, "self-certainty"
+        f"Borda vote with {score}", "each vote weighs the rank of its score", play, "self-certainty"
     )
 
 
@@ -247,8 +252,8 @@ def deepconf_offline(score: str, kept: float) -> StoppingRule:
 def deepconf_online(score: str) -> StoppingRule:
     """Return the rule that drops rollouts less confident than most of the first ones.
 
-    It stops when the weights agree. A dropped rollout counts whole, though its tool would have
-    stopped it on the way, so that the cost is an upper bound.
+    It stops when the weights agree. The cost of a dropped rollout counts in full, although the
+    original method would have stopped it earlier, so the cost is an upper bound.
     """
 
     def play(arrivals: Arrivals) -> Taken:
@@ -267,7 +272,7 @@ def deepconf_online(score: str) -> StoppingRule:
         return Taken(len(arrivals), heaviest(arrivals.labels, weights))
 
     about = (
-        f"drops what is less sure than {100 * _KEPT_ONLINE:g} % of the first; stops where "
+        f"drops rollouts less confident than {100 * _KEPT_ONLINE:g} % of the first; stops if "
         f"{100 * SURE:g} % of the weight agrees"
     )
     return StoppingRule("deepconf online", about, play, "DeepConf")
@@ -282,7 +287,7 @@ def _weights(labels: Sequence[int], weights: Sequence[float]) -> dict[int, float
 
 
 def heaviest(labels: Sequence[int], weights: Sequence[float]) -> int:
-    """Return the class of the largest weight, of several the one seen first.
+    """Return the class with the largest weight; a tie goes to the class seen first.
 
     >>> heaviest([0, 1, 1, NO_ANSWER], [5.0, 2.0, 2.0, 9.0])
     0

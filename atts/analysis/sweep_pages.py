@@ -1,4 +1,4 @@
-"""A sweep as text and as an HTML page."""
+"""Render a sweep as text and as an HTML page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LETTERS = "abcdefghijklmnopqrsuvwxyz"
 
 
 def sweep_lines(report: SweepReport) -> Iterator[str]:
-    """Return the table, the chart, and what both rest on."""
+    """Return the table, the chart, and notes on both."""
     yield from _table(report)
     yield ""
     yield from _picture(report)
@@ -26,11 +26,11 @@ def sweep_lines(report: SweepReport) -> Iterator[str]:
 
 
 def sweep_notes(report: SweepReport) -> Iterator[str]:
-    """Return the notes that a reader of the numbers needs."""
+    """Return notes that explain the numbers."""
     yield (
-        "Brackets are 95 % intervals over problems. Differences are to the target alone, in accuracy of "
-        "the vote; gains over a coin are in accuracy of single rollouts, to a coin of the same policy "
-        "and rate. Both are problem by problem."
+        "Brackets are 95 % intervals over problems. Differences are from the target alone, in "
+        "accuracy of the vote. Gains are over a coin of the same policy and rate, in accuracy of "
+        "single rollouts. Both compare problem by problem."
     )
     compared = (("differences", "difference"), ("gains", "gain"))
     counts = {
@@ -42,8 +42,7 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
         yield f"p-values are corrected by Holm's method, for {' and for '.join(several)}."
     yield (
         "Best of all: the share of problems that any rollout solved, which no vote can exceed; "
-        "rollouts that a settled "
-        "vote cancelled count as unsolved there."
+        "for this share, rollouts that a settled vote cancelled count as not correct."
     )
     calls, shared = (
         sum(getattr(point, name) for point in report.points) for name in ("calls", "shared")
@@ -51,8 +50,7 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
     if shared:
         yield (
             f"{shared:,} of {calls:,} engine calls were taken from another run of the set instead "
-            f"of made again; "
-            "tokens and seconds are what each run would have cost alone."
+            "of made again; tokens and seconds are the cost of each run if made alone."
         )
 
 
@@ -142,7 +140,7 @@ def _range(drawn: Sequence[ScalingPoint]) -> tuple[float, float]:
 
 
 COLOURS = 6
-"""How many curves have a colour of their own; more begin again with the first."""
+"""The number of different colours of curves; further curves start again with the first colour."""
 _LABEL = 12.0  # pixels between labels of baselines
 
 
@@ -160,7 +158,7 @@ def render_sweep(report: SweepReport) -> str:
 
 
 def headline(report: SweepReport) -> str:
-    """Name the cheapest run that is as good as the best one, as far as the intervals tell."""
+    """Name the cheapest run whose accuracy does not differ from the best one's by the intervals."""
     drawn = [point for point in report.grid if point.is_drawn]
     if not drawn:
         return "Nothing was graded yet"
@@ -267,8 +265,9 @@ def _curve(
 def _baselines(
     plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]
 ) -> Iterator[str]:
-    """Draw a dashed line with a point at the cost of each baseline; its name stands at the right,
-    below the line, or above it if the place is taken.
+    """Draw a dashed line for each baseline, with a point at its cost.
+
+    Its name is at the right below the line, or above the line if there is no room below.
     """
     taken = list[float]()
     for p in sorted(report.references, key=lambda p: p.accuracy.value if p.is_drawn else -1.0):
@@ -309,7 +308,7 @@ def _ceiling(
 
 
 def _cells(contrast: Contrast | None) -> tuple[float | None, ...]:
-    """Return a comparison as the cells of a table; None where there is none."""
+    """Return a comparison as the cells of a table; empty cells if there is none."""
     if contrast is None:
         return (None,) * 4
     estimate = contrast.estimate

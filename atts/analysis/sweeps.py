@@ -1,4 +1,4 @@
-"""The runs of a sweep, and the curves over them."""
+"""The runs of a sweep, and the curves through them."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from atts.ledger import PRICES, money_of, recorded_prices
 
 SWEEP = "sweep.json"
 Value = str | int | float | bool | None
-"""What a setting that varies can be."""
+"""A value of a setting that varies."""
 PointKind = Literal["point", "reference"]
-"""A run of the grid, or a baseline that all of them are compared with."""
+"""The kind of a run: a run of the grid, or a baseline for comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSetPoint:
-    """One run of the set: `values` are what it sets otherwise than the others, `folder` where it is
-    in the set's.
+    """One run of the set: `values` are the settings that vary, and `folder` is its folder in the
+    directory of the set.
     """
 
     name: str
@@ -59,7 +59,9 @@ class RunSetPoint:
 
 @dataclass(frozen=True, slots=True)
 class RunSet:
-    """A set of runs: `over` names what varies with its values, `settings` what all of them share."""
+    """A set of runs: `over` has the settings that vary with their values, `settings` those that all
+    runs share.
+    """
 
     over: Mapping[str, tuple[Value, ...]]
     settings: Mapping[str, Json]
@@ -94,7 +96,9 @@ def load_run_set(directory: Path) -> RunSet:
         settings = {name: msgspec.json.decode(raw) for name, raw in stored.settings.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise JournalCorrupt(
-            path, f"it is not a set of runs ({error})", "The runs in it are whole; restore a copy"
+            path,
+            f"it does not describe a set of runs ({error})",
+            "Its runs are not damaged; restore the file from a copy",
         ) from error
     outside = [point.folder for point in stored.points if Path(point.folder).name != point.folder]
     if outside:
@@ -109,7 +113,7 @@ def load_run_set(directory: Path) -> RunSet:
 
 
 def save_run_set(directory: Path, held: RunSet) -> None:
-    """Write it whole or not at all.
+    """Write the set of runs atomically.
 
     :raises StorageError: the disk refuses.
     """
@@ -118,13 +122,13 @@ def save_run_set(directory: Path, held: RunSet) -> None:
 
 
 LENGTHS = ("samples", "max_tokens", "turns")
-"""What a curve follows where it varies: each is a longer or wider use of the same models."""
+"""The settings that a curve follows if they vary: each spends more tokens of the same models."""
 
 
 @dataclass(slots=True)
 class CallTotals:
-    """The engine calls of a run: how many there were, how many were taken from other runs, and
-    their seconds.
+    """The engine calls of a run: their number, how many replies came from other runs, and their
+    seconds.
     """
 
     calls: int = 0
@@ -166,20 +170,21 @@ class ScalingPoint:
     problems: int | None
     samples: int
     accuracy: Estimate
-    oracle: Estimate  # the share of problems that any of their rollouts solved
+    oracle: Estimate  # the share of problems in which any rollout was correct
     rate: Estimate
     target_tokens: float
     draft_tokens: float
     scored_tokens: float
     seconds: float  # seconds of engine calls, added up
     calls: int
-    shared: int  # number of them that were taken from another run of the set
+    shared: int  # number of replies that were taken from another run of the set
     dollars: float | None  # None: a model has no price
     right: Mapping[str, float] = field(repr=False)  # keyed by problem that was graded
     # keyed by problem: the share of correct ones among the rollouts that ended
     shares: Mapping[str, float] = field(repr=False)
-    difference: Contrast | None = None  # in accuracy, to the target alone
-    gain: Contrast | None = None  # in accuracy of single rollouts, over a coin of the same policy
+    difference: Contrast | None = None  # difference in accuracy from the target alone
+    # gain in accuracy of single rollouts over a coin of the same policy
+    gain: Contrast | None = None
 
     @property
     def is_drawn(self) -> bool:
@@ -208,7 +213,9 @@ class SweepReport:
 
     @property
     def along(self) -> str | None:
-        """Return the setting that a curve follows: lengths before rates before other numbers."""
+        """Return the setting that a curve follows: a length if one varies, else a rate, else
+        another number.
+        """
         several = {
             name: values for name, values in self.over.items() if len(set(map(str, values))) > 1
         }
@@ -217,7 +224,9 @@ class SweepReport:
 
     @property
     def curves(self) -> dict[str, list[ScalingPoint]]:
-        """Return the points of each curve in order, by what the curve holds fixed."""
+        """Return the points of each curve in order, keyed by the settings that the curve keeps
+        fixed.
+        """
         by_curve = dict[str, list[ScalingPoint]]()
         for point in self.grid:
             fixed = ", ".join(
@@ -285,7 +294,7 @@ def _dollars(run: RecordedRun, state: RunState) -> float | None:
 
 
 def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunState, CallTotals]:
-    """Read the run's problems in brief, and its calls."""
+    """Read a summary of the run's problems, and its calls."""
     state = RunState()
     totals = CallTotals()
     number = run_number(folder)
@@ -325,7 +334,7 @@ def _contrasts(
     baselines: Sequence[ScalingPoint],
     values: Callable[[ScalingPoint], Mapping[str, float]],
 ) -> dict[str, Contrast]:
-    """Compare each point with its own baseline, and correct for the number of comparisons."""
+    """Compare each point with its baseline, and correct for the number of comparisons."""
     compared: dict[str, Comparison] = {}
     for point in points:
         base = next((one for one in baselines if _is_beside(one, point)), None)
@@ -346,7 +355,8 @@ def _contrasts(
 
 
 def _is_beside(reference: ScalingPoint, point: ScalingPoint) -> bool:
-    """Return True if a baseline ran on the point's models; a coin, also with its rate and policy.
+    """Return True if a baseline ran on the point's models and, for a coin, with its rate and
+    policy.
 
     Single rollouts are compared with a coin's, so their limits must be the coin's as well.
     """

@@ -1,4 +1,4 @@
-"""Training data out of recorded runs: what the draft wrote and what the target thought of it."""
+"""Export recorded runs as training data: the draft's texts with the target's scores."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from atts.sampling import Seed, generator
 DataKind = Literal["opd", "sft", "preference", "verifiers"]
 KINDS: tuple[DataKind, ...] = get_args(DataKind)
 VERSIONS: Mapping[DataKind, int] = {"opd": 2, "sft": 1, "preference": 1, "verifiers": 1}
-"""Version of each kind's records, which name it, such as "atts.opd/2"."""
+"""The version of the records of each kind; records name it, for example "atts.opd/2"."""
 
 
 class TopTokens(NamedTuple):
-    """The likeliest tokens at each place of a text, likeliest first, and their log-probabilities."""
+    """The most likely tokens at each position of a text, in order, with their log-probabilities."""
 
     ids: list[list[int]]
     logprobs: list[list[float]]
 
 
 class Teacher(Protocol):
-    """A model that lists the likeliest tokens at every place of a rollout."""
+    """A model that lists the most likely tokens at every position of a rollout."""
 
     tokenizer: str  # its digest
 
     def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
-        """List the likeliest tokens at the places of `ids`, which follow `prompt`."""
+        """Return the most likely tokens at the positions of `ids`, which follow `prompt`."""
         ...
 
 
 Keep = Literal["correct", "answered", "all"]
-"""Which rollouts are exported: those with a correct answer, those with an answer, or all."""
+"""The rollouts to export: those with a correct answer, those with an answer, or all."""
 
 _ORIGIN = {
     "schema": "text", "run": "text", "draft": "text", "target": "text", "draft_weights": "text",
@@ -74,19 +74,20 @@ COLUMNS: Mapping[DataKind, Mapping[str, str]] = {
 }  # fmt: skip
 """The columns of each kind's records, in order, with the type of each."""
 
-_ROW_GROUP = 512  # records that a Parquet file holds in one piece, and this process in memory
+_ROW_GROUP = 512  # records in one row group of a Parquet file, which are in memory at once
 _SUFFIXES = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """Choice of what is exported; `pairs` are preference pairs per problem at most, drawn by seed.
+    """The options of an export; `pairs` is the largest number of preference pairs per problem,
+    drawn by seed.
 
     :raises OptionError: an unknown choice, or no pairs.
     """
 
     kind: DataKind = "sft"
-    keep: Keep | None = None  # None: correct ones as sft, all of them otherwise
+    keep: Keep | None = None  # None: only correct rollouts for sft, all rollouts for other kinds
     pairs: int = 4
     seed: int = 0
 
@@ -96,7 +97,7 @@ class ExportOptions:
         if self.keep is not None and self.keep not in get_args(Keep):
             raise OptionError("--keep", f"{self.keep!r} is unknown", get_args(Keep))
         if self.pairs < 1:
-            raise OptionError("--pairs", f"{self.pairs} pairs are none; give at least 1")
+            raise OptionError("--pairs", f"{self.pairs} pairs are too few; give at least 1")
 
 
 @dataclass(slots=True)
@@ -107,8 +108,9 @@ class Exported:
     kind: DataKind
     problems: int = 0  # with a record
     records: int = 0
-    trained_tokens: int = 0  # with the log-probabilities of both models
-    skipped: Counter[str] = field(default_factory=Counter[str])  # rollouts, by the reason
+    trained_tokens: int = 0  # tokens with the log-probabilities of both models
+    # number of rollouts left out, by the reason
+    skipped: Counter[str] = field(default_factory=Counter[str])
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -133,8 +135,8 @@ def export_run(
 ) -> Exported:
     """Write a run's rollouts as training data, problem by problem, and return what was written.
 
-    A `teacher`, usually the run's target, reads each rollout once more and adds its likeliest tokens
-    to the records of opd. The file is replaced as a whole at the end.
+    A `teacher`, usually the run's target, reads each rollout again and adds its most likely tokens
+    to the records of opd. The file is replaced atomically at the end.
 
     :raises OptionError: an unknown kind of file, or a teacher of another tokenizer.
     :raises UsageError: the run has not what this kind of data is made of.
@@ -142,11 +144,13 @@ def export_run(
     :raises StorageError: the disk refuses.
     """
     if path.suffix not in _SUFFIXES:
-        raise OptionError("--out", f"{path} is neither of {' and '.join(_SUFFIXES)}")
+        raise OptionError("--out", f"{path} does not end in {' or '.join(_SUFFIXES)}")
     if options.kind == "opd":
         _check_tokenizers(run, teacher)
     elif teacher is not None:
-        raise OptionError("--teacher", f"{options.kind} has no tokens of a teacher's; only opd has")
+        raise OptionError(
+            "--teacher", f"{options.kind} does not have a teacher's tokens; only opd does"
+        )
     made = Exported(path, options.kind)
     records: Iterable[dict[str, Any]] = _records(run, options, made)
     if options.kind == "opd":
@@ -163,7 +167,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _taught(record: dict[str, Any], teacher: Teacher | None) -> dict[str, Any]:
-    """Return a record with the teacher's likeliest tokens, null if there is no teacher."""
+    """Return a record with the teacher's most likely tokens; they are null if there is no teacher."""
     if teacher is None:
         return {**record, "top_ids": None, "top_logprobs": None}
     top = teacher.top_tokens(record["prompt_ids"], record["ids"])
@@ -174,7 +178,7 @@ def _check_tokenizers(run: RecordedRun, teacher: Teacher | None) -> None:
     engines = run.manifest.engines
     if not {"draft", "target"} <= engines.keys():
         raise UsageError(
-            f"{run.directory}: opd needs a draft and a target, and this run has only "
+            f"{run.directory}: opd needs a draft and a target, but this run has only "
             f"{' and '.join(engines) or 'neither'}; export it as sft, preference or verifiers"
         )
     draft, target = (engines[role].get("tokenizer") for role in ("draft", "target"))
@@ -185,7 +189,8 @@ def _check_tokenizers(run: RecordedRun, teacher: Teacher | None) -> None:
         )
     if teacher is not None and teacher.tokenizer != draft:
         raise OptionError(
-            "--teacher", "its tokenizer is not that of the run's models; name the run's target"
+            "--teacher",
+            "its tokenizer differs from that of the run's models; name the run's target",
         )
 
 
@@ -207,7 +212,8 @@ def _records(run: RecordedRun, options: ExportOptions, made: Exported) -> Iterat
     if not made.records:
         reasons = ", ".join(f"{reason}: {count:,}" for reason, count in made.skipped.items())
         raise UsageError(
-            f"{run.directory}: no record can be made of it as {options.kind} ({reasons or 'empty'})"
+            f"{run.directory}: this run gives no records of kind {options.kind} "
+            f"({reasons or 'it is empty'})"
         )
 
 
@@ -242,7 +248,7 @@ def finished_cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[Finished
             case Scored():
                 scored = event
             case CallSpan() if scored is not None:
-                # the span on the line of a score says of which turn it is
+                # the span on the line of a score names the turn of the score
                 key = event.sample, event.turn
                 teacher.setdefault(event.problem, {})[key] = scored.scores.logprobs
                 scored = None
@@ -315,7 +321,7 @@ def _preference(
     wrong = [one for one in rollouts if case.verdicts[one.sample] == "wrong"]
     pairs = [(good, bad) for good in correct for bad in wrong]
     if not pairs:
-        made.skipped["all correct, or none"] += len(rollouts)
+        made.skipped["all rollouts are correct, or none"] += len(rollouts)
         return
     name = case.outcome.problem.id
     random = generator(Seed(run=options.seed, problem=name, purpose="preference pairs"))
@@ -390,7 +396,7 @@ def _opd(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator
         for record in records:
             trained = sum(record["mask"])
             if not trained:
-                made.skipped["no token with both log-probabilities"] += record["part"] == "rollout"
+                made.skipped["no token has both log-probabilities"] += record["part"] == "rollout"
                 continue
             made.trained_tokens += trained
             yield record
@@ -411,8 +417,8 @@ def _opd_record(
 
 
 def _decision(turn: Turn, start: int, end: int) -> dict[str, Any]:
-    """Return a gate's decision, and which of the rollout's tokens its turn wrote."""
-    assert turn.decision is not None, "only turns that were decided on have one"
+    """Return a gate's decision, with the range of the rollout's tokens that its turn wrote."""
+    assert turn.decision is not None, "only turns with a decision are passed here"
     decision = turn.decision
     return {
         "turn": turn.index,
@@ -425,7 +431,7 @@ def _decision(turn: Turn, start: int, end: int) -> dict[str, Any]:
 
 
 class _Tokens:
-    """Tokens with what both models think of each; None where that was not recorded."""
+    """Tokens with their log-probabilities by both models; None if these were not recorded."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -434,7 +440,7 @@ class _Tokens:
         self.teacher: list[float | None] = []
 
     def add(self, chunk: Chunk, scored: tuple[float, ...] | None) -> None:
-        """Add a chunk; `scored` are the target's log-probabilities of a chunk of the draft's."""
+        """Add a chunk; `scored` has the target's log-probabilities of a chunk of the draft."""
         count = len(chunk.draft_ids)
         # log-probabilities of an end token do not belong to the chunk's ids
         own = _as_many(chunk.logprobs[:count], count)
@@ -450,14 +456,14 @@ class _Tokens:
 
 
 def _as_many(values: tuple[float, ...], count: int) -> list[float | None]:
-    """Return one value per token, None for each where their numbers differ."""
+    """Return one value per token; all are None if the numbers of values and tokens differ."""
     return list(values) if len(values) == count else [None] * count
 
 
 def scored_chunks(case: FinishedCase) -> dict[tuple[int, int], tuple[float, ...]]:
     """Return the target's log-probabilities of every drafted chunk.
 
-    A chunk that equals a sibling's after an equal beginning was scored once, for the first of them.
+    Equal chunks after equal beginnings were scored only once, for the first of them.
     """
     teacher = dict(case.teacher)
     by_text: dict[tuple[TokenIds, TokenIds], tuple[float, ...]] = {}

@@ -1,4 +1,4 @@
-"""The public verbs and `Setup`: solve, evaluate, calibrate, and everything over recorded runs."""
+"""The public verbs and `Setup`, to solve, evaluate, calibrate and analyse recorded runs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,7 @@ __all__ = [
     "write_settings",
 ]
 
-# These load reports or local models, which few programs need.
+# These names load reports or local models, which few programs need.
 _NAMES = {
     "atts.api.answer_judge": "judge_unscored read_judge_prompt",
     "atts.api.block_comparison": "ComparedBlocks MeasuredPair compare_blocks",
@@ -142,7 +142,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 
 def __getattr__(name: str) -> Any:
-    """Import what few ask for, and what reads reports or blocks, when it is first used."""
+    """Import a rarely used name, or one that loads reports or blocks, on first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts.api' has no attribute {name!r}")
     with import_lock:

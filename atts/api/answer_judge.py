@@ -1,4 +1,4 @@
-"""Ask a model of the user's about the answers that the rules of grading leave unscored."""
+"""Ask a model that the user names about answers that the grading rules leave unscored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_PROMPT = Path(__file__).with_name("judge_prompt.txt")
 _FIELDS = ("{reference}", "{answer}")
-_MAX_TOKENS = 4096  # enough for a model that reasons before it answers
+_MAX_TOKENS = 4096  # tokens of a reply, enough for a model that reasons before it answers
 _IN_FLIGHT = 16
 _DECISION = re.compile(r"\b(EQUAL|DIFFERENT|UNSURE)\b")
 
@@ -41,23 +41,23 @@ def read_judge_prompt(file: Path | None) -> str:
     missing = [field for field in _FIELDS if field not in prompt]
     if missing:
         problem = f"{path} lacks {' and '.join(missing)}"
-        raise OptionError("judge prompt", f"{problem}, where the texts are to go")
+        raise OptionError("judge prompt", f"{problem}, which atts replaces by the texts")
     return prompt
 
 
 async def judge_unscored(
     records: Iterable[GradedRecord], model: str | Engine, prompt: str
 ) -> list[GradedRecord]:
-    """Return the records in order, those that are unscored with the model's verdict.
+    """Return the records in order, with the model's verdict on those that are unscored.
 
-    The verdict's rule is `judged`. A record stays unscored if the model is unsure. A record without
-    an answer or a reference is not put to the model.
+    The verdict's rule is `judged`. A record stays unscored if the model is unsure. The model is not
+    asked about a record without an answer or a reference.
     """
     everything = list(records)
     if not any(_is_open(record) for record in everything):
         return everything
     slots = anyio.Semaphore(_IN_FLIGHT)
-    # the model as the user wrote it: an engine that is built here has the name of a role
+    # the name that the user gave, because an engine built here has the name of a role
     name = model.partition("?")[0] if isinstance(model, str) else model.spec.name
     async with build_engine(model, "target", chat=True) as engine:
 
@@ -82,7 +82,7 @@ async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) 
     """Return one record with the model's verdict on it."""
     references = "\n(or)\n".join(record.golds)
     texts = {"{reference}": references, "{answer}": record.answer or ""}
-    # in one pass: an answer that holds "{reference}" is not filled in
+    # both fields are replaced in one pass, so that "{reference}" in an answer stays unchanged
     content = re.sub(r"\{(?:reference|answer)\}", lambda match: texts[match[0]], prompt)
     ids = engine.tokenizer.render([Message("user", content)])
     room = engine.spec.context_length - len(ids)
@@ -107,16 +107,16 @@ async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) 
 
 
 def _left_open(record: GradedRecord, reason: str) -> GradedRecord:
-    """Return the record as unscored as before, with why the model decided nothing."""
+    """Return the record, still unscored, with the reason why the model did not decide."""
     before = record.verdict
     detail = f"{before.detail}; {reason}" if before.detail else reason
     return replace(record, verdict=replace(before, detail=detail))
 
 
 def _decision(reply: str, is_cut: bool) -> tuple[Status | None, str]:
-    """Return the status that a reply's last line states, or None and why there is none."""
+    """Return the status that a reply's last line states, or None with the reason."""
     if is_cut:
-        return None, "the judge's reply was cut"
+        return None, "the judge's reply was cut by the token limit"
     lines = [line for line in reply.rsplit("</think>")[-1].splitlines() if line.strip()]
     last = lines[-1].strip() if lines else ""
     words = _DECISION.findall(last)

@@ -1,4 +1,4 @@
-"""Replacement of blocks in a zoo's model by similar ones, with the measured loss of each."""
+"""Replace blocks of a zoo's model by similar ones, and measure the loss of each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from atts.run import RunResult
 
 _POLICY = Policy(samples=1, sampling=Sampling(0.0), early_stop="none")
 _ROOM = 2
-"""How many times the model's longest text a changed chain may write before it is cut."""
+"""A changed model may write this many times the original's longest text before it is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """A block that resembles one of the model's, and what the model loses with it."""
+    """A block that resembles a block of the model, with the loss from using it."""
 
     likeness: BlockSimilarity
     loss: Loss
@@ -31,7 +31,9 @@ class MeasuredPair:
 
 @dataclass(frozen=True, slots=True)
 class ComparedBlocks:
-    """The blocks that could replace a model's own, each measured alone, and what was kept."""
+    """The blocks that could replace blocks of a model, each measured alone, and the resulting model
+    if one was kept.
+    """
 
     model: str
     pairs: tuple[MeasuredPair, ...]
@@ -49,13 +51,13 @@ def compare_blocks(
     keep: str | None = None,
     tell: Callable[[MeasuredPair], None] | None = None,
 ) -> ComparedBlocks:
-    """Put similar blocks into a zoo's model, one at a time, and measure what each changes.
+    """Replace blocks of a zoo's model by similar ones, one at a time, and measure the change.
 
-    At each place the `most` nearest blocks by parameters are tried, if they are no more than
-    `apart` lengths of the model's own block away (unrelated blocks are at 1.4). Each changed chain
-    is compared with the model's own distribution on the model's greedy answers to `problems`, and
-    its answers with the model's. With `keep`, the largest set of blocks that together diverge by at
-    most `lossy` nats a token is stored under that name, which "zoo:DIR/NAME?lossy=..." opens.
+    At each position the `most` nearest blocks by parameters are tried, if their relative distance
+    is at most `apart` (unrelated blocks have about 1.4). Each changed model is compared with the
+    original on the original's greedy answers to `problems`: their distributions, and their answers.
+    With `keep`, the largest set of blocks that together diverge by at most `lossy` nats per token
+    is stored under that name; "zoo:DIR/NAME?lossy=..." opens it.
 
     :raises OptionError: an adapter's model, or a name that is taken.
     :raises DatasetError: the problems cannot be read.
@@ -84,13 +86,13 @@ def compare_blocks(
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """A model with its own greedy answers to some problems, the reference of changed chains."""
+    """A model with its greedy answers to some problems, with which changed models are compared."""
 
     zoo: Zoo
     model: StoredModel
     words: str  # name of the problems
     problems: tuple[Problem, ...]
-    # its answers behind their prompts, and how long these are
+    # its answers after their prompts, and the lengths of the prompts
     texts: tuple[tuple[TokenIds, int], ...]
     right: tuple[bool, ...]
 
@@ -104,7 +106,7 @@ class _Reference:
         return cls(zoo, model, words, problems, texts, _right(solved, problems))
 
     def loss(self, chosen: Sequence[BlockSimilarity]) -> Loss:
-        """Measure what the model loses when it has these blocks instead of its own."""
+        """Measure the loss of the model when these blocks replace some of its blocks."""
         longest = max(len(ids) - given for ids, given in self.texts)
         policy = replace(_POLICY, max_tokens=_ROOM * longest)
         with substituted(
@@ -131,8 +133,8 @@ class _Reference:
     ) -> tuple[list[BlockSimilarity], Loss] | None:
         """Return the best blocks that together stay within the bound, with their joint loss.
 
-        The best block at each place is taken if it is within the bound alone; those that lose most
-        are dropped until all together are.
+        The best block at each position is used if its loss alone is within the bound. Then the
+        blocks with the largest losses are dropped until the joint loss is within the bound.
         """
         best = dict[str, BlockSimilarity]()
         for pair in sorted(measured, key=lambda pair: pair.loss.nats):

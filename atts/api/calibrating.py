@@ -1,4 +1,4 @@
-"""The verbs that turn runs into calibrations: scores to start from, and fitted calibrators."""
+"""The verbs that turn runs into calibration scores and fitted calibrators."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from atts.analysis import CalibrationReport
 
 RATE_OF_FILES = 0.4
-"""The rate at which scores in a file are looked at, unless another one is said."""
+"""The default rate for reports on scores in a file."""
 
 
 async def calibrate(
@@ -57,8 +57,9 @@ async def calibrate(
 ) -> StoredScores:
     """Let the draft solve these problems alone, score every chunk, and return the scores.
 
-    They are `Setup(stored=...)` of later runs: take problems that are like those of the later run
-    but not the same. In a `directory` the run is journalled, and the same call continues it.
+    The result is meant for `Setup(stored=...)` of later runs, so use problems that are similar to
+    those of the later run but not the same. With a `directory` the run has a journal, and the same
+    call continues it.
 
     :raises OptionError: the setup names something unknown.
     :raises DatasetError: it cannot be read, or holds nothing.
@@ -89,7 +90,7 @@ calibrate_sync = sync(calibrate)
 
 
 def scores_of(run: str | Path | RunResult) -> StoredScores:
-    """Return every score that a run decided on, in order, with the conditions it was made under.
+    """Return every score that a run decided on, in order, with the conditions of the scores.
 
     :raises JournalError: there is no run, or it cannot be read.
     :raises CalibrationInputError: its gate saw no score.
@@ -104,7 +105,9 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
         with_lengths = [(event.decision, event.features.get("tokens", 0.0)) for event in scored]
     if not with_lengths:
         raise CalibrationInputError(
-            "the run's scores", 0, "at least one: a gate that asks the target for scores"
+            "the run's scores",
+            0,
+            "at least one score, from a gate that requests scores of the target",
         )
     decisions = [decision for decision, _ in with_lengths]
     lengths = tuple(length for _, length in with_lengths)
@@ -154,7 +157,8 @@ def stored_scores(
     if path.is_dir():
         scores = scores_of(path)
         return replace(scores, fingerprint={**scores.fingerprint, **(conditions or {})})
-    # `read_scores` knows files only, and what an operating system says of them is not a sentence.
+    # `read_scores` accepts only files, and the operating system's message about a directory is not
+    # clear.
     try:
         return read_scores(path, per_question, scale, conditions)
     except OSError as error:
@@ -172,11 +176,11 @@ def calibration_report(
     scale: Scale = PERPLEXITY,
     seed: int = 0,
 ) -> CalibrationReport:
-    """Report what a run's calibration did and promises, or what stored scores can promise.
+    """Report on a run's calibration and guarantee, or on the possible guarantee of stored scores.
 
-    A run is reported as it was made. With another `rate` or `rate_scope` its scores are decided again,
-    like those of a file, whose rate is 0.4 and rate scope "aci" unless it holds a calibrator with its
-    own.
+    A run is reported as it was made. With another `rate` or `rate_scope` its scores are decided
+    again, like those of a file. The defaults of a file are rate 0.4 and rate scope "aci", or those
+    of the calibrator that it contains.
 
     :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be
         read.
@@ -212,7 +216,7 @@ def calibration_report(
             default_rate = float(calibrator.rate)
             default_mode = calibrator.mode
     if rate not in (None, default_rate) or rate_scope not in (None, default_mode):
-        calibrator = None  # the calibrator was fitted for another rate or rate scope
+        calibrator = None  # the calibrator was made for another rate or rate scope
     return calibration_of_scores(
         name,
         scores,
@@ -237,7 +241,8 @@ def _in_file(path: Path) -> tuple[Calibrator | None, Sequence[bool | None]]:
 
 
 def calibrator_of(run: str | Path | RunResult) -> Calibrator:
-    """Rebuild the calibrator of a run as it was at the end; merged runs give their union.
+    """Rebuild the calibrator of a run as it was at its end; for a merged run, merge those of its
+    parts.
 
     :raises JournalError: there is no run, or it cannot be read.
     :raises CalibrationInputError: its method has no calibrator, or the calibrators cannot be put

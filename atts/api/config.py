@@ -1,4 +1,4 @@
-"""The configuration of a run: a value for every key, from defaults, atts.toml, ATTS_* or flags."""
+"""Read the configuration of a run: a value for every key from defaults, atts.toml, ATTS_* or flags."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 
 FILE = "atts.toml"
-"""Read from the working directory when it is there and no other file is named."""
+"""The settings file that is read from the working directory if no other file is named."""
 CONFIG_VARIABLE = "ATTS_CONFIG"
 ELSEWHERE = (CONFIG_VARIABLE, "ATTS_API_KEY", "ATTS_SERVE_KEY", "ATTS_CHROMIUM", "ATTS_SHARED_DATA")
-"""Variables of ours that are not part of the configuration: the file's name, a secret, what tests
-look for.
+"""Variables of atts that are not configuration keys: the file's name, a secret, and paths for
+tests.
 """
 
 Said = tuple[Key, object, str, str]
-"""A key, what was said about it, who said so, and what an error calls that."""
+"""A key with a given value, the origin of the value, and the name of that origin in errors."""
 
 
 def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
@@ -62,10 +62,11 @@ def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
             and isinstance(value, str)
             and value.lower() not in ("none", "null")
         ):
-            # Variables and flags are texts; in TOML a quoted number is most likely a mistake.
+            # Variables and flags are always texts, but in TOML a quoted number is probably a
+            # mistake.
             raise OptionError(
                 label,
-                f"{value!r} is not {KINDS[key.kind]} but a text: leave out the quotation marks",
+                f"{value!r} is a text, not {KINDS[key.kind]}: leave out the quotation marks",
             )
         yield key, value, str(path), label
 
@@ -137,7 +138,7 @@ def _nearest_key(name: str, known: Sequence[str]) -> str:
 ReportKind = Literal["html", "markdown", "json", "none"]
 
 _FLAGS: Mapping[str, str] = {"sampling.temperature": "temperature", "sampling.top_p": "top_p"}
-"""Keys whose option on the command line is called by their last part alone."""
+"""Keys whose command-line option has the name of their last part."""
 
 _NEUTRAL = (
     "out",
@@ -155,12 +156,12 @@ _NEUTRAL = (
     "prices",
     *(key.name for key in keys_of(PairChoice, PairChoice())),
 )
-"""Keys that leave a run's results what they are, as the limits do; a pair is what it sets."""
+"""Keys that do not change a run's results, such as limits; a pair counts by the values it sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The problems to evaluate, and the place where the run is kept."""
+    """The problems to evaluate, and the directory and report of the run."""
 
     dataset: Annotated[
         str, "benchmark, file or hub:owner/name; a slice may follow: math500[:50]"
@@ -177,22 +178,24 @@ class Job:
         None
     )
     units: Annotated[
-        Literal["optional", "required"] | None, "whether an answer may leave its unit out"
+        Literal["optional", "required"] | None, "whether the unit of an answer may be missing"
     ] = None
     choices: Annotated[
         Literal["letter", "text"] | None,
-        "answers to a choice: its letter alone, or its text as well",
+        "accepted answers to a choice: only its letter, or also its text",
     ] = None
     references: Annotated[
         Literal["required", "optional"], "whether every problem must have a reference answer"
     ] = "required"
     shots: Annotated[
-        str | None, "file of solved problems that the prompt shows before every problem"
+        str | None, "file of worked examples that the prompt shows before every problem"
     ] = None
     out: Annotated[
-        str | None, "run directory; none: a new folder under runs, named after what is run"
+        str | None,
+        "run directory; none: a new folder under runs, named after the method, dataset and "
+        "settings",
     ] = None
-    runs: Annotated[str, "folder for run directories that out does not name"] = "runs"
+    runs: Annotated[str, "parent folder of run directories, used if out is not set"] = "runs"
     report: Annotated[ReportKind, "report written when the run ends"] = "html"
     max_cost: Annotated[
         float | None, "dollars after which a run stops, by the prices of its models"
@@ -202,7 +205,7 @@ class Job:
         "tokens after which a run stops: prompts, scored texts and completions, over all calls",
     ] = None
     max_seconds: Annotated[
-        float | None, "seconds after which a run stops, all sessions together"
+        float | None, "seconds after which a run stops, over all sessions together"
     ] = None
     prices: Annotated[
         str | None, "TOML file with the prices of models, in dollars per million tokens"
@@ -249,7 +252,7 @@ class Job:
 
     @property
     def comparison(self) -> dict[str, Any]:
-        """Return the arguments with which `evaluate` compares this run to an earlier one."""
+        """Return the arguments of `evaluate` for a comparison of this run with an earlier one."""
         return {"compare_to": self.compare_to, "stop_when": self.stop_when}
 
     def load(self) -> Dataset:
@@ -276,7 +279,7 @@ class Job:
 
 @cache
 def config_keys() -> Mapping[str, Key]:
-    """Return every key by name, in the order in which they are shown.
+    """Return every key by name, in the order of display.
 
     >>> config_keys()["samples"].default, config_keys()["chunking.stop"].variable
     (8, 'ATTS_CHUNKING_STOP')
@@ -308,7 +311,7 @@ class Configuration:
     """A value for every key with its origin; made by `configure`."""
 
     settings: Mapping[str, Setting]
-    # keys whose values follow from the models and from other keys
+    # keys whose values are derived from the models and from other keys
     followed: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
@@ -323,17 +326,19 @@ class Configuration:
 
     @property
     def directory(self) -> Path:
-        """Return the run directory: as given, or one that only this configuration has."""
+        """Return the run directory: the given one, or one that is unique to this configuration."""
         job = self.job
         if job.out in ("", "-"):
-            raise OptionError("--out", f"{job.out!r} names no directory, and a run is kept in one")
+            raise OptionError("--out", f"{job.out!r} is not a directory; name one for the run")
         if job.out is not None:
             return Path(job.out)
         name = re.sub(r"[^\w.]+", "-", f"{Path(job.dataset).name}-{self['method']}").strip("-")
         return Path(job.runs) / f"{name}-{self.digest}"
 
     def directory_of(self, shard: Shard | None) -> Path:
-        """Return the directory of one shard: as given, or next to those of the others."""
+        """Return the directory of one shard: the given one, or one next to those of the other
+        shards.
+        """
         if shard is None or self.job.out is not None:
             return self.directory
         return self.directory.with_name(f"{self.directory.name}-{shard.number}-of-{shard.of}")
@@ -346,7 +351,7 @@ class Configuration:
             for name, setting in self.settings.items()
             if name not in _NEUTRAL and not name.startswith("limits.")
         }
-        if self["combine"] == "vote":  # the other keys of selection then decide nothing
+        if self["combine"] == "vote":  # the other keys of selection then have no effect
             for name in COMBINE_KEYS:
                 del kept[name]
         return cast(dict[str, Any], json.loads(json.dumps(kept)))
@@ -363,7 +368,7 @@ class Configuration:
         :raises OptionError: a value is impossible.
         :raises CalibrationInputError: the file of scores cannot be read as one.
         """
-        # A length that follows stays open in the policy: open engines may still shorten it.
+        # A derived length stays None in the policy, because opened engines may still shorten it.
         given = {
             name: setting for name, setting in self.settings.items() if name not in self.followed
         }
@@ -389,7 +394,7 @@ def configure(
     """Read the configuration: defaults, then `file` or atts.toml, then ATTS_*, then `flags`.
 
     Without `file`, an atts.toml in `folder` is read if there is one. `pairs` are "key=value" texts,
-    which count as flags. Values that the method settles cannot be set otherwise.
+    which count as flags. A value that the method sets cannot be set to something else.
 
     :raises OptionError: an unknown key, a value of another type, or one that the method
         contradicts.
@@ -413,8 +418,8 @@ def configure(
     settings |= {
         key.name: Setting(_read(key, value, label), origin) for key, value, origin, label in layers
     }
-    # A pair fills what nothing else set, before the method checks what was set, and the lengths
-    # follow from both.
+    # The pair first fills the keys that nothing else set; then the method checks the keys, and the
+    # lengths are derived from both.
     settings |= _of_pair(settings)
     settings |= _prompts_of_files(settings)
     settings |= _settled(settings)
@@ -437,7 +442,7 @@ def _read(key: Key, value: object, label: str) -> Json:
 
 
 def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return the values as nested tables, the target's sampling completed by the draft's."""
+    """Return the values as nested tables, with the target's sampling completed from the draft's."""
     tables = nested({name: setting.value for name, setting in settings.items()})
     if "target_sampling" in tables:
         tables["target_sampling"] = tables["sampling"] | tables["target_sampling"]
@@ -485,7 +490,7 @@ def _prompts_of_files(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
-    """Return the prompt settings that the pair has for this benchmark alone."""
+    """Return the prompt settings that the pair has only for this benchmark."""
     from atts.evaluators import find_benchmark
 
     if not pair.prompts:
@@ -495,27 +500,29 @@ def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
 
 
 def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the settings that the method fixes; a flag or file that contradicts them is refused."""
+    """Return the settings that the method fixes; refuse a flag or file that contradicts them."""
     with _origins(settings):
         method = cast(str, settings["method"].value)
         base = msgspec.convert(_tables(settings), Policy)
         before = dict(flat(asdict(base)))
         settled = dict[str, Setting]()
         for name, value in flat(asdict(preset(method).policy(base))):
-            # Only what the method changes: what it leaves alone belongs to the other layers.
+            # Only the keys that the method changes; the others keep their values from other
+            # sources.
             if name not in settings or value == before.get(name, settings[name].value):
                 continue
             if settings[name].origin != "default":
                 raise OptionError(
                     name,
-                    f"the method {method} makes it {value!r}; leave it out, or take another method",
+                    f"the method {method} sets it to {value!r}; leave it out, or use another "
+                    "method",
                 )
             settled[name] = Setting(value, f"method {method}")
     return settled
 
 
 def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the lengths that nothing sets, as the models need them, with their origins."""
+    """Return the defaults of the models, with their origins, for lengths that nothing sets."""
     with _origins(settings):
         policy = msgspec.convert(_tables(settings), Policy)
     method = preset(str(settings["method"].value))
@@ -533,7 +540,7 @@ def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 @contextmanager
 def _origins(settings: Mapping[str, Setting]) -> Generator[None, None, None]:
-    """Name the flag, variable or file in errors about a value that it has set."""
+    """Name, in errors about a value, the flag, variable or file that set the value."""
     try:
         yield
     except OptionError as error:

@@ -1,4 +1,4 @@
-"""Engines from short strings such as "hf:Qwen/Qwen3-1.7B", with the lengths their models need."""
+"""Build engines from addresses such as "hf:Qwen/Qwen3-1.7B", and find the lengths that models need."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ REASONING = Budget("reasoning models", 16_000, 500)
 _ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
 _REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
 _IS_BASE = re.compile(r"-base\b", re.IGNORECASE)
-# parts of chat templates of models that reason before they answer
+# texts in the chat templates of models that reason before they answer
 _REASONING_TEMPLATE = re.compile(
     r"think>|enable_thinking|reasoning_content|<\|channel\|>|\[THINK\]"
 )
 _SERVER_CLASSES = ("RemoteEngine", "ReplicaPool", "RayEngine")
-# Tokens of one request that nothing reads before it is over. At 10 tokens a second they come well
-# within `timeout_seconds`, and few rollouts are longer.
+# Tokens of one request if nothing reads the text before its end. At 10 tokens per second the
+# request ends well within `timeout_seconds`, and few rollouts are longer.
 _REQUEST_TOKENS = 4096
-_ROLLOUTS = 64  # in flight at once, where nothing says how many
-_TOO_SMALL = 0.25  # share of the tokens that such models need
+_ROLLOUTS = 64  # assumed rollouts in flight, if nothing sets their number
+_TOO_SMALL = 0.25  # assumed share of their tokens that such models need
 
 
 def build_engine(
@@ -66,29 +66,28 @@ def build_engine(
     demand: RunDemand | None = None,
     give_up_after: float = GIVE_UP_AFTER,
 ) -> Engine:
-    """Build an engine, not open yet, from its words; an engine is returned as it is.
+    """Build an engine from its address, without opening it; an engine is returned unchanged.
 
     Models of this machine are "embedded", "scripted", "hf:Qwen/Qwen3-1.7B" and "hf:./folder".
-    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=0.01" it
-    may be replaced by what `atts zoo compare` kept within so many nats a token, and the loss is
-    logged as a warning. "?replicas=2" loads the model into two processes, "?stages=2" divides its
-    layers between two.
+    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`). With "?lossy=0.01" it
+    may be replaced by a model that `atts zoo compare` kept with a loss of at most that many nats
+    per token; the loss is logged as a warning. "?replicas=2" loads the model into two processes,
+    "?stages=2" divides its layers between two.
 
-    Servers are
-    "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
-    "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs
-    with commas between them are replicas of one engine (`docs/servers.md`). Settings follow a
+    Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat
+    API as "openai:https://host/v1/Model", or "server:..." to detect the kind of server. Several
+    URLs with commas between them are replicas of one engine (`docs/servers.md`). Settings follow a
     question mark: "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of
     `atts.local.LocalOptions`, and of `SpeculationOptions` and `StageOptions` in `atts.accel`).
     "ray:" before any of these runs it in the actors of a Ray cluster:
     "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the fields of `atts.servers.RayOptions`).
 
     With `chat`, a model of this machine without a chat template is refused before it is loaded. A
-    draft model that is `lent` proposes for one of this machine, where it fits
-    (`atts.accel.accelerated`). A `demand` says what a run needs of a model on a GPU. A server that
-    is lost is waited for `give_up_after` seconds, unless its address says how long.
+    `lent` draft model proposes tokens to a model of this machine, if they are compatible
+    (`atts.accel.accelerated`). A `demand` describes the load that a run puts on a model on a GPU. A
+    lost server is waited for `give_up_after` seconds, unless its address sets another time.
 
-    :raises OptionError: no engine is called that, or it has no such setting.
+    :raises OptionError: if the address names no engine, or has an unknown setting.
     :raises UnsupportedByEngine: a folder without a chat template.
 
     >>> build_engine("scripted", "draft").spec.name
@@ -153,20 +152,20 @@ def build_engines(
     *,
     give_up_after: float = GIVE_UP_AFTER,
 ) -> tuple[Engine, Engine]:
-    """Build both engines of a run: one where both are the same object, two where they are equal
-    words.
+    """Build both engines of a run; the same object twice gives one engine, equal addresses give
+    two.
 
-    The draft model proposes tokens to the target as `speculate` says, unless the target's own words
-    say otherwise. Where `roles` names one role alone, that role's engine stands for both, and the
-    other is not built. `in_flight` is how many rollouts run at once, and the tokens of one: on GPUs
-    both models are sized together by it, before either is loaded. `give_up_after` is as in
-    `build_engine`.
+    The draft model proposes tokens to the target as `speculate` says, unless the target's address
+    says something else. If `roles` has only one role, the engine of that role is returned for both,
+    and the other is not built. `in_flight` is how many rollouts run at once, and the tokens of one;
+    on GPUs the memory of both models is planned by it before either is loaded. `give_up_after` is
+    as in `build_engine`.
 
     :raises OptionError: see `build_engine`; so for a model without a chat template, and for two
         that cannot speculate.
     """
     for words in (draft, target):
-        if isinstance(words, str):  # a typing error is one whether or not the engine is built
+        if isinstance(words, str):  # a misspelt setting is an error even if the engine is not built
             check_engine_words(words)
     if in_flight is None:
         in_flight = _ROLLOUTS, run_tokens(budget_of(draft, target).max_tokens)
@@ -187,10 +186,10 @@ def build_engines(
 
 
 def _demand(in_flight: tuple[int, int], other: str | Engine = "") -> RunDemand:
-    """Return the memory and load that a run asks of one engine; `other` is loaded after it, a
-    draft's target.
+    """Return the memory and load that a run needs of one engine; `other` is the engine loaded after
+    it.
 
-    A target of this machine gets the first GPU where there are several, its draft the second.
+    If there are several GPUs, a target of this machine gets the first one and its draft the second.
     """
     from atts.local import LocalOptions, RunDemand
 
@@ -207,9 +206,9 @@ def _demand(in_flight: tuple[int, int], other: str | Engine = "") -> RunDemand:
 def speculation_words(
     draft: str | Engine, target: str | Engine, speculate: Speculate = "auto"
 ) -> str:
-    """Describe for people what proposes tokens to the target.
+    """Return a text on the proposer of tokens to the target.
 
-    :raises OptionError: `speculate` asks for what these engines cannot do.
+    :raises OptionError: if these engines cannot do what `speculate` requests.
 
     >>> speculation_words("embedded", "vllm:http://a:8000/M")
     'nothing: only a draft and a target on this machine speculate'
@@ -217,7 +216,7 @@ def speculation_words(
     speculation, lent = _speculation(draft, target, speculate)
     _, _, settings = str(target).partition("?")
     if {name for name, _ in parse_qsl(settings)} & {"drafter", "speculate", "k"}:
-        return "as the target's own words say"
+        return "as the target's address says"
     if speculation is not None:
         return "earlier texts on the same problem" if speculate == "suffix" else "the draft"
     if lent:
@@ -232,7 +231,9 @@ def speculation_words(
 def _speculation(
     draft: str | Engine, target: str | Engine, speculate: Speculate
 ) -> tuple[SpeculationOptions | None, str]:
-    """Return the speculation that is added to the target's own words, and the draft lent to it."""
+    """Return the speculation that is added to the target's address, and the draft lent to the
+    target.
+    """
     from atts.accel import SpeculationOptions
 
     drafter = _drafter_words(draft)
@@ -246,8 +247,8 @@ def _speculation(
             isinstance(target, str)
             and target.partition(":")[0].partition("?")[0] not in _NO_SERVERS
         )
-        advice = "a server has flags of its own for it (docs/servers.md); leave speculate out"
-        advice = advice if is_server else "say it in the engine's own options; leave speculate out"
+        advice = "a server has its own flags for speculation (docs/servers.md); leave speculate out"
+        advice = advice if is_server else "set it in the engine's options, and leave speculate out"
         raise OptionError(
             "speculate",
             f"{speculate} is for a target of this machine, embedded or hf:MODEL: {advice}",
@@ -255,15 +256,18 @@ def _speculation(
     if speculate == "suffix":
         return SpeculationOptions(speculate="suffix"), ""
     if not drafter:
-        problem = "has the run's draft propose, which must be a model of this machine, embedded or hf:MODEL"
+        problem = (
+            "lets the run's draft propose, which must be a model of this machine, embedded or "
+            "hf:MODEL"
+        )
         raise OptionError(
-            "speculate", f"{speculate} {problem}; take another draft, or leave speculate out"
+            "speculate", f"{speculate} {problem}; use another draft, or leave speculate out"
         )
     return SpeculationOptions(speculate=speculate, drafter=drafter), ""
 
 
 def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
-    """Return whether both are models of one zoo that share blocks, and so one step loop."""
+    """Return whether both are models of one zoo that share blocks, and so share a step loop."""
     from atts.models.stored_blocks import share_blocks
 
     if not (isinstance(draft, str) and isinstance(target, str)):
@@ -280,36 +284,41 @@ def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
 
 
 def _drafter_words(engine: str | Engine) -> str:
-    """Return the model of this machine that these words name, without settings; nothing for any
-    other.
+    """Return the model of this machine that an address names, without settings; "" for other
+    addresses.
     """
     words = engine.partition("?")[0] if isinstance(engine, str) else ""
     return words if words.partition(":")[0] in _LOCAL else ""
 
 
 def check_engine_words(name: str) -> tuple[str, str]:
-    """Return the scheme of an engine's words and what follows it; nothing is opened.
+    """Return the scheme of an engine's address and the rest, without opening the engine.
 
-    :raises OptionError: no engine is called that, or a server's URL or settings are impossible.
+    :raises OptionError: if the address names no engine, or a server's URL or settings are
+        impossible.
     """
     scheme, _, rest = name.partition(":")
     if "?" in scheme:  # "embedded?threads=1"
         scheme, _, rest = name.partition("?")
         rest = f"?{rest}"
     if scheme not in _NO_SERVERS:
-        # imported where it is needed: most runs have no server
+        # imported only when needed, because most runs have no server
         from atts.servers import SCHEMES
 
         if scheme not in SCHEMES:
             known = (*_LOCAL, "scripted", *SCHEMES, "ray")
             raise OptionError(
-                "engine", f"{name!r} names no engine; give SCHEME or SCHEME:MODEL", known, scheme
+                "engine",
+                f"{name!r} is not the address of an engine; write SCHEME or SCHEME:MODEL",
+                known,
+                scheme,
             )
     if scheme in ("embedded", "scripted"):
         if rest.partition("?")[0] not in ("", "draft", "target"):
             raise OptionError(
                 "engine",
-                f"{name!r} names no engine; write {scheme}, {scheme}:draft or {scheme}:target",
+                f"{name!r} is not the address of an engine; write {scheme}, {scheme}:draft or "
+                f"{scheme}:target",
             )
     elif scheme == "ray" and rest.partition(":")[0] != "ray":
         check_engine_words(_ray_words(rest)[0])
@@ -319,18 +328,18 @@ def check_engine_words(name: str) -> tuple[str, str]:
         server_engine(scheme, rest, scheme, frozenset())
     elif not rest or scheme == "ray":
         what = _MODELS.get(scheme) or _WRITTEN.format(scheme)
-        raise OptionError("engine", f"{name!r} does not say which model; write {what}")
+        raise OptionError("engine", f"{name!r} does not name a model; write {what}")
     return scheme, rest
 
 
 def _on_ray(words: str, role: Role, chat: bool) -> Engine:
-    """Build the engine of these words in actors, without the settings that are Ray's."""
+    """Build the engine of this address in actors, after removing the settings of Ray."""
     from atts.accel import StageOptions
     from atts.local import LocalOptions
     from atts.servers import RayEngine
 
     inner, options = _ray_words(words)
-    # an actor is a process of its own already
+    # an actor is already a separate process
     here = LocalOptions(worker="thread")
     stages = StageOptions(stage_worker="ray")
     build = partial(build_engine, inner, role, here, stages=stages, chat=chat)
@@ -338,7 +347,7 @@ def _on_ray(words: str, role: Role, chat: bool) -> Engine:
 
 
 def _ray_words(words: str) -> tuple[str, RayOptions]:
-    """Split words into those of the engine to run in actors and the options of Ray."""
+    """Split an address into that of the engine to run in actors, and the options of Ray."""
     from atts.servers import RayOptions
 
     inner, _, settings = words.partition("?")
@@ -347,7 +356,7 @@ def _ray_words(words: str) -> tuple[str, RayOptions]:
 
 
 class _LocalWords(NamedTuple):
-    """Meaning of the settings behind a local engine's name."""
+    """The settings after a local engine's name."""
 
     options: LocalOptions
     speculation: SpeculationOptions
@@ -361,7 +370,7 @@ class _LocalWords(NamedTuple):
         speculation: SpeculationOptions | None,
         stages: StageOptions | None,
     ) -> _LocalWords:
-        """Change what is given by the settings, each of which belongs to one of these.
+        """Return the options changed by the settings, each of which must belong to one of them.
 
         :raises OptionError: one is unknown or impossible.
         """
@@ -385,9 +394,9 @@ class _LocalWords(NamedTuple):
 
 
 class _ZooModel(NamedTuple):
-    """The model that the words of a zoo engine name."""
+    """The model that the address of a zoo engine names."""
 
-    folder: str  # the model's, or that of what stands in for it
+    folder: str  # the folder of the model, or of its replacement
     settings: str  # settings of local engines
     loss: str  # consequence, for people
     replicas: int
@@ -406,26 +415,31 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
     found = _ZooModel(str(zoo.folder(name)), urlencode(named), "", int(count))
     if bound is None:
         if model.loss:
-            advice = f"write zoo:DIR/{model.loss.model}?lossy=NATS, {model.loss.nats:.3g} or more, or take it as a drafter"
+            advice = (
+                f"write zoo:DIR/{model.loss.model}?lossy=NATS with {model.loss.nats:.3g} or more, "
+                "or use it as a drafter"
+            )
             raise OptionError(
-                "engine", f"{name!r} stands in for {model.loss.model!r}, at a loss: {advice}"
+                "engine", f"{name!r} replaces {model.loss.model!r} with a loss: {advice}"
             )
         return found
     try:
         kept = zoo.within(name, float(bound))
     except ValueError:
-        raise OptionError("lossy", f"{bound!r} is not a number of nats a token, as .01") from None
+        raise OptionError(
+            "lossy", f"{bound!r} is not a number of nats per token, such as 0.01"
+        ) from None
     stands = (
         ", ".join(f"{other} as {place}" for place, other in kept.loss.stands.items())
         if kept.loss
         else ""
     )
-    loss = f"{kept.name} stands in ({stands}): {kept.loss}"
+    loss = f"{kept.name} replaces it ({stands}): {kept.loss}"
     return found._replace(folder=str(zoo.folder(kept.name)), loss=loss)
 
 
 def _zoo(words: str) -> tuple[Zoo, str]:
-    """Split a zoo model's path into the zoo and the model's own name."""
+    """Split a zoo model's path into the zoo and the model's name."""
     from atts.accel import Zoo
 
     directory, _, name = words.rstrip("/").rpartition("/")
@@ -433,7 +447,7 @@ def _zoo(words: str) -> tuple[Zoo, str]:
 
 
 def _drafter_model(words: str) -> str:
-    """Return the folder or hub id of a draft model that is named as engines are."""
+    """Return the folder or hub id of a draft model, given as an engine's address."""
     scheme, _, model = words.partition(":")
     if scheme == "embedded" and model in ("", "draft", "target", "deep"):
         from atts.models import path
@@ -445,7 +459,7 @@ def _drafter_model(words: str) -> str:
     if scheme != "hf" or not model or "?" in model:
         known = "embedded:draft, embedded:deep, hf:OWNER/NAME, hf:./FOLDER or zoo:DIR/NAME"
         raise OptionError(
-            "drafter", f"{words!r} names no draft model; write {known}, without settings"
+            "drafter", f"{words!r} does not name a draft model; write {known}, without settings"
         )
     return model
 
@@ -468,15 +482,15 @@ def _with_settings(base: T, settings: str) -> tuple[T, dict[str, str]]:
 def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     """Return the lengths these models need, within the shortest context that is known.
 
-    Give only the models that a method asks. The largest of their budgets counts.
+    Give only the models that a method uses. The largest of their budgets counts.
 
-    Where nothing `reads_chunks` before a rollout is over, a chunk is as long as one request may
-    be: models end their answers themselves, and every cut is one more request. Base models write
-    on after an answer, and are cut all the same.
+    If nothing `reads_chunks` before the end of a rollout, a chunk is as long as a request may be:
+    models end their answers themselves, and each cut costs another request. Base models, which
+    continue after an answer, are still cut.
 
-    A model in a folder reasons if its chat template has marks for that. Of others the name tells: a
-    model whose name does not say that it answers at once is taken to reason, for a rollout that is
-    cut is worth nothing, and one that was allowed too much costs nothing.
+    A model in a folder reasons if its chat template has marks for reasoning. For other models the
+    name decides. A model counts as reasoning unless its name says that it answers directly: a
+    rollout that is cut is useless, but a limit that is too high costs nothing.
 
     >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
     (512, 16000)
@@ -485,7 +499,7 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     contexts = [length for length in map(known_context, engines) if length is not None]
     names = [_engine_words(engine) for engine in engines]
     has_base = any(_IS_BASE.search(name) for name in names)
-    # SMALL stays as it is: its stop strings end a chunk long before its tokens do.
+    # SMALL does not change, because its stop strings end a chunk long before its token limit.
     if not reads_chunks and not has_base and largest is not SMALL:
         tokens = min(largest.max_tokens, _REQUEST_TOKENS)
         largest = replace(largest, chunk_tokens=tokens, stop=())
@@ -497,41 +511,42 @@ def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
     bounds = policy.bounds(budget)
     if bounds.max_tokens < _TOO_SMALL * budget.max_tokens and budget is not SMALL:
         yield (
-            f"--max-tokens {bounds.max_tokens:,} looks too small for {budget.models}, which get "
-            f"{budget.max_tokens:,}: "
-            "many rollouts would be cut before they answer; leave it out, or raise it"
+            f"--max-tokens {bounds.max_tokens:,} looks too small for {budget.models}, whose "
+            f"default is {budget.max_tokens:,}: many rollouts would be cut before they answer; "
+            "leave it out, or raise it"
         )
     per_turn = bounds.draft_tokens
     if policy.drafter == "target":
         per_turn = bounds.target_tokens
-    elif policy.takeover == "continue":  # the rejected chunk stays, and the target adds its own
+    # the escalated chunk stays, and the target adds another one
+    elif policy.takeover == "continue":
         per_turn += bounds.target_tokens
     most = bounds.turns * per_turn
     if policy.turns is not None and most < bounds.max_tokens:
         yield (
             f"--turns {bounds.turns} ends a rollout after {most:,} of its {bounds.max_tokens:,} "
-            f"tokens; "
-            "leave it out: as many turns are made as the tokens need"
+            "tokens; leave it out to get as many turns as the tokens need"
         )
 
 
 def score_warnings(policy: Policy) -> Iterator[str]:
-    """Yield a warning where the score is not, at these temperatures, the chance it is named for.
+    """Yield a warning if, at these temperatures, the score is not the probability that it is named
+    after.
 
-    Its log-probabilities are raw, because servers tell those of given text only so.
+    Its log-probabilities are raw, because servers return only raw ones for a given text.
     """
     target = policy.target_sampling or policy.sampling
     temperatures = (policy.sampling.temperature, target.temperature)
     if policy.score.kind == "speculative" and temperatures != (1.0, 1.0):
         yield (
-            f"score.kind=speculative compares the models at temperature 1, but they are sampled at "
-            f"{temperatures[0]:g} (draft) and {temperatures[1]:g} (target): chunks are ranked, but "
-            f"the score is not the chance of being accepted; --temperature 1 makes it that"
+            "score.kind=speculative compares the models at temperature 1, but they are sampled "
+            f"at {temperatures[0]:g} (draft) and {temperatures[1]:g} (target): chunks are ranked, "
+            "but the score is not the probability of acceptance; with --temperature 1 it is"
         )
 
 
 def known_context(engine: str | Engine) -> int | None:
-    """Return the context length of a model, if its words or its folder state it."""
+    """Return the context length of a model, if its address or its folder states it."""
     words, _, settings = _engine_words(engine).partition("?")
     scheme, _, model = words.removeprefix("ray:").partition(":")
     stated = [*parse_qs(settings).get("context", ()), *parse_qs(settings).get("kv_tokens", ())]
@@ -545,7 +560,7 @@ def known_context(engine: str | Engine) -> int | None:
 
 
 def _folder_of(scheme: str, model: str) -> Path | None:
-    """Return the folder of a model of this machine, if its words name one."""
+    """Return the folder of a model of this machine, if its address names one."""
     if scheme == "hf":
         return Path(model).expanduser()
     if scheme != "zoo":
@@ -572,8 +587,7 @@ def _model_budget(engine: str | Engine) -> Budget:
     scheme, _, model = words.partition(":")
     if scheme in ("embedded", "scripted"):
         return SMALL
-    # The scheme is not part of a model's name: "chat:" says how a server is asked, not what it
-    # serves.
+    # The scheme is not part of a model's name: "chat:" is the kind of server, not of model.
     folder = _folder_of(scheme, model)
     template = template_of(folder) if folder is not None else None
     if template is not None:
@@ -584,16 +598,16 @@ def _model_budget(engine: str | Engine) -> Budget:
 
 
 def _engine_words(engine: str | Engine) -> str:
-    """Return the words that would name this engine on a command line.
+    """Return the address of this engine for a command line.
 
-    An engine of a program's own class counts as small as the scripted one.
+    An engine of an unknown class gets the address of the scripted one, whose budget is small.
     """
     if isinstance(engine, str):
         return engine
     kind = type(engine).__name__
     model = Path(str(getattr(engine, "model", "")))
     if kind == "LocalEngine" and (model.parent / "__init__.py").exists():
-        return "embedded"  # this package contains no other models
+        return "embedded"  # this package contains only these models
     if kind == "LocalEngine":
         return f"hf:{model}"
     return "server:" if kind in _SERVER_CLASSES else "scripted"

@@ -1,4 +1,4 @@
-"""Evaluations, sessions whose engines stay open, and the synchronous twins of both."""
+"""Evaluations, sessions whose engines stay open, and synchronous versions of both."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ from atts.sampling import Seed, generator
 
 
 def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
-    """Return the problems in an order drawn from the seed and their number alone."""
+    """Return the problems in an order that depends only on the seed and their number."""
     places = generator(Seed(run=seed, purpose="order of problems")).permutation(len(problems))
     return tuple(problems[position] for position in places)
 
 
 def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
-    """Read the votes of the earlier run, and how small a difference counts as none.
+    """Read the votes of the earlier run, and the difference that still counts as equal.
 
     :raises OptionError: `stop_when` is not "decided" or "decided=POINTS".
     :raises JournalError: `compare_to` holds no run.
@@ -92,7 +92,7 @@ def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
         near = -1.0
     if word != "decided" or not (0 < near <= 100 or not mark):
         raise OptionError(
-            "stop_when", f"{stop_when!r} is not decided or decided=POINTS, such as decided=2"
+            "stop_when", f"{stop_when!r} is neither decided nor decided=POINTS, such as decided=2"
         )
     from atts.analysis import read_results
 
@@ -103,7 +103,7 @@ def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
 def common_problems(
     problems: Sequence[Problem], comparison: StopWhen, seed: int
 ) -> tuple[Problem, ...]:
-    """Return the problems that both runs have, in the order in which they are taken.
+    """Return the problems that both runs have, in the order in which they will run.
 
     :raises DatasetError: there are none.
     """
@@ -111,14 +111,14 @@ def common_problems(
     if not both:
         raise DatasetError(
             comparison.against,
-            "it has graded none of the problems to be run",
-            "Compare on the same problems",
+            "none of the problems to run is graded in it",
+            "Compare with a run on the same problems",
         )
     return drawn_order(both, seed)
 
 
 def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
-    """Return the setting of the comparison, which a resume must find unchanged."""
+    """Return the setting of the comparison, which must be the same when the run is resumed."""
     votes = repr(sorted(comparison.votes.items())).encode()
     digest = blake2b(votes, digest_size=8).hexdigest()
     return {
@@ -129,23 +129,23 @@ def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
     }
 
 
-_IN_A_HURRY = 5.0  # seconds that trackers have after an error or a second Ctrl-C
-_REMEMBERED = 10_000  # questions of a session whose askings are counted one by one
+_IN_A_HURRY = 5.0  # seconds for trackers to finish after an error or a second Ctrl-C
+_REMEMBERED = 10_000  # number of questions of a session that are counted individually
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class evaluate:
-    """One evaluation: `await` it for its result, or iterate its events inside `async with`.
+    """An evaluation; `await` it for its result, or iterate over its events inside `async with`.
 
-    `dataset` is a benchmark's name ("math500[:20]"), a file, or problems. In a `directory`
-    everything is journalled and the same call resumes. A `shard` such as "2/3" takes every third
-    problem from the second on; `atts.merge` makes one run of all. With `compare_to`, an earlier run or
-    a file of results, and `stop_when` "decided" or "decided=2", problems are taken in an order
-    drawn by the seed, and none is begun once the difference in accuracy is decided, or known to be
-    within 2 points. `log` names trackers that get the run's numbers, such as "mlflow:EXPERIMENT".
-    Inside `async with`, leaving the block before the end cancels the run; it can
-    be resumed.
+    `dataset` is a benchmark's name ("math500[:20]"), a file, or problems. With a `directory` the
+    run has a journal, and the same call resumes it. A `shard` such as "2/3" runs every third
+    problem from the second on; `atts.merge` merges the shards. `compare_to` is an earlier run or a
+    file of results, and `stop_when` is "decided" or "decided=2". With both, problems start in an
+    order drawn by the seed, and no further problem starts once the difference in accuracy is
+    decided, or known to be within 2 points. `log` names trackers that get the run's numbers, such
+    as "mlflow:EXPERIMENT". Inside `async with`, leaving the block before the end cancels the run;
+    it can be resumed.
 
     >>> import anyio
     >>> async def main() -> str:
@@ -174,13 +174,14 @@ class evaluate:
         if (compare_to is None) != (stop_when is None):
             raise OptionError(
                 "stop_when",
-                "--compare-to and --stop-when need each other; `atts compare` compares runs that are "
-                "over",
+                "--compare-to and --stop-when need each other; `atts compare` compares finished "
+                "runs",
             )
         if compare_to is not None and shard is not None:
             raise OptionError(
                 "stop_when",
-                "a shard has a part of the problems, which decides nothing; leave one out",
+                "a shard has only a part of the problems, so it cannot decide the comparison; "
+                "leave one option out",
             )
         self._stop_when: StopWhen | None = None
         if compare_to is not None and stop_when is not None:
@@ -223,12 +224,14 @@ class evaluate:
                 self._events.close()
 
     def __aiter__(self) -> AsyncIterator[Notice]:
-        """Iterate the events as they happen, until the run ends.
+        """Iterate over the events as they happen, until the run ends.
 
-        :raises UsageError: outside `async with`.
+        :raises UsageError: if called outside `async with`.
         """
         if self._events is None:
-            raise UsageError("events are there inside `async with atts.evaluate(...) as run:` only")
+            raise UsageError(
+                "events are available only inside `async with atts.evaluate(...) as run:`"
+            )
         return self._events.__aiter__()
 
     async def result(self) -> RunResult:
@@ -275,7 +278,7 @@ class evaluate:
 
 @asynccontextmanager
 async def logged(options: RunOptions, names: Sequence[str]) -> AsyncGenerator[RunOptions]:
-    """Add the trackers of these names to a run's listeners, and let them finish after the run.
+    """Add the named trackers to a run's listeners, and let them finish after the run.
 
     :raises OptionError: a name is unknown.
     :raises MissingExtra: a tracker is not installed.
@@ -294,9 +297,9 @@ async def logged(options: RunOptions, names: Sequence[str]) -> AsyncGenerator[Ru
 def check_resumes(
     directory: Path, problems: Sequence[Problem], setup: Setup, shard: Shard | None = None
 ) -> None:
-    """Refuse a directory that holds a run with other settings, before any model is loaded.
+    """Check, before a model is loaded, that the directory does not hold a run with other settings.
 
-    Only what is known without an engine is compared; the journal compares everything once the
+    Only settings that are known without an engine are compared; the journal compares all once the
     engines are open.
 
     :raises FingerprintError: naming each setting as it was given, here and there.
@@ -312,9 +315,9 @@ def check_resumes(
     if isinstance(recorded_policy, dict):
         then |= dict(flat(recorded_policy))
     then["seed"] = stored.seed
-    # An empty value and one that was never written are the same setting.
+    # An empty value and a missing value are the same setting.
     changed = [name for name in now if (now[name] or None) != (then.get(name) or None)]
-    if "method" in changed:  # keys that follow from a changed method are not named as well
+    if "method" in changed:  # keys that a changed method sets are not named as well
         settled = {name for name, setting in setup.settings.items() if setting.origin[:2] != "--"}
         changed = [name for name in changed if name in _DECISIVE or name not in settled]
     if "shard" not in changed and dataset_digest(problems) != stored.dataset:
@@ -339,11 +342,13 @@ _OF_PROBLEMS = (
     *("dataset", "limit", "file", "column", "relative", "absolute", "units", "choices"),
     *("references", "shots"),
 )
-"""Keys that decide which problems are run, and how their answers are compared."""
+"""Keys that decide which problems run, and how their answers are compared."""
 
 
 def _decisive_policy(setup: Setup) -> dict[str, Any]:
-    """Return the policy by its keys, less the lengths that open engines may still shorten."""
+    """Return the policy's keys and values, without the lengths that opened engines may still
+    shorten.
+    """
     policy = dict(flat(json.loads(json.dumps(setup.run_policy.recorded()))))
     given = dict(flat(asdict(setup.policy)))
     for name in LENGTHS:
@@ -351,14 +356,14 @@ def _decisive_policy(setup: Setup) -> dict[str, Any]:
         is_of_pair = setting is not None and setting.origin.startswith(PAIR)
         if given.get(name) is None or is_of_pair:
             del policy[name]
-    del policy["letter"]  # a run records it where its problems have choices
+    del policy["letter"]  # a run records this key only if its problems have choices
     return policy
 
 
 def _changed_problems(
     setup: Setup, stored: Manifest, now: dict[str, Any], then: dict[str, Any]
 ) -> list[str]:
-    """Name the settings that make other problems of the same run, and add their values."""
+    """Return the differences, naming the settings that change the problems, with their values."""
     keys = [name for name in _OF_PROBLEMS if name in setup.settings]
     here = {name: jsonable(setup.settings[name].value) for name in keys}
     there = {name: stored.settings[name].value for name in keys if name in stored.settings}
@@ -366,7 +371,7 @@ def _changed_problems(
     if not changed:
         changed = ["problems"]
         here["problems"] = "others"
-        there["problems"] = f"{stored.problems} of another text or order"
+        there["problems"] = f"{stored.problems} with another text or order"
     now |= here
     then |= there
     return changed
@@ -374,12 +379,12 @@ def _changed_problems(
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """A listener that never blocks the run; events wait here until a reader takes them."""
+    """A listener that never blocks the run; its events wait in a queue for a reader."""
 
     send: MemoryObjectSendStream[Notice]
 
     def recalled(self, event: Event) -> None:
-        """Ignore an event of an earlier session: it is no news."""
+        """Ignore an event of an earlier session, because it is not new."""
 
     def notify(self, event: Notice) -> None:
         """Queue an event; it is dropped once the reader has left."""
@@ -390,8 +395,8 @@ class _Stream:
 class Session:
     """Engines that stay open and a gate that keeps learning, for any number of questions.
 
-    All questions share one set of limits. The session opens with `async with`, or with the first
-    question. A cancelled question ends alone; closing waits for nothing.
+    All questions share the same limits. The session opens with `async with`, or with the first
+    question. Cancelling a question does not affect the others; closing does not wait for questions.
 
     >>> import anyio
     >>> async def main() -> str | None:
@@ -408,16 +413,17 @@ class Session:
         self._plan: RunSpec | None = None
         self._shared: Graph | None = None
         self._is_closed = False
-        self._asked = OrderedDict[str, int]()  # how often each of the latest questions was asked
-        self._forgotten = 0  # the most times that a forgotten question was asked
+        # how many times each of the latest questions was asked
+        self._asked = OrderedDict[str, int]()
+        self._forgotten = 0  # the largest count of a question that was dropped
 
     async def solve(
         self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None
     ) -> Outcome:
         """Solve one problem; `policy` changes fields of the setup's policy for it.
 
-        The same text asked again is solved with other random numbers, a `Problem` of the same id
-        with the same ones.
+        The same text gets different random numbers each time; a `Problem` with the same id always
+        gets the same ones.
 
         :raises EngineError: an engine cannot be opened or is lost.
         :raises OptionError: an impossible policy.
@@ -428,7 +434,7 @@ class Session:
             changed = replace(self.setup, policy=replace(self.setup.policy, **policy))
             if not {*changed.roles} <= {*plan.roles}:
                 missing = next(role for role in changed.roles if role not in plan.roles)
-                problem = f"asks the {missing}, which this session's method does not have open"
+                problem = f"it needs the {missing}, which this session's method does not open"
                 raise OptionError("policy", problem)
             plan = replace(
                 plan,
@@ -446,9 +452,9 @@ class Session:
         directory: str | Path | None = None,
         options: RunOptions | None = None,
     ) -> evaluate:
-        """Evaluate as `atts.evaluate` does, on this session's engines and within its limits.
+        """Evaluate like `atts.evaluate`, on this session's engines and within its limits.
 
-        A run in a directory has its own gate, because its journal must contain everything that the
+        A run in a directory gets a new gate, because its journal must contain everything that the
         gate has learnt from.
         """
         options = options or RunOptions(signals="ignore")
@@ -503,15 +509,16 @@ class Session:
         count = self._asked.pop(digest, self._forgotten) + 1
         self._asked[digest] = count  # the latest question comes last
         if len(self._asked) > _REMEMBERED:
-            # A forgotten question may be asked again: its count then begins above every one that
-            # was forgotten, so that no number of a session comes twice.
+            # A dropped question may be asked again. Its count then begins above the count of every
+            # dropped question, so that no number is used twice in a session.
             _, oldest = self._asked.popitem(last=False)
             self._forgotten = max(self._forgotten, oldest)
         return Problem(f"{digest}-{count}", text)
 
 
 class SyncSession:
-    """`Session` for code without an event loop: its loop runs in a thread, and any thread may ask.
+    """A `Session` for code without an event loop: its loop runs in a thread, and any thread may use
+    it.
 
     >>> with SyncSession(Setup(draft="scripted", target="scripted", method="draft-only")) as session:
     ...     session.solve("What is 1 + 1?").status
@@ -531,7 +538,7 @@ class SyncSession:
     def __enter__(self) -> Self:
         """Open the session.
 
-        :raises UsageError: it is open already; its threads share one `with` block.
+        :raises UsageError: if it is already open; all threads must share one `with` block.
         :raises EngineError: an engine cannot be opened.
         """
         if self._open is not None:
@@ -546,7 +553,7 @@ class SyncSession:
         self._thread.start()
         try:
             self._open = self._opening.result()
-        except BaseException:  # the session's own error, or Ctrl-C while it opens
+        except BaseException:  # the error of the session, or Ctrl-C while it opens
             self._is_interrupted = True
             if self._cancel_opening is not None:
                 self._cancel_opening()
@@ -567,14 +574,14 @@ class SyncSession:
         if opened is None or self._thread is None or os.getpid() != self._process:
             return
         portal, _ = opened
-        with suppress(RuntimeError):  # the loop has ended, by an error that is raised below
+        with suppress(RuntimeError):  # the loop has ended because of an error that is raised below
             portal.call(portal.stop, error is not None)
         self._thread.join()
         if self._closing_error is not None and error is None:
             raise self._closing_error
 
     def _work(self) -> None:
-        """Run the session's loop until it is stopped; its own thread calls this."""
+        """Run the session's loop until it is stopped; the session's thread calls this."""
         try:
             anyio.run(self._serve)
         except BaseException as error:  # noqa: BLE001  # another thread raises it
@@ -596,7 +603,7 @@ class SyncSession:
                 await portal.sleep_until_stopped()
 
     def solve(self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None) -> Outcome:
-        """Solve one problem as `Session.solve` does.
+        """Solve one problem like `Session.solve`.
 
         :raises EngineError: an engine is lost, or the session is not open.
         """
@@ -610,7 +617,7 @@ class SyncSession:
         limit: int | None = None,
         directory: str | Path | None = None,
     ) -> RunResult:
-        """Evaluate as `Session.evaluate` does, and wait for the end.
+        """Evaluate like `Session.evaluate`, and wait for the end.
 
         :raises EngineError: an engine is lost, or the session is not open.
         """
@@ -640,7 +647,7 @@ async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
     :raises EngineError: an engine cannot be opened or is lost.
     """
     one = problem if isinstance(problem, Problem) else Problem("problem", problem)
-    # One problem has nothing to keep: Ctrl-C cancels it, and no result is made of a part of it.
+    # A single problem keeps no work: Ctrl-C cancels it, and a partial result is not returned.
     options = RunOptions(signals="ignore")
     result = await evaluate([one], (setup or Setup()).informed(), options=options)
     return next(result.outcomes())
@@ -648,13 +655,15 @@ async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
 
 def _check_other_directory(run: str | Path, directory: str | Path) -> None:
     if os.path.realpath(directory) == os.path.realpath(run):
-        raise OptionError("out", f"{directory} holds the run itself; name another directory")
+        raise OptionError(
+            "out", f"{directory} is the directory of the recorded run; name another one"
+        )
 
 
 def _complete_outcomes(run: RecordedRun) -> dict[str, Outcome]:
     """Return the outcomes of a run by problem.
 
-    :raises OptionError: a problem is not complete.
+    :raises OptionError: if a problem is not complete.
     """
     outcomes = {one.problem.id: one for one in run.outcomes() if one.is_complete}
     planned = run.manifest.problems
@@ -672,11 +681,11 @@ async def combine(
     directory: str | Path | None = None,
     options: RunOptions | None = None,
 ) -> RunResult:
-    """Let a target select or synthesize on a recorded run's rollouts where their votes split.
+    """Let a target select or synthesize answers from a recorded run's rollouts if votes split.
 
-    The setup's target reads the finalists, as `setup.policy.combine` says; "vote" means "auto" here.
-    In a `directory` the result is a run of its own, with the recorded rollouts in it; the same call
-    resumes.
+    The setup's target reads the finalists, as `setup.policy.combine` says; "vote" means "auto"
+    here. With a `directory` the result is a separate run that contains the recorded rollouts; the
+    same call resumes it.
 
     :raises OptionError: the run is not over, or `directory` is its own.
     :raises JournalError: there is no run, or it cannot be read.
@@ -714,9 +723,10 @@ async def combine(
 
 
 def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
-    """Return the twin of a verb for code without an event loop.
+    """Return the synchronous version of a verb, for code without an event loop.
 
-    Inside a loop the twin would block it, so there it raises an error that shows what to write.
+    Inside a running loop it would block the loop, so there it raises an error that shows what to
+    write.
     """
     verb = call.__name__
 
@@ -736,7 +746,8 @@ def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
     update_wrapper(run, call, ("__module__",), ())
     run.__name__ = run.__qualname__ = f"{verb}_sync"
     run.__doc__ = (
-        f"`{verb}` for code without an event loop.\n\n:raises UsageError: called inside one."
+        f"Call `{verb}` from code without an event loop.\n\n:raises UsageError: if an event "
+        "loop is running."
     )
     return run
 

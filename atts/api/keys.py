@@ -1,4 +1,4 @@
-"""Configuration keys, read from the dataclasses whose fields they set, with their help."""
+"""The configuration keys, which are derived from fields of dataclasses, with their help."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS: Mapping[Any, str] = {
     bool: "true or false",
     str: "text",
 }
-"""What errors call the types of values."""
+"""The names of types of values in errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Key:
     """One key of the configuration: "samples", or "sampling.temperature" inside a table."""
 
     name: str
-    kind: Any  # the annotation, without None
+    kind: Any  # the type of the annotation, without None
     default: Json
-    optional: bool  # whether "none" is a value
+    optional: bool  # whether "none" is an allowed value
     help: str = ""
 
     @property
@@ -51,13 +51,13 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the values that a key with few values may have."""
+        """Return the possible values of a key that has only a few."""
         return tuple(map(str, get_args(self.kind))) if get_origin(self.kind) is Literal else ()
 
     def read(self, value: object, label: str) -> Json:
         """Return a value as the configuration stores it; a text is parsed as the key's type.
 
-        :raises OptionError: it is none of this key's; `label` says who gave it.
+        :raises OptionError: if the value does not suit this key; `label` names its origin.
         """
         if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
             if self.optional:
@@ -65,11 +65,13 @@ class Key:
             if value is None:
                 raise OptionError(label, f"needs {KINDS.get(self.kind, 'a value')}")
         if self.choices and value not in self.choices:
-            raise OptionError(label, f"{value!r} is not one of its values", self.choices, value)
+            raise OptionError(
+                label, f"{value!r} is not one of the possible values", self.choices, value
+            )
         converted: Json = math.nan
         with suppress(msgspec.DecodeError):
             converted = _converted(value, self.kind)
-        if converted != converted:  # NaN, which no key may be either
+        if converted != converted:  # NaN is not allowed either
             raise OptionError(label, f"{value!r} is not {KINDS.get(self.kind, 'a list of texts')}")
         return converted
 
@@ -77,10 +79,10 @@ class Key:
 def keys_of(
     kind: type, default: object, prefix: str = "", help: Mapping[str, str] | str = ""
 ) -> Iterator[Key]:
-    """Yield a key for every field that a text can set; fields of inner dataclasses are dotted.
+    """Yield a key for every field that a text can set; keys of inner dataclasses have dotted names.
 
-    `default` holds the default values. `help` has precedence over the help in a field's annotation;
-    the annotation of an outer field may hold such a mapping.
+    `default` has the default values. `help` has precedence over the help in a field's annotation;
+    the annotation of an outer field may contain such a mapping.
     """
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
@@ -138,15 +140,15 @@ def _is_sayable(kind: Any) -> bool:
 def _converted(value: Any, kind: Any) -> Any:
     """Convert a value to this type.
 
-    :raises msgspec.DecodeError: it is none.
+    :raises msgspec.DecodeError: if the value does not have this type.
     """
     if kind in (int, float):
         if isinstance(value, str):
             value = value.strip()
-            if value.startswith("."):  # JSON reads the number, and needs the zero
+            if value.startswith("."):  # JSON parses the number, and needs the leading zero
                 value = f"0{value}"
             value = value.replace("_", "")
-        if kind is int:  # larger ones fit neither TOML nor the generators
+        if kind is int:  # larger integers fit neither TOML nor the random generators
             kind = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
         return msgspec.convert(value, kind, strict=False)
     if isinstance(value, str) and kind is bool:

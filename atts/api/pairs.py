@@ -1,4 +1,4 @@
-"""Pairs of models that work together, from `pairs.toml`, with the GPUs that can hold them."""
+"""The pairs of models in `pairs.toml`, with the GPUs on which they fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atts.local import EngineShare
 
 PAIR = "pair "
-"""How the origin of a value begins that a pair has set; the pair's name follows."""
+"""The beginning of the origin of a value that a pair has set; the pair's name follows."""
 Place = Literal["vllm", "sglang", "local"]
 _FIRST_PORT: Mapping[Role, int] = MappingProxyType({"target": 8000, "draft": 8001})
 _NEXT_PORT: Mapping[Role, int] = MappingProxyType({"target": 100, "draft": 1})
@@ -28,15 +28,16 @@ _NEXT_PORT: Mapping[Role, int] = MappingProxyType({"target": 100, "draft": 1})
 
 @dataclass(frozen=True, slots=True)
 class PairChoice:
-    """The pair to run, and where its models are."""
+    """The pair to run, and where its models run."""
 
     pair: Annotated[
         str | None,
-        "draft and target that work together, with prompts and lengths: see `atts pairs`",
+        "name of a pair of draft and target with prompts and lengths; see `atts pairs`",
     ] = None
     backend: Annotated[
         Place,
-        "where the models of pair run: servers on this machine (target :8000, draft :8001) or local",
+        "where the models of the pair run: in servers on this machine (target :8000, draft "
+        ":8001) or local",
     ] = "vllm"
     draft_servers: Annotated[int, "number of servers of a pair's draft: ports 8001, 8002, ..."] = 1
     target_servers: Annotated[
@@ -51,7 +52,9 @@ class PairChoice:
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One row of the paper's table; accuracy is "right in any of 16", as judged by a model."""
+    """One row of the paper's table; accuracy is the share with a correct answer in any of 16
+    samples, as judged by a model.
+    """
 
     accuracy: float
     marginal: float
@@ -67,8 +70,8 @@ class ModelSize:
     kv_heads: int
     head_dim: int
     context: int
-    packed: bool = False  # published in four bits: nothing is won by --quantization
-    experts: bool = False  # a mixture of experts, which servers alone can run
+    packed: bool = False  # published in four bits, so --quantization does not reduce it
+    experts: bool = False  # a mixture of experts, which only servers can run
 
     @property
     def cache_bytes(self) -> int:
@@ -94,7 +97,8 @@ class Pair:
         return self.draft if role == "draft" else self.target
 
     def words(self, role: Role, at: Place = "vllm", servers: int = 1) -> str:
-        """Return the words of that role's engine: servers at their usual ports, or a local model.
+        """Return the address of that role's engine: servers at their default ports, or a local
+        model.
 
         >>> find_pair("r1-1.5b/r1-7b").words("draft", servers=2)[:72]
         'vllm:http://127.0.0.1:8001/deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B,htt'
@@ -174,17 +178,19 @@ CARDS: Mapping[str, float] = MappingProxyType(
 )
 """Gigabytes of memory."""
 USUAL_CARDS = ("rtx4090", "h100", "h200")
-"""What is shown where no card is named."""
+"""The cards that are shown if none is named."""
 COUNTS = (1, 2, 4, 8)
-_USABLE = 0.92  # usable share of a card: the driver and other programs hold the rest
-_OVERHEAD = 2.0  # gigabytes of a server besides weights and cache: context, graphs, activations
+_USABLE = 0.92  # usable share of a card's memory; the driver and other programs use the rest
+# gigabytes of a server in addition to weights and cache: context, graphs, activations
+_OVERHEAD = 2.0
 _FP8 = 0.52  # bytes in FP8, as a share of the bytes of 16-bit weights
-_ROLLOUTS = 4  # how many should fit whole into the cache of a draft that shares its card
+# number of full rollouts that should fit into the cache of a draft that shares its card
+_ROLLOUTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """The cards and the share of their memory that one server gets."""
+    """The cards of one server, and the share of their memory that it gets."""
 
     cards: tuple[int, ...]
     utilization: float
@@ -194,18 +200,18 @@ class GpuShare:
 
 @dataclass(frozen=True, slots=True)
 class GpuPlacement:
-    """Both servers of a pair on a number of cards of one kind."""
+    """The placement of a pair's servers on cards of one kind."""
 
     card: str
     count: int
     context: int  # tokens that each server is started with
-    # None: the method does not ask that model
+    # None if the method does not use that model
     draft: GpuShare | None
     target: GpuShare | None
 
     @property
     def shares(self) -> dict[Role, GpuShare]:
-        """Return the share of each model that is asked, the target's first."""
+        """Return the share of each model that is used, the target's first."""
         shares = dict[Role, GpuShare]()
         if self.target is not None:
             shares["target"] = self.target
@@ -215,20 +221,20 @@ class GpuPlacement:
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether a model is held in fp8."""
+        """Return whether a model is stored in fp8."""
         return any(share.is_quantized for share in self.shares.values())
 
     @property
     def rollouts(self) -> int:
-        """Return how many whole rollouts fit into the caches at once."""
+        """Return how many full rollouts fit into the caches at once."""
         return min(share.cache_tokens for share in self.shares.values()) // self.context
 
     def commands(self, pair: Pair, version: str = "") -> Iterator[str]:
         """Yield the commands that start servers of this version, the target's first.
 
-        Without a version, the flags are those of the newest that is known.
+        Without a version, the flags are those of the newest known version.
 
-        :raises OptionError: a text that is not a version, or one that cannot be used.
+        :raises OptionError: for a text that is not a version, or a version that cannot be used.
         """
         from atts.servers import read_version, start_flags
 
@@ -264,10 +270,11 @@ def gpu_placement(
     counts: tuple[int, ...] = COUNTS,
     roles: tuple[Role, ...] = ("draft", "target"),
 ) -> GpuPlacement | None:
-    """Return the fewest cards of a kind that hold the models of these roles and a rollout's cache.
+    """Return the fewest cards of a kind on which the models of these roles and a rollout's cache
+    fit.
 
-    The target stays unquantised where that fits. None means that even eight cards do not hold the
-    models, or that they need no card, like the embedded pair.
+    The target is not quantised if that fits. The result is None if the models do not fit even on
+    eight cards, or if they need no card, like the embedded pair.
 
     :raises OptionError: an unknown card.
 
@@ -301,7 +308,7 @@ def gpu_placement(
 def _alone(
     model: ModelSize, memory: float, count: int, context: int, is_quantized: bool
 ) -> GpuShare | None:
-    """Place one model on all these cards, if they hold its weights and one whole context."""
+    """Place one model on all these cards, if its weights and the cache of one full context fit."""
     weights = model.weights * (_FP8 if is_quantized else 1.0)
     room = memory * _USABLE - weights / count - _OVERHEAD
     tokens = int(room * count * 1e9 / model.cache_bytes)
@@ -313,11 +320,13 @@ def _alone(
 def _placed(
     draft: ModelSize, target: ModelSize, memory: float, count: int, context: int, is_quantized: bool
 ) -> tuple[GpuShare, GpuShare] | None:
-    """Place the draft on a card of its own if the target leaves one, or else on the last card."""
-    # Gigabytes throughout; caches in tokens, of which a server needs at least one whole context.
+    """Place the draft on a separate card if the target leaves one, or else on the last card."""
+    # All sizes are in gigabytes; caches are in tokens, of which a server needs at least a full
+    # context.
     usable = memory * _USABLE
     weights = target.weights * (_FP8 if is_quantized else 1.0)
-    # One card left to the draft is better than a shared one: both servers then have a whole cache.
+    # A card for the draft alone is better than a shared one, because both servers then have a full
+    # cache.
     for of_target in (count - 1, count) if count > 1 else (count,):
         split = 1 << (of_target.bit_length() - 1)  # tensor parallel sizes are powers of two
         is_shared = split == count
@@ -350,13 +359,13 @@ def _least(model: ModelSize, weights: float, context: int, split: int) -> float:
 
 
 def run_tokens(max_tokens: int) -> int:
-    """Return the tokens of a rollout and its problem, rounded up to whole thousands."""
+    """Return the tokens of a rollout and its problem, rounded up to thousands."""
     return 1024 * math.ceil((max_tokens + 2048) / 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPlacement:
-    """A pair's models in this process on GPUs of one kind, and the memory that each takes."""
+    """The placement of a pair's models in this process on GPUs of one kind, with their memory."""
 
     card: str
     count: int
@@ -365,7 +374,7 @@ class LocalPlacement:
 
     @property
     def rollouts(self) -> int:
-        """Return how many whole rollouts fit into the caches at once."""
+        """Return how many full rollouts fit into the caches at once."""
         return min(share.tokens for share in self.shares.values()) // self.context
 
     def __str__(self) -> str:
@@ -386,11 +395,12 @@ def local_placement(
     counts: tuple[int, ...] = (1, 2),
     roles: tuple[Role, ...] = ("draft", "target"),
 ) -> LocalPlacement | None:
-    """Place the models of these roles in this process on one or two cards, as opening them does.
+    """Place the models of these roles in this process on one or two cards, by the rules that open
+    them.
 
-    None means that even two cards do not hold the models, that an engine of this process cannot
-    load one (its weights are packed in four bits, or it is a mixture of experts), or that they
-    need no card.
+    The result is None if the models do not fit on two cards, if this process cannot load one of
+    them (its weights are packed in four bits, or it is a mixture of experts), or if they need no
+    card.
 
     :raises OptionError: an unknown card.
     """

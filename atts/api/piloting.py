@@ -1,4 +1,4 @@
-"""Pilots: some problems under every gate, to know whether a gate helps before it is paid for."""
+"""Pilots, which run some problems with every gate to find out whether a gate helps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from atts.journal import REPLIES, SharedReplies, check_directory
 from atts.run import RunResult
 
 SCORES = ("mean", "worst", "speculative", "draft", "rating", "verdict")
-"""Scores that a pilot tries, each of them with the gate of method `atts`."""
+"""The scores that a pilot tries, each with the gate of method `atts`."""
 PILOT = {"limit": 40, "samples": 4, "early_stop": "none"}
-"""Settings of a pilot where nothing else is given."""
+"""The default settings of a pilot."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """An arm that is to be run; `coin` is the name of the one it is compared with."""
+    """An arm to run; `coin` is the name of the coin it is compared with."""
 
     name: str
     flags: Mapping[str, object]
@@ -37,7 +37,7 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class PilotEnd:
-    """The end of a pilot; `last` is the run that did not finish, None if all have."""
+    """The end of a pilot; `last` is the run that did not finish, or None."""
 
     directory: Path
     report: PilotReport | None
@@ -57,11 +57,11 @@ async def run_pilot(
     engines: tuple[Engine, Engine] | None = None,
     watch: Watch = unwatched,
 ) -> PilotEnd:
-    """Run every arm of a pilot, and judge them; the same call continues it.
+    """Run every arm of a pilot, and compare them; the same call continues it.
 
-    `flags`, `pairs` and `file` are those of `configure`; `engines` are a program's own draft and
-    target, instead of those that the flags name. What the models cannot do is left out, with
-    the reason in the report. Runs share the replies that they can.
+    `flags`, `pairs` and `file` are those of `configure`; `engines` are a draft and a target that
+    replace those named by the flags. Arms that the models cannot run are left out, with the reason
+    in the report. Runs share replies if possible.
 
     :raises OptionError: an unknown key or an impossible value.
     :raises JournalError: the directory cannot be used.
@@ -70,11 +70,12 @@ async def run_pilot(
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     base = configure({**PILOT, **given}, pairs, file=file)
     if base["method"] != "atts":
-        raise OptionError("method", "a pilot tries several methods; leave it out")
+        raise OptionError("method", "a pilot runs several methods; leave this key out")
     graded = [problem for problem in base.job.load().problems if problem.answer is not None]
     if len(graded) < 2:
         raise OptionError(
-            "dataset", f"{len(graded)} of its problems has a reference answer; a pilot needs two"
+            "dataset",
+            f"{len(graded)} of the problems has a reference answer, but a pilot needs two",
         )
     directory = base.directory
     if base.job.out is None:
@@ -108,8 +109,8 @@ async def run_pilot(
 
 
 def _first_arms(rate: float) -> list[_Planned]:
-    """Return both models alone, the target drafted, a coin, every score, and whole problems."""
-    # a coin needs no score, but only that of whole problems goes with them
+    """Return the first arms: either model alone, exact, a coin, every score, and whole problems."""
+    # a coin needs no score, but escalating whole problems needs the score of whole problems
     whole_problems = {"escalates": "problem", "score.kind": "disagreement", "rate": rate}
     return [
         _Planned("draft-only", {"method": "draft-only"}),
@@ -151,7 +152,7 @@ def _second_arms(report: PilotReport, rate: float) -> list[_Planned]:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """Data that the arms of a pilot share."""
+    """The data that the arms of a pilot share."""
 
     base: Configuration
     flags: Mapping[str, object]
@@ -163,7 +164,7 @@ class _Runner:
     async def run(
         self, planned: _Planned, draft: Engine, target: Engine, replies: SharedReplies
     ) -> PilotArm | RunResult:
-        """Run one arm; return what it came to, or the run that did not finish."""
+        """Run one arm; return its results, or the run that did not finish."""
         given = {**self.flags, **planned.flags, "out": None}
         nothing = PilotArm(planned.name, planned.flags, {}, Usage(), math.nan, planned.coin)
         try:
@@ -185,7 +186,9 @@ class _Runner:
 
 
 def _without(arm: PilotArm, error: Exception) -> PilotArm:
-    """Return an arm that the models cannot run, with the first sentence of the reason."""
+    """Return the arm for a method that the models cannot run, with the first sentence of the
+    reason.
+    """
     return replace(arm, unavailable=str(error).partition(". ")[0])
 
 
@@ -213,7 +216,7 @@ async def pilot(
     directory: str | Path,
     settings: Mapping[str, object] | None = None,
 ) -> PilotReport:
-    """Measure on some problems whether a gate helps this pair, and recommend what to take.
+    """Measure on some problems whether a gate helps this pair, and recommend a method.
 
     `settings` are other keys, as for `configure`. The runs are kept in the directory, and the same
     call continues them.

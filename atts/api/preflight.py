@@ -1,4 +1,4 @@
-"""Checks of a configuration before it is run: estimates without a model, a diagnosis with both."""
+"""Check a configuration before it runs, by an estimate without models or a diagnosis with them."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from atts.pipelines import FixedGate, Policy, check_engines, needed_logprobs, pr
 from atts.run import Shard
 
 Status = Literal["ok", "warn", "fail"]
-# The first line of a settings file of ours, which alone may be replaced.
+# The first line of a settings file that this command wrote; only such a file may be replaced.
 _SIGNATURE = "# Written by `atts doctor`"
 _TIGHT_GB = 2.0
 _FULL_GB = 0.2
 _PROBLEM = Problem("doctor", "What is (17 + 25) * 3?")
-_TRIED = 16  # tokens that the draft writes to see the target score them
+_TRIED = 16  # tokens that the draft writes to check that the target can score them
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers of tokens: written by the draft, scored by the target, written by the target."""
+    """The numbers of tokens that the draft writes, and that the target scores and writes."""
 
     draft: float
     scored: float
@@ -59,24 +59,25 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Description of the run that would start; `expected` is None if nothing is known, `basis`
-    names its source.
+    """A description of the run that would start; `expected` is None if the cost is not known, and
+    `basis` names the source of the estimate.
     """
 
     dataset: str
     problems: int
     rollouts: int
     directory: Path
-    done: int  # problems that an earlier session finished there
+    done: int  # problems that an earlier session finished
     expected: Tokens | None
     basis: str
     at_most: Tokens
-    roles: tuple[Role, ...]  # roles whose models are asked
-    budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with what set it
+    roles: tuple[Role, ...]  # roles whose models are used
+    budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with its origin
     proposes: str = ""  # proposer of tokens to the target
-    warnings: tuple[str, ...] = ()  # lengths that look too small; the score
+    # warnings about lengths that look too small, and about the score
+    warnings: tuple[str, ...] = ()
     departures: tuple[str, ...] = ()  # departures of the method from its published implementation
-    # what the run can show, in words; none where no earlier run of these models was graded
+    # the differences that the run can show; empty if no earlier run of these models was graded
     power: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """Mean cost of a rollout of an earlier run, and that run's rate."""
+    """The mean cost of a rollout of an earlier run, and that run's rate."""
 
     directory: Path
     rollouts: int
@@ -114,7 +115,7 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
     problems = job.load().problems
     if shard is not None:
         problems = shard.take(problems)
-    setup.engines()  # opens nothing, but refuses what a run would refuse
+    setup.engines()  # this opens nothing, but raises the errors that a run would raise
     policy = setup.run_policy
     rollouts = len(problems) * policy.samples
     done = len(_finished(directory))
@@ -138,7 +139,7 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
 
 
 def _power(configuration: Configuration, setup: Setup, problems: int) -> Iterator[str]:
-    """Yield what the run can show, from the graded rollouts of an earlier run."""
+    """Yield the differences that the run can show, from the graded rollouts of an earlier run."""
     past = _best_past(configuration, setup.roles)
     split = None if past is None else variance_split(past.correct)
     if past is None or split is None or problems < 2:
@@ -149,7 +150,9 @@ def _power(configuration: Configuration, setup: Setup, problems: int) -> Iterato
 
 
 def _best_past(configuration: Configuration, roles: Sequence[Role]) -> _Past | None:
-    """Return the earlier run that tells most: of the same dataset, then of the most rollouts."""
+    """Return the most informative earlier run: preferably of the same dataset, then with the most
+    rollouts.
+    """
     dataset = _without_slice(configuration["dataset"])
     return max(
         _earlier_runs(configuration, roles),
@@ -159,9 +162,9 @@ def _best_past(configuration: Configuration, roles: Sequence[Role]) -> _Past | N
 
 
 def _proposer(setup: Setup) -> str:
-    """Describe what proposes tokens to the target, where the method asks the target at all."""
+    """Return a text on the proposer of tokens to the target, if the method uses the target."""
     if "target" not in setup.roles:
-        return "nothing: the method does not ask the target"
+        return "nothing: the method does not use the target"
     return speculation_words(setup.draft, setup.target, setup.speculation)
 
 
@@ -200,9 +203,9 @@ def _mean_rollout(
         words = f"as in {past.directory}: the same models and method, {past.rollouts:,} rollouts"
         grown = setup.rate / past.rate if past.rate > 0 else 1.0
         if not math.isclose(grown, 1.0):
-            words += f" at rate {past.rate:g}; the target's share is taken to grow with the rate"
+            words += f" at rate {past.rate:g}; the target's share is assumed to grow with the rate"
         if past.dataset != dataset:
-            words += f"; on {past.dataset}, so take it as a guess"
+            words += f"; that run was on {past.dataset}, so this is only a guess"
         return Tokens(past.mean.draft, past.mean.scored, past.mean.target * grown), words
     if set(setup.asked) == {"embedded"}:
         return _from_solutions(setup, problems)
@@ -248,16 +251,16 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
         return Tokens(length, 0, 0), words
     drafted = length
     if setup.policy.takeover == "continue":
-        # What the target writes comes on top of the draft's chunk, so fewer chunks are drafted.
+        # The target writes in addition to the draft's chunk, so fewer chunks are drafted.
         drafted = length / (1 + setup.rate)
     words += (
-        f"; with {setup.rate:g} of the drafted chunks the target is taken to write one of its own"
+        f"; the target is assumed to write one more chunk for {setup.rate:g} of the drafted chunks"
     )
     return Tokens(drafted, drafted, drafted * setup.rate), words
 
 
 def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterator[_Past]:
-    """Yield earlier runs with the same models and method, this run's own start included."""
+    """Yield earlier runs with the same models and method, including the beginning of this run."""
     folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")}
     for folder in sorted({*folders, configuration.directory}):
         finished = _finished(folder)
@@ -282,7 +285,7 @@ def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterat
 
 
 def _finished(directory: Path) -> list[FinishedProblem]:
-    """Return every complete problem of a run; none if there is no readable run."""
+    """Return every complete problem of a run; empty if there is no readable run."""
     try:
         state = open_run(directory).state(FACTS)
     except JournalError:
@@ -296,7 +299,7 @@ def _without_slice(dataset: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked, what was seen, and what to do about it."""
+    """One check with its result and advice."""
 
     name: str
     status: Status
@@ -311,7 +314,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Every check, in order."""
+    """All checks of a diagnosis, in order."""
 
     checks: tuple[Check, ...]
 
@@ -334,7 +337,7 @@ async def diagnose(configuration: Configuration, card: str | None = None) -> Dia
 
     Only one short chunk is written.
 
-    :raises OptionError: something that is impossible, whatever the servers say.
+    :raises OptionError: if a setting is impossible, whatever the servers support.
     """
     setup = configuration.setup()
     pair = find_pair(configuration["pair"]) if configuration["pair"] else None
@@ -348,7 +351,7 @@ async def diagnose(configuration: Configuration, card: str | None = None) -> Dia
 
 
 def write_settings(path: Path, configuration: Configuration, diagnosis: Diagnosis) -> None:
-    """Write the settings that were given as a file for `--config`, the checks as comments.
+    """Write the given settings as a file for `--config`, with the checks as comments.
 
     :raises OptionError: another file is there.
     :raises StorageError: the disk refuses.
@@ -370,7 +373,7 @@ def write_settings(path: Path, configuration: Configuration, diagnosis: Diagnosi
 
 
 def _is_given(name: str, configuration: Configuration) -> bool:
-    """Return whether a key was given or names a pair's engine; what follows is left out."""
+    """Return whether a key was given or names a pair's engine; derived keys are left out."""
     origin = configuration.settings[name].origin
     if name in ("draft", "target"):
         return origin != "default"
@@ -397,14 +400,17 @@ def _disk(directory: Path) -> Iterator[Check]:
     advice = ""
     if free < _TIGHT_GB:
         status = "fail" if free < _FULL_GB else "warn"
-        advice = "Free some, or keep the run elsewhere with --out: a journal keeps every token"
+        advice = (
+            "Free some space, or write the run elsewhere with --out; a journal keeps every token"
+        )
     yield Check("disk", status, f"{free:,.1f} GB free for {directory}", advice)
 
 
 def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -> Iterator[Check]:
-    """Yield which cards hold the models that the method asks, and which share each server gets.
+    """Yield a check of the cards for the models that the method uses, with each server's share.
 
-    A card that this machine does not have is never ok: it may be another machine's.
+    The check is never ok for a card that this machine does not have, because it may be in another
+    machine.
     """
     if pair is None or not pair.size("target").layers:
         return
@@ -422,7 +428,7 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
     for kind in kinds:
         placement = gpu_placement(pair, kind, tokens, roles=setup.roles)
         if placement is None:
-            yield Check("memory", "fail", f"not even eight {kind} hold {pair.name}")
+            yield Check("memory", "fail", f"{pair.name} does not fit on eight {kind}")
             continue
         count = "1 rollout" if placement.rollouts == 1 else f"{placement.rollouts} rollouts"
         seen = f"{placement}; the cache holds {count}"
@@ -431,7 +437,7 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
             advice = f"Run this where the servers are to run; {start}"
             yield Check("memory", "warn", f"{seen}; this machine has no {kind}", advice)
         elif placement.count > here.count(kind):
-            yield Check("memory", "fail", seen, "Take a smaller pair, or larger cards")
+            yield Check("memory", "fail", seen, "Use a smaller pair, or larger cards")
         else:
             yield Check("memory", "ok", seen, start)
 
@@ -455,13 +461,15 @@ def _memory_elsewhere(configuration: Configuration, pair: Pair) -> Check:
 
 
 def _local_memory(pair: Pair, setup: Setup, kind: str, here: Sequence[str]) -> Check:
-    """Check whether GPUs of one kind hold the models in this process, as opening them computes it."""
+    """Check whether the models fit on GPUs of one kind in this process, by the rules that open
+    them.
+    """
     tokens = setup.run_policy.bounds().max_tokens
     counts = tuple(range(1, min(2, here.count(kind)) + 1)) or (1, 2)
     placement = local_placement(pair, kind, tokens, setup.concurrency, counts, setup.roles)
     serve = f"`atts pairs {pair.name} --card {kind}` prints server commands for it"
     if placement is None:
-        seen = f"{counts[-1]} x {kind} cannot hold {pair.name} in this process"
+        seen = f"{pair.name} does not fit on {counts[-1]} x {kind} in this process"
         return Check("memory", "fail" if kind in here else "warn", seen, f"Serve it: {serve}")
     seen = f"{placement}; {placement.rollouts} rollouts at once"
     if kind not in here:
@@ -480,13 +488,14 @@ def _cards_here() -> Iterator[tuple[str, float]]:
         if not line.strip().isdecimal():
             continue
         memory = int(line) * 1.048576e-3  # MiB to GB
-        # Drivers keep some of a card's memory, so a card may report up to 8 % less than its kind.
+        # Drivers reserve some of a card's memory, so a card may report up to 8 % less than its kind
+        # has.
         fitting = [name for name, size in CARDS.items() if size <= memory * 1.08]
         yield max(fitting, key=lambda name: CARDS[name], default="rtx4090"), memory
 
 
 async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
-    """Yield checks of each engine alone; then, if all are open, of both together."""
+    """Yield checks of each engine alone, then checks of both together if all are open."""
     opened: dict[Role, Engine] = {}
     async with AsyncExitStack() as stack:
         draft, target = setup.engines()
@@ -524,8 +533,8 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
         yield Check(
             role,
             "warn",
-            f"{spec.model} is served, the pair names {wanted}",
-            "Scores and prompts may not fit it",
+            f"{spec.model} is served, but the pair names {wanted}",
+            "Scores and prompts may not suit it",
         )
     finding = dict(spec.findings).get("speculation", "")
     if finding and "does not speculate" not in finding:
@@ -542,14 +551,14 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
 
 
 def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
-    """Yield checks of the models that the method asks: what they can do, and whether they fit."""
+    """Yield checks of the capabilities and lengths of the models that the method uses."""
     gate, _ = setup.decider()
     policy = setup.run_policy
     draft, target = _draft_and_target(engines)
     both = "both" if len(engines) == 2 else "it"
     try:
         check_engines(policy, gate, draft.spec, target.spec)
-        yield Check("abilities", "ok", f"{both} can do what the method {setup.method} asks")
+        yield Check("abilities", "ok", f"{both} can do what the method {setup.method} needs")
     except ATTSError as error:
         yield Check("abilities", "fail", str(error))
     for role, engine in engines.items():
@@ -559,13 +568,15 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
             yield Check(
                 role,
                 "warn",
-                "its log-probs are after temperature: every chunk is scored once more",
+                "its log-probabilities are after temperature, so every chunk is scored again",
                 advice,
             )
     if len(engines) == 2:
         seen = "one for both models"
         if draft.spec.tokenizer != target.spec.tokenizer:
-            seen = "two: chunks are encoded again for the other model, scores are mean ones"
+            seen = (
+                "two: chunks are encoded again for the other model, and scores are means per token"
+            )
         yield Check("tokenizers", "ok", seen)
     yield from _templates(setup, engines)
     shortest = min(draft.spec.context_length, target.spec.context_length)
@@ -573,11 +584,13 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
     if shortest <= most:
         advice = f"Serve with a longer context (--max-model-len), or give --max-tokens {max(1, shortest - 512)}"
         yield Check(
-            "context", "warn", f"{shortest:,} tokens, the rollout alone may have {most:,}", advice
+            "context", "warn", f"{shortest:,} tokens, but a rollout alone may have {most:,}", advice
         )
     else:
         yield Check(
-            "context", "ok", f"{shortest:,} tokens hold a rollout of {most:,} and its problem"
+            "context",
+            "ok",
+            f"{shortest:,} tokens are enough for a rollout of {most:,} and its problem",
         )
 
 
@@ -598,17 +611,17 @@ def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
         yield Check("templates", "ok", seen)
     if len(set(thinks.values())) == 2:
         opens = next(role for role, opened in thinks.items() if opened)
-        advice = "Its first chunks are improbable to the other model: expect more escalations"
+        advice = "Its first chunks are improbable for the other model, so expect more escalations"
         yield Check(
             "templates",
             "warn",
-            f"the template of the {opens} alone opens the answer with <think>",
+            f"only the template of the {opens} begins the answer with <think>",
             advice,
         )
 
 
 def _draft_and_target(engines: Mapping[Role, Engine]) -> tuple[Engine, Engine]:
-    """Return both engines; one that is alone stands for both, as in a run."""
+    """Return both engines; if there is only one, it has both roles, as in a run."""
     only, *_ = engines.values()
     return engines.get("draft", only), engines.get("target", only)
 

@@ -1,4 +1,4 @@
-"""The verbs over recorded runs: report, trace, compare, plan, replay and merge.
+"""The verbs for recorded runs: report, trace, compare, plan, replay and merge.
 
 >>> import tempfile
 >>> from atts.api import Setup, evaluate_sync
@@ -95,9 +95,10 @@ def trace(run: Run, out: str | Path | None = None) -> Path:
 def compare(first: Run, second: Run, *, points: float | None = None, seed: int = 0) -> Compared:
     """Compare the second run with the first, problem by problem.
 
-    A run is a directory, a JSONL file of results, or a result. With `points` (0: none) `sequential`
-    states after how many problems, in an order drawn by `seed`, a reader who looked after every
-    problem would have known the difference, or known that it is within so many points.
+    A run is a directory, a JSONL file of results, or a result. The field `sequential` says after
+    how many problems, in an order drawn by `seed`, a test after every problem decides the
+    comparison. With `points` above 0, it may also decide that the difference is within that many
+    points.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises DatasetError: a file holds no results, or the two have no graded problem in common.
@@ -119,9 +120,9 @@ def certify(
 
     The certificate is wrong with probability at most `delta`.
 
-    All are of the same labelled problems. With `net` false the answers that are lost are bounded
-    instead, those that sampling loses included. Runs of one method and rate scope are tested from the
-    highest rate down.
+    All runs must have the same labelled problems. With `net` false the bound is on lost answers,
+    including those lost by sampling, instead of the net loss. Runs of the same method and rate
+    scope are tested from the highest rate down.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises CalibrationInputError: runs of other problems, without references, or an epsilon or
@@ -158,9 +159,9 @@ def plan(
     seconds: float | None = None,
     dollars: float | None = None,
 ) -> Advice:
-    """Advise which rate, samples, turns and chunk length to use when a problem may cost so much.
+    """Advise on the rate, samples, turns and chunk length to use under a cap on a problem's cost.
 
-    Several runs bring several rates.
+    Give several runs to compare several rates.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises UsageError: a result kept in memory only, a run without a graded problem, runs of
@@ -192,7 +193,7 @@ def replay(
     samples or turns only cut the record.
 
     `budget` is the most takeovers by the target per problem, in the order in which decisions were
-    taken; `gate` must be fresh, for it learns from this replay.
+    taken. `gate` must be new, because it learns from this replay.
 
     :raises OptionError: an unknown rate scope or vote, a method that is unknown or would have written
         other chunks, more samples or turns than were recorded, a negative budget, or decisions on
@@ -219,18 +220,19 @@ def replay(
         return replace(setup, policy=replace(setup.policy, samples=samples), **given).decider()[0]
 
     change = PolicyChange(samples, turns, vote, budget)
-    # fewer samples, turns or takeovers need no new decisions, so none may come out otherwise
+    # fewer samples, turns or takeovers need no new decisions, so no decision may change
     decides_again = gate is not None or bool(given)
     return replay_run(recorded, change, fresh_gate if decides_again else None)
 
 
-# A method may differ in these settings, and its rollouts are still those of the record: it only waits
-# for some of them, or asks for more.
+# A method may differ in these settings and still have the recorded rollouts, because it only waits
+# for fewer of them or starts more.
 _SAME_ROLLOUTS = ("barrier", "early_stop", "first_wave", "repeats")
 
 
 def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
-    """Refuse a method under which the recorded chunks would not have been written or judged so.
+    """Check that the recorded chunks would have been written and judged in the same way under a
+    method.
 
     :raises OptionError: the method is unknown, or changes more than the choice of chunks.
     """
@@ -243,16 +245,16 @@ def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
         if name not in _SAME_ROLLOUTS and was != wanted:
             raise OptionError(
                 "method",
-                f"{method} is more than another choice of chunks: its {name} differs from that of "
-                f"the run, so the record does not tell what it would write. Run it instead",
+                f"{method} changes more than which chunks escalate: its {name} differs from that "
+                "of the run, so its text is not in the record. Run it instead",
             )
 
 
 def merge(runs: Sequence[Run], out: str | Path) -> Merged:
-    """Merge the shards of an evaluation in a new directory, as one process would have left it.
+    """Merge the shards of an evaluation into a run in a new directory.
 
-    With a gate that learns nothing the union is the same, decision by decision. Gates that learn
-    have learnt from their own shard, and each shard meets its rate.
+    With a gate that learns nothing, every decision is the same as in a single process. A gate that
+    learns has learnt from its shard only, and each shard meets its rate.
 
     :raises UsageError: they are not the shards of one evaluation, all over; or a result was kept in
         memory only.
@@ -265,12 +267,12 @@ def merge(runs: Sequence[Run], out: str | Path) -> Merged:
 def directory_of(run: Run) -> Path:
     """Return the directory of a run.
 
-    :raises UsageError: in memory only.
+    :raises UsageError: if the run was kept in memory only.
     """
     if not isinstance(run, RunResult):
         return Path(run)
     if run.directory is None:
         raise UsageError(
-            "this run was kept in memory only; give `evaluate` a directory to have a report of it"
+            "this run was kept in memory only; give `evaluate` a directory to get a report on it"
         )
     return run.directory

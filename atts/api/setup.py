@@ -1,4 +1,4 @@
-"""`Setup`, the settings of a run in short form, and the plan that is made of them."""
+"""`Setup`, which has the settings of a run in short form, and the plan made from it."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ LENGTHS = (
     "chunking.target_tokens",
     "chunking.stop",
 )
-"""Keys that follow from the models, and turns from max_tokens, where nothing sets them."""
+"""Keys whose defaults are derived: from the models, and for turns from max_tokens."""
 _RISK_FORM = (
-    "RISK@PROBABILITY, such as .1@.9: answers wrong at most .1 of the time with probability .9"
+    "RISK@PROBABILITY; 0.1@0.9 means that, with probability 0.9, at most 10 % of answers are wrong"
 )
 
 
@@ -86,7 +86,9 @@ def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | 
         return None
     if abstain is None or labelled is None:
         raise OptionError(
-            "abstain", "abstain and labelled need each other: how seldom wrong, and by which run"
+            "abstain",
+            "abstain and labelled need each other: the largest share of wrong answers, and a "
+            "graded run",
         )
     risk, kept = _parsed_risk(abstain)
     run = open_run(Path(labelled))
@@ -94,13 +96,14 @@ def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | 
     if run.setting("abstain") is not None:
         raise OptionError(
             "labelled",
-            f"the run in {labelled} withheld answers itself; label problems without abstain",
+            f"the run in {labelled} abstained as well; make the labelled run without abstain",
         )
     undone = (run.manifest.problems or 0) - state.done
     if undone > 0:
         raise OptionError(
             "labelled",
-            f"{undone} problems of {labelled} are not over: those that are were the quick ones",
+            f"{undone} problems of {labelled} are not finished, and the finished ones are a "
+            "biased sample; finish the run first",
         )
     graded = state.graded.values()
     if not graded:
@@ -128,9 +131,9 @@ def _parsed_risk(text: str) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings of a run in short form; `plan` turns them into what is run."""
+    """The settings of a run in short form, from which `plan` makes the plan of the run."""
 
-    # What stands in an annotation is the help of the configuration key.
+    # The text in an annotation is the help of the configuration key.
     draft: Annotated[
         str | Engine,
         "draft model: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, llamacpp:URL, server:URL",
@@ -138,7 +141,7 @@ class Setup:
     target: Annotated[str | Engine, "target model, in the same formats as draft"] = "embedded"
     method: Annotated[str, "method: atts, a baseline, or another paper's method"] = "atts"
     rate: Annotated[float, "share of chunks to escalate to the target"] = 0.2
-    # aci meets the rate over the run, and spends it where it helps
+    # aci meets the rate over the whole run, so it can escalate more on hard problems
     rate_scope: Annotated[
         CalibrationMode,
         "scope in which the rate is met: split, marginal and aci over all chunks, question in each "
@@ -153,20 +156,21 @@ class Setup:
         "hard cap: of any first n chunks at most ceil(cap * n) are escalated; none: no cap",
     ] = None
     policy: Policy = Policy()
-    gate: Gate | RoundGate | None = None  # None: the method's own
+    gate: Gate | RoundGate | None = None  # None: the gate of the method
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
     conditions: Annotated[
         Conditions,
-        "scores made under other conditions: match refuses them, ignore takes them with a warning",
+        "what to do with scores made under other conditions: match refuses them, ignore uses "
+        "them with a warning",
     ] = "match"
     on_unscored: Annotated[
         OnUnscored,
-        "when chunk after chunk comes back without a usable score: stop ends the run and keeps "
-        "everything, escalate lets the target rewrite them",
+        "what to do if many chunks in a row have no usable score: stop ends the run and keeps its "
+        "work, escalate lets the target rewrite them",
     ] = "stop"
     give_up_after: Annotated[
         float,
-        "seconds that a lost server is waited for; then the run ends, and the same command resumes it",
+        "seconds to wait for a lost server; then the run ends, and the same command resumes it",
     ] = GIVE_UP_AFTER
     warmup: Annotated[
         int,
@@ -178,21 +182,22 @@ class Setup:
     ] = None
     abstain: Annotated[
         str | None,
-        "answer only where answers are seldom wrong: .1@.9 is at most 10 % of them, with "
-        "probability 0.9",
+        "abstain from unsure problems: 0.1@0.9 means that, with probability 0.9, at most 10 % of "
+        "answers are wrong",
     ] = None
     labelled: Annotated[
         str | None, "graded run of the same settings, from which abstain takes its threshold"
     ] = None
     accept_when_agreeing: Annotated[
         float | None,
-        "accept chunks unscored where this share of the answered siblings agrees, and spend the "
-        "rate elsewhere",
+        "accept chunks without a score if this share of the answered rollouts agrees, and "
+        "escalate other chunks instead",
     ] = None
-    # the text is the same in any case
+    # speculation does not change the text
     speculate: Annotated[
         Speculate,
-        "what proposes tokens to a local target: auto is the draft where it fits, draft always",
+        "what proposes tokens to a local target: auto is the draft if it is compatible, draft "
+        "is always the draft",
     ] = "auto"
     seed: Annotated[int, "random seed"] = 0
     concurrency: Annotated[int, "rollouts in flight at once, over all problems"] = 64
@@ -204,23 +209,22 @@ class Setup:
         if not 0 <= self.rate <= 1:
             raise OptionError(
                 "rate",
-                f"{self.rate} is outside [0, 1]: it is the fraction of chunks the target takes "
-                f"over",
+                f"{self.rate} is outside [0, 1]; give the share of chunks to escalate",
             )
         if self.cap is not None and not 0 <= self.cap <= 1:
-            raise OptionError("cap", f"{self.cap} is outside [0, 1]: it is a fraction of chunks")
+            raise OptionError("cap", f"{self.cap} is outside [0, 1]; give a share of chunks")
         if not 0 <= self.give_up_after < math.inf:
-            problem = f"{self.give_up_after} is not a number of seconds from 0 on"
+            problem = f"{self.give_up_after} is not a number of seconds; give 0 or more"
             raise OptionError("give_up_after", problem)
 
     @property
     def run_policy(self) -> Policy:
-        """Return the policy as it is run, with the method's changes and the models' lengths."""
+        """Return the policy of the run, with the method's changes and the models' lengths."""
         return self._policy.filled(self.budget)
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Return the roles whose models are asked, draft first.
+        """Return the roles whose models are used, draft first.
 
         Only these are opened, and only these set budgets.
         """
@@ -228,31 +232,32 @@ class Setup:
 
     @property
     def asked(self) -> tuple[str | Engine, ...]:
-        """Return the models that are asked, as they were named."""
+        """Return the models that are used, as they were named."""
         return tuple(self.draft if role == "draft" else self.target for role in self.roles)
 
     @property
     def budget(self) -> Budget:
-        """Return the lengths that the models that are asked need, where nothing sets them."""
+        """Return the default lengths of the models that are used."""
         reads = reads_chunks(self._policy, is_judged=self._is_judged)
         return budget_of(*self.asked, reads_chunks=reads)
 
     @property
     def _policy(self) -> Policy:
-        """Return the policy with what the method changes, its lengths as they were given."""
+        """Return the policy with the method's changes, but with the lengths as they were given."""
         return preset(self.method).policy(self.policy)
 
     @property
     def _is_judged(self) -> bool:
-        """Return whether a gate may hand a chunk to the target."""
-        if self.gate is not None:  # a program's own gate may do anything else
+        """Return whether a gate may escalate a chunk."""
+        if self.gate is not None:  # any other gate may escalate
             return self.gate != FixedGate("accept")
         return preset(self.method).is_judged
 
     def engines(self) -> tuple[Engine, Engine]:
         """Build draft and target, not open yet; the draft also proposes tokens to a local target.
 
-        :raises OptionError: no engine is called that, or these cannot speculate so.
+        :raises OptionError: if an address names no engine, or if these engines cannot speculate as
+            requested.
         """
         draft, target = build_engines(
             self.draft,
@@ -266,12 +271,14 @@ class Setup:
 
     @property
     def in_flight(self) -> tuple[int, int]:
-        """Return how many rollouts run at once, and the tokens of one with its problem."""
+        """Return how many rollouts run at once, and the tokens of a rollout with its problem."""
         return self.concurrency, run_tokens(self.run_policy.bounds().max_tokens)
 
     @property
     def speculation(self) -> Speculate:
-        """Return who proposes tokens to the target; None in method exact, which only scores."""
+        """Return the proposer of tokens to the target; None for method exact, whose target only
+        scores.
+        """
         return "off" if self.speculate == "auto" and self.run_policy.exact else self.speculate
 
     @property
@@ -288,7 +295,7 @@ class Setup:
     def informed(self) -> Setup:
         """Return the setup with the scores shipped with its models, if its gate has no others.
 
-        One question has no scores of its own to begin with; a run over a data set soon has.
+        This is for single questions; a run over a dataset soon has enough live scores.
         """
         has_start = self.gate is not None or len(self.stored) > 0 or self.warmup > 0
         shipped = self._shipped
@@ -298,7 +305,9 @@ class Setup:
 
     @property
     def _shipped(self) -> StoredScores | None:
-        """Return the scores that come with the models, if this setup has their conditions."""
+        """Return the scores shipped with the models, if this setup has the conditions of those
+        scores.
+        """
         if (self.draft, self.target) != ("embedded", "embedded"):
             return None
         scores = embedded_scores()
@@ -319,7 +328,7 @@ class Setup:
             and setting.value == policy.max_tokens
         )
         if is_of_pair and policy.max_tokens is not None:
-            # A pair's length is what its models need, and is cut as a budget's is.
+            # A pair's length is a default of its models, so it is cut like that of a budget.
             needed = replace(budget, max_tokens=policy.max_tokens)
             policy = replace(policy, max_tokens=needed.within(context).max_tokens)
         return policy.filled(budget.within(context))
@@ -331,9 +340,10 @@ class Setup:
 
     @property
     def settings(self) -> dict[str, Setting]:
-        """Return every key with its origin: as given, "default", or "code" for a program's value.
+        """Return every key with its origin: the given one, "default", or "code" for a value set in
+        a program.
 
-        Which problems are run, and where, is included only if `configure` made the setup.
+        The keys for problems and directories are included only if `configure` made the setup.
         """
         values = _values(self)
         given = self.provenance
@@ -348,7 +358,7 @@ class Setup:
 
     @classmethod
     def recorded(cls, manifest: Manifest) -> Setup:
-        """Return the setup of a recorded run, as far as its gate depends on it."""
+        """Return the setup of a recorded run, with the settings that its gate depends on."""
         settings: dict[str, Any] = {
             name: setting.value for name, setting in manifest.configuration.items()
         }
@@ -371,7 +381,7 @@ class Setup:
         return cls(policy=Policy(samples=samples), stored=stored, seed=manifest.seed, **given)
 
     def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> RunSpec:
-        """Make the plan for problems with one kind of answer.
+        """Make the plan of a run for problems with one kind of answer.
 
         :raises OptionError: an unknown method or mode, or an `abstain` that `labelled` does not
             certify.
@@ -394,7 +404,7 @@ class Setup:
             settings=self.settings,
             alarms=partial(getattr, calibrator, "events"),
             on_problem_done=partial(let_go, gate),
-            # a method that judges no chunk uses no scores, whatever they were made under
+            # a method that judges no chunks uses no scores, so their conditions do not matter
             stored_under=stored.fingerprint if len(stored) and self._is_judged else None,
             judge=None if judge is None else judge.score,
             judge_under=None if judge is None else judge.fingerprint,
@@ -426,7 +436,7 @@ class Setup:
         return judge
 
     def decider(self) -> tuple[Gate | RoundGate, Calibrator]:
-        """Make a new gate, and the calibrator that the method's own gate asks.
+        """Make a new gate, and the calibrator that the method's gate uses.
 
         :raises OptionError: an unknown method or mode, a method that needs what is not there, or a
             cap its gate lacks.
@@ -450,8 +460,8 @@ class Setup:
         if self.cap is not None and not isinstance(gate, ConformalGate):
             raise OptionError(
                 "cap",
-                f"the gate of method {self.method!r} here keeps none; method atts does, "
-                "without a warm-up",
+                f"the gate of method {self.method!r} cannot keep a cap; use method atts, without "
+                "a warm-up",
             )
         return self._sparing(gate), calibrator
 
@@ -466,19 +476,21 @@ class Setup:
         if not isinstance(gate, ConformalGate):
             raise OptionError(
                 "accept_when_agreeing",
-                f"the gate of method {self.method!r} holds no rate; method atts does",
+                f"the gate of method {self.method!r} does not control a rate; use method atts",
             )
         return AgreementGate(gate, self.accept_when_agreeing)
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
-        """Return the settings that decide the gate's behaviour; a resume must find them unchanged."""
+        """Return the settings that decide the gate's behaviour, which must be the same when a run
+        is resumed.
+        """
         decisive: dict[str, Json] = {
             "method": self.method,
             "rate": self.rate,
             "rate_scope": self.rate_scope,
             "stored": list(calibrator.stored.scores),
         }
-        # What is not used is left out, so that a manifest shows what decided.
+        # Unused settings are left out, so that a manifest shows only settings with an effect.
         if self.rate_scope == "aci":
             decisive["aci_step"] = calibrator.tuning.aci_step
         judge = self._judge() if self._is_judged else None
@@ -511,12 +523,12 @@ def embedded_scores() -> StoredScores:
 
 @cache
 def setup_keys() -> tuple[Key, ...]:
-    """Return the configuration keys that are a setup's own fields, without policy and limits."""
+    """Return the configuration keys that are fields of a setup, without policy and limits."""
     return tuple(key for key in keys_of(Setup, Setup()) if "." not in key.name)
 
 
 def _values(setup: Setup) -> dict[str, Json]:
-    """Return the values of a setup's keys; a program's engine is named by its class."""
+    """Return the values of a setup's keys; an engine object is named by its class."""
     keys = {key.name: getattr(setup, key.name) for key in setup_keys()}
     keys |= {
         role: type(keys[role]).__name__
@@ -535,8 +547,8 @@ def _values(setup: Setup) -> dict[str, Json]:
 def answers_for(kind: AnswerKind) -> Answers:
     """Return extraction and grouping for this kind of answer.
 
-    Only a marked answer ends a rollout; what the last sentence states counts once its model has
-    ended the text.
+    Only a marked answer ends a rollout; an answer that the last sentence states counts only after
+    the model has ended the text.
     """
     from atts.evaluators import extract, group, unmarked
 
@@ -552,10 +564,11 @@ def answers_for(kind: AnswerKind) -> Answers:
 
 
 def _program_answers() -> Answers:
-    """Return extraction and grouping of programs, which end no rollout: a text that continues may
-    have a better one.
+    """Return extraction and grouping of programs.
 
-    :raises UsageError: this system cannot confine programs.
+    A program does not end its rollout, because a better one may follow.
+
+    :raises UsageError: if this system cannot confine programs.
     """
     from atts.evaluators import ProgramVotes, check_confinement, find_program
 
@@ -576,7 +589,7 @@ def _program_answers() -> Answers:
 
 
 async def _ask_ahead(answers: Sequence[str | None], *, kind: AnswerKind) -> None:
-    """Group answers in a thread if that asks sympy, which may take seconds; it is remembered."""
+    """Group answers in a thread if sympy is needed, which may take seconds; results are cached."""
     from atts.evaluators import group, takes_long
 
     if len(set(answers)) < 2:
@@ -593,7 +606,7 @@ def grade(answer: str, problem: Problem) -> Verdict:
 
 
 def read_grader(path: str) -> Grade:
-    """Import a grader of the user's own, also from the working directory.
+    """Import the user's grader, also from the working directory.
 
     The function takes an answer and its `Problem`. It returns True, False, None for "cannot say", or a
     verdict with `status` and `rule`.
@@ -619,9 +632,9 @@ def read_grader(path: str) -> Grade:
 def _graded_by(
     function: Callable[[str, Problem], Any], name: str, answer: str, problem: Problem
 ) -> Any:
-    """Call a user's grader; a plain truth value becomes a verdict with the grader's name as its rule.
+    """Call a user's grader; a boolean becomes a verdict with the grader's name as its rule.
 
-    :raises TypeError: it returned something else.
+    :raises TypeError: if it returned something else.
     """
     from atts.evaluators import Verdict
 

@@ -1,4 +1,4 @@
-"""Sweeps: one evaluation under many settings, as runs that share the replies they can."""
+"""Sweeps, which run an evaluation under many settings and share replies between the runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from atts.run import evaluate as run_evaluation
 PAGE = "sweep.html"
 COIN = "coin"
 REFERENCES = ("target-only", "draft-only", COIN)
-"""Methods that every sweep is compared with, on the longest settings of it."""
+"""The baselines of every sweep, which run with its largest lengths."""
 _MODELS = ("pair", "backend", "draft", "target", "draft_servers", "target_servers")
 _FIXED = (
     *(key.name for key in keys_of(Job, Job())),
@@ -58,7 +58,8 @@ _FIXED = (
     "give_up_after",
     "speculate",
 )
-"""Keys that cannot vary: all runs are of the same problems, or their results do not depend on them.
+"""Keys that cannot vary, because all runs have the same problems, or because results do not depend
+on them.
 """
 
 _NOT_OF_COINS = (
@@ -70,7 +71,7 @@ _NOT_OF_COINS = (
     "accept_when_agreeing",
     "score.kind",
 )
-"""Keys that change how chunks are chosen, which a coin does in its own way."""
+"""Keys that change which chunks escalate; a coin does not use them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class SweepEnd:
-    """The end of a sweep; `last` is the run that did not finish, None if all have."""
+    """The end of a sweep; `last` is the run that did not finish, or None."""
 
     report: SweepReport
     page: Path
@@ -118,7 +119,9 @@ class SweepEnd:
 
 
 Watch = Callable[[SweepPoint, int], AbstractAsyncContextManager[Sequence[Listener]]]
-"""A context around each run, given its number; the listeners it yields get the run's events."""
+"""A function that gives a context for each run by its number; the listeners it yields get the run's
+events.
+"""
 
 
 def plan_sweep(
@@ -149,7 +152,7 @@ def plan_sweep(
     ) -> SweepPoint:
         given = {**(policy or {}), **(flags or {}), **values, "out": None}
         made = configure(given, pairs, file=file)
-        made.setup()  # an impossible value is refused before anything runs
+        made.setup()  # check all values before anything runs
         return SweepPoint(name, kind, values, made, directory / _folder(name))
 
     grid = list[SweepPoint]()
@@ -162,7 +165,7 @@ def plan_sweep(
     baselines = list[SweepPoint]()
     notes = list[str]()
     if not any(preset(str(one.configuration["method"])).is_judged for one in grid):
-        references = [name for name in references if name != COIN]  # no rate to compare at
+        references = [name for name in references if name != COIN]  # the run has no rate for a coin
     for values in _references(axes, references):
         shared = [key for key in values if key not in ("method", *LENGTHS)]
         varied = [f"{key}={_word(values[key])}" for key in shared]
@@ -171,8 +174,9 @@ def plan_sweep(
             is_coin = values["method"] == COIN
             made = point("reference", name, values, _policy_of(base) if is_coin else None)
         except OptionError as error:
-            # A flag may contradict a baseline's method: the sweep is useful without that baseline.
-            notes.append(f"no run of {name} to compare with: {error}")
+            # A flag may contradict a baseline's method; the sweep is still useful without that
+            # baseline.
+            notes.append(f"the baseline {name} is left out: {error}")
             continue
         if made.configuration.digest not in known:
             known.add(made.configuration.digest)
@@ -196,8 +200,8 @@ def _values(
     if name in _FIXED or name.startswith("limits."):
         raise OptionError(
             "--over",
-            f"{name} cannot vary: all runs are of the same problems, and results do not depend on "
-            f"limits",
+            f"{name} cannot vary, because all runs have the same problems, and limits do not "
+            "change results",
         )
     if name not in known:
         raise OptionError(
@@ -221,9 +225,10 @@ def _read(key: Key, value: object) -> Value:
 def _references(
     axes: Mapping[str, tuple[Value, ...]], methods: Sequence[str]
 ) -> Iterator[dict[str, Value]]:
-    """Yield the settings of each baseline: every model of the sweep, at its greatest lengths.
+    """Yield the settings of each baseline: every model of the sweep, with the sweep's largest
+    lengths.
 
-    The coin is also run at all rates and policies, for it is compared with runs of the same policy.
+    The coin runs at all rates and policies, because it is compared with runs of the same policy.
     """
     of_models = {name: values for name, values in axes.items() if name in _MODELS}
     of_coins = {
@@ -259,7 +264,7 @@ def _word(value: Value) -> str:
 def _folder(name: str) -> str:
     """Return a folder name that no other point has."""
     plain = re.sub(r"[^\w.=,+-]+", "-", name)
-    # Two names may become one when characters are replaced or cut: the digest keeps them apart.
+    # Two names may become equal when characters are replaced or cut, so a digest is added.
     if plain == name and len(name) <= 100:
         return name
     return f"{plain[:80]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
@@ -271,10 +276,10 @@ async def unwatched(point: SweepPoint, number: int) -> AsyncGenerator[Sequence[L
 
 
 async def run_sweep(planned: Sweep, watch: Watch = unwatched) -> SweepEnd:
-    """Run what is missing of a sweep, point by point; the same call continues it.
+    """Run the missing points of a sweep one after the other; the same call continues it.
 
-    Engines stay open between points that have the same. The sweep stops at the first run that does
-    not finish.
+    Engines stay open between points with the same engines. The sweep stops at the first run that
+    does not finish.
 
     :raises JournalError: the directory cannot be used, or holds another sweep.
     :raises EngineError: an engine cannot be opened, or is lost for good.
@@ -283,7 +288,7 @@ async def run_sweep(planned: Sweep, watch: Watch = unwatched) -> SweepEnd:
     if (planned.directory / JOURNAL).exists():
         raise JournalError(
             planned.directory,
-            "it holds a run, and a sweep is a directory of runs",
+            "it is the directory of a run, but a sweep is a directory of runs",
             "Choose another",
         )
     planned.directory.mkdir(parents=True, exist_ok=True)
@@ -297,7 +302,7 @@ async def run_sweep(planned: Sweep, watch: Watch = unwatched) -> SweepEnd:
 
 
 async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
-    """Run every point that is left, and return the run that did not finish, if any."""
+    """Run every remaining point, and return the run that did not finish, if any."""
     left = [
         (number, point)
         for number, point in enumerate(planned.points, 1)
@@ -305,7 +310,7 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
     ]
     if not left:
         return None
-    # Points of the same models come one after the other, so that engines are opened once.
+    # Points with the same models come one after the other, so that engines are opened once.
     left.sort(key=lambda one: _words(one[1]))
     async with AsyncExitStack() as stack:
         opened: tuple[tuple[str, str], Engine, Engine] | None = None
@@ -367,7 +372,7 @@ async def run_point(
 
 
 def _roles_of(points: Iterable[SweepPoint]) -> tuple[Role, ...]:
-    """Return the roles whose models at least one of these runs asks, draft first."""
+    """Return the roles whose models at least one of these runs uses, draft first."""
     asked = {role for point in points for role in point.configuration.setup().roles}
     return tuple(role for role in get_args(Role) if role in asked)
 
@@ -386,7 +391,7 @@ def _is_over(directory: Path) -> bool:
 
 
 def _keep(planned: Sweep) -> None:
-    """Write down the points of the set; points of earlier calls with other values stay in it.
+    """Store the points of the set; points of earlier calls with other values stay in it.
 
     :raises JournalError: the directory holds a sweep of other settings.
     """
@@ -425,10 +430,10 @@ async def sweep(
     directory: str | Path,
     settings: Mapping[str, object] | None = None,
 ) -> SweepReport:
-    """Evaluate under every combination of values; `over` maps keys to the values they take.
+    """Evaluate under every combination of values; `over` maps keys to their values.
 
-    `settings` are other keys, as for `configure`. In the directory every choice is a run of its
-    own; the same call continues the sweep, and more values of the same keys add runs to it.
+    `settings` are other keys, as for `configure`. In the directory every combination is a separate
+    run; the same call continues the sweep, and more values of the same keys add runs to it.
 
     :raises OptionError: an unknown key, or one that cannot vary.
     :raises EngineError: an engine cannot be opened, or is lost.

@@ -1,4 +1,4 @@
-"""Teachers for exports: models that list the likeliest tokens at every place of a rollout."""
+"""Teachers for exports, which list the most likely tokens at every position of a rollout."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _KINDS = ("embedded", "hf", "vllm")
 
 @contextmanager
 def open_teacher(words: str, top: int) -> Generator[Teacher]:
-    """Open the model of these words, which lists so many tokens at every place.
+    """Open the teacher at this address, which lists `top` tokens at every position.
 
     :raises OptionError: the words name no model, or one on a server that does not list tokens.
     :raises ModelLoadError: the model's folder cannot be read.
     :raises EngineError: the server cannot be used.
     """
     if top < 1:
-        raise OptionError("--top", f"{top} tokens are none; give at least 1")
+        raise OptionError("--top", f"{top} tokens are too few; give at least 1")
     scheme, rest = check_engine_words(words)
     if scheme not in _KINDS:
-        problem = f"{words!r} does not list the likeliest tokens of a given text"
+        problem = f"{words!r} cannot list the most likely tokens of a given text"
         raise OptionError("--teacher", f"{problem}; name a model as {', '.join(_KINDS)}")
     if scheme == "vllm":
         with _served(rest, top) as teacher:
@@ -46,7 +46,7 @@ def open_teacher(words: str, top: int) -> Generator[Teacher]:
 
 
 class LocalTeacher:
-    """A model of this machine, computed in float32 a whole rollout at a time."""
+    """A teacher on this machine, which computes a whole rollout at a time in float32."""
 
     def __init__(self, model: str, top: int) -> None:
         from atts.models.folders import TEXT_FILES, WEIGHT_FILES, find_folder
@@ -64,7 +64,7 @@ class LocalTeacher:
         self._model: Any = kind.from_pretrained(folder, dtype=self._torch.float32).eval()
 
     def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
-        """List the likeliest tokens at the places of `ids`, which follow `prompt`."""
+        """Return the most likely tokens at the positions of `ids`, which follow `prompt`."""
         torch = self._torch
         with torch.inference_mode():
             logits = self._model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
@@ -73,7 +73,7 @@ class LocalTeacher:
 
 
 class ServedTeacher:
-    """A model on a vLLM server, whose event loop runs in a thread."""
+    """A teacher on a vLLM server; its event loop runs in a thread."""
 
     def __init__(self, engine: RemoteEngine, portal: BlockingPortal, top: int) -> None:
         self.tokenizer = engine.spec.tokenizer
@@ -82,7 +82,7 @@ class ServedTeacher:
         self._top = top
 
     def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
-        """List the likeliest tokens at the places of `ids`, which follow `prompt`."""
+        """Return the most likely tokens at the positions of `ids`, which follow `prompt`."""
         rows = self._portal.call(self._engine.top_tokens, tuple(prompt), tuple(ids), self._top)
         return TopTokens([list(row) for row in rows], [list(row.values()) for row in rows])
 
@@ -95,7 +95,7 @@ def _served(rest: str, top: int) -> Generator[ServedTeacher]:
 
     engine = server_engine("vllm", rest, "teacher", frozenset({"score"}))
     if not isinstance(engine, RemoteEngine):
-        raise OptionError("--teacher", "name one server; several replicas are not asked in turn")
+        raise OptionError("--teacher", "name one server; a teacher cannot have several replicas")
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(engine) as opened,

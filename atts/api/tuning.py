@@ -1,4 +1,4 @@
-"""Advice on a server's own speculation: how many tokens it should propose at each load."""
+"""Advise how many tokens a server should propose in its speculation at each load."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from atts.servers import DraftCounts, RemoteEngine
 _QUESTION = "What is {} + {}? Reason step by step, and check the result in another way."
 _SAMPLING = Sampling(0.7)
 _REPEATS = 3
-_MARGIN = 0.03  # gain below which no tokens are proposed
-# Steps of one kind are all that is timed, so that one curve of costs holds for all of them.
+_MARGIN = 0.03  # smallest gain for which tokens are proposed
+# All timed steps are of one kind, so that one cost curve fits all of them.
 _STEPS = condition(is_mixed=False, context=256.0, sequences=1)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTiming:
-    """Measurements of a server with so many requests in flight."""
+    """The measurements of a server with `load` requests in flight."""
 
     load: int
     tokens: int  # that came back
     seconds: float
-    drafted: DraftCounts | None  # None: the server proposes nothing, or does not count
+    drafted: DraftCounts | None  # None if the server proposes nothing, or does not count
 
     @property
     def goodput(self) -> float:
@@ -43,7 +43,9 @@ class LoadTiming:
 
     @property
     def steps(self) -> int:
-        """Return the steps of all requests: each writes a token, and those that were accepted."""
+        """Return the number of steps of all requests; a step writes its accepted tokens and one
+        more.
+        """
         accepted = 0 if self.drafted is None else sum(self.drafted.accepted)
         return max(1, self.tokens - accepted)
 
@@ -60,14 +62,14 @@ class LoadTiming:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdvice:
-    """Measurements at one load, and the number of tokens to propose there."""
+    """The measurements at one load, and the number of tokens to propose there."""
 
     load: int
     step_ms: float
     measured: float  # tokens per second
     forecast: float  # tokens per second by the models of costs and acceptance
-    length: int  # that forecasts the most; 0: propose nothing
-    best: float  # tokens per second with it, as forecast
+    length: int  # the length with the best prediction; 0: propose nothing
+    best: float  # predicted tokens per second with this length
     plain: float  # tokens per second without proposals
 
 
@@ -76,14 +78,14 @@ class TuneAdvice:
     """Advice on a server's speculation, with the numbers behind it."""
 
     method: str
-    # acceptance of each place if all before it were accepted; (): nothing was proposed
+    # acceptance at each position if all before it were accepted; empty if nothing was proposed
     acceptance: tuple[float, ...]
     loads: tuple[LoadAdvice, ...]
-    fewest_rows: int = 1  # fewest rows of a step that was timed
+    fewest_rows: int = 1  # fewest rows of a timed step
 
     @property
     def config(self) -> str:
-        """Return the value of vLLM's --speculative-config, or "none" where nothing pays."""
+        """Return the value of vLLM's --speculative-config, or "none" if no proposal gains time."""
         ranges = self._ranges()
         if not ranges:
             return "none"
@@ -98,22 +100,22 @@ class TuneAdvice:
         """Return warnings about a server that is started with these settings."""
         if not self.acceptance:
             return (
-                "the server proposed nothing, so how much is accepted is not known: start it with "
-                "a --speculative-config, and tune again",
+                "the server proposed nothing, so the acceptance is not known: start it with a "
+                "--speculative-config, and tune again",
             )
         found = list[str]()
         if self.loads and self.fewest_rows > self.loads[0].load:
             found.append(
-                f"no step of fewer than {self.fewest_rows} rows was timed, because the server proposes "
-                f"at every load: below that many requests in flight the gain is an estimate. Time "
-                f"the server without speculation as well"
+                f"no step with fewer than {self.fewest_rows} rows was timed, because the server "
+                "proposes at every load; for fewer requests in flight the gain is an estimate. "
+                "Time the server without speculation as well"
             )
         paying = [each.load for each in self.loads if each.length]
         if paying and not self.loads[-1].length:
             found.append(
-                f"above {max(paying)} requests in flight proposals cost more than they bring. A "
-                f"range of 0 tokens meets an open defect of vLLM (its issue 49548), so none is "
-                f"printed: keep --concurrency at {max(paying)} or below"
+                f"above {max(paying)} requests in flight proposals cost more than they gain. No "
+                "range of 0 tokens is printed because of an open defect of vLLM (its issue "
+                f"49548): keep --concurrency at {max(paying)} or below"
             )
         return tuple(found)
 
@@ -136,7 +138,7 @@ class TuneAdvice:
         return {**asdict(self), "config": self.config, "warnings": list(self.warnings)}
 
     def __str__(self) -> str:
-        """Show a row per load, then the acceptance, the setting and the warnings."""
+        """Return a row per load, then the acceptance, the setting and the warnings."""
         head = f"{'load':>6}{'step ms':>10}{'tokens/s':>11}{'forecast':>10}{'propose':>9}{'then':>9}{'plain':>9}"
         lines = [head]
         for each in self.loads:
@@ -146,7 +148,7 @@ class TuneAdvice:
             )
         if self.acceptance:
             shares = ", ".join(f"{share:.2f}" for share in self.acceptance)
-            lines.append(f"accepted with all before it, by place: {shares}")
+            lines.append(f"accepted if all before were accepted, by position: {shares}")
         lines.append(f"--speculative-config {self._quoted}")
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
@@ -170,11 +172,12 @@ async def tune(
     :raises EngineError: the server fails.
     """
     if not loads or min(loads) < 1 or any(one >= other for one, other in pairwise(loads)):
-        raise OptionError("--load", f"{list(loads)} are not numbers from 1 on that rise")
+        raise OptionError("--load", f"{list(loads)} are not rising numbers of at least 1")
     for name, value in (("--tokens", tokens), ("--most", most)):
         if value < 1:
             raise OptionError(name, f"{value} is below 1")
-    await _timed(engine, 1, min(tokens, 16), 0)  # a server's first request compiles and captures
+    # the first request of a server includes compilation, so it is not timed
+    await _timed(engine, 1, min(tokens, 16), 0)
     timings = list[LoadTiming]()
     for load in loads:
         for repeat in range(_REPEATS):
@@ -206,10 +209,10 @@ def _request(
 
 
 def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> TuneAdvice:
-    """Choose the length of the most tokens per second at each load.
+    """Choose the length with the most tokens per second at each load.
 
-    A step is taken to cost what as many rows cost elsewhere: one row for each request, and one for
-    each token proposed to it.
+    The cost of a step is assumed to depend only on its rows: one row for each request, and one for
+    each proposed token.
     """
     costs = StepCosts(wanders=False)
     survival = Survival(most)
@@ -226,7 +229,7 @@ def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> T
     curve = costs.curve(_STEPS)
     assert curve is not None, "something was timed"
     shares = np.concatenate([[1.0], survival.acceptance([0])[0]])
-    expected = shares.cumsum()  # tokens of a step, by how many were proposed
+    expected = shares.cumsum()  # expected tokens of a step, by the number of proposed tokens
 
     def goodput(load: int, length: float) -> float:
         tokens = float(np.interp(length, np.arange(most + 1), expected))
@@ -239,7 +242,7 @@ def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> T
         plain = goodput(load, 0)
         best = 0
         if has_proposed:
-            # The shortest of those that are forecast to be equally good.
+            # The shortest of the lengths with equally good predictions.
             best = max(range(most + 1), key=lambda length: (goodput(load, length), -length))
             if goodput(load, best) < (1 + _MARGIN) * plain:
                 best = 0

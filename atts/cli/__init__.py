@@ -1,4 +1,4 @@
-"""The command line: parse, call the API, print."""
+"""The command line, which parses arguments, calls the API and prints results."""
 
 from atts.cli.app import run
 

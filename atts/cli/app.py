@@ -1,4 +1,4 @@
-"""The entry point of the command line: the table of commands, parsing and exit codes."""
+"""The entry point of the command line, with the table of commands, parsing and exit codes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from atts.errors import DISTRIBUTION, ATTSError
 
 EXIT_CODES: dict[int, str] = {
     0: "done",
-    1: "an error of ours: please report it",
+    1: "a bug in atts; please report it",
     2: "usage, dataset or calibration input",
-    3: "an engine is missing or was lost: its work is left open, and the same command continues",
+    3: "an engine is missing or was lost; the same command continues with the open work",
     4: "run directory or disk",
     5: "a requested check failed",
-    130: "interrupted: the work is kept, and the same command continues",
-    141: "the reader of the output closed it (`| head`)",
+    130: "interrupted; finished work is kept, and the same command continues",
+    141: "the reader of the output closed the pipe (`| head`)",
 }
 """Every exit code of the command line with its meaning."""
 INTERRUPTED = 130
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings_on_stderr():
             code = _run(words)
-        sys.stdout.flush()  # a full disk or a reader that left is noticed here at the latest
+        sys.stdout.flush()  # this is the last place where a full disk or a closed pipe is noticed
     except ATTSError as error:
         return _failed(str(error), error.exit_code)
     except OSError as error:
@@ -56,12 +56,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
             1,
         )
     except Exception:  # noqa: BLE001 - the last resort: its text must be sanitized as any other
-        return _failed(f"an error of ours, please report it:\n{traceback.format_exc()}", 1)
+        return _failed(f"this is a bug in atts; please report it:\n{traceback.format_exc()}", 1)
     return code
 
 
 def build(words: Sequence[str]) -> typer.Typer:
-    """Build the command tree: code for the command that is named, a help line for every other."""
+    """Build the command tree, with the code of the named command and a help line for every other."""
     codes = "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
     app = typer.Typer(
         name="atts",
@@ -76,7 +76,8 @@ def build(words: Sequence[str]) -> typer.Typer:
     app.callback()(_root)
     # Importing every command would take longer than most commands run.
     asked = next((word for word in words if not word.startswith("-")), None)
-    completing = "_ATTS_COMPLETE" in os.environ  # the shell asks for words of every command
+    # for completion, the shell needs the options of every command
+    completing = "_ATTS_COMPLETE" in os.environ
     for name, entry in sorted(COMMANDS.items()):
         if name == asked or completing:
             code = getattr(importlib.import_module(entry.module), entry.attribute)
@@ -87,30 +88,31 @@ def build(words: Sequence[str]) -> typer.Typer:
 
 
 def _run(words: Sequence[str]) -> int:
-    """Return the exit code of a command that ended, or that was not understood."""
+    """Run the command line, and return its exit code, also for a usage error."""
     try:
         code = build(words)(args=list(words), prog_name="atts", standalone_mode=False)
-    except SystemExit as stop:  # typer's own word for a closed pipe
-        # rich has met it, and turned our output off
+    except SystemExit as stop:  # typer's exception for a closed pipe
+        # rich has caught it, and disabled our output
         if isinstance(stop.__context__, BrokenPipeError):
             return CLOSED_PIPE
         if isinstance(stop.__context__, OSError):
             raise stop.__context__ from None
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        # typer's own word for Ctrl-C would end with code 1
+        # typer's exception for Ctrl-C would end with code 1
         if isinstance(error.__cause__, KeyboardInterrupt):
             raise error.__cause__ from None
-        if not hasattr(error, "format_message"):  # typer's own say what they mean, and where
+        # typer's exceptions contain a message and the command
+        if not hasattr(error, "format_message"):
             raise
         return _misunderstood(error)
     return code if isinstance(code, int) else 0
 
 
 def _misunderstood(error: Any) -> int:
-    """Print one line that says what was not understood, and one that says where to look."""
+    """Print one line that names the usage error, and one that names the help."""
     text = " ".join(str(error.format_message()).split())
-    if not text:  # nothing was asked for, and the help says what can be
+    if not text:  # no command was given, so the help is printed
         return int(error.exit_code)
     context = getattr(error, "ctx", None)
     code = _failed(text[:1].lower() + text[1:].rstrip("."), int(error.exit_code))
@@ -126,22 +128,22 @@ def _failed(text: str, code: int) -> int:
 
 
 def _reader_left() -> bool:
-    """Return whether our own output's reader is gone; other broken pipes are failures."""
+    """Return whether the reader of our standard output is gone; other broken pipes are failures."""
     watch = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # no file, or closed
+        with suppress(OSError, ValueError):  # not a file, or closed
             watch.register(stream.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0))
 
 
 def _closed_pipe() -> int:
-    """Keep the interpreter from complaining at exit about a reader that left."""
+    """Prevent an error message of the interpreter at exit about a closed pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return CLOSED_PIPE
 
 
 def _never_fail_to_encode() -> None:
-    """Print characters that the terminal's encoding lacks as escapes."""
+    """Set up standard output and stderr to escape characters that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -168,7 +170,7 @@ def flowing(docstring: str) -> str:
 
 
 def _not_loaded() -> None:
-    raise AssertionError("only the command that was asked for is ever called")
+    raise AssertionError("only the requested command is ever called")
 
 
 def _version(asked: bool) -> None:
@@ -188,7 +190,7 @@ def _root(
 
 
 class Command(NamedTuple):
-    """A command or group; `module` is imported when it is called, and holds `attribute`."""
+    """A command or group; when it is called, `attribute` of `module` is imported."""
 
     module: str
     attribute: str
@@ -203,14 +205,12 @@ COMMANDS: dict[str, Command] = {
     "combine": Command(
         "atts.cli.evaluations",
         "combine",
-        "Let a target select or synthesize answers where a run's votes split.",
+        "Let a target select or synthesize answers if a run's votes split.",
     ),
     "compare": Command(
         "atts.cli.comparisons", "compare", "Compare two runs problem by problem, costs as ratios."
     ),
-    "config": Command(
-        "atts.cli.preparation", "config_app", "Show every setting, and where each comes from."
-    ),
+    "config": Command("atts.cli.preparation", "config_app", "Show every setting with its origin."),
     "datasets": Command(
         "atts.cli.datasets", "datasets_app", "List datasets, or show the problems of one."
     ),
@@ -218,19 +218,19 @@ COMMANDS: dict[str, Command] = {
         "atts.cli.preparation", "doctor", "Check everything that a long run depends on."
     ),
     "eval": Command(
-        "atts.cli.evaluations", "evaluate", "Evaluate a method on a dataset: the main command."
+        "atts.cli.evaluations", "evaluate", "Evaluate a method on a dataset (the main command)."
     ),
     "export": Command("atts.cli.importing", "export", "Write a run's rollouts as training data."),
     "grade": Command("atts.cli.datasets", "grade", "Grade answers against references."),
     "import": Command(
         "atts.cli.importing",
         "import_run",
-        "Make a run of another tool's rollouts, for reports, comparisons and replays.",
+        "Import another tool's rollouts as a run, for reports, comparisons and replays.",
     ),
     "journal": Command(
         "atts.cli.recorded_runs",
         "journal_app",
-        "Check whether a run's journal is whole, or save the whole part of it.",
+        "Check a run's journal for damage, or save its undamaged part.",
     ),
     "merge": Command(
         "atts.cli.recorded_runs", "merge", "Merge the shards of an evaluation into one run."
@@ -244,7 +244,7 @@ COMMANDS: dict[str, Command] = {
         "Measure whether a gate helps a pair of models, on some problems.",
     ),
     "plan": Command(
-        "atts.cli.comparisons", "plan", "Advise what to spend on a problem, from recorded runs."
+        "atts.cli.comparisons", "plan", "Advise on rate, samples and turns, from recorded runs."
     ),
     "probe": Command("atts.cli.preparation", "probe", "Print what a server can do for a run."),
     "replay": Command(
@@ -267,8 +267,6 @@ COMMANDS: dict[str, Command] = {
     "tune": Command(
         "atts.cli.preparation", "tune", "Time a server, and advise how much it should speculate."
     ),
-    "view": Command(
-        "atts.cli.serving", "view", "Show a run or a server as a page that follows it."
-    ),
+    "view": Command("atts.cli.serving", "view", "Show a run or a server as a live page."),
     "zoo": Command("atts.cli.zoo", "app", "Store many models by the blocks that they share."),
 }

@@ -23,7 +23,8 @@ Rate = Annotated[float, typer.Option(help="Share of chunks to escalate to the ta
 OwnRate = Annotated[
     float | None,
     typer.Option(
-        help="Share of chunks to escalate to the target; by default the run's own, for a file 0.4."
+        help="Share of chunks to escalate to the target; by default the rate of the run, or 0.4 "
+        "for a file."
     ),
 ]
 Mode = Annotated[str, typer.Option(help="split, marginal, aci, question or question-turn.")]
@@ -38,7 +39,7 @@ ByLength = Annotated[
 Condition = Annotated[
     list[str] | None,
     typer.Option(
-        help="Condition the scores were made under, such as target.model=QwQ-32B or "
+        help="Condition under which the scores were made, such as target.model=QwQ-32B or "
         "sampling.temperature=0.7; repeatable."
     ),
 ]
@@ -51,7 +52,7 @@ Source = Annotated[
 
 
 def rate_of(given: float | None, file: str) -> float:
-    """Return the given rate, else the rate of the run, else the one used for files."""
+    """Return the given rate, else the rate of the run, else the default rate of files."""
     from atts.api import RATE_OF_FILES
 
     if given is not None:
@@ -137,7 +138,9 @@ def replay(
     drift: Annotated[
         str, typer.Option(help="Action on a drift alarm: recalibrate, widen, escalate or report.")
     ] = "recalibrate",
-    window: Annotated[int | None, typer.Option(help="Use only the latest scores, so many.")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Use only this many of the latest scores.")
+    ] = None,
     decay: Annotated[
         float | None,
         typer.Option(help="Weight of each score relative to the next newer one, such as 0.99."),
@@ -271,14 +274,15 @@ def report(
     rate: Annotated[
         float | None,
         typer.Option(
-            help="Share of chunks to escalate to the target; by default a run's or a calibrator's "
-            "own, for scores 0.4."
+            help="Share of chunks to escalate to the target; by default the rate of the run or "
+            "calibrator, or 0.4 for scores."
         ),
     ] = None,
     rate_scope: Annotated[
         str | None,
         typer.Option(
-            help="Scope in which the rate is met; by default a run's or a calibrator's own, for scores aci."
+            help="Scope in which the rate is met; by default that of the run or calibrator, or aci "
+            "for scores."
         ),
     ] = None,
     format: Annotated[
@@ -296,11 +300,11 @@ def report(
     seed: Annotated[int, typer.Option(help="Random seed for breaking ties.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Report what a run's calibration did, or what scores or a calibrator can promise.
+    """Report on a run's calibration, or on the guarantee of scores or a calibrator.
 
-    The report is printed, or written with --out. A run is reported at its own rate; with another
-    rate its scores are decided again. If records have a field "correct" (true or false), the report
-    also says how scores and correct answers are related.
+    The report is printed, or written with --out. A run is reported at its nominal rate; with
+    another rate its scores are decided again. If records have a field "correct" (true or false),
+    the report also says how scores and correct answers are related.
 
     Example: atts calibration report runs/first --out calibration.html
 
@@ -336,20 +340,22 @@ def check(
     file: Source,
     live: Annotated[
         Path | None,
-        typer.Option(help="Scores of the run that these are meant for, in order of arrival."),
+        typer.Option(
+            help="Scores of the run that will use the stored scores, in order of arrival."
+        ),
     ] = None,
     rate: OwnRate = None,
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
     as_json: Json = False,
 ) -> None:
-    """Fail (exit code 5) if stored scores are broken, or unlike those of the run they are for.
+    """Fail (exit code 5) if stored scores are faulty, or differ from those of the run that uses
+    them.
 
-    A run directory fails if its realised rate left its band or a drift alarm was raised. With
+    A run directory fails if its realised rate is outside its band or a drift alarm was raised. With
     --live it also fails if the other run was made under other conditions: models, tokenizers,
-    sampling, chunk limits. The band allows for questions that differ as much as these do; a rate
-    that is inside it, but outside what independent coins allow, is called unclear and does not
-    fail.
+    sampling, chunk limits. The band allows for the differences between questions. A rate inside the
+    band, but outside the interval for independent coins, is called unclear and does not fail.
 
     Example: atts calibration check runs/first
 
@@ -377,15 +383,17 @@ def check(
 
 
 def check_run(directory: Path, as_json: bool) -> None:
-    """Check whether a run kept what its calibration promised.
+    """Check whether a run kept the guarantee of its calibration.
 
-    :raises CheckFailed: the rate left its band, or an alarm went off.
+    :raises CheckFailed: if the rate is outside its band, or an alarm was raised.
     """
     from atts.analysis import build_report
 
     calibration = build_report(directory, page_bytes=0).report.calibration
     if calibration is None:
-        raise CheckFailed(f"{directory}: its gate decided nothing, so there is nothing to check")
+        raise CheckFailed(
+            f"{directory}: the gate of this run took no decisions, so there is nothing to check"
+        )
     problems = [
         f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}"
         for alarm in calibration.alarms
@@ -454,7 +462,7 @@ def _report(
 
     per_question, scale, seed = how
     if file != "-":
-        # says what is wrong with a file in the words of this command
+        # raises the error of this command if the file is faulty
         scores_of(file, per_question, scale, None)
         options = {"per_question": per_question, "scale": scale_named(scale), "seed": seed}
         return calibration_report(file, rate=rate, rate_scope=rate_scope, **options)  # type: ignore[arg-type]  # named by type
@@ -512,7 +520,7 @@ def _print_health(health: Health) -> None:
         say(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
     if not math.isnan(health.half_split):
         say(
-            f"  half of the questions       SD of the rate on the other half "
+            "  half of the questions       SD of the rate on the other half "
             f"{health.half_split:.3f}"
         )
     for row in health.turns:

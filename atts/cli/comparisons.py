@@ -1,4 +1,4 @@
-"""The commands that weigh recorded runs: compare, certify, replay and plan."""
+"""The commands that compare and analyse recorded runs: compare, certify, replay and plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Run = Annotated[
     Path, typer.Argument(help="Run directory, or results as `atts eval --json` prints them.")
 ]
-_MANY = 100_000  # problems: more than any benchmark has
+_MANY = 100_000  # number of problems, larger than any benchmark
 
 
 def compare(
@@ -42,12 +42,14 @@ def compare(
     sequential: Annotated[
         bool,
         typer.Option(
-            "--sequential", help="Also report after how many problems the difference was known."
+            "--sequential", help="Also report after how many problems the difference was decided."
         ),
     ] = False,
     points: Annotated[
         float,
-        typer.Option(help="With --sequential: count differences within so many points as none."),
+        typer.Option(
+            help="With --sequential: treat differences of at most this many points as equal."
+        ),
     ] = 0.0,
     seed: Annotated[
         int, typer.Option(help="Random seed of the order in which --sequential takes problems.")
@@ -67,7 +69,7 @@ def compare(
     from atts.api import compare as compared
 
     if points and not sequential:
-        raise OptionError("points", "they belong to --sequential")
+        raise OptionError("points", "they need --sequential")
     comparison = compared(first, second, points=points if sequential else None, seed=seed)
     left_out = comparison.only_first + comparison.only_second
     if left_out:
@@ -88,7 +90,7 @@ def _comparison_lines(comparison: Compared) -> list[str]:
     ]
     common = "1 problem" if comparison.problems == 1 else f"{comparison.problems:,} problems"
     lines = [f"{names[0]} → {names[1]}", f"{common} in common", ""]
-    # lines of single rollouts, or one answer per problem: the vote is the mean of what is there
+    # the file has lines of single rollouts, or one answer per problem, so the vote is their mean
     is_one = comparison.single is not None and _is_same(comparison.vote, comparison.single)
     is_vote = comparison.mcnemar is not None
     lines += _accuracy_lines("vote" if is_vote or not is_one else "accuracy", comparison.vote)
@@ -131,7 +133,7 @@ def _comparison_lines(comparison: Compared) -> list[str]:
 
 
 def _is_same(first: Comparison, second: Comparison) -> bool:
-    """Return whether two comparisons are of the same values, so that one of them says all."""
+    """Return whether two comparisons have the same values, so that one of them suffices."""
     return (first.first, first.second) == (
         second.first,
         second.second,
@@ -139,11 +141,9 @@ def _is_same(first: Comparison, second: Comparison) -> bool:
 
 
 def _coin_lines(methods: tuple[str, str]) -> list[str]:
-    """Return lines that interpret the difference as evidence about the choice of chunks, which only
-    a coin gives.
-    """
+    """Return lines that interpret the difference as the gain over a coin, if one run is a coin."""
     first, second = methods
-    fair = "It is fair where both spent as many target tokens."
+    fair = "It is fair if both spent the same number of target tokens."
     if first == "coin" and second not in ("coin", ""):
         return [
             "",
@@ -200,11 +200,11 @@ def certify(
 ) -> None:
     """Certify the cheapest policy that is correct nearly as often as the target alone.
 
-    "Nearly" is at most --epsilon less often on new problems. Runs of one method and rate scope are
-    tested from the highest rate down until one fails. The net loss is bounded: answers that the
-    policy loses less those that it wins, so that two runs of the same models can be certified
-    against each other. If no policy is certified the exit code is 5, and the output says how many
-    problems it would take.
+    "Nearly" is at most --epsilon less often on new problems. Runs of the same method and rate scope
+    are tested from the highest rate down until one fails. The bound is on the net loss, the answers
+    that the policy loses minus those that it wins, so that two runs of the same models can be
+    certified against each other. If no policy is certified the exit code is 5, and the output says
+    how many problems are needed.
 
     Example: atts certify runs/target-only runs/first --epsilon 0.02
     """
@@ -250,16 +250,17 @@ def replay(
         ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Use only so many rollouts of each problem.")
+        int | None, typer.Option(help="Use only this many rollouts of each problem.")
     ] = None,
     turns: Annotated[
-        int | None, typer.Option(help="Use only so many first rounds of each rollout.")
+        int | None,
+        typer.Option(help="Use only the first turns of each rollout, up to this number."),
     ] = None,
     vote: Annotated[
-        str | None, typer.Option(help="Count answers another way: majority or confidence.")
+        str | None, typer.Option(help="Count votes by majority or by confidence.")
     ] = None,
     budget: Annotated[
-        int | None, typer.Option(help="Takeovers by the target per problem, at most.")
+        int | None, typer.Option(help="Most takeovers by the target per problem.")
     ] = None,
     seed: Annotated[
         int | None,
@@ -271,14 +272,14 @@ def replay(
     rules: Annotated[
         str | None,
         typer.Option(
-            help="Compare stopping and voting rules instead: all, or some by name, such as "
+            help="Compare stopping and voting rules instead: all, or names such as "
             "exact,beta,doubling."
         ),
     ] = None,
     orders: Annotated[
         int | None,
         typer.Option(
-            help="With --rules: random orders of arrival.",
+            help="With --rules: number of random orders of arrival.",
             show_default="200, fewer for more than 100 problems",
         ),
     ] = None,
@@ -293,15 +294,15 @@ def replay(
 ) -> None:
     """Decide again on the recorded scores under another gate, rate, budget or vote.
 
-    Numbers of rollouts and turns may be lowered as well; that alone changes no decision. A decision
-    that changes leads to text that was never written, so the end of its rollout is unknown. If
-    unknown rollouts could change votes, the accuracy is not estimated: its bounds are printed,
-    which hold that of a live run 95 % of the time. Tokens are then unknown.
+    The numbers of rollouts and turns may be lowered as well, which alone changes no decision. After
+    a changed decision the text was never written, so the end of its rollout is unknown. If unknown
+    rollouts could change votes, bounds are printed instead of an accuracy; they contain the
+    accuracy of a live run 95 % of the time. Tokens are then unknown.
 
-    --rules plays rival rules on the recorded rollouts instead, which arrive one at a time in random
-    orders: what each rule spends, how often its vote differs from that of all rollouts, and its
-    accuracy next to that of a fixed number of rollouts at the same budget. A run made with
-    --early-stop none has all rollouts.
+    --rules applies the stopping rules of other tools to the recorded rollouts, which arrive one at
+    a time in random orders. It prints what each rule spends, how often its vote differs from that
+    of all rollouts, and its accuracy compared with a fixed number of rollouts at the same budget. A
+    run made with --early-stop none has all rollouts.
 
     Example: atts replay runs/first --rate 0.4 --samples 4
 
@@ -316,12 +317,14 @@ def replay(
         }  # fmt: skip
         for option, value in others.items():
             if value is not None:
-                raise OptionError(option, "it decides on chunks, and --rules on whole rollouts")
+                raise OptionError(
+                    option, "this option decides on chunks, but --rules on whole rollouts"
+                )
         _play_rules(directory, rules, samples, orders, seed, match, as_json=as_json)
         return
     for option, value in (("--orders", orders), ("--match", match)):
         if value is not None:
-            raise OptionError(option, "it belongs to --rules")
+            raise OptionError(option, "it needs --rules")
     words: Any = {"rate_scope": rate_scope, "vote": vote}  # checked there
     replayed = again(
         directory,
@@ -347,7 +350,7 @@ def _play_rules(
     *,
     as_json: bool,
 ) -> None:
-    """Print what rival rules spend and answer on a run's rollouts."""
+    """Print the costs and accuracies of stopping rules on a run's rollouts."""
     from atts.analysis import RefereeOptions, referee_run
     from atts.journal import open_run
 
@@ -371,7 +374,7 @@ def _play_rules(
 
 
 def _rule_lines(found: Referee) -> Iterator[str]:
-    """Yield one row per rule, what their columns mean, and how far the numbers reach."""
+    """Yield one row per rule, the meaning of the columns, and notes on the numbers."""
     yield (
         f"{found.problems:,} problems, up to {found.most:,} of {found.rollouts:,} rollouts in "
         f"{found.orders:,} random orders (seed {found.seed})"
@@ -423,14 +426,14 @@ def _difference(compared: Comparison | None) -> str:
 
 
 def _rule_notes(found: Referee) -> Iterator[str]:
-    """Yield what the columns mean, and what was left out."""
+    """Yield the meaning of the columns, and notes on what was left out."""
     yield (
-        "changed: votes that are not those of all rollouts. less all: accuracy less that of all "
-        "rollouts' vote."
+        "changed: answers that differ from the vote of all rollouts. less all: accuracy minus "
+        "that of all rollouts' vote."
     )
     yield (
-        f"less fixed: less that of fixed numbers of rollouts that take as many {found.unit}. "
-        "1 point: problems that would show a"
+        "less fixed: accuracy minus that of a fixed number of rollouts with as many "
+        f"{found.unit}. 1 point: problems that show a"
     )
     yield "difference of 1 point from all rollouts' vote (80 % power). Brackets are 95 % intervals over problems."
     about = [
@@ -441,7 +444,7 @@ def _rule_notes(found: Referee) -> Iterator[str]:
         yield ""
         yield (
             f"{found.censored:,} rollouts were stopped before they could answer and are left out, "
-            "which favours quick ones; --early-stop none records all"
+            "which favours fast ones; --early-stop none records all"
         )
     if found.ungraded:
         yield f"{found.ungraded:,} problems have no verdict and are left out"
@@ -474,7 +477,7 @@ def _replay_objects(replayed: Replay) -> Iterator[str]:
 
 
 def _replay_lines(replayed: Replay) -> list[str]:
-    """Return lines on how reliable the numbers are, then both sides in a table."""
+    """Return notes on how reliable the numbers are, then both sides in a table."""
     old = replayed.recorded
     new = replayed.replayed
     rows = [
@@ -498,37 +501,37 @@ def _replay_lines(replayed: Replay) -> list[str]:
 
 def _replay_tokens(side: ReplaySide, count: int | None) -> str:
     if count is None:
-        return "this run cannot tell"
+        return "unknown"
     return f"at least {count:,}" if side.tokens == "at least" else f"{count:,}"
 
 
 def _replay_rate(side: ReplaySide) -> str:
-    """Return the rate; off the recorded path it is a count, which has no interval."""
+    """Return the text of the rate; off the recorded path it is a count without an interval."""
     if math.isnan(side.rate.low) and not math.isnan(side.rate.value):
         return f"{side.rate.value:.3f} of recorded chunks"
     return side.rate.counted()
 
 
 def _replay_accuracy(side: ReplaySide) -> str:
-    """Return the accuracy, or its bounds where the record does not determine it."""
+    """Return the text of the accuracy, or of its bounds if the record does not determine it."""
     accuracy = side.accuracy
     if accuracy.method == "bounds":
-        return f"this run cannot tell: {accuracy.low:.3f} to {accuracy.high:.3f}"
+        return f"unknown, between {accuracy.low:.3f} and {accuracy.high:.3f}"
     return accuracy.brief("-")
 
 
 def _off_policy_lines(replayed: Replay) -> Iterator[str]:
-    """Yield what the numbers rest on, where that is not the record alone."""
+    """Yield notes on numbers that the record alone does not determine."""
     if replayed.off_policy > 0:
         yield (
-            f"{100 * replayed.off_policy:.1f} % of the rollouts left the recorded path: what they would have "
-            "written is unknown."
+            f"{100 * replayed.off_policy:.1f} % of the rollouts left the recorded path, so the "
+            "rest of their text is unknown."
         )
     if replayed.undecided:
         yield (
-            f"The votes of {replayed.undecided:,} of {len(replayed.answers):,} problems are unknown. "
-            "The bounds of the accuracy are those of rollouts of unknown end that are all wrong and "
-            "all correct, each with its 95 % interval."
+            f"The votes of {replayed.undecided:,} of {len(replayed.answers):,} problems are "
+            "unknown. The bounds of the accuracy assume that all rollouts of unknown end are "
+            "wrong, or that all are correct, each with its 95 % interval."
         )
     if replayed.censored:
         yield f"{replayed.censored:,} problems are left out: their rollouts were stopped before any could answer."
@@ -556,10 +559,10 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Advise what to spend: the rate, samples, turns and chunk length under a cap per problem.
+    """Advise on the rate, samples, turns and chunk length under a cap per problem.
 
-    Only recorded rollouts are used: subsets of them, and their beginnings. Rates without a run
-    get bounds. The output says how each number was estimated.
+    Only recorded rollouts, subsets of them and their beginnings are used. Rates without a run get
+    bounds. The output says how each number was estimated.
 
     Example: atts plan runs/first --target-tokens 300
 
@@ -594,7 +597,7 @@ def _advice_lines(advice: Advice) -> list[str]:
                 f"{between:<21}"
                 f"{100 * guess.off_policy:>14.1f} %"
             )
-        lines.append("  Run one of them (--limit 20) and plan from both runs to know more.")
+        lines.append("  To know more, run one of them (--limit 20) and plan from both runs.")
     if advice.chunks is not None:
         lines += ["", *_chunk_lines(advice.chunks)]
     lines += ["", "Measured speeds:"]
@@ -610,7 +613,7 @@ def _advice_lines(advice: Advice) -> list[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    """Return a number with its noun, which is plural unless there is one."""
+    """Return a number with its noun, in the plural unless the number is one."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -620,7 +623,7 @@ def _best_lines(advice: Advice) -> list[str]:
     if advice.best is None:
         cheapest = advice.options[0]
         return [
-            f"{under}: no recorded setting stays below that.",
+            f"{under}: no recorded setting stays below the cap.",
             f"The cheapest setting takes {cheapest.target_tokens:,.0f} target tokens, "
             f"{cheapest.tokens:,.0f} tokens, "
             f"{cheapest.seconds:,.1f} s with accuracy {cheapest.accuracy.value:.3f}.",
@@ -639,7 +642,7 @@ def _best_lines(advice: Advice) -> list[str]:
 
 
 def _option_lines(options: Sequence[Option]) -> Iterator[str]:
-    """Yield a table of options; dollars have a column where any is known."""
+    """Yield a table of options, with a column of dollars if any are known."""
     has_prices = any(option.dollars is not None for option in options)
     costs = ("target tokens", "all tokens", "seconds", *(("dollars",) if has_prices else ()))
     yield _option_columns(("method", "rate", "samples", "turns", *costs, "accuracy"))
@@ -656,7 +659,7 @@ def _option_lines(options: Sequence[Option]) -> Iterator[str]:
 
 
 def _option_columns(cells: Sequence[str]) -> str:
-    """Align words to the left at both ends, and numbers to the right between them."""
+    """Return a row with the first and last cells aligned to the left, and the others to the right."""
     widths = (6, 9, 7, 15, 12, 10, 12)
     between = "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:-1], widths, strict=False))
     return f"  {cells[0]:<14}{between}   {cells[-1]}"
@@ -664,8 +667,9 @@ def _option_columns(cells: Sequence[str]) -> str:
 
 def _chunk_lines(advice: ChunkAdvice) -> list[str]:
     lines = [
-        f"Chunks: the draft's limit of {advice.limit} tokens ended {100 * advice.cut:.1f} % of them; "
-        f"{100 * advice.fixed:.0f} % of a rollout's time is paid per turn (fit {advice.fit:.2f})."
+        f"Chunks: the draft's limit of {advice.limit} tokens ended {100 * advice.cut:.1f} % of "
+        f"them; {100 * advice.fixed:.0f} % of a rollout's time is a fixed time per turn (fit "
+        f"{advice.fit:.2f})."
     ]
     for choice in advice.choices:
         lines.append(
@@ -673,5 +677,5 @@ def _chunk_lines(advice: ChunkAdvice) -> list[str]:
         )
     return [
         *lines,
-        "  What that does to accuracy only a run can tell (--set chunking.draft_tokens=...).",
+        "  Only a run can show the effect on accuracy (--set chunking.draft_tokens=...).",
     ]

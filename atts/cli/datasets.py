@@ -1,4 +1,4 @@
-"""The commands about problems and answers: datasets and grade."""
+"""The commands for problems and answers: datasets and grade."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 datasets_app = typer.Typer(invoke_without_command=True)
 
 Cache = Annotated[
-    Path | None, typer.Option(help="Folder of the hub's cache, if not the usual one.")
+    Path | None, typer.Option(help="Folder of the hub's cache, if it is not the default one.")
 ]
 
 
@@ -40,7 +40,7 @@ def datasets(context: typer.Context, as_json: Json = False) -> None:
 
 @datasets_app.command("list")
 def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
-    """List the benchmarks known by name, and whether this machine has them; no network.
+    """List the benchmarks known by name, and whether this machine has them, without the network.
 
     Example: atts datasets list --json
     """
@@ -53,7 +53,7 @@ def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
         else:
             say(f"{benchmark.name:<14}{benchmark.size:>6}  {facts['here']:<11}{benchmark.title}")
     if not as_json:
-        tell("A file (.jsonl .json .csv .tsv .parquet) or hub:owner/name will do as well.")
+        tell("A file (.jsonl .json .csv .tsv .parquet) or hub:owner/name is accepted as well.")
 
 
 @datasets_app.command("show")
@@ -197,13 +197,15 @@ def grade(
     ] = False,
     kind: Annotated[
         Literal["math", "choice", "text"],
-        typer.Option(help="Kind of answers whose record does not say: math, choice or text."),
+        typer.Option(
+            help="Kind of answers, for records that do not name one: math, choice or text."
+        ),
     ] = "math",
     fallback: Annotated[
         Literal["none", "statement", "number"],
         typer.Option(
-            help="Answer of a text without a box or mark: none, a value that the last sentence states, "
-            "or the last number."
+            help="Answer to use for a text without a box or mark: none, a value that the last "
+            "sentence states, or the last number."
         ),
     ] = "statement",
     relative: Annotated[
@@ -214,14 +216,16 @@ def grade(
     ] = 0.0,
     units: Annotated[
         Literal["optional", "required"],
-        typer.Option(help="Whether an answer may leave its unit out."),
+        typer.Option(help="Whether the unit of an answer may be missing."),
     ] = "optional",
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first record that cannot be graded.")
     ] = False,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Print what was compared under each verdict, and why."),
+        typer.Option(
+            "--explain", help="Print the compared answers and the reason under each verdict."
+        ),
     ] = False,
     judge: Annotated[
         str,
@@ -235,7 +239,8 @@ def grade(
         typer.Option(help="File with the judge's prompt: text with {reference} and {answer}."),
     ] = None,
 ) -> None:
-    """Grade answers against references: equal, different or unscored, with the rule that decided.
+    """Grade answers against references as equal, different or unscored, and name the rule that
+    decided.
 
     A record that cannot be graded is reported on stderr, and the rest is graded.
 
@@ -247,7 +252,7 @@ def grade(
     from atts.evaluators import BadRecord, GradeTally, grade_all, read_records
 
     if judge_prompt is not None and not judge:
-        raise OptionError("--judge-prompt", "there is no --judge to ask")
+        raise OptionError("--judge-prompt", "it needs --judge")
     tally = GradeTally()
     with _opened(file) as lines:
         results = grade_all(
@@ -298,7 +303,7 @@ def _judged(
     everything: list[GradedRecord | BadRecord] = []
     for each in results:
         if strict and isinstance(each, BadRecord):
-            raise each.error  # before a model is opened
+            raise each.error  # check before a model is opened
         everything.append(each)
     graded = [each for each in everything if not isinstance(each, BadRecord)]
     judged = iter(anyio.run(partial(judge_unscored, graded, model, instructions)))
@@ -306,7 +311,7 @@ def _judged(
 
 
 def _explained(graded: GradedRecord) -> Iterator[str]:
-    """Yield what was compared, how the answer was extracted, and what the rule means."""
+    """Yield the compared answers, how the answer was extracted, and the meaning of the rule."""
     from atts.evaluators import RULES
 
     for gold in graded.golds:

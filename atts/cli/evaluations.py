@@ -51,10 +51,10 @@ def evaluate(
         bool, typer.Option("--json", help="Print one JSON object per problem, then a summary.")
     ] = False,
 ) -> None:
-    """Evaluate a method on a dataset: the main command.
+    """Evaluate a method on a dataset (the main command).
 
-    Everything is kept in a run directory; the same command continues a run that was interrupted.
-    Without flags the embedded models solve generated arithmetic.
+    Everything is kept in a run directory; the same command continues an interrupted run. Without
+    flags the embedded models solve generated arithmetic.
 
     Example: atts eval
 
@@ -87,7 +87,7 @@ def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bo
 def _run_and_print(
     configuration: Configuration, run_it: Callable[[], RunResult], directory: Path, as_json: bool
 ) -> int:
-    """Run something, write its report, print the results, and return the exit code."""
+    """Call `start` to run something, write its report, print the results, and return the exit code."""
     from atts.api import report
     from atts.journal import JOURNAL
 
@@ -97,11 +97,11 @@ def _run_and_print(
         page = None if kind == "none" else report(result, format=kind)
         lines = result_objects if as_json else result_table
         say("\n".join(lines(result, configuration, page)))
-    # the interrupt came before the run listened, or after the run had ended
+    # the interrupt came before the run could handle it, or after the run had ended
     except KeyboardInterrupt:
-        return _unfinished("interrupted: everything done is kept", 130)
+        return _unfinished("interrupted; finished work is kept", 130)
     except EngineError as error:
-        # Without a journal nothing was begun, and the error alone says enough.
+        # Without a journal nothing was started, so the error alone is enough.
         if not (directory / JOURNAL).exists():
             raise
         return _unfinished(str(error), error.exit_code)
@@ -183,7 +183,7 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     return [*lines, "Nothing was run."]
 
 
-# What dry runs print of each length, and whose length it is; None: of the whole rollout.
+# The text of each length in a dry run; if it belongs to one model, with that model.
 _BUDGET: dict[str, tuple[Role | None, str]] = {
     "max_tokens": (None, "tokens a rollout"),
     "turns": (None, "turns a rollout"),
@@ -222,11 +222,11 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
     return [json_line(each) for each in (*problems, summary)]
 
 
-_MANY_ROLLOUTS = 16  # a problem, from which on benchmarks report avg@N and cons@N
+_MANY_ROLLOUTS = 16  # rollouts per problem from which on benchmarks report avg@N and cons@N
 
 
 def result_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
-    """Return the summary in lines for people, then the paths of run and report."""
+    """Return the summary as text lines, then the paths of the run and its report."""
     summary = result.summary
     usage = summary.usage
     of = ""
@@ -275,7 +275,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
 
 
 def _what(result: RunResult, configuration: Configuration) -> str:
-    """Return the method and the dataset; a run that combines another one has that run's."""
+    """Return the method and the dataset; for a run that combines another one, those of that run."""
     settings = result.manifest.settings
     names = [
         settings[name].value if name in settings else configuration[name]
@@ -302,26 +302,29 @@ def _escalated(result: RunResult, configuration: Configuration) -> str:
 
 
 def _answered_by(result: RunResult) -> str:
-    """Say what made the answers."""
+    """Return how the answers were made."""
     if result.combined is None:
         return "majority vote of each problem's rollouts"
-    return "vote of each problem's rollouts, combined by the target where it split"
+    return "vote of each problem's rollouts, combined by the target if it split"
 
 
 def _leaning(result: RunResult) -> str:
-    """Return a warning where settled votes cancelled rollouts, which are in no pass@1."""
+    """Return a warning if settled votes cancelled rollouts, because pass@1 leaves these out."""
     spared = sum(
         sample.verdict == "spared" for problem in result.problems for sample in problem.samples
     )
     if not spared:
         return ""
-    return f"; leaves out {spared:,} cancelled by settled votes, so it favours quick rollouts (--early-stop none runs all)"
+    return (
+        f"; leaves out {spared:,} cancelled by settled votes, so it favours fast rollouts "
+        "(--early-stop none runs all)"
+    )
 
 
 def _by_benchmark_names(result: RunResult) -> list[tuple[str, str]]:
-    """Return both accuracies by the names that benchmarks give them at many rollouts a problem.
+    """Return both accuracies under the names that benchmarks use for many rollouts per problem.
 
-    avg@32 is the mean over all 32 rollouts, so a run that cancelled some has none.
+    avg@32 is the mean over all 32 rollouts, so it is left out if the run cancelled some.
     """
     numbers = {len(problem.samples) for problem in result.problems}
     many = max(numbers, default=0)
@@ -337,7 +340,7 @@ def _by_benchmark_names(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:
-    """Return the numbers of a run that may abstain, and its guarantee."""
+    """Return the numbers and the guarantee of a run that may abstain."""
     answered = result.answered
     if answered is None:
         return []
@@ -352,9 +355,7 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _doubts(result: RunResult) -> str:
-    """Return the number of problems unlike those of the stored scores, in words; empty if there are
-    none.
-    """
+    """Return the text about problems unlike those of the stored scores; empty if there are none."""
     doubted = [one for one in result.problems if one.doubt]
     if not doubted:
         return ""
@@ -382,11 +383,11 @@ def combine(
         bool, typer.Option("--json", help="Print one JSON object per problem, then a summary.")
     ] = False,
 ) -> None:
-    """Let a target select or synthesize answers where a recorded run's votes split.
+    """Let a target select or synthesize answers if a recorded run's votes split.
 
-    The result is a run like any other, with the recorded rollouts in it. Votes count as split up to
-    a share of the leading answer that is calibrated on the run. Without --combine it is auto: the
-    votes decide until the target's choices are known to be better.
+    The result is a run like any other, with the recorded rollouts in it. A vote counts as split if
+    the share of its leading answer is at most a threshold, which is calibrated on the run. The
+    default --combine auto lets the votes decide until the target's choices are known to be better.
 
     Example: atts combine runs/first --target hf:Qwen/Qwen2.5-1.5B-Instruct --out runs/selected
 
@@ -418,8 +419,8 @@ def sweep(
     over: Annotated[
         list[str] | None,
         typer.Option(
-            help="Key to vary with its values, such as rate=0.1,0.2,0.4 or a JSON list; repeatable: "
-            "all combinations are run.",
+            help="Key to vary and its values, such as rate=0.1,0.2,0.4 or a JSON list; "
+            "repeatable: all combinations are run.",
             metavar="KEY=VALUE,VALUE",
             show_default="rate=0.1,0.2,0.4",
         ),
@@ -443,11 +444,10 @@ def sweep(
 ) -> None:
     """Evaluate under every combination of some settings, and draw accuracy against cost.
 
-    Cost is tokens, seconds and samples. Each combination is a run in one directory, next to runs of
-    the target alone, the draft alone and a coin: the same policy and rate, with chunks chosen by
-    chance. Runs that ask a model the same words with the same seed
-    share the reply. The same command continues a sweep that was interrupted; more values of the
-    same keys add runs to it.
+    Cost is tokens, seconds and samples. Each combination is a run. The sweep also runs the target
+    alone, the draft alone and a coin, which has the same policy and rate but escalates chunks at
+    random. Runs that send a model the same prompt with the same seed share the reply. The same
+    command continues a sweep that was interrupted; more values of the same keys add runs to it.
 
     Example: atts sweep --over rate=0.1,0.2,0.4 --over samples=2,4,8
 
@@ -470,7 +470,7 @@ def sweep(
 
 
 def _run(planned: Sweep) -> SweepEnd:
-    """Run every point in turn, each with its progress."""
+    """Run the points one after the other, showing the progress of each."""
     from atts.api import run_sweep
 
     @asynccontextmanager
@@ -594,13 +594,13 @@ def pilot(
     pairs: options.Pairs = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure on some problems whether a gate helps this pair, and recommend what to take.
+    """Measure on some problems whether a gate helps this pair, and recommend a method.
 
-    40 problems of 4 rollouts by default, each under both models alone, the target drafted
-    (`exact`), a coin, and the gate with every score that the models allow. If a score beats the coin,
-    other takeovers and rates of it are run as well. The recommendation is a method with its score,
-    takeover and rate, or `exact`, `target-only` or `draft-only`, with the reason. Problems need
-    reference answers.
+    By default 40 problems run with 4 rollouts each: with either model alone, with `exact`, with a
+    coin, and with the gate and every score that the models allow. If a score is better than the
+    coin, it is also run with other takeovers and rates. The recommendation is a method with its
+    score, takeover and rate, or `exact`, `target-only` or `draft-only`, with the reason. Problems
+    need reference answers.
 
     Example: atts pilot math500 --pair r1-1.5b/r1-70b --limit 40
     """
@@ -643,7 +643,7 @@ def _pilot_lines(end: PilotEnd, report: PilotReport) -> list[str]:
 
 
 def _pilot_facts(report: PilotReport) -> dict[str, Any]:
-    """Return plain data of the report; of each arm without its single rollouts."""
+    """Return plain data of the report, without the single rollouts of each arm."""
     return {
         "take": report.take,
         "flags": dict(report.flags),

@@ -1,4 +1,4 @@
-"""The commands that take rollouts in and give them out: import and export."""
+"""The commands that import and export rollouts."""
 
 from __future__ import annotations
 
@@ -37,16 +37,15 @@ def import_run(
     dataset: Annotated[
         str | None,
         typer.Option(
-            help="Dataset whose ids and references replace those of the files, where the question "
-            "is the same."
+            help="Dataset whose ids and references replace those of the files for equal questions."
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Import the rollouts of this model only.")
+        str | None, typer.Option(help="Import only the rollouts of this model.")
     ] = None,
     filter: Annotated[
         str | None,
-        typer.Option(help="With lm-eval: import the answers of this filter only."),
+        typer.Option(help="With lm-eval: import only the answers of this filter."),
     ] = None,
     metric: Annotated[
         str | None,
@@ -58,18 +57,18 @@ def import_run(
         str | None,
         typer.Option(
             help="Kind of the answers: math, choice or text.",
-            show_default="choice where there are choices, else math",
+            show_default="choice if there are choices, else math",
         ),
     ] = None,
     grades: Annotated[
         str,
         typer.Option(
-            help="Verdicts: `recorded` by the other tool, where it did, or `again` by atts."
+            help="Verdicts: `recorded` by the other tool if there are any, or `again` by atts."
         ),
     ] = "recorded",
     as_json: ObjectJson = False,
 ) -> None:
-    """Make a run of the rollouts in another tool's files.
+    """Import the rollouts in another tool's files as a run.
 
     `atts report`, `compare`, `replay`, `plan` and `export` read the run like one of atts. Answers
     that the tool did not extract are extracted here, and rollouts that it did not grade are graded
@@ -91,7 +90,7 @@ def import_run(
     check_out(out)
     if kind is not None and kind not in get_args(AnswerKind):
         raise OptionError("--kind", f"{kind!r} is unknown", get_args(AnswerKind))
-    words: Any = {"kind": kind, "grades": grades}  # checked here and by the options
+    words: Any = {"kind": kind, "grades": grades}  # the options check this again
     options = ImportOptions(
         columns=named_values(column or (), "--column", "FIELD=COLUMN"),
         metric=metric or "",
@@ -113,7 +112,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _lines(made: Imported) -> Iterator[str]:
-    """Yield what was imported, and what is not known of it."""
+    """Yield lines on what was imported, and what is unknown."""
     yield str(made.directory)
     yield (
         f"{_count(made.rollouts, 'rollout')} of {_count(made.problems, 'problem')}, up to "
@@ -138,7 +137,10 @@ def _lines(made: Imported) -> Iterator[str]:
     if not made.referenced and not made.graded:
         yield "nothing could be graded: the files have no references; name a dataset with --dataset"
     if made.unknown:
-        yield f"not in the dataset, so with their own ids: {_count(made.unknown, 'problem')}"
+        yield (
+            "not in the dataset, so they keep the ids of the files: "
+            f"{_count(made.unknown, 'problem')}"
+        )
 
 
 def export(
@@ -158,29 +160,30 @@ def export(
             show_default="correct as sft, else all",
         ),
     ] = None,
-    pairs: Annotated[
-        int, typer.Option(help="With --as preference: pairs per problem, at most.")
-    ] = 4,
+    pairs: Annotated[int, typer.Option(help="With --as preference: most pairs per problem.")] = 4,
     seed: Annotated[
         int, typer.Option(help="With --as preference: random seed of the choice of pairs.")
     ] = 0,
     teacher: Annotated[
         str | None,
         typer.Option(
-            help="With --as opd: model that reads each rollout once more, usually the run's target: "
+            help="With --as opd: model that reads each rollout again, usually the run's target: "
             "embedded:target, hf:MODEL or vllm:URL.",
             metavar="MODEL",
         ),
     ] = None,
     top: Annotated[
-        int, typer.Option(help="With --teacher: likeliest tokens to write at each place.")
+        int,
+        typer.Option(
+            help="With --teacher: number of most likely tokens to write at each position."
+        ),
     ] = 20,
     as_json: ObjectJson = False,
 ) -> None:
     """Write a run's rollouts as training data.
 
     Each record names its schema and version, such as atts.opd/2, and the models that wrote it. The
-    file is replaced as a whole. Parquet needs the extra `parquet`.
+    file is replaced atomically. Parquet needs the extra `parquet`.
 
     Example: atts export runs/first --as opd --out distil.jsonl
 
@@ -204,7 +207,7 @@ def export(
 
 
 def _export_lines(made: Exported) -> Iterator[str]:
-    """Yield what was written, and which rollouts were not."""
+    """Yield lines on what was written, and on rollouts that were left out."""
     yield str(made.path)
     trained = f", {made.trained_tokens:,} tokens to train on" if made.kind == "opd" else ""
     records = _count(made.records, "record")

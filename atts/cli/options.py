@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and the configuration made of them."""
+"""Command-line options that several commands share, and the configuration that they make."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ SETUP = (
     "method rate samples turns max_tokens thinking_tokens temperature top_p early_stop combine "
     "rate_scope scores pair backend draft target"
 )
-"""The keys of a setup that have an option of their own."""
+"""The keys of a setup that have an option."""
 
 _KEYS: Mapping[str, str] = {"temperature": "sampling.temperature", "top_p": "sampling.top_p"}
-"""Options whose names are the last part of their key."""
+"""Keys whose option is named like the last part of the key."""
 
 
 def _key(
     help: str, default: str | bool = True, *names: str, kind: Any = str, metavar: str | None = None
 ) -> Parameter:
-    """Return the option of a configuration key; it is None if not given, help shows the default."""
+    """Return the option of a configuration key; its value is None if not given, and help shows the
+    default.
+    """
     option = typer.Option(None, *names, help=help, show_default=default, metavar=metavar)
     return Parameter("key", Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 
@@ -60,11 +62,13 @@ OPTIONS: Mapping[str, Parameter] = {
     "rate": _key("Share of chunks to escalate to the target.", "0.2", kind=float),
     "samples": _key("Rollouts per problem.", "8", "--samples", "--epochs", kind=int),
     "turns": _key(
-        "Rounds of drafting and judging per rollout, at most.", "as --max-tokens needs", kind=int
+        "Most turns per rollout; a turn is a draft, a score and a decision.",
+        "as --max-tokens needs",
+        kind=int,
     ),
-    "max_tokens": _key("Tokens per rollout, at most.", "by the models", kind=int),
+    "max_tokens": _key("Most tokens per rollout.", "by the models", kind=int),
     "thinking_tokens": _key(
-        "Tokens of a rollout, at most, before it must stop thinking and answer.",
+        "Most tokens of a rollout before it must stop thinking and answer.",
         "no limit",
         kind=int,
     ),
@@ -73,15 +77,17 @@ OPTIONS: Mapping[str, Parameter] = {
         "Sample only from the most likely tokens with this total probability.", "1", kind=float
     ),
     "combine": _key(
-        "What makes the answer where votes split: vote, select, synthesize, or auto.", "vote"
+        "How a problem with a split vote gets its answer: vote, select, synthesize, or auto.",
+        "vote",
     ),
     "early_stop": _key(
-        "When the rest of a vote is not waited for: none, certain (it cannot change), likely.",
+        "When to cancel the remaining rollouts: none (never), certain (the vote cannot "
+        "change), likely.",
         "certain",
     ),
     "rate_scope": _key("Scope in which the rate is met: aci (the run), question, ...", "aci"),
     "scores": _key("Calibration scores to start from: a file, or a run directory.", metavar="FILE"),
-    "pair": _key("Draft and target that work together, by name: see `atts pairs`.", "none"),
+    "pair": _key("Name of a pair of draft and target; see `atts pairs`.", "none"),
     "backend": _key(
         "Where the models of --pair run: vllm, sglang (servers here) or local.", "vllm"
     ),
@@ -123,7 +129,8 @@ OPTIONS: Mapping[str, Parameter] = {
         metavar="NAME[:PROJECT]",
     ),
     "abstain": _key(
-        "Answer only where at most RISK of the answers are wrong; needs --labelled.",
+        "Abstain from unsure problems, so that at most this share of answers is wrong; needs "
+        "--labelled.",
         metavar="RISK@PROBABILITY",
     ),
     "labelled": _key("Graded run of the same settings that certifies --abstain.", metavar="RUN"),
@@ -135,14 +142,17 @@ OPTIONS: Mapping[str, Parameter] = {
         True,
         kind=int,
     ),
-    "max_seconds": _key("Seconds after which the run stops, all sessions together.", kind=float),
+    "max_seconds": _key(
+        "Seconds after which the run stops, over all sessions together.", kind=float
+    ),
     "compare_to": _key("Earlier run to compare with, for --stop-when.", metavar="RUN"),
     "on_unscored": _key(
-        "When the target stops giving usable scores: stop, or escalate every chunk without one.",
+        "What to do if the target stops giving usable scores: stop, or escalate chunks "
+        "without a score.",
         "stop",
     ),
     "give_up_after": _key(
-        "Seconds that a lost server is waited for; then the run ends, and the same command resumes it.",
+        "Seconds to wait for a lost server; then the run ends, and the same command resumes it.",
         "3600",
         kind=float,
         metavar="SECONDS",
@@ -157,11 +167,12 @@ OPTIONS: Mapping[str, Parameter] = {
 def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command options for configuration keys, which `configured` reads.
 
-    `order` is that of the help: names of keys and of the command's own parameters, which replace a
-    key's.
+    `order` is the order of the help. It has the names of keys and of the command's parameters; a
+    parameter replaces the key of the same name.
     """
 
-    # Typer reads a function's signature: one is made of the keys' options and the command's own.
+    # Typer reads a function's signature, so one is made of the keys' options and the command's
+    # parameters.
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
         inner = signature(function, eval_str=True)
         context, *rest = inner.parameters.values()
@@ -181,7 +192,7 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def flags_of(context: typer.Context, without: str = "") -> dict[str, object]:
-    """Return the configuration keys that a command line sets, by the parameters named like them."""
+    """Return the configuration keys that a command line sets by the parameters of the same name."""
     from atts.api import config_keys
 
     flags: dict[str, object] = {}
@@ -197,7 +208,7 @@ def configured(
 ) -> Configuration:
     """Return the configuration of a command line.
 
-    :raises OptionError: see `atts.api.configure`.
+    :raises OptionError: as in `atts.api.configure`.
     """
     from atts.api import configure
 

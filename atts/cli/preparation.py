@@ -26,7 +26,7 @@ config_app = typer.Typer(no_args_is_help=True)
 
 @config_app.callback()
 def config() -> None:
-    """Show every setting, and where each comes from.
+    """Show every setting with its origin.
 
     Example: atts config show
     """
@@ -65,7 +65,7 @@ def show(
 
 
 def _word(value: Any) -> str:
-    """Return a value as a file would hold it, shortened to a column."""
+    """Return a value as in a settings file, shortened to a column."""
     words = "none" if value is None else json.dumps(value, ensure_ascii=False)
     return words if len(words) <= 32 else words[:31] + "…"
 
@@ -85,9 +85,9 @@ def pairs(
     server_version: Annotated[
         str,
         typer.Option(
-            help="Version of vLLM that the commands are for, such as 0.29; flags that it lacks are "
+            help="Version of vLLM for the printed commands, such as 0.29; flags that it lacks are "
             "left out.",
-            show_default="the newest that is known",
+            show_default="the newest known version",
             metavar="VERSION",
         ),
     ] = "",
@@ -95,17 +95,19 @@ def pairs(
         bool,
         typer.Option(
             "--local",
-            help="Show which GPUs hold the models in this process: memory by part, rollouts at once.",
+            help="Show which GPUs the models fit on in this process: memory by part, rollouts at "
+            "once.",
         ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per pair.")
     ] = False,
 ) -> None:
-    """List the pairs that `--pair` knows: models, lengths, prompts, and how many GPUs hold them.
+    """List the pairs that `--pair` knows, with their models, lengths, prompts and GPUs.
 
     With a name and --card, print the two commands that serve the pair on the fewest such cards.
-    With --local, show what one or two cards hold without a server, as opening the models computes it.
+    With --local, show how the models fit on one or two cards without a server, by the rules that
+    open them.
 
     Example: atts pairs; atts pairs r1-1.5b/r1-70b --card h100 --server-version 0.29
     """
@@ -146,7 +148,7 @@ def _local_objects(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
 
 
 def _local_table(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
-    """Yield a line per pair and card: whether it opens there, and what fills the memory."""
+    """Yield a line per pair and card: whether the pair opens there, and what fills the memory."""
     head = f"{'draft GB':>12}{'target GB':>13}{'rollouts':>10}"
     yield f"{'pair':<26}{'card':<9}{'opens on':<10}{head}"
     for pair in chosen:
@@ -166,8 +168,8 @@ def _local_table(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
             rest = f"{parts[0]:>12}{parts[1]:>13}{placement.rollouts:>10}"
             yield f"{pair.name:<26}{kind:<9}{cards:<10}{rest}"
     yield (
-        "GB of weights + cache, bfloat16; rollouts: whole ones at once, of the 64 that a run starts. "
-        "Computed, not yet measured on a GPU."
+        "GB of weights + cache, bfloat16; rollouts: how many of a run's 64 fit at once in full "
+        "length. Computed, not yet measured on a GPU."
     )
 
 
@@ -210,11 +212,14 @@ def _table(chosen: list[Pair], placed: dict[str, dict[str, GpuPlacement | None]]
         system = "none" if settings.get("system") == "" else "yes"
         cards = "".join(f"{_count(placement):<10}" for placement in placed[pair.name].values())
         yield f"{pair.name:<26}{sizes:>12}{tokens:>8}{chunk:>7}  {system:<8}{cards}".rstrip()
-    yield "GB of weights; cards: the fewest that hold both (* target in fp8). Sizes are computed and not yet run."
+    yield (
+        "GB of weights; cards: the fewest on which both fit (* target in fp8). Sizes are "
+        "computed, not yet measured."
+    )
 
 
 def _without(pair: Pair, card: str) -> str:
-    return f"not even eight {card} hold it" if pair.size("target").layers else "no GPU is needed"
+    return f"it does not fit on eight {card}" if pair.size("target").layers else "no GPU is needed"
 
 
 def _count(placement: GpuPlacement | None) -> str:
@@ -234,7 +239,10 @@ def _details(
         yield f"  {key:<24} {json_line(value)}"
     for benchmark, row in pair.published.items():
         speeds = f"{row.marginal:g}x marginal, {row.conditional:g}x conditional"
-        yield f"  published {benchmark}: correct in any of 16 {100 * row.accuracy:.1f} %, speed-up {speeds}"
+        yield (
+            f"  published {benchmark}: correct in any of 16 {100 * row.accuracy:.1f} %, speed-up "
+            f"{speeds}"
+        )
     for kind, placement in placed.items():
         yield f"  memory    {placement or _without(pair, kind)}"
         if card and placement:
@@ -310,7 +318,7 @@ def probe(
     dialect: Annotated[
         str,
         typer.Option(
-            help="API of the server, such as vllm; auto detects it, an unknown name lists all.",
+            help="API of the server, such as vllm; auto: detect it; an unknown name lists all.",
             metavar="DIALECT",
         ),
     ] = "auto",
@@ -328,7 +336,7 @@ def probe(
     proxy: Annotated[
         Literal["never", "environment"] | None,
         typer.Option(
-            help="Whether proxies of the environment (HTTP_PROXY) are used.", show_default="never"
+            help="Whether to use the proxies of the environment (HTTP_PROXY).", show_default="never"
         ),
     ] = None,
     as_json: ObjectJson = False,
@@ -365,7 +373,8 @@ def tune(
         typer.Argument(help="Engine address of the server, such as vllm:http://127.0.0.1:8000."),
     ],
     load: Annotated[
-        str, typer.Option(help="Requests in flight at once, to time one after the other.")
+        str,
+        typer.Option(help="Numbers of requests in flight, which are timed one after the other."),
     ] = "1,4,16,64",
     tokens: Annotated[int, typer.Option(help="Tokens of each timed request.")] = 64,
     most: Annotated[int, typer.Option(help="Most tokens to propose.")] = 8,
@@ -374,11 +383,12 @@ def tune(
     ] = "ngram",
     as_json: ObjectJson = False,
 ) -> None:
-    """Time a server at several loads, and print the --speculative-config that fits it, or none.
+    """Time a server at several loads, and print the --speculative-config that suits it, if any.
 
-    The server's own counters say which proposed tokens were accepted, by place. Its step times and
-    these shares forecast the tokens per second of each length; the forecast of the length in use
-    is printed next to the measured speed. A server that does not speculate yet is timed only.
+    The server's counters show the share of accepted tokens at each position of a proposal. These
+    shares and the step times predict the tokens per second for each length of proposals; the
+    prediction for the current length is printed next to the measured speed. A server that does not
+    speculate yet is only timed.
 
     Example: atts tune vllm:http://127.0.0.1:8000 --load 1,8,32
     """
@@ -389,7 +399,7 @@ def tune(
     try:
         loads = [int(part) for part in load.split(",")]
     except ValueError:
-        raise OptionError("--load", f"{load!r} is not numbers such as 1,4,16") from None
+        raise OptionError("--load", f"{load!r} is not a list of numbers such as 1,4,16") from None
     server = read_server(url)
     engine = RemoteEngine(
         server.url,

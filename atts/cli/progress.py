@@ -36,7 +36,7 @@ async def progress_display(
 ) -> AsyncGenerator[None, None]:
     """Show the run on `stream` (stderr) during the block, and once more at its end.
 
-    The run's directory, once it has one, holds `progress.json`, replaced whole every second.
+    `progress.json` in the run's directory, once there is one, is replaced atomically every second.
     """
     with _display(progress, sys.stderr if stream is None else stream) as refresh:
         async with concurrency.background(_follow, refresh, progress):
@@ -71,7 +71,7 @@ def save(snapshot: ProgressSnapshot) -> None:
 
 @contextmanager
 def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]]:
-    """Yield what shows the current state: a table drawn over itself, or plain lines."""
+    """Yield a function that shows the current state, as a table that is redrawn or as plain lines."""
     if not stream.isatty():
         yield PlainLines(progress, stream).refresh
         return
@@ -101,7 +101,7 @@ class PlainLines:
     stream: TextIO
     next: float = LINE_SECONDS
     state: str = ""
-    num_warned: int = 0  # warnings that were printed
+    num_warned: int = 0  # number of warnings that were printed
 
     def refresh(self) -> None:
         """Print a line if one is due."""
@@ -121,7 +121,7 @@ class PlainLines:
 
 
 def line(snapshot: ProgressSnapshot) -> str:
-    """Return the run's progress in one line of plain words."""
+    """Return the run's progress in one line."""
     if snapshot.state == "loading":
         return f"{snapshot.note}; {duration(snapshot.seconds)}"
     parts = [_problems(snapshot), *(f"{name} {words}" for name, words in _facts(snapshot))]
@@ -235,7 +235,7 @@ def _trouble(snapshot: ProgressSnapshot) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the form that people use.
+    """Return a duration as a readable text.
 
     >>> duration(4.2), duration(75), duration(7300)
     ('4 s', '1:15', '2:01:40')

@@ -48,7 +48,7 @@ def runs(
     elif listed:
         say("\n".join(_table(listed)))
     if not listed:
-        tell(f"atts: no run in {', '.join(map(str, named))}; `atts eval` makes one")
+        tell(f"atts: no run in {', '.join(map(str, named))}; `atts eval` creates one")
 
 
 def _table(listed: Sequence[RunLine]) -> Iterator[str]:
@@ -96,11 +96,11 @@ def report(
     ] = None,
     following: Annotated[
         bool,
-        typer.Option("--follow", help="Write the report again and again until the run ends."),
+        typer.Option("--follow", help="Update the report until the run ends."),
     ] = False,
     every: Annotated[
         float | None,
-        typer.Option(help="Seconds between two reports, with --follow.", show_default="10"),
+        typer.Option(help="With --follow: seconds between two reports.", show_default="10"),
     ] = None,
     as_json: Annotated[
         bool,
@@ -109,9 +109,9 @@ def report(
         ),
     ] = (False),
 ) -> None:
-    """Write the report of a run, finished or not, as HTML in one file, Markdown or JSON.
+    """Write the report of a run, finished or not, as one HTML file, as Markdown or as JSON.
 
-    The file is replaced as a whole, so a reader never sees half of it.
+    The file is replaced atomically, so a reader never sees half of it.
 
     Example: atts report runs/first --compare-to runs/target-only
 
@@ -122,7 +122,8 @@ def report(
     named = as_format(format, FORMATS)
     if every is not None and not (following and 0 < every <= _DAY):
         raise OptionError(
-            "--every", f"{every:g}: give seconds, up to a day, together with --follow"
+            "--every",
+            f"{every:g} is not possible; give seconds, at most a day, together with --follow",
         )
     if out is not None and str(out) == "-":
         if following:
@@ -172,10 +173,10 @@ def follow(
     every: float = EVERY_SECONDS,
     wait: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Call `write` now, every so often while the run continues, and once when it has ended.
+    """Call `write` now, then repeatedly while the run continues, and once when it has ended.
 
-    Return what the last call returned. A line that is read while it is being written is not damage:
-    it is read again.
+    Return the result of the last call. A line that is read while it is being written looks damaged,
+    so the journal is then read again.
 
     :raises JournalError: there is no run, or it is over and cannot be read.
     """
@@ -217,8 +218,8 @@ def trace(
 ) -> None:
     """Write a run's engine calls as a trace for https://ui.perfetto.dev or chrome://tracing.
 
-    Each engine is a process whose threads are its slots; one more process shows the rollouts and
-    what they waited for.
+    In the trace each engine is a process whose threads are its slots; another process shows the
+    rollouts and their waiting times.
 
     Example: atts trace runs/first
     """
@@ -249,9 +250,9 @@ def merge(
 ) -> None:
     """Merge the shards of an evaluation into one run.
 
-    `atts report`, `compare`, `replay` and `trace` read it like any other. With a gate that learns
-    nothing the result is what one process would have come to. Gates that learn have learnt from
-    their own shard only: their union is saved in the run as calibrator.json.
+    `atts report`, `compare`, `replay` and `trace` read it like any other run. With a gate that
+    learns nothing the result equals that of a single process. A gate that learns has learnt from
+    its shard only; the merged calibrator is saved in the run as calibrator.json.
 
     Example: atts merge runs/part-1 runs/part-2 runs/part-3 --out runs/whole
     """
@@ -260,7 +261,7 @@ def merge(
     from atts.errors import CalibrationInputError, OptionError
 
     if str(out) == "-":
-        raise OptionError("--out", "'-' names no directory, and a run is kept in one")
+        raise OptionError("--out", "'-' is not a directory; name one for the run")
     made = merge_runs(directories, out)
     facts: dict[str, object] = {
         "run": str(out),
@@ -284,7 +285,7 @@ def merge(
     if facts["calibrator"] is None:
         tell(f"No calibrator: {facts['why']}")
     else:
-        tell(f"Their calibrators together: {facts['calibrator']}")
+        tell(f"Their merged calibrator: {facts['calibrator']}")
 
 
 journal_app = typer.Typer(no_args_is_help=True)
@@ -292,7 +293,7 @@ journal_app = typer.Typer(no_args_is_help=True)
 
 @journal_app.command()
 def check(run: RunDirectory, as_json: Json = False) -> None:
-    """Read every line of a run, and fail (exit code 5) if one is damaged, missing or repeated.
+    """Read every line of a run, and fail (exit code 5) if a line is damaged, missing or repeated.
 
     Example: atts journal check runs/first
     """
@@ -308,14 +309,14 @@ def check(run: RunDirectory, as_json: Json = False) -> None:
 def salvage(
     run: RunDirectory,
     out: Annotated[
-        Path, typer.Option(help="New directory for what is saved.", metavar="DIRECTORY")
+        Path, typer.Option(help="New directory for the saved part.", metavar="DIRECTORY")
     ],
     as_json: Json = False,
 ) -> None:
     """Copy everything before the first damaged line into a new directory.
 
-    The damaged run is left as it is. The run's own command continues in the new directory, and
-    repeats what followed the damage.
+    The damaged run does not change. The command of the run with --out set to the new directory
+    continues there, and repeats the work after the damage.
 
     Example: atts journal salvage runs/first --out runs/saved
     """

@@ -1,4 +1,4 @@
-"""The commands that listen: `atts serve`, and `atts view` with a page that follows a run."""
+"""The commands that start a server: `atts serve`, and `atts view` with a live page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from atts.api import Setup
 
 KEY_VARIABLE = "ATTS_SERVE_KEY"
-_PAGE_SECONDS = 10  # that a server may take to show its page
+_PAGE_SECONDS = 10  # seconds that a server may take to send its page
 _LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
@@ -40,14 +40,14 @@ def serve(
     name: Annotated[
         str | None,
         typer.Option(
-            help="Model name that clients ask.",
+            help="Name of the model for clients.",
             show_default="atts/pair, or atts/model with --model",
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="One model, whose rollouts vote; instead of a pair. Formats as --draft.",
+            help="A single model whose rollouts vote, instead of a pair; same formats as --draft.",
             show_default="none: a pair",
         ),
     ] = None,
@@ -55,8 +55,8 @@ def serve(
         Path | None,
         typer.Option(
             help=(
-                "File with the keys that clients must send, one a line: KEY, or USER KEY; or set "
-                f"{KEY_VARIABLE}."
+                "File with the keys that clients must send, one per line: KEY, or USER KEY; or "
+                f"set {KEY_VARIABLE}."
             ),
             show_default="no key",
         ),
@@ -66,7 +66,7 @@ def serve(
         typer.Option(
             help="Share of a user under overload, such as alice=2; repeatable.",
             metavar="USER=SHARE",
-            show_default="1 for every user",
+            show_default="1 for each user",
         ),
     ] = None,
     state: Annotated[
@@ -78,10 +78,11 @@ def serve(
     ] = None,
     max_cost: Annotated[
         float | None,
-        typer.Option(help="Dollars of all requests together.", show_default="no cap"),
+        typer.Option(help="Most dollars of all requests together.", show_default="no cap"),
     ] = None,
     max_total_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of all requests together.", show_default="no cap")
+        int | None,
+        typer.Option(help="Most tokens of all requests together.", show_default="no cap"),
     ] = None,
     request_cost: Annotated[
         float | None, typer.Option(help="Most dollars of one request.", show_default="no cap")
@@ -93,32 +94,34 @@ def serve(
     request_seconds: Annotated[
         float | None, typer.Option(help="Most seconds of one request.", show_default="no cap")
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests worked on at once.")] = 64,
-    queue: Annotated[int, typer.Option(help="Requests that may wait; more get status 429.")] = 256,
+    requests: Annotated[int, typer.Option(help="Most requests that are processed at once.")] = 64,
+    queue: Annotated[
+        int, typer.Option(help="Most requests that may wait; further requests get status 429.")
+    ] = 256,
     response_days: Annotated[
-        float, typer.Option(help="Days that a background response is kept after its end.")
+        float, typer.Option(help="Days for which a finished background response is kept.")
     ] = 30.0,
     housekeeping: Annotated[
         Literal["draft", "policy"],
         typer.Option(
             help=(
-                "What answers the requests for titles, tags and follow-ups that Open WebUI sends "
-                "on its own: one rollout of the draft, or the policy that was asked."
+                "How to answer requests for titles, tags and follow-ups that Open WebUI sends by "
+                "itself: by one rollout of the draft, or by the requested policy."
             )
         ),
     ] = "draft",
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     print_policies: Annotated[
-        bool, typer.Option("--print-policies", help="Print the named policies; serve nothing.")
+        bool, typer.Option("--print-policies", help="Print the named policies, and do not serve.")
     ] = False,
 ) -> None:
     """Serve a draft and target as one OpenAI-compatible model, with hard caps.
 
-    Clients ask the model NAME, or NAME:fast, NAME:balanced, NAME:careful or NAME:exact; the names
-    draft and target reach either model alone. Caps of a request are in its `atts` object;
-    --request-* are the most that a request may ask, and --max-cost and --max-total-tokens are for
-    all requests together.
+    Clients request the model NAME, or NAME:fast, NAME:balanced, NAME:careful or NAME:exact; the
+    names draft and target mean either model alone. A request sets its caps in its `atts` object.
+    The flags --request-* limit the caps of a request; --max-cost and --max-total-tokens limit all
+    requests together.
 
     Example: atts serve
 
@@ -157,7 +160,9 @@ def serve(
         response_seconds=response_days * 86_400,
     )
     if not served.keys and host not in _LOCAL_HOSTS:
-        tell(f"atts: {host} is open to others and no key is set; see --api-key-file")
+        tell(
+            f"atts: {host} is reachable from other machines, but no key is set; see --api-key-file"
+        )
     service = Service(setup, served)
 
     async def main() -> None:
@@ -185,9 +190,9 @@ def policy_lines() -> list[str]:
 
 
 def _one_model(context: typer.Context, setup: Setup, model: str) -> Setup:
-    """Return the setup in which one model stands for both.
+    """Return the setup in which one model is both draft and target.
 
-    :raises OptionError: a pair, or one of its models, is named as well.
+    :raises OptionError: if a pair, or one of its models, is named as well.
     """
     for option in ("pair", "draft", "target"):
         if context.params.get(option) is not None:
@@ -196,7 +201,8 @@ def _one_model(context: typer.Context, setup: Setup, model: str) -> Setup:
 
 
 def _keys(file: Path | None) -> dict[str, str]:
-    """Return the user of each key of the file, or of the environment's; "" where none is named.
+    """Return the user of each key in the file, or of the key in the environment; "" if no user is
+    named.
 
     :raises OptionError: the file cannot be read, or has a line that is not a key.
     """
@@ -215,11 +221,11 @@ def _keys(file: Path | None) -> dict[str, str]:
         if len(words) > 2 or not words[-1].isascii():
             raise OptionError(
                 "--api-key-file",
-                f"line {number} of {file} is not KEY, or USER KEY, in plain letters",
+                f"line {number} of {file} is neither KEY nor USER KEY in plain letters",
             )
         keys[words[-1]] = words[0] if len(words) == 2 else ""
     if not keys:
-        raise OptionError("--api-key-file", f"{file} holds no key of plain characters")
+        raise OptionError("--api-key-file", f"{file} does not contain a key of plain characters")
     return keys
 
 
@@ -247,10 +253,10 @@ def view(
     port: Annotated[int, typer.Option(help="Port of the page; 0: any free one.")] = 8322,
     as_json: options.ObjectJson = False,
 ) -> None:
-    """Show a run directory, or a server, as a page that follows it.
+    """Show a run directory, or a server, as a live page.
 
-    The page shows what is in flight, the leading rollout's text, budgets, the realised rate, how
-    busy the engines are, and alarms. A server has the page itself: its address is printed.
+    The page shows calls in flight, the leading rollout's text, budgets, the realised rate, the load
+    of the engines, and alarms. A server has this page already, so only its address is printed.
 
     Example: atts view runs/first
 
@@ -268,7 +274,8 @@ def view(
     lock = threading.Lock()
 
     def status() -> dict[str, object]:
-        with lock:  # a reading keeps what it has read
+        # one object serves all requests, because it keeps the part of the journal that it has read
+        with lock:
             return reading.status()
 
     try:
@@ -277,7 +284,7 @@ def view(
         raise UsageError(f"--port {port}: cannot listen there ({error.strerror})") from error
     with server:
         say(f"atts shows {source} on http://127.0.0.1:{server.server_port}/atts/view", flush=True)
-        with suppress(KeyboardInterrupt):  # the way to end it
+        with suppress(KeyboardInterrupt):  # Ctrl-C is the way to end the command
             server.serve_forever()
 
 
@@ -290,11 +297,11 @@ def _page_of(address: str) -> str:
     page = f"{parts.scheme}://{parts.netloc}/atts/view"
     problem = ""
     if parts.scheme not in ("http", "https"):
-        raise UsageError(f"{address} is not an address of a server: it begins with http://")
+        raise UsageError(f"{address} is not the address of a server, which begins with http://")
     try:
         with build_opener(ProxyHandler({})).open(page, timeout=_PAGE_SECONDS) as answer:
             if b"atts view" not in answer.read(2_000):
-                problem = "what answers there is not `atts serve`"
+                problem = "the server that answers there is not `atts serve`"
     except OSError as error:
         problem = str(error)
     if problem:

@@ -36,7 +36,7 @@ _KINDS = ("math", "choice", "text")
 def solve(
     context: typer.Context,
     problem: Annotated[
-        str, typer.Argument(help="Text of the problem, a file that holds it, or - for stdin.")
+        str, typer.Argument(help="Text of the problem, a file that contains it, or - for stdin.")
     ],
     kind: Annotated[str, typer.Option(help="Kind of the answer: math, choice or text.")] = "math",
     follow: Annotated[str, typer.Option(help="Rollout to show: a number, or all.")] = "0",
@@ -49,8 +49,8 @@ def solve(
 ) -> None:
     """Solve one problem and show the reasoning as it is written.
 
-    Each piece is labelled with its author: the draft, whose chunks are accepted or escalated, or the
-    target, which replaces escalated chunks. On a terminal the labels have colours.
+    Each chunk is labelled with its author: the draft, whose chunks are accepted or escalated, or
+    the target, which replaces escalated chunks. On a terminal the labels have colours.
 
     Example: atts solve "What is (17 + 25) * 3?"
 
@@ -106,17 +106,17 @@ def text_of(problem: str) -> str:
             text = named.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{problem}: it is not text in UTF-8 ({error.reason} at byte {error.start})"
+            f"{problem}: this is not text in UTF-8 ({error.reason} at byte {error.start})"
         ) from error
     if not text.strip():
         raise UsageError(
-            "the problem is empty; give its words, a file that holds them, or - for stdin"
+            "the problem is empty; give its text, a file that contains it, or - for stdin"
         )
     return text.strip()
 
 
 class StoryPrinter:
-    """The reasoning of one rollout, or of all, for people: each piece has a label."""
+    """A view of the reasoning of one rollout, or of all, in which each chunk has a label."""
 
     def __init__(self, follow: str, samples: int) -> None:
         """Check that the rollout to follow exists.
@@ -179,7 +179,7 @@ class StoryPrinter:
         from rich.text import Text
 
         number = f"{sample} " if sample is not None and self._follow is None else ""
-        lines = [""]  # a chunk of white space is shown as one
+        lines = [""]  # a chunk of white space is shown as a single space
         if text.strip():
             lines = sanitized(text).rstrip("\n").split("\n")
         for line in lines:
@@ -192,7 +192,7 @@ class StoryPrinter:
 
 
 def _short(score: float) -> str:
-    """Return a score in few characters; a product over many tokens as a power of e."""
+    """Return a short text of a score; a product over many tokens is written as a power of e."""
     if score < 1000 or math.isinf(score):
         return f"{score:.3f}"
     return f"e^{math.log(score):.1f}"
@@ -209,7 +209,7 @@ def _because(decision: Decision) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EventPrinter:
-    """Every event, for programs."""
+    """A view of every event as JSON, for programs."""
 
     def show(self, event: Notice) -> None:
         """Print one object per chunk, decision and rollout."""

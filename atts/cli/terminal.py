@@ -1,4 +1,4 @@
-"""Printing on a terminal: every word passes one function that shows control codes."""
+"""Print on a terminal, with control codes made visible in every text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from typing import Any, TypeVar
 from atts.files import jsonable
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Everything that makes a terminal do something else than show a letter, line ends and tabs left
-alone.
-"""
+"""The control characters of a terminal, except line ends and tabs."""
 
 
 def sanitized(text: str) -> str:
-    """Return a text for a terminal, its control codes shown instead of obeyed.
+    """Return a text for a terminal, in which control codes are visible instead of active.
 
     >>> sanitized("red: \x1b[31m, bell: \x07, back: \u202e")
     'red: ␛[31m, bell: ␇, back: \\\\u202e'
@@ -52,7 +50,7 @@ def _picture(match: re.Match[str]) -> str:
 
 
 class _StderrHandler(logging.Handler):
-    """A log handler that prints one line on whatever standard error is at that moment."""
+    """A log handler that prints one line on the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -65,8 +63,8 @@ class _StderrHandler(logging.Handler):
 def warnings_on_stderr() -> Generator[None]:
     """Print the package's logged warnings, and errors that Python cannot raise, on stderr.
 
-    The root logger stays as it is. What other libraries log or warn of is printed by them, after it
-    was sanitized: it may quote a file.
+    The root logger does not change. Messages and warnings of other libraries are sanitized before
+    they print them, because these may quote a file.
     """
     handler = _StderrHandler(logging.WARNING)
     logger = logging.getLogger("atts")
@@ -87,7 +85,7 @@ def warnings_on_stderr() -> Generator[None]:
 
 
 def _plain(record: logging.LogRecord) -> logging.LogRecord:
-    with suppress(Exception):  # logging itself reports arguments that do not fit their message
+    with suppress(Exception):  # the logging module reports arguments that do not fit their message
         record.msg = sanitized(record.getMessage())
         record.args = None
     return record
@@ -108,14 +106,14 @@ T = TypeVar("T")
 
 
 def json_line(value: Any) -> str:
-    """Return the value as strict JSON; numbers that are not finite are null or their word."""
+    """Return the value as strict JSON; a number that is not finite becomes null or a text."""
     return json.dumps(jsonable(value), allow_nan=False)
 
 
 def write_scores(out: Path, state: Mapping[str, Any]) -> Callable[[object], None]:
     """Write scores or a calibrator to a file, or on stdout for "-".
 
-    Return the function that prints what was written: on stderr if stdout holds the scores.
+    Return the function that prints notes on the result: on stderr if the scores are on stdout.
     """
     from atts.calibration import state_text, write_state
 
@@ -132,5 +130,5 @@ def print_json(value: Any) -> None:
 
 
 def print_result(result: T, as_json: bool, table: Callable[[T], Iterable[str]]) -> None:
-    """Print a result as one JSON object, or as the lines that `table` makes of it."""
+    """Print a result as one JSON object, or as the lines that `table` returns for it."""
     say(json_line(result) if as_json else "\n".join(table(result)))

@@ -1,4 +1,4 @@
-"""The command group `atts zoo`: models stored by the blocks they share."""
+"""The command group `atts zoo`, which stores many models by the blocks that they share."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ Directory = Annotated[
 def add(
     name: Name,
     folder: Annotated[
-        Path, typer.Argument(help="Folder of a model or an adapter, as save_pretrained writes it.")
+        Path, typer.Argument(help="Folder of a model or an adapter that save_pretrained wrote.")
     ],
     zoo: Directory,
     base: Annotated[
         str,
         typer.Option(
-            help="Model of the zoo that an adapter (LoRA) was trained on, or that has files which the "
-            "folder lacks.",
-            show_default="the one that an adapter names",
+            help="Model of the zoo on which an adapter (LoRA) was trained, or which has files "
+            "that the folder lacks.",
+            show_default="the model that an adapter names",
         ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Store a model; blocks that the zoo already has are shared, bit for bit.
+    """Store a model, sharing blocks that are equal bit by bit to blocks in the zoo.
 
     A new directory becomes a zoo.
 
@@ -62,7 +62,11 @@ def add(
         as_json,
         lambda _: [
             f"{name}: {megabytes(model.bytes)}, {len(model.digests)} blocks, "
-            + ("none of them shared: stored whole" if model.is_whole else "some of them shared"),
+            + (
+                "none of them shared, so all are stored"
+                if model.is_whole
+                else "some of them shared"
+            ),
             f"Its engine's name: zoo:{zoo}/{name}",
         ],
     )
@@ -91,7 +95,7 @@ def export(
     zoo: Directory,
     as_json: Json = False,
 ) -> None:
-    """Write a model's folder as it was added, byte for byte.
+    """Write a model's folder with the same bytes as when it was added.
 
     Example: atts zoo export tuned ./tuned-again --zoo zoo
     """
@@ -106,7 +110,9 @@ def show(
     zoo: Directory,
     picture: Annotated[
         Path | None,
-        typer.Option(help="SVG file to draw, of which models share which blocks.", metavar="FILE"),
+        typer.Option(
+            help="SVG file for a drawing of the blocks that models share.", metavar="FILE"
+        ),
     ] = None,
     check: Annotated[
         bool,
@@ -141,36 +147,36 @@ def compare(
     zoo: Directory,
     problems: Annotated[
         str,
-        typer.Option(help="Dataset that the model is asked, by name or file, as for `atts eval`."),
+        typer.Option(help="Dataset for measuring the model, by name or file, as for `atts eval`."),
     ] = "arithmetic[:30]",
     most: Annotated[
         int,
         typer.Option(
-            help="Number of blocks to measure at each place, the nearest by parameters.", min=1
+            help="Number of blocks to measure at each position, nearest in parameters first.", min=1
         ),
     ] = 1,
     apart: Annotated[
         float,
         typer.Option(
-            help="Largest distance of parameters, in lengths of the model's block; unrelated blocks: "
-            "1.4."
+            help="Largest distance of parameters, relative to the norm of the model's block; "
+            "unrelated blocks have about 1.4."
         ),
     ] = 1.0,
     lossy: Annotated[
-        float, typer.Option(help="Largest divergence to keep, in nats per token.", min=0)
+        float, typer.Option(help="Largest divergence of blocks to keep, in nats per token.", min=0)
     ] = 0.01,
     keep: Annotated[
         str | None,
         typer.Option(
-            help="Name under which the model with all such blocks is kept.", metavar="NAME"
+            help="Name under which to store the model with all these blocks.", metavar="NAME"
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Put similar blocks into a model, one at a time, and report what each changes.
+    """Replace a model's blocks by similar ones, one at a time, and report the change of each.
 
-    With --keep the blocks that diverge little are put in together and measured again: "?lossy="
-    opens that model.
+    With --keep the blocks with a small divergence are replaced together and measured again;
+    "?lossy=" opens the resulting model.
 
     Example: atts zoo compare tuned --zoo zoo --lossy 0.01 --keep lean
     """
@@ -184,15 +190,15 @@ def compare(
         print_json(compared)
     elif not compared.pairs:
         say(
-            f"no other block of the shape of one of {name}'s is nearer than {apart:g}; give a "
-            f"larger --apart"
+            f"no other block has the shape of a block of {name} and is nearer than {apart:g}; "
+            "give a larger --apart"
         )
     elif compared.kept is not None:
-        say(f"{keep} has {len(compared.kept.stands)} of them: {compared.kept}")
+        say(f"{keep} has {len(compared.kept.stands)} replaced blocks: {compared.kept}")
         say(f"Its engine's name: zoo:{zoo}/{name}?lossy={lossy:g}")
     if keep is not None and compared.kept is None:
         raise CheckFailed(
-            f"nothing is kept: no block was measured to diverge by {lossy:g} nats a token or less"
+            f"nothing is kept, because no block diverges by at most {lossy:g} nats per token"
         )
 
 
@@ -202,7 +208,7 @@ def _compared(pair: MeasuredPair) -> str:
 
 
 def written(contents: ZooContents) -> Iterator[str]:
-    """Yield a zoo in lines for people: its models, then the tree of what they share."""
+    """Yield text lines on a zoo: its models, then the tree of the blocks that they share."""
     yield (
         f"{contents.zoo}: {len(contents.models)} models, {contents.blocks} blocks; "
         f"{megabytes(contents.stored)} stored, "
@@ -225,7 +231,7 @@ def _tree(parts: Sequence[SharedPart], indent: str) -> Iterator[str]:
 
 
 def megabytes(size: int) -> str:
-    """Return bytes in the form that people use.
+    """Return a number of bytes as a readable text.
 
     >>> megabytes(12_345_678), megabytes(512)
     ('12.3 MB', '0.5 kB')

@@ -1,4 +1,4 @@
-"""The task graph: problems in, results out, everything between them bounded, timed and reported."""
+"""The task graph, which solves problems with limits on the work in flight, and times every call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class HasId(Protocol):
-    """Anything with an id, as `core.Problem` has."""
+    """Any object with an id, such as `core.Problem`."""
 
     @property
     def id(self) -> str:
@@ -30,15 +30,15 @@ class HasId(Protocol):
 
 P = TypeVar("P", bound=HasId)
 
-# How long the opening of problems waits for one that neither calls nor submits: only such problems
-# ever meet it.
+# The time that the opening of problems waits for a problem that neither calls an engine nor submits
+# rollouts.
 OPENING_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """One engine's pool: now (`in_use`, `tokens_in_use`, `waiting`) and so far (the seconds, summed
-    over slots).
+    """The state of one engine's pool: the current use and queue, and the seconds so far, summed
+    over slots.
     """
 
     slots: int | None
@@ -52,7 +52,7 @@ class EngineUse:
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """A snapshot of a graph; counts since it was made."""
+    """A snapshot of a graph, with counts since the graph was made."""
 
     seconds: float  # with a run in progress
     problems_open: int
@@ -61,13 +61,13 @@ class GraphStats:
     rollouts_in_flight: int
     rollouts: Mapping[str, int]  # ended, by status
     nodes: int
-    sibling_seconds: float  # Ts, summed over rollouts
+    sibling_seconds: float  # Ts: waiting for siblings, summed over rollouts
     engines: Mapping[str, EngineUse]
 
     def busy_share(self, engine: str) -> float:
         """Return the share of the engine's slot-seconds that was used.
 
-        nan where slots are not bounded or no time passed.
+        It is NaN if slots are not bounded or no time passed.
         """
         use = self.engines[engine]
         if not use.slots or not self.seconds:
@@ -80,7 +80,7 @@ _use = attrgetter(*(field.name for field in fields(EngineUse)))
 
 @dataclass(frozen=True, slots=True)
 class ProblemResult(Generic[T]):
-    """Result of one problem; `value` is what its function returned."""
+    """The result of one problem; `value` is the result of its function."""
 
     index: int
     problem: str
@@ -91,12 +91,12 @@ class ProblemResult(Generic[T]):
 
 
 class Graph:
-    """Runs problems through engines that have limits.
+    """A graph that runs problems on engines with limits.
 
-    `rollouts` bounds how many are in flight over all problems, `limits` what each engine takes at
-    once. `sink` gets every `CallSpan`, `RolloutSpan` and `ProblemSpan` as it ends. A graph may run
-    again, and runs may share it. With a `shared_graph` it uses that graph's places and limits, and
-    keeps its own sink, node numbers and ending.
+    `rollouts` is the largest number in flight over all problems, and `limits` bounds the work of
+    each engine. `sink` gets every `CallSpan`, `RolloutSpan` and `ProblemSpan` as it ends. A graph
+    may run again, and runs may share it. With a `shared_graph` it uses that graph's places and
+    limits, and keeps its own sink, node numbers and ending.
 
     :raises OptionError: a limit below 1.
     """
@@ -134,10 +134,10 @@ class Graph:
         *,
         timeout_seconds: float | None = None,
     ) -> list[ProblemResult[T]]:
-        """Solve every problem; results in the order of the problems, whatever order they ended in.
+        """Solve every problem, and return the results in the order of the problems.
 
-        After a `stop`, a `cancel` or the time-out ("deadline", as `stop`) the list ends with the
-        last one opened.
+        After a `stop`, a `cancel` or the time-out ("deadline", like `stop`) the list ends with the
+        last opened problem.
 
         :raises Exception: the first fatal error (`RetryPolicy.is_fatal`), after everything else was
             cancelled.
@@ -154,7 +154,7 @@ class Graph:
         *,
         timeout_seconds: float | None = None,
     ) -> None:
-        """Run as `run` does, but hand each result to `finished` as it comes, and keep none.
+        """Run like `run`, but pass each result to `finished` when it comes, and keep none.
 
         :raises Exception: the first fatal error, or what `finished` raised.
         """
@@ -180,14 +180,14 @@ class Graph:
             raise run.error
 
     def stop(self, why: str) -> None:
-        """Open no more problems, end all rollouts ("cancelled"), let the problems conclude from
-        what they have.
+        """Open no more problems, end all rollouts ("cancelled"), and let problems conclude from
+        their rollouts so far.
         """
         for run in self._runs:
             run.stop(why)
 
     def cancel(self, why: str) -> None:
-        """End everything now; problems still open are "cancelled"."""
+        """End everything now; open problems are "cancelled"."""
         for run in self._runs:
             run.cancel(why)
 
@@ -217,8 +217,8 @@ class Graph:
         solve: Callable[[P, ProblemScope], Awaitable[T]],
         finished: Callable[[ProblemResult[T]], None],
     ) -> None:
-        """Open problems one by one, each when there is room and the one before has shown what it
-        wants.
+        """Open problems one by one, each when there is room and the previous one has called an
+        engine or submitted rollouts.
         """
         for index, problem in enumerate(problems):
             await self._admission.room()

@@ -1,4 +1,6 @@
-"""Limits on what is in flight: slots and tokens of engines, places for rollouts, attempts at calls."""
+"""Limits on the work in flight: slots and tokens of engines, places for rollouts, attempts at
+calls.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,16 @@ from atts.errors import (
     UnusableScores,
 )
 
-# How much may wait, per rollout in flight, for what is not an engine's work, such as grading.
+# The number of ended rollouts, per rollout in flight, that may wait for work outside engines, such
+# as grading.
 CONCLUDING_PER_PLACE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Work that one engine takes at once; None means no limit of ours.
+    """The limit on the work of one engine at once; None means no limit.
 
-    :raises OptionError: a bound below 1.
+    :raises OptionError: for a bound below 1.
     """
 
     slots: Annotated[int | None, "calls in flight"] = None
@@ -38,12 +41,12 @@ class Limit:
         for name, value in (("slots", self.slots), ("tokens", self.tokens)):
             if value is not None and value < 1:
                 raise OptionError(
-                    name, f"{value} would admit nothing; give at least 1, or None for no bound"
+                    name, f"{value} would allow nothing; give at least 1, or None for no bound"
                 )
 
 
 class Pool(SlotQueue):
-    """A limit at work: its slots and KV tokens, and the seconds of use and of waiting so far."""
+    """A limit in use: its slots and KV tokens, and the seconds of use and of waiting so far."""
 
     __slots__ = ("busy_seconds", "name", "queue_seconds")
 
@@ -54,33 +57,33 @@ class Pool(SlotQueue):
         self.queue_seconds = 0.0
 
     def _refuse(self, tokens: int) -> None:
-        """Refuse a call that needs more tokens than the limit will ever hold.
+        """Raise the error for a call that needs more tokens than the limit allows.
 
         :raises OutOfMemory: always.
         """
         raise OutOfMemory(
             self.name,
-            f"a call needs {tokens} KV tokens, the limit is {self.tokens}",
+            f"a call needs {tokens} KV tokens, but the limit is {self.tokens}",
             "Raise the engine's token limit, or lower the chunk or context length",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Number of tries, waits between them, and when to stop the whole run.
+    """The number of attempts, the waits between them, and when to stop the whole run.
 
-    A retryable error (`ATTSError.retryable`) is tried again: first the call, then the rollout. What
-    still fails is recorded on its rollout and touches no other, with two exceptions that end the
-    run: an error that would meet every rollout alike (wrong options, a full disk, an engine that
-    cannot score), and `failures_in_row` failed rollouts one after another, as a lost server or a bug
-    makes them.
+    After a retryable error (`ATTSError.retryable`) first the call is repeated, then the rollout. A
+    remaining failure is recorded on its rollout and does not affect others. Two cases end the run:
+    an error that would happen to every rollout (wrong options, a full disk, an engine that cannot
+    score), and `failures_in_row` failed rollouts in a row, for example because of a lost server or
+    a bug.
 
-    :raises OptionError: a count below 1 or a negative delay.
+    :raises OptionError: for a count below 1 or a negative delay.
     """
 
     calls: int = 3
     rollouts: int = 1
-    delay_seconds: float = 0.5  # doubles with every attempt, spread by half
+    delay_seconds: float = 0.5  # seconds; they double with every attempt, with a random spread
     failures_in_row: int | None = 32
 
     def __post_init__(self) -> None:
@@ -102,12 +105,12 @@ class RetryPolicy:
     def delay(self, attempt: int, salt: int) -> float:
         """Return the seconds before the next attempt.
 
-        `salt` spreads callers that failed together, the same way every time.
+        `salt` spreads callers that failed together, in a reproducible way.
         """
         return backoff(attempt + 1, self.delay_seconds, salt=salt)
 
     def is_fatal(self, error: Exception) -> bool:
-        """Return whether the error would meet every other rollout too."""
+        """Return whether the error would happen to every other rollout too."""
         if isinstance(error, EngineError):
             return isinstance(error, UnsupportedByEngine | ModelLoadError | UnusableScores)
         return isinstance(error, ATTSError | AssertionError)
@@ -118,7 +121,7 @@ class AdmissionGroup(Protocol):
 
     @property
     def unit(self) -> int:
-        """Return the number of places that one start takes: 1, or all if they are admitted
+        """Return the number of places that one start takes: 1, or all if the rollouts start
         together.
         """
         ...
@@ -129,11 +132,11 @@ class AdmissionGroup(Protocol):
         ...
 
     def start(self) -> None:
-        """Start one unit, whose places are taken already."""
+        """Start one unit, for which places have been taken already."""
         ...
 
     def close(self, why: str) -> None:
-        """Start nothing more and cancel what runs."""
+        """Start no more rollouts, and cancel those that run."""
         ...
 
 
@@ -142,14 +145,14 @@ class Admission:
     """Places for rollouts in flight.
 
     Waiting rollouts are started in the order of (priority, problem, submission). The next problem
-    is opened only when no rollout waits and a place is free, and not while too many that ended wait
-    for what comes after them. So what is open stays in proportion to what is in flight, and a
-    grader slower than the engines slows the opening of problems.
+    is opened only when no rollout waits and a place is free, and not while too many ended rollouts
+    wait for grading. So the number of open problems stays in proportion to the rollouts in flight,
+    and a slow grader slows the opening of problems.
     """
 
     places: int
     in_flight: int = 0
-    # rollouts that ended, of problems that wait for something else than engines
+    # ended rollouts of problems that wait for work outside engines
     concluding: int = 0
     open: int = 0  # problems
     # open problems that have not submitted a rollout yet: each counts as one rollout
@@ -164,12 +167,12 @@ class Admission:
     def __post_init__(self) -> None:
         if self.places < 1:
             raise OptionError(
-                "rollouts", f"{self.places} in flight would admit nothing; give at least 1"
+                "rollouts", f"{self.places} rollouts in flight are too few; give at least 1"
             )
 
     @property
     def waiting(self) -> int:
-        """Return how many rollouts were submitted and have not started."""
+        """Return how many submitted rollouts have not started."""
         return sum(group.unstarted for *_, group in self._queue)
 
     def opened(self) -> int:
@@ -180,21 +183,22 @@ class Admission:
         return self._opened
 
     def submit(self, group: AdmissionGroup, priority: int, problem: int) -> None:
-        """Queue a group and start what fits.
+        """Queue a group, and start as many rollouts as places allow.
 
-        :raises OptionError: it wants to be admitted together and is larger than all places.
+        :raises OptionError: if its rollouts start together but need more places than there are.
         """
         if group.unit > self.places:
             raise OptionError(
                 "admit",
-                f"{group.unit} rollouts together need as many places, there are {self.places}",
+                f"{group.unit} rollouts that start together need as many places, but there "
+                f"are {self.places}",
             )
         self._submitted += 1
         heappush(self._queue, (priority, problem, self._submitted, group))
         self.dispatch()
 
     def release(self, places: int) -> None:
-        """Give places back and start what fits."""
+        """Give places back, and start as many rollouts as places allow."""
         self.in_flight -= places
         self.dispatch()
 

@@ -1,4 +1,4 @@
-"""Problems and their rollouts as nested scopes: what they call, how they wait, settle and end."""
+"""Scopes for problems and their rollouts, which make calls, wait for siblings and end together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ V = TypeVar("V")
 Args = TypeVarTuple("Args")
 Admit = Literal["each", "together"]
 Sink = Callable[[object], object]
-"""Receives every event the moment it happens; it must not block, and its result is ignored."""
+"""A function that gets every event when it happens; it must not block, and its result is ignored.
+"""
 _UNKNOWN = -1.0  # a time that has not come yet
 
 
@@ -41,7 +42,7 @@ class GraphState:
     """The state that all scopes of one graph share: its clock, its pools, its sink, its totals."""
 
     pools: dict[str, Pool]
-    strict: bool  # engines without a pool are refused
+    strict: bool  # engines without a limit are refused
     policy: RetryPolicy
     sink: Sink | None
     last_id: int
@@ -62,7 +63,7 @@ class GraphState:
         if engine not in self.pools:
             if self.strict:
                 raise OptionError(
-                    engine, "the graph has no limit for this engine", list(self.pools)
+                    engine, "the graph does not have a limit for this engine", list(self.pools)
                 )
             # an unbounded pool never queues, so it need not know the loop
             self.pools[engine] = Pool(engine, Limit())
@@ -97,21 +98,23 @@ class GraphState:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """The state of one call of `Graph.run`; `cancel_scope` contains everything the run started."""
+    """The state of one call of `Graph.run`; `cancel_scope` contains everything that the run
+    started.
+    """
 
     state: GraphState
     admission: Admission
     cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    # contains the opening of problems alone
+    # contains only the opening of problems
     intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     # open groups, in the order of opening
     groups: dict[AdmissionGroup, None] = field(default_factory=dict[AdmissionGroup, None])
-    error: Exception | None = None  # the first that was fatal
+    error: Exception | None = None  # the first fatal error
     stopped: str = ""
     why: str = ""
 
     def fail(self, error: Exception) -> None:
-        """End everything; the run raises this error, unless another came first."""
+        """End everything; the run raises this error, unless another one came first."""
         if self.error is None:
             self.error = error
             self.cancel("failed")
@@ -123,7 +126,9 @@ class Run:
         self.cancel_scope.cancel()
 
     def stop(self, why: str) -> None:
-        """Open no more problems, end all rollouts, let the problems conclude from what they have."""
+        """Open no more problems, end all rollouts, and let problems conclude from their rollouts so
+        far.
+        """
         self.stopped = self.stopped or why
         self.intake.cancel()
         for group in list(self.groups):
@@ -131,7 +136,9 @@ class Run:
 
 
 class Caller:
-    """A rollout or a problem, as what calls engines. Calls may run side by side within one caller."""
+    """A caller of engines, which is a rollout or a problem. Calls of one caller may run
+    concurrently.
+    """
 
     __slots__ = ("_declared", "_ready", "_state", "frontier", "problem", "promised", "sample")
 
@@ -141,16 +148,16 @@ class Caller:
         self.problem = problem
         self.sample = sample
         self._state = state
-        # numbers of the finished calls that the next one will have waited for
+        # numbers of the finished calls that the next call depends on
         self.frontier = frontier
         # set by a problem's first call: the next problem may be opened
         self._declared: anyio.Event | None = None
-        # when it began to wait for siblings, if that is what came last
+        # the time when it began to wait for siblings, if it waited since its last call
         self._ready: float | None = None
-        self.promised: Arrival | None = None  # what siblings wait for this caller to learn
+        self.promised: Arrival | None = None  # scores that siblings wait for this caller to get
 
     def emit(self, event: object) -> None:
-        """Put an event of the caller's into the graph's stream."""
+        """Send an event of the caller to the graph's sink."""
         self._state.emit(event)
 
     async def call(
@@ -213,14 +220,14 @@ class Caller:
                     span.started = now()
                 result = await function(*args)
                 if record is not None:
-                    # the node ends here: waiting for the disk is not work of the engine's
+                    # the node ends here, because waiting for the disk is not work of the engine
                     is_recorded = True
                     span.ended = now()
                     await record(span, result)
                 return result
             except Exception as error:
                 span.status = "failed"
-                # a call whose result is on record must not be made a second time
+                # a call with a recorded result must not be repeated
                 if is_recorded or not state.policy.retries(error, attempt, state.policy.calls):
                     raise
             except BaseException:
@@ -229,13 +236,13 @@ class Caller:
             finally:
                 self._close(span, pool, has_slot, is_recorded)
             if self.promised is not None:
-                # callers that wait for this call now ask the engine themselves
+                # callers that wait for this call then ask the engine themselves
                 self.promised.event.set()
             await anyio.sleep(state.policy.delay(attempt, node))
             attempt += 1
 
     def _close(self, span: CallSpan, pool: Pool, has_slot: bool, is_recorded: bool) -> None:
-        """Give a call's slot back, count what it took, and report the call unless it is on record."""
+        """Give a call's slot back, count its time, and report the call unless it is recorded."""
         state = self._state
         if span.ended == _UNKNOWN:
             span.ended = state.now()
@@ -249,10 +256,10 @@ class Caller:
         if span.status == "cancelled":
             pass  # the next call does not wait for it
         elif self.frontier is span.after:
-            # in straight-line code nothing else finished meanwhile
+            # in sequential code nothing else finished in the meantime
             self.frontier = (span.node,)
         else:
-            # another call of this caller finished meanwhile: the next one waits for both
+            # another call of this caller finished in the meantime, so the next call depends on both
             others = [node for node in self.frontier if node not in span.after]
             self.frontier = (*others, span.node)
         if state.sink is not None and not is_recorded:
@@ -261,9 +268,9 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult(Generic[T]):
-    """Result of one rollout.
+    """The result of one rollout.
 
-    `value` is what its function returned, or what it had saved last when it failed or was
+    `value` is the result of its function, or the value that it saved last before it failed or was
     cancelled.
     """
 
@@ -275,7 +282,9 @@ class RolloutResult(Generic[T]):
 
 
 class RolloutScope(Caller, Generic[T]):
-    """Argument of a rollout's function: the rollout's name in the run, and the way to the engines."""
+    """The argument of a rollout's function, with the rollout's name in the run and access to
+    engines.
+    """
 
     __slots__ = ("_group", "attempt", "saved", "waited")
 
@@ -283,19 +292,20 @@ class RolloutScope(Caller, Generic[T]):
         super().__init__(group.run.state, group.problem, sample, group.frontier)
         self._group = group
         self.attempt = 0
-        # survives an attempt that failed: the next one may continue from it
+        # kept after a failed attempt, so that the next attempt may continue from it
         self.saved: T | None = None
         self.waited = 0.0  # seconds
 
     def save(self, value: T) -> None:
-        """Leave what there is so far, for the result of a rollout that will not come to its end."""
+        """Save the current value as the result in case the rollout fails or is cancelled."""
         self.saved = value
 
     async def meet(self, value: V) -> Mapping[int, V]:
-        """Wait until every sibling still running has met too; return this round's values by sample.
+        """Wait until every running sibling has called `meet` too; return this round's values by
+        sample.
 
-        This is a barrier, for rollouts admitted "together" only. The next node waits for all nodes
-        of the round.
+        This is a barrier, only for rollouts that start "together". The next node waits for all
+        nodes of the round.
 
         :raises OptionError: the rollouts are not admitted together.
         """
@@ -318,10 +328,10 @@ class RolloutScope(Caller, Generic[T]):
         return current.values
 
     async def wait(self, arrival: Arrival, turn: int) -> None:
-        """Wait for what a sibling is about to know, as a node without compute.
+        """Wait for a score that a sibling is about to get, as a node without compute.
 
-        The node waited for the sibling's calls, so it is an edge between siblings. The wait also
-        ends when the sibling's call fails and is tried again.
+        The node depends on the sibling's calls, so it is an edge between siblings. The wait also
+        ends when the sibling's call fails and is retried.
         """
         since = self._state.now()
         try:
@@ -362,15 +372,17 @@ class RolloutScope(Caller, Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A fact that one rollout is about to learn, and that its siblings wait for."""
+    """A value that one rollout is about to get, and that its siblings wait for."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
-    nodes: tuple[int, ...] = ()  # the calls that brought it
+    nodes: tuple[int, ...] = ()  # the calls that produced it
 
 
 @dataclass(slots=True)
 class Round:
-    """One meeting; once closed, `values` is complete and `frontier` has every node it waited for."""
+    """One round of a barrier; once closed, `values` is complete and `frontier` has every node it
+    waited for.
+    """
 
     opened_with: tuple[int, ...]
     values: dict[int, Any] = field(default_factory=dict[int, Any])
@@ -381,18 +393,19 @@ class Round:
 
 @dataclass(slots=True, eq=False)
 class Group(Generic[T]):
-    """The rollouts of one problem that were asked for together: started, settled, cancelled and
-    gathered as one. Their starter waits for `done` inside `tasks`.
+    """The rollouts of one request of a problem, which start, settle and end as a group.
+
+    The problem waits for `done` inside `tasks`.
     """
 
     run: Run
     problem: str
-    frontier: tuple[int, ...]  # frontier of the problem, when it asked for them
+    frontier: tuple[int, ...]  # the problem's frontier when it requested the rollouts
     function: Callable[[RolloutScope[T]], Awaitable[T]]
     samples: range
     admit: Admit
     settle: Callable[[RolloutResult[T]], bool] | None
-    why: str = field(init=False)  # not empty: nothing more is started
+    why: str = field(init=False)  # if not empty, no more rollouts start
     queued: float = field(init=False)
     tasks: TaskGroup | None = None
     results: dict[int, RolloutResult[T]] = field(default_factory=dict[int, RolloutResult[Any]])
@@ -424,8 +437,8 @@ class Group(Generic[T]):
         for _ in range(self.unit):
             sample = self.samples[self._next]
             self._next += 1
-            # the place may have been given back by another problem, whose context variables are not
-            # ours
+            # another problem may have given the place back, whose context variables must not be
+            # used
             self._context.run(self.tasks.start_soon, self._rollout, sample)
 
     def close(self, why: str) -> None:
@@ -442,7 +455,7 @@ class Group(Generic[T]):
         return any(result.status == "cancelled" for result in self.results.values())
 
     def gathered(self) -> list[RolloutResult[T]]:
-        """Return every result in the order of the samples, those that never started included."""
+        """Return every result in the order of the samples, including rollouts that never started."""
         results: list[RolloutResult[T]] = []
         for sample in self.samples:
             result = self.results.get(sample) or RolloutResult(sample, self._interruption())
@@ -516,7 +529,7 @@ class Group(Generic[T]):
                 self.done.set()
 
     def _react_to(self, result: RolloutResult[T]) -> None:
-        """Fail the run, or settle the group, if this result is a reason to."""
+        """Fail the run, or settle the group, if this result requires it."""
         error = result.error
         state = self.run.state
         has_given_up = state.has_given_up(result.status)
@@ -556,7 +569,7 @@ class Group(Generic[T]):
     def release(self) -> None:
         """Give back the places that were taken together.
 
-        Until now every finished rollout waited for its siblings.
+        Every finished rollout kept its place until now.
         """
         if self.admit != "together" or not self._next:
             return
@@ -572,7 +585,7 @@ class Group(Generic[T]):
 
 
 class ProblemScope(Caller):
-    """One open problem. Everything it started ends before its function returns."""
+    """One open problem. Everything that it started ends before its function returns."""
 
     __slots__ = ("cancel_scope", "declared", "index", "is_opening", "order", "run", "why")
 
@@ -583,22 +596,23 @@ class ProblemScope(Caller):
         self.order = order
         self.why = ""
         self.cancel_scope = anyio.CancelScope()
-        self.is_opening = True  # until it submits rollouts: counted as one itself
+        self.is_opening = True  # until the problem submits rollouts, it counts as one
         self._declared = self.declared = anyio.Event()
         self.run = run
 
     def cancel(self, why: str) -> None:
-        """End this problem: its function, its rollouts, their calls; nothing of any other."""
+        """End this problem with its function, its rollouts and their calls, without affecting other
+        problems.
+        """
         self.why = self.why or why
         self.cancel_scope.cancel()
 
     @contextmanager
     def concluding(self, rollouts: int) -> Generator[None]:
-        """Count so many ended rollouts as waiting for something slower than engines, such as a
-        grader.
+        """Count `rollouts` ended rollouts as waiting for work outside engines, such as grading.
 
-        No problem is opened while more of them wait, over all problems, than a few for every place:
-        what cannot be concluded at the speed of the engines is not piled up.
+        While too many wait over all problems, no problem is opened, so that finished work does not
+        pile up behind a slow grader.
         """
         admission = self.run.admission
         admission.concluding += rollouts
@@ -620,10 +634,10 @@ class ProblemScope(Caller):
     ) -> list[RolloutResult[T]]:
         """Run `function` once per sample and return every result in the order of the samples.
 
-        They start when places are free, earlier problems first. `settle` sees each rollout that
-        ended by itself, as it ends; once it returns true the others are cancelled ("settled").
-        `timeout_seconds` counts from now. Admitted "together" they start at once, may `meet` in
-        rounds, and keep their places until the last has ended.
+        Rollouts start when places are free, earlier problems first. `settle` gets each rollout that
+        ends by itself; once it returns true, the others are cancelled ("settled").
+        `timeout_seconds` counts from now. If `admit` is "together", all rollouts start at once, may
+        `meet` in rounds, and keep their places until the last has ended.
 
         :raises OptionError: no samples, or more together than there are places.
         :raises Exception: what `settle` raised.
@@ -656,7 +670,7 @@ class ProblemScope(Caller):
             finally:
                 del run.groups[group]
                 if group.is_cut_short():
-                    # the cause is known only here: `close` was not called, or it has its reason
+                    # the cause is known only here, because `close` was not called
                     is_late = anyio.current_time() >= tasks.cancel_scope.deadline
                     group.close("deadline" if is_late else "cancelled")
 

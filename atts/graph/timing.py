@@ -1,4 +1,4 @@
-"""The time of a run, taken apart: busy shares, the critical path, lost time, a Chrome trace."""
+"""Analyse the time of a run: busy shares, the critical path, lost time, and a Chrome trace."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Event = dict[str, Any]
 _ROLLOUTS = 1  # the process that stands for the rollouts in a trace; engines follow
 
 COMPUTE_BOUND = frozenset({"score"})
-"""Stages that are one prefill: their time is arithmetic. Decoding moves every weight for every
-token: memory.
+"""The stages that are a prefill, whose time is bound by arithmetic. Decoding is bound by memory,
+because it reads every weight for every token.
 """
 
 
@@ -45,12 +45,12 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A run's time, taken apart."""
+    """The analysis of a run's time."""
 
-    seconds: float  # seconds from the begin of the first node to the end of the last one
+    seconds: float  # seconds from the start of the first node to the end of the last one
     stages: Mapping[str, StageTime]
     busy_seconds: Mapping[str, float]  # per engine, summed over slots
-    critical_path: Path  # no schedule and no number of slots ends sooner
+    critical_path: Path  # lower bound: no schedule or number of slots ends sooner
     arithmetic_seconds: float  # Tc
     memory_seconds: float  # Tm
     sibling_seconds: float  # Ts

@@ -1,4 +1,4 @@
-"""Importers: rollouts of other tools become a run that reports, comparisons and replays read."""
+"""Importers, which turn rollouts of other tools into runs for reports, comparisons and replays."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -37,7 +37,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         )
     }
 )  # fmt: skip
-"""Every format that can be imported, by name."""
+"""All formats that can be imported, by name."""
 
 __all__ = [
     "FORMATS",

@@ -1,4 +1,6 @@
-"""Plain JSON Lines: a rollout, or all rollouts of a problem, per line, under columns that the user names."""
+"""Read plain JSON Lines, with a rollout or all rollouts of a problem per line, in columns that the
+user names.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,14 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "cost": ("cost", "dollars"),
     }
 )
-"""Each field with the columns that are tried where the user names none."""
+"""The columns that are tried for each field if the user names none."""
 _SCORE = "score."
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Refuse a field that does not exist.
+    """Check that the named fields exist.
 
-    :raises OptionError: naming it.
+    :raises OptionError: if one does not, naming it.
     """
     for field in columns:
         if field not in FIELDS and not field.startswith(_SCORE):
@@ -61,9 +63,11 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
         shown = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         raise RecordError(f"its lists are of different lengths ({shown})")
     if not names["question"] and not names["id"]:
-        raise RecordError("no column holds the question; name it with --column question=NAME")
+        raise RecordError(
+            "it has no known column for the question; name one with --column question=NAME"
+        )
     if not names["text"] and not names["answer"]:
-        raise RecordError("no column holds the text; name it with --column text=NAME")
+        raise RecordError("it has no known column for the text; name one with --column text=NAME")
     for number in range(max(lengths.values(), default=1)):
         values = {
             field: (row[name][number] if name in lengths else row[name])
@@ -99,7 +103,7 @@ def _sample(values: Row, scores: Mapping[str, float], number: int | None) -> For
 
 
 def _column(row: Row, field: str, columns: Mapping[str, str]) -> str:
-    """Return the column of a field, "" if the row has none.
+    """Return the column of a field; "" if the row has none.
 
     :raises RecordError: the user named a column that the row lacks.
     """
@@ -117,7 +121,7 @@ def _score(row: Row, column: str, number: int) -> float:
         value = value[number] if number < len(value) else None
     score = number_of({"score": value}, "score")
     if score is None:
-        raise RecordError(f"its column {column!r} holds no number")
+        raise RecordError(f"its column {column!r} does not contain a number")
     return score
 
 

@@ -1,4 +1,4 @@
-"""Traces of DeepConf in JSON, with a confidence per token."""
+"""Read traces of DeepConf in JSON, which have a confidence per token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from atts.importers.samples import (
     text_of,
 )
 
-_WINDOW = 2048  # tokens: the group and the tail of the paper
+_WINDOW = 2048  # tokens in the windows and in the tail of the paper
 _BOTTOM = 0.1  # share of the windows whose mean is the bottom confidence
 _ENDS: dict[str, Ended] = {"length": "length", "gconf_threshold": "stopped"}
 
@@ -61,12 +61,13 @@ def _confidences(trace: Row) -> Sequence[float]:
     values = list_of(trace, "confs")
     numbers = [float(each) for each in values if isinstance(each, int | float)]
     if len(numbers) != len(values) or not all(map(isfinite, numbers)):
-        raise RecordError("its 'confs' hold something else than numbers")
+        raise RecordError("its 'confs' contain something other than numbers")
     return numbers
 
 
 def confidences(values: Sequence[float], window: int = _WINDOW) -> dict[str, float]:
-    """Return the paper's four confidences of a trace: mean, tail, bottom tenth and least of windows.
+    """Return the paper's four confidences of a trace: the mean, the tail, and the bottom tenth and
+    the least of the windows.
 
     >>> confidences([1.0, 2.0, 6.0], window=2)
     {'mean confidence': 3.0, 'tail confidence': 4.0, 'bottom confidence': 1.5, 'least confidence': 1.5}

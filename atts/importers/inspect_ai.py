@@ -1,4 +1,4 @@
-"""Logs of inspect_ai: .eval archives and their JSON."""
+"""Read logs of inspect_ai: .eval archives, or their JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from atts.importers.samples import (
     truth_of,
 )
 
-_GRADES = {"C": True, "I": False, "N": False}  # correct, incorrect, no answer
+_GRADES = {"C": True, "I": False, "N": False}  # the grades for correct, incorrect and no answer
 _ENDS: dict[str, Ended] = {"max_tokens": "length", "model_length": "length"}
 
 
@@ -63,7 +63,7 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
 
 
 class _Grade:
-    """Verdict of the scorers: the grade of one of them, and every number."""
+    """Return the verdict from the grade of one scorer, and every score that is a number."""
 
     def __init__(self) -> None:
         self.answer: str | None = None
@@ -91,7 +91,7 @@ class _Grade:
 
 
 def _content(value: Any) -> str:
-    """Return the text of a message, or of the messages, that may be in parts."""
+    """Return the text of a message, or of several, whose content may be in parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -107,7 +107,7 @@ def _content(value: Any) -> str:
 
 
 def _part(part: Row) -> str:
-    """Return the text of one part of a message, which is either spoken or reasoning."""
+    """Return the text of one part of a message, which is text or reasoning."""
     if "content" in part:
         return _content(part["content"])
     if part.get("type") == "reasoning":
@@ -116,7 +116,7 @@ def _part(part: Row) -> str:
 
 
 def _reference(target: Any) -> str | None:
-    """Return the reference; of several the first."""
+    """Return the reference, or the first one if there are several."""
     if isinstance(target, list):
         target = cast(Sequence[Any], target)[0] if target else None
     return str(target).strip() or None if target is not None else None
@@ -125,8 +125,8 @@ def _reference(target: Any) -> str | None:
 def _usage(row: Row, output: Row) -> Row:
     """Return the usage of the model that answered.
 
-    The usage of the whole sample counts all its calls. It is not the answering model's alone if the
-    sample also asked another model, such as a judge; then that of the last call is taken.
+    The usage of the whole sample counts all its calls. If the sample also used another model, such
+    as a judge, the usage of the last call is returned instead.
     """
     by_model = table_of(row, "model_usage")
     if len(by_model) == 1:
@@ -136,7 +136,7 @@ def _usage(row: Row, output: Row) -> Row:
 
 
 def _prompt_tokens(usage: Row) -> int | None:
-    """Return all prompt tokens; those of the cache are counted apart from the others."""
+    """Return the number of all prompt tokens, including those from the cache."""
     read = count_of(usage, "input_tokens")
     if read is None:
         return None
@@ -148,7 +148,7 @@ _ATTACHMENT = "attachment://"
 
 
 def _resolved(text: str, row: Row) -> str:
-    """Return a long text that the log keeps apart from its message."""
+    """Return a long text that the log stores separately from its message."""
     if not text.startswith(_ATTACHMENT):
         return text
     return text_of(table_of(row, "attachments"), text.removeprefix(_ATTACHMENT).strip())

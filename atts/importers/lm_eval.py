@@ -1,4 +1,4 @@
-"""Samples of lm-evaluation-harness, as `--log_samples` writes them."""
+"""Read samples of lm-evaluation-harness that `--log_samples` wrote."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
     for number, reply in enumerate(replies):
         if not isinstance(reply, str):
             raise RecordError(
-                "a reply is not a text: only tasks that generate can be read, "
-                "not those that compare likelihoods"
+                "a reply is not a text; only generation tasks can be read, not those that compare "
+                "likelihoods"
             )
         answer = filtered[number] if is_each else filtered
         is_only = len(replies) == 1
@@ -53,7 +53,7 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
             problem=f"{task}/{text_of(row, 'doc_id')}",
             reference=optional_text(row, "target"),
             number=number,
-            # the harness graded the one answer that its filter made of all replies
+            # the harness graded the single answer that its filter made from all replies
             answer=_answer(answer) if is_each or is_only else None,
             is_correct=truth_of(row.get(metric)) if is_only and metric else None,
             filter=optional_text(row, "filter") or "",
@@ -62,24 +62,24 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
 
 
 def _only(row: Row, name: str) -> Any:
-    """Return the harness's record of the document's one request.
+    """Return the harness's record of the document's request.
 
-    :raises RecordError: it made several, as tasks that compare likelihoods do.
+    :raises RecordError: if there are several requests, as in tasks that compare likelihoods.
     """
     requests: Sequence[Any] = list_of(row, name)
     if len(requests) != 1:
         raise RecordError(
-            f"{len(requests)} requests were made for it: only tasks that generate can be read, "
-            "not those that compare likelihoods"
+            f"{len(requests)} requests were made for it; only generation tasks can be read, not "
+            "those that compare likelihoods"
         )
     found = requests[0]
     if name == "resps" and not isinstance(found, list):
-        raise RecordError("its 'resps' hold no list of replies")
+        raise RecordError("its 'resps' do not contain a list of replies")
     return found
 
 
 def _answer(value: object) -> str | None:
-    """Return an answer that a filter extracted; the harness writes [invalid] where it found none."""
+    """Return an answer that a filter extracted; the harness writes [invalid] if it found none."""
     if not isinstance(value, str):
         return None
     return None if value.strip() in ("", "[invalid]") else value
@@ -97,7 +97,7 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 def _prompt(row: Row) -> str:
-    """Return the prompt that was sent, which holds the question."""
+    """Return the prompt that was sent, which contains the question."""
     sent: Any = row.get("arguments")
     if isinstance(sent, list) and sent and isinstance(sent[0], list) and sent[0]:
         return str(sent[0][0])

@@ -1,4 +1,4 @@
-"""Outputs of MathArena, one rollout a row, with the cost of each."""
+"""Read outputs of MathArena, which have one rollout per row with its cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
         problem=f"{competition}/{problem}" if competition else problem,
         reference=optional_text(row, "gold_answer"),
         number=count_of(row, "idx_answer"),
-        # the column holds Python's words, for want of a missing text
+        # the column contains Python's text for a missing value
         answer=None if answer in ("None", "nan", "") else answer,
         is_correct=truth_of(row.get(options.metric or "correct")),
         model=optional_text(row, "model_name", "model_config") or "",
@@ -45,7 +45,7 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
 
 
 def _prices(row: Row) -> tuple[float, float] | None:
-    """Return the prices per million tokens; the columns are named as if they were per token."""
+    """Return the prices per million tokens, although the names of the columns say per token."""
     read_price = number_of(row, "input_cost_per_tokens")
     written = number_of(row, "output_cost_per_tokens")
     if read_price is None or written is None or min(read_price, written) < 0:
@@ -54,7 +54,7 @@ def _prices(row: Row) -> tuple[float, float] | None:
 
 
 def _text(row: Row) -> str:
-    """Return the last message; older outputs have all of them, in JSON, and no text of their own."""
+    """Return the last message; older outputs have no separate text but all messages in JSON."""
     text = optional_text(row, "answer")
     if text is not None:
         return text
@@ -70,7 +70,7 @@ def _text(row: Row) -> str:
 
 
 def _points(row: Row) -> dict[str, float]:
-    """Return the share of points that each judge of a proof gave."""
+    """Return, for each judge of a proof, the share of points that it gave."""
     points: dict[str, float] = {}
     for judge in range(1, 10):
         given = number_of(row, f"points_judge_{judge}")

@@ -1,4 +1,6 @@
-"""Monkey Business (Large Language Monkeys): thousands of samples to each problem, in one record."""
+"""Read Monkey Business (Large Language Monkeys), with thousands of samples per problem in one
+record.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
     has_grades = any(name in row for name in ("is_corrects", "is_correct"))
     grades = list_of(row, "is_corrects", "is_correct") if has_grades else [None] * len(samples)
     if len(grades) != len(samples):
-        raise RecordError(f"it has {len(samples)} samples and {len(grades)} grades")
+        raise RecordError(f"it has {len(samples)} samples but {len(grades)} grades")
     worked = optional_text(row, "gt_answer")
     split = optional_text(row, "orig_dset_split")
     name = optional_text(row, "orig_dset_idx", "theorem_name", "name")

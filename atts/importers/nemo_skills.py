@@ -1,4 +1,6 @@
-"""Generations of NeMo-Skills: output-rs0.jsonl, output-rs1.jsonl and so on, one rollout a line."""
+"""Read generations of NeMo-Skills: output-rs0.jsonl, output-rs1.jsonl and so on, one rollout per
+line.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _VERDICT = re.compile(r"judge?ment:\s*\W*(yes|no)\b", re.IGNORECASE)
 
 
 def read(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Yield the rollout on one line; its number is the random seed in the file's name."""
+    """Yield the rollout of one line; its number is the random seed in the file's name."""
     seed = _SEED.search(path.name)
     start = number_of(row, "generation_start_time")
     end = number_of(row, "generation_end_time")

@@ -1,4 +1,4 @@
-"""Records of large files, found once and read again by their place, in constant memory."""
+"""Find the records of large files and read them again by position, in constant memory."""
 
 from __future__ import annotations
 
@@ -24,49 +24,51 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a record in its file, from which it can be read again."""
+    """The position of a record in its file, from which it can be read again."""
 
     start: int
     size: int
-    number: int  # for people, counted from 1
+    number: int  # number of the record for messages, counted from 1
 
 
 class RecordFile(Protocol):
     """A file of records."""
 
-    word: str  # name of a record in messages: "line", "item", "entry"
+    word: str  # the word for a record in messages: "line", "item" or "entry"
 
     def places(self) -> Iterator[tuple[Place, bytes]]:
-        """Yield each record in order, with its place."""
+        """Yield each record in order, with its position."""
         ...
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the record at a place again."""
+        """Read the record at a position again."""
         ...
 
 
 @contextmanager
 def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
-    """Open a file of records by the end of its name.
+    """Open a file of records, whose kind is known by its suffix.
 
-    :raises DatasetError: it is missing, packed, a pickle, or of an unknown kind.
+    :raises DatasetError: if the file is missing, compressed, a pickle, or of an unknown kind.
     """
     suffix = path.suffix.lower()
     if suffix in PICKLES:
         raise DatasetError(
             str(path),
-            "it is a pickle, and reading a pickle runs whatever code is in it",
+            "it is a pickle, and reading a pickle runs any code that it contains",
             "Convert it where you trust it: python -c 'import json, pickle, sys; "
             'json.dump(pickle.load(open(sys.argv[1], "rb")), sys.stdout, default=str)\' FILE > FILE.json',
         )
     if suffix in PACKED:
         raise DatasetError(
-            str(path), "it is packed, and records are read by their place", "Unpack it first"
+            str(path),
+            "it is compressed, but records are read by their position in the file",
+            "Unpack it first",
         )
     if suffix == ".parquet":
         raise DatasetError(
             str(path),
-            "it is a Parquet file, and this reads JSON",
+            "it is a Parquet file, but only JSON can be imported",
             "Convert it: python -c 'import pandas, sys; pandas.read_parquet(sys.argv[1]).to_json"
             '(sys.argv[2], orient="records", lines=True)\' FILE FILE.jsonl',
         )
@@ -83,25 +85,27 @@ def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
             else:
                 raise DatasetError(
                     str(path),
-                    "it is not a kind of file that is read",
+                    "it is not of a kind that atts reads",
                     "Known: .jsonl, .ndjson, .json, .eval",
                 )
     except FileNotFoundError:
-        raise DatasetError(str(path), "there is no such file", "Check the path") from None
+        raise DatasetError(str(path), "the file does not exist", "Check the path") from None
     except OSError as error:
         raise DatasetError(
             str(path), f"it cannot be read: {error.strerror or error}", "Check its permissions"
         ) from error
     except zipfile.BadZipFile as error:
         raise DatasetError(
-            str(path), f"it is not a whole .eval archive ({error})", "Was its evaluation cut?"
+            str(path),
+            f"it is not a complete .eval archive ({error})",
+            "Check whether its evaluation was interrupted",
         ) from None
 
 
 def parse(data: bytes) -> dict[str, Any]:
     """Return the object of a record.
 
-    :raises ValueError: it is not a JSON object.
+    :raises ValueError: if the record is not a JSON object.
     """
     try:
         value: Any = msgspec.json.decode(data)
@@ -113,7 +117,9 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def _as_python_writes(data: bytes, error: Exception) -> Any:
-    """Parse JSON with NaN and infinities, which Python writes and JSON lacks."""
+    """Parse JSON that may contain NaN and infinities, which Python writes although JSON forbids
+    them.
+    """
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -130,7 +136,7 @@ def digest_of(path: Path) -> str:
 
 
 class _Lines:
-    """JSON Lines: a record per line."""
+    """A file of JSON Lines, with a record per line."""
 
     word = "line"
 
@@ -147,19 +153,20 @@ class _Lines:
             start += len(line)
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the line at a place."""
+        """Return the line at a position."""
         self._file.seek(start)
         return self._file.read(size)
 
 
-# a whole string, the beginning of one that the block cuts, or a bracket
+# a complete string, the beginning of a string that the block cuts, or a bracket
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:(")|\\?\Z)|[{}\[\]]', re.DOTALL)
 
 
 class _Items:
-    """One JSON value: a list of records, an object with such a list, or a single record.
+    """A file with one JSON value: a list of records, an object with such a list, or a single
+    record.
 
-    Several values one after the other, as some tools write into a file called .json, are records as
+    Several values one after the other, which some tools write into .json files, are records as
     well.
     """
 
@@ -171,17 +178,17 @@ class _Items:
         self._field = f'"{list_field}"'.encode() if list_field else b""
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the item at a place."""
+        """Return the item at a position."""
         self._file.seek(start)
         return self._file.read(size)
 
     def places(self) -> Iterator[tuple[Place, bytes]]:
-        """Yield every item; of the rest of the file only brackets and the list's name are read."""
+        """Yield every item; outside the items only brackets and the list's name are parsed."""
         self._file.seek(0)
         buffer = b""
         base = 0  # offset of the buffer in the file
-        scanned = 0  # length of the buffer that was scanned
-        start = -1  # start of the open item, in the file
+        scanned = 0  # length of the scanned part of the buffer
+        start = -1  # position of the open item in the file
         depth = 0
         level = -1  # the depth at which items begin; -1: outside the list of items
         key = b""  # the latest string at depth 1
@@ -193,7 +200,7 @@ class _Items:
                 word = token[0]
                 if word[0] == _QUOTE:
                     if token[1] is None and block:
-                        break  # the rest of the string comes with the next block
+                        break  # the rest of the string is in the next block
                     if depth == 1:
                         key = word
                 elif word in b"{[":
@@ -223,7 +230,7 @@ class _Items:
         if depth:
             raise DatasetError(
                 str(self._path),
-                f"it ends within item {number + 1}: the file is cut, or is not JSON",
+                f"it ends within item {number + 1}, so the file is cut, or is not JSON",
                 "Fetch it again",
             )
 
@@ -232,14 +239,14 @@ _QUOTE = ord('"')
 
 
 class _EvalArchive:
-    """An .eval log of inspect_ai: a zip archive with one entry per sample."""
+    """An .eval log of inspect_ai, which is a zip archive with one entry per sample."""
 
     word = "entry"
 
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
         self._path = path
         self._archive = archive
-        # an entry that was written again replaces the one before
+        # an entry that was written again replaces the earlier one
         named = {entry.filename: entry for entry in archive.infolist()}
         self._entries = [
             entry for name, entry in named.items() if re.fullmatch(r"samples/[^/]*\.json", name)
@@ -251,13 +258,13 @@ class _EvalArchive:
             yield Place(index, 0, index + 1), self.read(index, 0)
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the sample of a number."""
+        """Return the sample with a number."""
         entry = self._entries[start]
         try:
             return self._archive.read(entry)
         except NotImplementedError:
             raise DatasetError(
                 str(self._path),
-                f"{entry.filename} is packed in a way that this Python cannot read",
+                f"{entry.filename} is compressed in a way that this Python cannot read",
                 "Write it again: inspect log convert --to json FILE --output-dir DIRECTORY",
             ) from None

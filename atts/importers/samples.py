@@ -1,4 +1,4 @@
-"""One rollout of another tool, and the reader of one format that finds it in a record."""
+"""The types for one rollout of another tool, and for the reader of one format."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from atts.core import AnswerKind, TokenIds
 
 Row = Mapping[str, Any]
 Ended = Literal["end", "length", "stopped", "failed"]
-"""Why the other tool's text ended: by itself, at a token limit, by a rule that stopped it, or by an error."""
+"""The reason why the other tool's text ended: by itself, at a token limit, by a stopping rule, or
+by an error.
+"""
 
 
 class RecordError(ValueError):
-    """A record that lacks what its format promises; the importer adds its file and line."""
+    """A record lacks a required field; the importer adds the record's file and line."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignSample:
-    """One rollout as another tool recorded it; None where the tool did not say.
+    """One rollout that another tool recorded; fields that the tool did not record are None.
 
-    `problem` is the tool's own name of the problem. Without one, problems with the same question
-    are the same problem.
+    `problem` is the tool's name of the problem. Without one, problems with the same question are
+    the same problem.
     """
 
     question: str
@@ -33,18 +35,18 @@ class ForeignSample:
     reference: str | None = None
     kind: AnswerKind | None = None
     choices: tuple[str, ...] = ()
-    number: int | None = None  # among the rollouts of its problem
-    answer: str | None = None  # None: it is extracted from the text
+    number: int | None = None  # number among the rollouts of its problem
+    answer: str | None = None  # None: atts extracts the answer from the text
     is_correct: bool | None = None
     ended: Ended = "end"
     error: str = ""
     model: str = ""
-    filter: str = ""  # the tool's way to take the answer out of the text, if it tried several
+    filter: str = ""  # the tool's filter that extracted the answer, if it used several
     tokens: int | None = None  # written
     prompt_tokens: int | None = None
     seconds: float | None = None
     dollars: float | None = None
-    # dollars per million tokens that were read and written
+    # dollars per million tokens, for tokens read and written
     prices: tuple[float, float] | None = None
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
     ids: TokenIds = ()
@@ -53,10 +55,10 @@ class ForeignSample:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options of a format's reader; `columns` are of the plain format only."""
+    """The options of a format's reader; only the plain format uses `columns`."""
 
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
-    metric: str = ""  # the score that says whether an answer is correct; "": the first
+    metric: str = ""  # the score that decides whether an answer is correct; "": the first score
 
 
 SampleReader = Callable[[Row, Path, ReadOptions], Iterator[ForeignSample]]
@@ -68,7 +70,7 @@ SampleReader = Callable[[Row, Path, ReadOptions], Iterator[ForeignSample]]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format: how its files are called inside a directory, and what reads their records."""
+    """One format: the name patterns of its files in a directory, and the reader of their records."""
 
     name: str
     about: str
@@ -81,7 +83,7 @@ class Format:
 def text_of(row: Row, *names: str) -> str:
     """Return the first of these fields that is a text or a number.
 
-    :raises RecordError: there is none.
+    :raises RecordError: if there is none.
     """
     found = optional_text(row, *names)
     if found is None:
@@ -116,9 +118,9 @@ def count_of(row: Row, *names: str) -> int | None:
 
 
 def table_of(row: Row, name: str) -> Row:
-    """Return a field that is an object; an empty one if it is missing or null.
+    """Return a field that is an object; an empty object if the field is missing or null.
 
-    :raises RecordError: it is something else.
+    :raises RecordError: if the field is something else.
     """
     value = row.get(name)
     if value is None:
@@ -131,7 +133,7 @@ def table_of(row: Row, name: str) -> Row:
 def list_of(row: Row, *names: str) -> Sequence[Any]:
     """Return the first of these fields that is a list.
 
-    :raises RecordError: there is none.
+    :raises RecordError: if there is none.
     """
     for name in names:
         value: Any = row.get(name)
@@ -142,7 +144,8 @@ def list_of(row: Row, *names: str) -> Sequence[Any]:
 
 
 def truth_of(value: object) -> bool | None:
-    """Return the verdict of a grade: true, false, 0 and 1 are clear, everything else is not.
+    """Return the verdict of a grade: True or False for true, false, 0 and 1, None for anything
+    else.
 
     >>> [truth_of(value) for value in (True, 0.0, 1, 0.5, "yes", None)]
     [True, False, True, None, None, None]

@@ -1,4 +1,4 @@
-"""An import: one pass that finds every rollout, one that writes them problem by problem into a run."""
+"""Import rollouts in two passes: find all rollouts, then write them problem by problem into a run."""
 
 from __future__ import annotations
 
@@ -57,10 +57,12 @@ from atts.ledger import PRICES, Price
 from atts.pipelines import Ballot, tally
 
 IMPORTED = "imported"
-"""Name of the setting, and code of the warning, that tell an imported run from one of atts."""
+"""The name of the setting, and the code of the warning, that mark an imported run."""
 
 Grades = Literal["recorded", "again"]
-"""The verdicts that count: with "recorded" the other tool's where it has any, with "again" atts' own."""
+"""The verdicts to use: "recorded" for those of the other tool if it has any, "again" for those of
+atts.
+"""
 
 _WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
     {"equal": "correct", "different": "wrong", "unscored": "unscored"}
@@ -70,11 +72,11 @@ _MOST_OPEN = 128  # files at once
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """Options of an import of rollouts.
+    """The options of an import of rollouts.
 
-    `model` and `filter` choose among the rollouts of files that hold several models', or the same
-    rollouts under several answer filters. `known` are problems whose ids, references and kinds
-    replace those of the files, where the question is the same; `known_as` is their name.
+    `model` and `filter` choose rollouts from files that contain several models or several answer
+    filters. `known` are problems whose ids, references and kinds replace those of the files if the
+    question is the same; `known_as` is their name.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -94,7 +96,7 @@ class ImportOptions:
 
 @dataclass(slots=True)
 class Imported:
-    """An imported run in numbers; `problems` and `rollouts` count the whole of it."""
+    """The numbers of an imported run; `problems` and `rollouts` include those of earlier sessions."""
 
     directory: Path
     format: str
@@ -112,8 +114,8 @@ class Imported:
     with_dollars: int = 0
     dollars: float = 0.0
     scores: tuple[str, ...] = ()
-    unknown: int = 0  # problems that the named data set does not have
-    already: int = 0  # problems that an earlier session had imported
+    unknown: int = 0  # problems that the named dataset does not have
+    already: int = 0  # problems that an earlier session imported
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -124,10 +126,10 @@ class Imported:
 async def import_rollouts(
     format: Format, path: Path, out: Path, options: ImportOptions | None = None
 ) -> Imported:
-    """Write the rollouts of another tool's files as a run, and return what it holds.
+    """Write the rollouts of another tool's files as a run, and return its numbers.
 
-    Memory holds one record, and where the others are. The files are read twice: an import that was
-    interrupted continues with the first problem that is not whole, if the files are unchanged.
+    Memory holds one record and the positions of the others. The files are read twice. An
+    interrupted import continues with the first incomplete problem if the files did not change.
 
     :raises DatasetError: a file or a record cannot be read; the message names file and line.
     :raises OptionError: several models or filters, and none was chosen.
@@ -145,11 +147,12 @@ async def import_rollouts(
         manifest = _manifest(made, digest, options, path, reading)
 
         def recall(entry: Entry) -> None:
-            # the last line of a problem is its span where seconds are known, its outcome elsewhere
+            # the last line of a problem is its span if seconds are known, else its outcome
             if isinstance(entry.event, ProblemSpan if reading.is_timed else OutcomeReached):
                 done.add(entry.event.problem)
 
-        # The clock stands still: how long the import took says nothing about the rollouts.
+        # The clock stands still, because the duration of the import says nothing about the
+        # rollouts.
         async with open_journal(
             out, manifest, JournalOptions(clock=lambda: 0.0), recall
         ) as journal:
@@ -166,7 +169,7 @@ async def import_rollouts(
 
 
 def _files(format: Format, path: Path) -> list[Path]:
-    """Return the files of a path, in the order of the numbers in their names."""
+    """Return the files of a path, ordered by the numbers in their names."""
     if not path.is_dir():
         return [path]
     for pattern in format.patterns:
@@ -175,34 +178,34 @@ def _files(format: Format, path: Path) -> list[Path]:
             return sorted(files, key=_natural)
     pickles = sorted(path.rglob("*.pkl"))
     if pickles:
-        return pickles[:1]  # refused with the reason
+        return pickles[:1]  # opening it raises an error with the reason
     raise DatasetError(
         str(path),
-        f"no file of it is called {' or '.join(format.patterns)}, as those of {format.name} are",
-        "Give the directory that holds them, or name one file",
+        f"it has no file named {' or '.join(format.patterns)}, as files of {format.name} are",
+        "Give the directory of these files, or name one file",
     )
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Return a sort key by which output-rs2 comes before output-rs10."""
+    """Return a sort key that puts output-rs2 before output-rs10."""
     parts = re.split(r"(\d+)", str(path))
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 class _Reading:
-    """The files of an import, and where in them the records of each problem are."""
+    """The files of an import, with the positions of each problem's records."""
 
     def __init__(self, format: Format, files: Sequence[Path], options: ImportOptions) -> None:
         self.format = format
         self.files = files
         self.options = options
-        self.is_timed = False  # the seconds of every rollout are known
+        self.is_timed = False  # whether the seconds of every rollout are known
         # keyed by problem: file, start and size of each of its records, one after the other
         self.problems: dict[str, array[int]] = {}
         self.digests = list[str]()
         self._known = {_plain(problem.text): problem for problem in options.known}
         self._known_ids = {problem.id for problem in options.known}
-        # keyed by question, of problems that the tool did not name
+        # problems that the tool did not name, keyed by question
         self._names: dict[bytes, str] = {}
         self._made = Imported(Path(), format.name, files=len(files))
         self._models = Counter[str]()
@@ -222,7 +225,7 @@ class _Reading:
                 stack.close()
 
     def find(self) -> Iterator[Problem]:
-        """Read everything once, and yield each problem where its first rollout is.
+        """Read all files once, and yield each problem when its first rollout is found.
 
         :raises DatasetError: a record cannot be read, or there is none.
         :raises OptionError: several models or filters, and none was chosen.
@@ -253,15 +256,15 @@ class _Reading:
             wanted = self.options.model or self.options.filter
             raise DatasetError(
                 str(self.files[0]),
-                f"no rollout is of {wanted!r}" if wanted else "it holds no rollouts",
-                f"Is it of the format {self.format.name}?",
+                f"no rollout belongs to {wanted!r}" if wanted else "it does not contain rollouts",
+                f"Check that its format is {self.format.name}",
             )
         if self._known and self._made.unknown == len(self.problems):
             raise DatasetError(
                 self.options.known_as,
-                "none of its questions is in the files",
-                "Their texts must be the same but for white space; leave --dataset out to keep "
-                "the files' own problems",
+                "none of its questions occurs in the files",
+                "Their texts must be the same except for white space; leave --dataset out to keep "
+                "the problems of the files",
             )
         self._made.most_rollouts = max(counts.values())
         self.is_timed = self._made.with_seconds == self._made.rollouts
@@ -275,7 +278,7 @@ class _Reading:
         return None if prices is None else Price(*prices)
 
     def found(self, out: Path) -> Imported:
-        """Return the numbers of everything that was found."""
+        """Return the numbers of the files, problems and rollouts that were found."""
         self._made.directory = out
         self._made.problems = len(self.problems)
         self._made.model = next(iter(self._models), "")
@@ -283,7 +286,7 @@ class _Reading:
         return self._made
 
     def samples(self, name: str) -> Iterator[tuple[Problem, ForeignSample]]:
-        """Yield the rollouts of a problem again, each with its own number."""
+        """Read the rollouts of a problem again, and yield each with a unique number."""
         places = self.problems[name]
         used = set[int]()
         for at in range(0, len(places), 3):
@@ -297,7 +300,7 @@ class _Reading:
                 yield self.problem(sample, name), replace(sample, number=number)
 
     def problem(self, sample: ForeignSample, name: str = "") -> Problem:
-        """Return the problem of a rollout: a known one with the same question, or the tool's."""
+        """Return the problem of a rollout: a known problem with the same question, or the tool's."""
         known = self._known.get(_plain(sample.question))
         if known is not None:
             return known
@@ -316,7 +319,7 @@ class _Reading:
         )
 
     def _name(self, question: str) -> str:
-        """Return the name of a problem that has only its question."""
+        """Return the name of a problem for which only the question is known."""
         key = blake2b(_plain(question).encode(errors="surrogatepass"), digest_size=16).digest()
         return self._names.setdefault(key, f"problem-{len(self._names) + 1}")
 
@@ -330,10 +333,12 @@ class _Reading:
             samples = list(self.format.read(parse(data), path, self._read_options))
         except RecordError as error:
             raise DatasetError(
-                str(path), f"{where}: {error}", f"Is it of the format {self.format.name}?"
+                str(path), f"{where}: {error}", f"Check that its format is {self.format.name}"
             ) from None
         except ValueError as error:
-            raise DatasetError(str(path), f"{where}: {error}", "Mend or remove it") from None
+            raise DatasetError(
+                str(path), f"{where}: {error}", "Correct or remove the record"
+            ) from None
         options = self.options
         return [
             sample
@@ -359,11 +364,11 @@ class _Reading:
         if len(counts) > 1:
             listed = ", ".join(f"{name!r} ({count:,})" for name, count in counts.most_common(12))
             raise OptionError(
-                option, f"the files hold rollouts of {len(counts)} {what}, choose one: {listed}"
+                option, f"the files contain rollouts of {len(counts)} {what}; choose one: {listed}"
             )
 
     def _file(self, index: int) -> RecordFile:
-        """Return an open file; those used longest ago are closed."""
+        """Return an open file, and close the least recently used files if there are too many."""
         if index in self._open:
             self._open.move_to_end(index)
             return self._open[index][0]
@@ -376,12 +381,12 @@ class _Reading:
         return file
 
     def _digest(self, path: Path) -> str:
-        self._file(len(self.digests))  # words what is wrong with the file
+        self._file(len(self.digests))  # raises a clear error about the file
         return digest_of(path)
 
 
 def _plain(text: str) -> str:
-    """Return a question as it is compared: without differences in white space."""
+    """Return a question in the form for comparison, with normalised white space."""
     return " ".join(text.split())
 
 
@@ -422,9 +427,9 @@ def _manifest(
 
 
 def _origin(made: Imported, options: ImportOptions) -> str:
-    """Say for readers of the run where its rollouts are from, and what is not known of them."""
+    """Return a note on the origin of the run's rollouts and on what is not known about them."""
     counts = {"tokens": made.with_tokens, "seconds": made.with_seconds, "costs": made.with_dollars}
-    known = [f"the {name} of {count:,}" for name, count in counts.items()]
+    known = [f"the {name} of {count:,} rollouts" for name, count in counts.items()]
     whose = "atts graded all of them"
     if options.grades == "recorded":
         whose = f"{made.graded:,} have the verdict of that tool, and atts graded the others"
@@ -440,20 +445,20 @@ _FINISHES: Mapping[Ended, Finish] = MappingProxyType(
 
 
 class _ProblemWriter:
-    """Writes one problem into the journal, rollout by rollout."""
+    """A writer of one problem into the journal, rollout by rollout."""
 
     def __init__(self, journal: Journal, grades: Grades) -> None:
         self._record: Callable[[Event], None] = journal.record
         self._grades = grades
-        # keyed by answer as atts reads it
+        # keyed by the answer that atts extracts
         self._verdicts: dict[str, tuple[VerdictStatus, str]] = {}
-        # keyed by answer as the other tool reads it
+        # keyed by the answer that the other tool extracted
         self._recorded: dict[str, Counter[VerdictStatus]] = {}
 
     def write(
         self, samples: Iterable[tuple[Problem, ForeignSample]], number: int, *, is_timed: bool
     ) -> None:
-        """Write all rollouts of a problem, its vote and the verdicts."""
+        """Write all rollouts of a problem, its vote and its verdicts."""
         problem: Problem | None = None
         answers: dict[int, str] = {}
         usage = Usage()
@@ -464,7 +469,7 @@ class _ProblemWriter:
             if problem is None:
                 problem = its_problem
                 self._record(ProblemStarted(problem))
-            assert sample.number is not None, "the reading numbers every rollout"
+            assert sample.number is not None, "reading gave every rollout a number"
             numbers.append(sample.number)
             answer = self._rollout(problem, sample, sample.number)
             if answer is not None:
@@ -475,7 +480,7 @@ class _ProblemWriter:
                 self._time(problem, sample)
             if sample.ended == "failed":
                 errors.append(sample.error)
-        assert problem is not None, "a problem has a rollout"
+        assert problem is not None, "every problem has a rollout"
         self._finish(problem, answers, tuple(sorted(numbers)), usage, errors)
         if is_timed:
             self._record(ProblemSpan(problem.id, number, "done", 0.0, longest))
@@ -516,7 +521,9 @@ class _ProblemWriter:
     def _verdict(
         self, problem: Problem, sample: ForeignSample, answer: str | None
     ) -> tuple[VerdictStatus, str] | None:
-        """Return the verdict on a rollout and its rule; None if there is nothing to go by."""
+        """Return the verdict on a rollout and its rule; None if there is neither a verdict nor a
+        reference.
+        """
         if sample.is_correct is not None and self._grades == "recorded":
             status: VerdictStatus = "correct" if sample.is_correct else "wrong"
             if answer is not None:
@@ -527,7 +534,7 @@ class _ProblemWriter:
         return ("wrong", "no answer") if answer is None else self._own(problem, answer)
 
     def _own(self, problem: Problem, answer: str) -> tuple[VerdictStatus, str]:
-        """Return the verdict of atts, made once for each answer."""
+        """Return the verdict of atts, which is computed once for each answer."""
         if answer not in self._verdicts:
             verdict = judge(problem, answer)
             self._verdicts[answer] = _WORDS[verdict.status], verdict.rule
@@ -576,7 +583,7 @@ class _ProblemWriter:
     def _vote_verdict(
         self, problem: Problem, winner: str | None
     ) -> tuple[VerdictStatus, str] | None:
-        """Return the verdict on the vote: the other tool's on that answer, else that of atts."""
+        """Return the verdict on the vote: that of the other tool on this answer, else that of atts."""
         if winner is not None and winner in self._recorded:
             ((status, _),) = self._recorded[winner].most_common(1)
             return status, f"recorded by {problem.source or 'the other tool'}"
@@ -594,9 +601,9 @@ def _usage(sample: ForeignSample) -> Usage:
 
 
 def check_format(name: str, known: Mapping[str, Format]) -> Format:
-    """Return the format of a name.
+    """Return the format with this name.
 
-    :raises OptionError: there is none.
+    :raises OptionError: if there is none.
     """
     if name not in known:
         raise OptionError("format", f"{name!r} is unknown", [*known], name)
@@ -604,9 +611,9 @@ def check_format(name: str, known: Mapping[str, Format]) -> Format:
 
 
 def check_out(out: Path) -> None:
-    """Refuse a run directory that is standard output.
+    """Check that the run directory is not standard output.
 
-    :raises UsageError: it is "-".
+    :raises UsageError: if it is "-".
     """
     if str(out) == "-":
-        raise UsageError("--out: '-' names no directory, and a run is kept in one")
+        raise UsageError("--out: '-' is not a directory; name one for the run")

@@ -1,4 +1,4 @@
-"""The append-only event log of a run, from which results, reports, resume and replay are made."""
+"""The append-only event log of a run, which results, reports, resumes and replays read."""
 
 from atts.core import CallSpan, ProblemSpan, RolloutSpan
 from atts.journal.directory import (

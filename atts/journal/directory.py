@@ -1,4 +1,4 @@
-"""Run directories: locked and open for writing, or read, whole or damaged, finished or not."""
+"""Open run directories for writing under a lock, or read them, even if damaged or unfinished."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOURNAL = "journal.jsonl"
 MANIFEST = "manifest.json"
 LOCK = "lock"
 MERGED = "merged"
-"""Name of the setting that lists the runs of which a merged run was made."""
+"""The name of the setting that lists the parts of a merged run."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def is_held(path: Path) -> bool:
                 os.kill(int(os.pread(handle, 32, 0)), 0)
             return not _try_lock(handle)
         except PermissionError:
-            # The process lives, and is another user's.
+            # The process lives, and belongs to another user.
             return not _try_lock(handle)
         finally:
             os.close(handle)
@@ -68,9 +68,10 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, None, None]:
-    """Lock a file for this process alone, and leave its content untouched.
+    """Lock a file for this process only, without changing its content.
 
-    A missing file is made. The journal is held like its lock file, which may be deleted.
+    A missing file is created. The journal is locked like its lock file, because that one may be
+    deleted.
 
     :raises JournalLocked: another process holds it, or it was replaced meanwhile.
     :raises StorageError: the file cannot be made, or is a link, a pipe or a device.
@@ -80,7 +81,7 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
     _lock_handles.add(handle)
     try:
         with storage(path):
-            # reading a pipe would wait for a writer that never comes
+            # reading a pipe could wait forever for a writer
             check_ordinary(os.fstat(handle).st_mode, path)
             is_ours = _try_lock(handle, wait=wait) and is_same_file(handle, path)
         if not is_ours:
@@ -152,10 +153,11 @@ async def open_journal(
     options: JournalOptions | None = None,
     on_entry: Callable[[Entry], None] | None = None,
 ) -> AsyncGenerator[Journal, None]:
-    """Open a run directory for writing, locked for this process, where its last session ended.
+    """Open a run directory for writing at the end of its last session, locked for this process.
 
-    A new directory is made and gets the manifest. In an existing one the manifest must match: every
-    entry is passed to `on_entry` in order, a torn last line is cut off, and nothing else is changed.
+    A new directory is created with the manifest. In an existing directory the manifest must match.
+    Every entry is passed to `on_entry` in order, a torn last line is cut off, and nothing else is
+    changed.
 
     :raises JournalLocked: another process writes it.
     :raises FingerprintError: it holds a run with other settings.
@@ -185,7 +187,7 @@ async def open_journal(
 
 
 def check_directory(directory: Path) -> None:
-    """Refuse a run directory that cannot be used, before engines are opened.
+    """Check, before engines are opened, that a run directory can be used.
 
     :raises JournalLocked, JournalCorrupt, JournalVersion, StorageError: as `open_journal` would.
     """
@@ -213,7 +215,7 @@ def _take_up(
             raise JournalCorrupt(
                 directory,
                 f"there is a {JOURNAL} but no {MANIFEST}",
-                "Restore it, or choose another",
+                "Restore the manifest, or choose another directory",
             )
         save_manifest(directory / MANIFEST, manifest)
         return past
@@ -230,7 +232,7 @@ def _take_up(
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A run directory that holds a run; each method reads the journal as it is at that moment.
+    """A directory with a run; each method reads the current journal.
 
         run = open_run(directory)
         run.manifest, run.setting("method")  # what was run
@@ -252,43 +254,45 @@ class RecordedRun:
     manifest: Manifest
 
     def setting(self, name: str) -> Any:
-        """Return a value of the configuration, None if the run has no setting of that name."""
+        """Return a value of the configuration; None if the run has no setting of that name."""
         setting = self.manifest.configuration.get(name)
         return None if setting is None else setting.value
 
     def given(self, name: str) -> Any:
-        """Return a value of the settings as they were given, None if there is none of that name."""
+        """Return a value of the settings as they were given; None if there is none of that name."""
         setting = self.manifest.settings.get(name)
         return None if setting is None else setting.value
 
     @property
     def policy(self) -> dict[str, Any]:
-        """Return the run's policy as JSON data, empty if the run has none."""
+        """Return the run's policy as JSON data; empty if the run has none."""
         return self.setting("policy") or {}
 
     @property
     def part_starts(self) -> tuple[int, ...]:
-        """Return the first session of each merged run but the first; empty if nothing was merged."""
+        """Return the first session of each merged part except the first; empty if nothing was
+        merged.
+        """
         counts = [int(part["sessions"]) for part in self.setting(MERGED) or ()]
         return tuple(1 + sum(counts[:number]) for number in range(1, len(counts)))
 
     def entries(self, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-        """Yield every event in order, or those of some kinds and the openings of sessions."""
+        """Yield all events in order, or only those of some kinds and the openings of sessions."""
         return read_entries(self.directory / JOURNAL, kinds=kinds)
 
     def state(self, kinds: Collection[type[Event]] | None = None) -> RunState:
-        """Return the state after all entries: finished problems in brief, sessions, seconds."""
+        """Return the state after all entries: summaries of finished problems, sessions, seconds."""
         state = RunState()
         for entry in self.entries(kinds):
             state.apply(entry)
         return state
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Yield every finished problem whole, each once, the incomplete ones last."""
+        """Yield the outcome of every finished problem once, the incomplete ones last."""
         return read_outcomes(self.entries(FACTS))
 
     def decisions(self) -> Iterator[Decided]:
-        """Yield every decision in order, without the previews that only asked for a score."""
+        """Yield every decision in order, without previews that only requested a score."""
         for entry in self.entries((Decided,)):
             event = entry.event
             if isinstance(event, Decided) and event.decision.action != "verify":
@@ -304,9 +308,9 @@ class RecordedRun:
 
 
 def check_exists(path: Path) -> None:
-    """Refuse a path that names nothing, where a run or a file is expected.
+    """Check that there is a run or a file at a path.
 
-    :raises JournalError: there is nothing at this path.
+    :raises JournalError: if there is nothing.
     """
     if not path.exists():
         raise JournalError(
@@ -317,7 +321,7 @@ def check_exists(path: Path) -> None:
 
 
 def run_if_begun(directory: Path) -> RecordedRun | None:
-    """Return the run in this directory, None if no run was begun there.
+    """Return the run in this directory; None if no run was started there.
 
     :raises JournalError: the run cannot be read.
     """
@@ -347,7 +351,7 @@ def open_run(
 
 @dataclass(frozen=True, slots=True)
 class JournalCheck:
-    """The contents of a journal up to its end, or up to the first line that is damaged."""
+    """The contents of a journal up to its end, or up to its first damaged line."""
 
     directory: str
     lines: int  # whole lines
@@ -355,7 +359,7 @@ class JournalCheck:
     lost: int  # bytes after the whole lines
     sessions: int
     complete: int  # problems
-    open: int  # problems that were begun and are not complete
+    open: int  # problems that were started but are not complete
     damage: str = ""  # description of the first damaged line; a torn last line is not damage
 
     def as_json(self) -> dict[str, Any]:
@@ -364,7 +368,7 @@ class JournalCheck:
 
 
 def check_journal(directory: Path) -> JournalCheck:
-    """Read a whole run, running or ended, and return what is whole.
+    """Read a run, finished or not, and return the contents before the first damaged line.
 
     :raises JournalError: there is no run, or its manifest is damaged.
     :raises StorageError: it cannot be read.
@@ -407,10 +411,12 @@ def salvage(directory: Path, out: Path) -> JournalCheck:
     with storage(out):
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
-            raise UsageError(f"{out}: it is not empty; choose a new directory for what is saved")
+            raise UsageError(f"{out}: it is not empty; choose a new directory for the saved part")
     if not checked.lines:
         raise JournalCorrupt(
-            directory, "not one line of its journal is whole", "Run it again in another directory"
+            directory,
+            "none of the lines of its journal is undamaged",
+            "Run it again in another directory",
         )
     with held(directory / LOCK, directory), storage(directory):
         with (directory / JOURNAL).open("rb") as file:

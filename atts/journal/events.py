@@ -1,4 +1,4 @@
-"""The events of a journal: one tagged struct for each kind."""
+"""The events of a journal, as one tagged struct for each kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from atts.core import (
 from atts.engine import Speculated
 
 SCHEMA = 5
-"""Version of the journal's format; a journal of another version is refused."""
+"""The version of the journal's format; a journal of another version is refused."""
 
 OutcomeStatus = Literal["answered", "unanswered", "cancelled", "failed"]
 FailureKind = Literal["EngineUnavailable", "EngineTimeout", "BadReply", "OutOfMemory"]
@@ -51,11 +51,11 @@ class _Event(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """Base of all events: a `kind` in JSON, and no fields equal to their defaults.
+    """The base of all events: JSON has a `kind`, and leaves out fields equal to their defaults.
 
-    Some fields exist in lines only. They hold in short what the event's other fields leave out there
-    (`atts.journal.lines` fills them in and takes them out), and are empty in the events that writers
-    record and readers return.
+    Some fields exist in lines only. They abbreviate what the event's other fields leave out in a
+    line (`atts.journal.lines` converts both ways), and are empty in the events that writers record
+    and readers return.
     """
 
 
@@ -89,7 +89,7 @@ class RolloutStarted(_Event, frozen=True, tag="rollout-started"):
     problem: str
     sample: int
     prompt: Prompt
-    # in lines only: the prompt is that of the problem's rollout before, and left out
+    # in lines only: the prompt equals that of the problem's previous rollout, and is left out
     is_repeated: bool = False
 
 
@@ -136,7 +136,8 @@ class RolloutFinished(_Event, frozen=True, tag="rollout-finished"):
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
-    is_fallback_answer: bool = False  # found in a finished text without a marked answer
+    # whether the answer was found in a finished text without a marked answer
+    is_fallback_answer: bool = False
 
 
 class OutcomeReached(_Event, frozen=True, tag="outcome"):
@@ -166,9 +167,9 @@ class Graded(_Event, frozen=True, tag="graded"):
 class Sampled(_Event, frozen=True, tag="sampled"):
     """An engine call that finished.
 
-    `key` names the request by content, so a repeated request finds it. `rollout` is the request's
-    own hint: calls that bear the same one belong to one line of work. `seconds` is the duration of
-    the call.
+    `key` names the request by content, so a repeated request finds it. `rollout` is the hint in the
+    request; calls with the same hint belong to one line of work. `seconds` is the duration of the
+    call.
     """
 
     problem: str
@@ -180,7 +181,7 @@ class Sampled(_Event, frozen=True, tag="sampled"):
     turn: int = 0
     attempt: int = 0
     seconds: float = 0.0
-    # in lines only: the completion's log-probabilities, and the event that readers get next
+    # in lines only: the completion's log-probabilities, and the event that follows for readers
     logprobs: PackedFloats | None = None
     span: CallSpan | None = None
 
@@ -194,7 +195,8 @@ class Scored(_Event, frozen=True, tag="scored"):
     role: Role = "target"
     rollout: str = ""
     seconds: float = 0.0
-    # in lines only: log-probabilities of the suffix and of what was begun, and the next event
+    # in lines only: log-probabilities of the suffix and of the beginning, and the event that
+    # follows for readers
     logprobs: PackedFloats | None = None
     beginning_logprobs: PackedFloats | None = None
     span: CallSpan | None = None
@@ -217,36 +219,36 @@ class CallFailed(_Event, frozen=True, tag="call-failed"):
 
 
 class Decided(_Event, frozen=True, tag="decided"):
-    """The gate answered: before the target had scored ("preview"), after, or for a round at once.
+    """The gate decided: before the target scored ("preview"), after it scored, or on a whole round.
 
     `features` are the numbers the gate was given in addition to the score. A preview of "verify"
-    asks for the score and decides nothing yet; it is recorded only where the gate numbered it
+    requests the score and decides nothing yet; it is recorded only if the gate gave it a number
     (`issue`).
     """
 
     decision: Decision
     features: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     asked: Literal["preview", "score", "round"] = "score"
-    # in lines only: the `Observed` that readers get next
+    # in lines only: the `Observed` event that follows for readers
     escalated: bool | None = None
 
 
 class Observed(_Event, frozen=True, tag="observed"):
-    """The gate learned what was really done with a decision."""
+    """The gate observed what was really done with a decision."""
 
     decision: Decision
     escalated: bool
 
 
 class Combining(_Event, frozen=True, tag="combining"):
-    """It was decided what to do about a problem after its vote, before the target was asked."""
+    """The plan for a problem after its vote was made, before the target was asked."""
 
     problem: str
     plan: CombinePlan
 
 
 class Warned(_Event, frozen=True, tag="warning"):
-    """Something a reader of the results should know; `code` is stable, `text` is for people."""
+    """A warning for readers of the results; `code` is stable, `text` is for people."""
 
     code: str
     text: str
@@ -265,13 +267,13 @@ class Measured(_Event, frozen=True, tag="measured"):
 
 
 COMPARED = "compared"
-"""Code of the warning that reports the comparison with an earlier run."""
+"""The code of the warning that reports the comparison with an earlier run."""
 
 
 class Drifted(_Event, frozen=True, tag="drift"):
     """The scores no longer follow the distribution of the calibration.
 
-    It holds how surprising that is, after how many scores, and what was done.
+    The event has the p-value, the number of scores and the action.
     """
 
     alarm: str
@@ -303,7 +305,7 @@ Event = (
     | Drifted
     | Measured
 )
-"""Everything that can happen in a run. The order of the lines is the order in which it happened.
+"""All events of a run. The order of the lines is the order in which the events happened.
 
 Steps, from which an interrupted run resumes, are `Sampled`, `Scored` and `CallFailed` (results of
 engine calls, found again by `key`), `Decided` and `Observed` (calls of the gate, repeated in order to
@@ -345,13 +347,13 @@ FEATURES: Mapping[str, type[int | float | bool]] = {
 }
 """Numbers that a gate receives besides the score, with their types."""
 _RARE = ("has_answer", "answered", "agreement", "agrees")
-"""Features that are 0 for most chunks; what a journal lacks is 0."""
+"""Features that are 0 for most chunks; a feature that a journal lacks is 0."""
 
 
 def feature_numbers(features: Features) -> dict[str, float]:
-    """Return all features but the text and the turn they belong to, and no rare one that is 0."""
+    """Return all features except the text, the turn, and rare features that are 0."""
     numbers = {"tokens": float(features.tokens)}
-    # NaN is the default of both: JSON has no number for it
+    # both have NaN as default, which JSON cannot write as a number
     if not math.isnan(features.draft_logprob):
         numbers["draft_logprob"] = features.draft_logprob
     if not math.isnan(features.draft_evidence):

@@ -1,4 +1,4 @@
-"""Finished problems in brief, from which results, reports, comparisons and plans are made."""
+"""Summaries of finished problems, from which results, reports, comparisons and plans are made."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from atts.journal.events import Graded, OutcomeStatus, VerdictStatus
 from atts.journal.manifest import Manifest
 
 SampleVerdict = VerdictStatus | Literal["spared", "lost"]
-"""The verdict on a rollout. A rollout that was stopped before it could answer is "spared", one that
-failed is "lost"; neither counts as wrong.
+"""The verdict on a rollout. A rollout that was stopped before it could answer is "spared", a failed
+one is "lost"; neither counts as wrong.
 """
 
 
 def is_censored(answer: object, finish: object) -> bool:
     """Return True if a rollout was stopped before it could answer.
 
-    A settled vote, the end of the run or the loss of an engine stops rollouts. What such a rollout
-    would have answered is unknown. To count it as wrong would make the better method look worse, so
-    rates of single rollouts leave it out.
+    A settled vote, the end of the run or the loss of an engine stops rollouts. The answer of such a
+    rollout is unknown. Counting it as wrong would make a better method look worse, so rates of
+    single rollouts leave it out.
 
     >>> is_censored(None, "settled"), is_censored(None, "tokens"), is_censored("7", "settled")
     (True, False, False)
@@ -33,7 +33,7 @@ def is_censored(answer: object, finish: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSample:
-    """One rollout in brief."""
+    """The summary of one rollout."""
 
     sample: int
     finish: Finish
@@ -45,7 +45,7 @@ class FinishedSample:
 
     @classmethod
     def of(cls, rollout: Rollout) -> FinishedSample:
-        """Make it from a rollout of which nothing is graded yet."""
+        """Make a summary of a rollout that is not graded yet."""
         finish = rollout.finish or "cancelled"
         verdict: SampleVerdict | None = None
         if is_censored(rollout.answer, finish):
@@ -78,7 +78,9 @@ class FinishedSample:
 
 @dataclass(frozen=True, slots=True)
 class FinishedProblem:
-    """One problem in brief: its status, answer, verdict and cost; whole rollouts are in `Outcome`."""
+    """The summary of one problem: its status, answer, verdict and cost; whole rollouts are in
+    `Outcome`.
+    """
 
     problem: str
     status: OutcomeStatus
@@ -90,18 +92,18 @@ class FinishedProblem:
     votes: Mapping[str, float]
     usage: Usage
     why: str = ""
-    judged: int = 0  # chunks a gate decided on, also those of rollouts that were cut
-    escalated: int = 0  # number of them that the target continued
-    doubt: str = ""  # doubt about the answer, by the stored scores
-    combination: Combination | None = None  # None: the vote decided alone
-    # in the task graph; None: while it is being run
+    judged: int = 0  # chunks that a gate decided on, including those of rollouts that were cut
+    escalated: int = 0  # number of these that were escalated
+    doubt: str = ""  # warning that the problem is unlike the questions of the stored scores
+    combination: Combination | None = None  # None if the vote alone decided
+    # seconds in the task graph; None while the problem runs
     seconds: float | None = field(default=None, compare=False)
 
     @classmethod
     def of(
         cls, outcome: Outcome, graded: Iterable[Graded] = (), *, judged: int = 0, escalated: int = 0
     ) -> FinishedProblem:
-        """Make it from an outcome, and the verdicts on its answers."""
+        """Make a summary of an outcome and the verdicts on its answers."""
         samples = tuple(map(FinishedSample.of, outcome.rollouts))
         finished = cls(
             outcome.problem.id,
@@ -121,7 +123,7 @@ class FinishedProblem:
         return finished.graded(graded)
 
     def graded(self, verdicts: Iterable[Graded]) -> FinishedProblem:
-        """Return the problem with verdicts; of several on one answer the last counts."""
+        """Return the problem with verdicts; of several verdicts on one answer the last counts."""
         by_sample = {verdict.sample: verdict for verdict in verdicts}
         samples = tuple(
             one.graded(by_sample[one.sample]) if one.sample in by_sample else one
@@ -139,7 +141,7 @@ class FinishedProblem:
 
     @property
     def is_right(self) -> bool | None:
-        """Return whether the answer is correct, None if the grader could not decide."""
+        """Return whether the answer is correct; None if the grader could not decide."""
         return None if self.verdict == "unscored" else self.is_correct
 
     @property
@@ -154,7 +156,7 @@ class FinishedProblem:
 
     @property
     def is_censored(self) -> bool:
-        """Return True if there is no answer, and a rollout that might have given one was stopped."""
+        """Return True if there is no answer, but a stopped rollout might have given one."""
         return self.answer is None and (
             self.status == "failed" or any(one.is_censored for one in self.samples)
         )
@@ -166,12 +168,12 @@ class FinishedProblem:
 
     @property
     def agreement(self) -> float:
-        """Return the winner's share of all votes, 0 if there are none."""
+        """Return the winner's share of all votes; 0 if there are none."""
         total = math.fsum(self.votes.values())
         return max(self.votes.values()) / total if total else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data for machines, without what is not known or did not happen."""
+        """Return plain data for machines, without unknown or empty values."""
         data = asdict(self)
         for name in ("seconds", "combination"):
             if data[name] is None:
@@ -180,7 +182,7 @@ class FinishedProblem:
 
 
 LARGE_SHARE = 0.05
-"""Share of cut rollouts above which a run's numbers cannot be trusted."""
+"""The share of cut rollouts above which a run's numbers cannot be trusted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ class Truncation:
     at_turns: int
     max_tokens: int
     turns: int
-    context: int  # the shorter of both models'; 0 when unknown
+    context: int  # the shorter context of both models; 0 if unknown
 
     @property
     def cut(self) -> int:
@@ -206,7 +208,7 @@ class Truncation:
 
     @property
     def warning(self) -> str:
-        """Return the sentence if more than 5 % were cut, else an empty text."""
+        """Return a warning if more than 5 % were cut, else an empty text."""
         return str(self) if self.is_large else ""
 
     def as_json(self) -> dict[str, int]:
@@ -215,7 +217,7 @@ class Truncation:
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        """Return one sentence: how many were cut, at which limit, and what to do."""
+        """Return a sentence on how many were cut, at which limit, with advice."""
         share = self.cut / self.rollouts if self.rollouts else 0.0
         counts = f"{self.cut:,} of {self.rollouts:,} rollouts ({100 * share:.1f} %)"
         limits = list[str]()

@@ -1,4 +1,4 @@
-"""The file of a journal: its numbered, dated, checksummed lines, their writer and their reader."""
+"""Write and read the file of a journal, whose lines have numbers, dates and checksums."""
 
 from __future__ import annotations
 
@@ -76,10 +76,12 @@ class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=F
 
 
 def _plain(value: Any) -> Any:
-    """Return a mapping that is not a dict as one; msgspec asks about whatever it does not know."""
+    """Return a mapping as a dict; msgspec calls this for types that it does not know."""
     if isinstance(value, Mapping):
         return dict(value)
-    raise NotImplementedError(f"{type(value).__name__} has no place in a journal")
+    raise NotImplementedError(
+        f"a value of type {type(value).__name__} cannot be written to a journal"
+    )
 
 
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
@@ -99,11 +101,12 @@ _NO_CALLS = _OpenTurn()
 
 
 class OpenRecords:
-    """The prompts, calls and decisions that earlier lines hold and later lines refer to.
+    """The prompts, calls and decisions in earlier lines to which later lines may refer.
 
-    They are those of open problems. A turn refers to the calls that wrote its chunks and to its
-    decision; a rollout refers to the prompt of its problem's rollout before. That halves the file.
-    Writer and reader note the same events in the same order, so a reference finds what it meant.
+    They belong to open problems. A turn refers to the calls that wrote its chunks and to its
+    decision; a rollout refers to the prompt of its problem's previous rollout. This halves the
+    file. Writer and reader see the same events in the same order, so they resolve a reference in
+    the same way.
     """
 
     def __init__(self) -> None:
@@ -111,11 +114,11 @@ class OpenRecords:
         self.turns: dict[str, dict[int, _OpenTurn]] = {}  # keyed by problem and sample
 
     def note(self, event: Event) -> None:
-        """Remember what later lines may refer to, and forget what they no longer can."""
+        """Store data that later lines may refer to, and drop data that they no longer can."""
         match event:
             case Sampled():
                 turns = self.turns.get(event.problem)
-                # A call that outlives its problem belongs to no turn.
+                # A call that ends after its problem does not belong to a turn.
                 if turns is not None:
                     turns.setdefault(event.sample, _OpenTurn()).calls.append(event)
             case Decided() | Observed():
@@ -160,12 +163,12 @@ def unpack_floats(packed: PackedFloats | None) -> tuple[float, ...]:
     form, data = packed
     size, code = (4, "f") if form == "f4" else (8, "d")
     if len(data) % size:
-        raise ValueError(f"{len(data)} bytes hold no whole number of floats")
+        raise ValueError(f"{len(data)} bytes do not contain a whole number of floats")
     return struct.unpack(f"<{len(data) // size}{code}", data)
 
 
 def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRecords) -> Event:
-    """Return the event as its line holds it: with the fields that exist in lines only."""
+    """Return the event in the form of its line, with the fields that exist in lines only."""
     match event:
         case Sampled(completion=whole):
             span = second if isinstance(second, CallSpan) else None
@@ -219,7 +222,7 @@ def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRe
 def _completed(event: Event, records: OpenRecords) -> Event:
     """Return the event of a line with everything that the line leaves out, except the second event.
 
-    :raises ValueError: the line refers to something that no line before it holds.
+    :raises ValueError: if the line refers to something that is not in an earlier line.
     """
     match event:
         case Sampled(completion=bare):
@@ -238,7 +241,7 @@ def _completed(event: Event, records: OpenRecords) -> Event:
             if event.is_repeated:
                 earlier = records.prompts.get(problem)
                 if earlier is None:
-                    raise ValueError("it refers to a prompt that is not there")
+                    raise ValueError("it refers to a prompt that does not exist")
                 prompt = earlier
             elif prompt.draft_ids == prompt.target_ids:
                 # A shared tokenizer: one tuple in memory, as when it was written.
@@ -252,7 +255,7 @@ def _completed(event: Event, records: OpenRecords) -> Event:
             if event.is_decided:
                 decision = noted.decision
                 if decision is None:
-                    raise ValueError("it refers to a decision that is not there")
+                    raise ValueError("it refers to a decision that does not exist")
             restored = Turn(
                 turn.index,
                 chunks,
@@ -269,10 +272,10 @@ def _completed(event: Event, records: OpenRecords) -> Event:
 
 
 def _written(chunk: Chunk, calls: list[Sampled]) -> WrittenChunk:
-    """Return a chunk as the line of its turn holds it: by its call, if it is just what that wrote.
+    """Return a chunk in the form of its turn's line: by a reference to its call, if they are equal.
 
     A chunk is more than one call's completion if a score drew its beginning; it is less if a
-    character was cut or a part of it was kept.
+    character was cut or only a part of it was kept.
     """
     is_draft = chunk.author == "draft"
     ids = chunk.draft_ids if is_draft else chunk.target_ids
@@ -302,7 +305,7 @@ def _written(chunk: Chunk, calls: list[Sampled]) -> WrittenChunk:
 
 
 def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
-    """Return the chunk that the line of a turn holds or refers to."""
+    """Return the chunk that a turn's line contains or refers to."""
     if written.call is None:
         ids = written.ids
         text = written.text
@@ -310,7 +313,7 @@ def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
         logprobs = unpack_floats(written.logprobs)
     else:
         if not 0 <= written.call < len(calls):
-            raise ValueError(f"it refers to a call ({written.call}) that is not there")
+            raise ValueError(f"it refers to a call ({written.call}) that does not exist")
         completion = calls[written.call].completion
         ids = completion.ids[:-1] if written.drops_end else completion.ids
         text = completion.text
@@ -323,7 +326,7 @@ def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
 
 
 class LineWriter:
-    """Turns events into lines, numbered and chained; continues where a reader ended."""
+    """A writer that turns events into numbered and chained lines, continuing where a reader ended."""
 
     def __init__(self, number: int = 0, crc: int = 0, records: OpenRecords | None = None) -> None:
         self.number = number
@@ -333,7 +336,7 @@ class LineWriter:
     def line(
         self, event: Event, at: float, wall: float, second: CallSpan | Observed | None = None
     ) -> bytes:
-        """Return the line of an event, and of a second one that the event's line may hold."""
+        """Return the line of an event, which may also contain a second event."""
         shortened = _shortened(event, second, self._records)
         self._records.note(event)
         line = _Line(self.number, round(at, 6), round(wall, 3), shortened)
@@ -356,7 +359,7 @@ class LineWriter:
 def _is_finite(event: Event) -> bool:
     """Return True if JSON has numbers for all floats of a line, False if that is not known.
 
-    It saves the frequent kinds of lines, whose values may well be null, from the slow way.
+    This avoids the slow way for frequent kinds of lines, which may contain null values.
     """
     numbers: list[float | None]
     decision: Decision | None = None
@@ -397,8 +400,9 @@ def _with_texts(line: _Line) -> bytes:
 
 
 Opener = Callable[[Path], FileIO]
-"""Opens a file for appending. Its `write` may take fewer bytes than it is given, as the files of
-tests do whose disk fills up.
+"""A function that opens a file for appending.
+
+The file's `write` may write fewer bytes than it is given, as in tests with a full disk.
 """
 
 
@@ -408,7 +412,7 @@ def open_append(path: Path) -> FileIO:
 
 
 def write_all(file: FileIO, data: bytes) -> None:
-    """Append all bytes, even if the file takes few at a time.
+    """Append all bytes, even if each write takes only a few.
 
     :raises OSError: the disk refuses; a part of `data` may have been written.
     """
@@ -416,12 +420,12 @@ def write_all(file: FileIO, data: bytes) -> None:
     while view:
         taken = file.write(bytes(view))
         if not taken:
-            raise OSError(errno.EIO, "the file takes no more bytes")
+            raise OSError(errno.EIO, "the file does not accept more bytes")
         view = view[taken:]
 
 
 Durability = Literal["always", "interval", "close"]
-"""When lines reach the disk itself, which matters if the machine loses power.
+"""The time at which lines reach the disk, which matters if the machine loses power.
 
 "always": before `saved` returns; "interval": at most a second later; "close": at the end.
 """
@@ -475,7 +479,7 @@ class Journal:
             self._size = path.stat().st_size
             undo.pop_all()
         self._recorded = 0  # events in the file
-        self._synced = 0  # events that are on the disk itself
+        self._synced = 0  # number of events that are on the disk
         self._failure: StorageError | None = None
         self._process = os.getpid()
         self._state: Literal["open", "closed"] = "open"
@@ -493,7 +497,7 @@ class Journal:
             safe.
         :raises JournalLocked: this is a forked child of the process that opened the journal.
         """
-        assert self._state == "open", "recorded into a closed journal"
+        assert self._state == "open", "an event was recorded after the journal was closed"
         if os.getpid() != self._process:
             raise JournalLocked(
                 self.path.parent,
@@ -511,7 +515,7 @@ class Journal:
                 write_all(self._file, line[taken or 0 :])
             self._size += len(line)
         except BaseException as error:
-            # No line may follow one that is not whole, or that was counted and never written.
+            # No line may follow a line that is not whole, or that was counted but never written.
             self._fail(error)
             if not isinstance(error, OSError | MemoryError):
                 raise
@@ -551,7 +555,7 @@ class Journal:
             self._syncs_ended.set()
 
     async def close(self, event: SessionClosed) -> None:
-        """Write a last line and make everything durable; closing twice is fine.
+        """Write a last line and make everything durable; closing twice is allowed.
 
         :raises StorageError: the disk refuses, now or earlier.
         """
@@ -583,7 +587,7 @@ class Journal:
         self._sync_done = anyio.Event()
 
     def _look(self, handle: int, size: int) -> None:
-        """Check that the file still has its name and holds what was written to it.
+        """Check that the file still has its name and its contents.
 
         :raises OSError: it was deleted, moved, replaced or cut.
         """
@@ -606,9 +610,9 @@ class Journal:
 _END = len(b',"crc":"00000000"}\n')
 _HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"event":\{"kind":"([a-z-]+)"')
 _KINDS = {word.encode(): kind for word, kind in KINDS.items()}
-# the kinds of lines that also hold an event of the second kind
+# the kinds of lines that may also contain a second event
 _SECOND: dict[type[Event], type[Event]] = {Sampled: CallSpan, Scored: CallSpan, Decided: Observed}
-# the kinds that refer to earlier lines, and those that `OpenRecords` notes
+# the kinds that refer to earlier lines, and the kinds that `OpenRecords` stores
 _REFERRING: frozenset[type[Event]] = frozenset({TurnFinished, RolloutStarted})
 _NOTED: frozenset[type[Event]] = frozenset(
     {
@@ -625,7 +629,7 @@ _NOTED: frozenset[type[Event]] = frozenset(
 
 
 class LineReader:
-    """Reads a journal in order, and knows where it is; holds a line and what later ones refer to."""
+    """A reader of a journal, which holds one line and the data that later lines refer to."""
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
         self.path = path
@@ -637,11 +641,12 @@ class LineReader:
         self._kinds = kinds
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every event to the end, except a torn last line (its process was killed writing).
+        """Yield every event to the end, except a torn last line, whose process was killed while
+        writing.
 
-        With `kinds` only such events are given out, and the openings of sessions: other lines are
-        checked, and decoded only if wanted ones refer to them. Kinds may be taken out of a set
-        while reading.
+        With `kinds`, only events of these kinds and the openings of sessions are yielded. Other
+        lines are checked, but decoded only if wanted events refer to them. Kinds may be removed
+        from a set while reading.
 
         :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
         :raises JournalVersion: another version wrote it.
@@ -663,7 +668,7 @@ class LineReader:
                     yield from self._parts(entry)
 
     def _parts(self, entry: Entry) -> Iterator[Entry]:
-        """Yield the one or two events of a line, those that are wanted."""
+        """Yield those of the line's one or two events that are wanted."""
         event = entry.event
         events: tuple[Event, ...]
         if isinstance(event, Sampled | Scored) and event.span is not None:
@@ -703,13 +708,13 @@ class LineReader:
                 raise other_version(self.path, event.schema)
             self.session = event.session
         elif self.number == 0:
-            raise ValueError("the first line opens no session")
+            raise ValueError("the first line does not open a session")
         return Entry(self.number, self.session, decoded.at, decoded.wall, event)
 
     def _parse(self, line: bytes) -> _Line:
         try:
             if b"\\ud" in line:
-                # Half a surrogate pair, perhaps, which is text in Python alone.
+                # Perhaps half a surrogate pair, which is valid text only in Python.
                 return msgspec.convert(json.loads(line), _Line, strict=False)
             return _decode(line)
         except msgspec.ValidationError:
@@ -721,15 +726,15 @@ class LineReader:
     def _count(self, number: int) -> None:
         if number != self.number:
             raise ValueError(
-                f"it is numbered {number}, expected {self.number}: lines are missing or doubled"
+                f"it has number {number}, expected {self.number}: lines are missing or repeated"
             )
 
     def _corrupt(self, problem: str) -> JournalCorrupt:
         return JournalCorrupt(
             self.path,
             f"line {self.number + 1} is damaged: {problem}",
-            "Nothing was overwritten. Restore the file from a copy, or save what is before that "
-            f"line with `atts journal salvage {self.path.parent} --out NEW` and continue there",
+            "Nothing was overwritten. Restore the file from a copy, or save the lines before it "
+            f"with `atts journal salvage {self.path.parent} --out NEW` and continue there",
         )
 
 
@@ -742,13 +747,15 @@ def other_version(path: Path, schema: int) -> JournalVersion:
     """Return the error raised for a journal or manifest that another version wrote."""
     return JournalVersion(
         path,
-        f"it was written under schema {schema}, this version knows {SCHEMA}",
+        f"it was written under schema {schema}, but this version knows only {SCHEMA}",
         "Use the version of atts that wrote it, or start a new run in another directory",
     )
 
 
 def _opened_schema(line: bytes) -> int | None:
-    """Return the schema in the opening of a session, whatever else another version wrote there."""
+    """Return the schema in the opening of a session, ignoring anything else that another version
+    wrote.
+    """
     data: Any = msgspec.json.decode(line)
     if not isinstance(data, dict):
         return None
@@ -767,7 +774,7 @@ def _checked(line: bytes, before: int) -> int:
     if line[-_END:] == b',"crc":"%08x"}\n' % crc:
         return crc
     if not line.endswith(b"\n"):
-        raise ValueError("it does not end")
+        raise ValueError("it does not end in a newline")
     if line[-_END:-11] != b',"crc":"':
         raise ValueError("it has no checksum")
     raise ValueError("its checksum does not match")

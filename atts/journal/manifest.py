@@ -1,4 +1,4 @@
-"""The manifest of a run: the settings that a resume must find unchanged."""
+"""The manifest of a run, with the settings that must not change at a resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from atts.journal.lines import other_version
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
 JudgedUnit = Literal["chunks", "problems"]
-"""What a run's gate decides about."""
+"""The unit that a run's gate decides on."""
 
 _ADVICE = "Choose another run directory, or restore those settings"
 
@@ -49,30 +49,31 @@ class Manifest:
 
     seed: int = 0
     dataset: str = ""
-    problems: int | None = None  # how many; None when they stream in
+    problems: int | None = None  # number of problems; None if they stream in
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     engines: Mapping[str, Mapping[str, Json]] = field(default_factory=dict[str, Mapping[str, Json]])
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
     created: float = 0.0  # seconds since the epoch
     schema: int = SCHEMA
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    # by role, the log-probabilities of a fixed text, which recognise a model by another than its name
+    # by role, the log-probabilities of a fixed text, which show whether a server's model has
+    # changed
     known_logprobs: Mapping[str, Sequence[float]] = field(
         default_factory=dict[str, Sequence[float]]
     )
 
     @property
     def judged_unit(self) -> JudgedUnit:
-        """Return the unit that the run's gate decides about."""
+        """Return the unit that the run's gate decides on."""
         policy = self.configuration.get("policy")
         values = policy.value if policy is not None else None
         escalates = values.get("escalates") if isinstance(values, Mapping) else None
         return "problems" if escalates == "problem" else "chunks"
 
     def check(self, stored: Manifest, directory: Path) -> None:
-        """Refuse to resume a run that was started under other settings.
+        """Check that a run to resume was started under the same settings.
 
-        :raises FingerprintError: naming every field that differs.
+        :raises FingerprintError: if not, naming every field that differs.
         """
         old = dict(stored.decisive())
         new = dict(self.decisive())
@@ -96,7 +97,7 @@ class Manifest:
         return json.dumps(asdict(self), indent=2, default=sorted)
 
     def decisive(self) -> Iterator[tuple[str, Json]]:
-        """Yield every setting that decides the results, by its whole name."""
+        """Yield every setting that decides the results, with its full name."""
         plain = json.loads(self.text())
         yield "seed", plain["seed"]
         yield "dataset", plain["dataset"]
@@ -117,7 +118,7 @@ def versions(
     return versions
 
 
-_version = cache(version)  # a session makes a manifest for every question
+_version = cache(version)  # cached, because a session makes a manifest for every question
 
 
 def dataset_digest(problems: Iterable[Problem]) -> str:
@@ -129,7 +130,8 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
     hasher = blake2b(digest_size=16)
     for problem in problems:
         fields = plain_fields(problem)
-        # a policy that is newer than the first runs counts where it is set, so that they resume
+        # a field that is newer than the first runs counts only if it is set, so that old runs can
+        # resume
         if fields["grading"] and fields["grading"]["variables"] == Grading().variables:
             del fields["grading"]["variables"]
         hasher.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
@@ -137,7 +139,7 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
 
 
 def save_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a manifest whole or not at all, with a checksum of everything in it.
+    """Write a manifest atomically, with a checksum of its content.
 
     :raises StorageError: the disk refuses.
     """
@@ -152,7 +154,7 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 
 def load_manifest(path: Path) -> Manifest | None:
-    """Return the stored manifest, None if there is none.
+    """Return the stored manifest; None if there is none.
 
     :raises JournalCorrupt: the file is damaged.
     :raises JournalVersion: another version wrote it.

@@ -1,4 +1,4 @@
-"""Replies of engines that the runs of a set share in one file, so that each is paid for once."""
+"""Engine replies that the runs of a set share in one file, so that each call is made only once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from atts.files import open_ordinary, storage
 
 REPLIES = "replies.bin"
 """Name of the file, in the directory of the runs that share it."""
-_HEAD = struct.Struct("<20sIdII")  # key, run, seconds, length, checksum of all that and the reply
+# key, run, seconds, length, and a checksum of these and the reply
+_HEAD = struct.Struct("<20sIdII")
 _CHECKSUM = 4
 
 
@@ -30,10 +31,11 @@ class SharedReply(NamedTuple):
 
 
 class SharedReplies:
-    """The index of the file in memory, its replies on the disk; only one process may add to it.
+    """The shared replies, with their index in memory and the replies on disk; only one process may
+    add to them.
 
-    The truth of a run is its own journal, and this file only saves work: a record that is torn or
-    damaged is ignored, with everything after it.
+    The journal of a run is complete without this file, which only saves work. So a torn or damaged
+    record is ignored, with everything after it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +66,7 @@ class SharedReplies:
             return file.read(reply.length) or b""
 
     def add(self, key: bytes, run: int, seconds: float, reply: bytes) -> None:
-        """Keep a reply; one that is there already stays.
+        """Store a reply, unless one is already stored.
 
         :raises StorageError: the disk refuses.
         """
@@ -82,7 +84,7 @@ class SharedReplies:
             self._end += written
 
     def close(self) -> None:
-        """Close the file; twice is fine."""
+        """Close the file; closing twice is allowed."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -107,7 +109,7 @@ class SharedReplies:
         return self._file
 
     def _read(self) -> None:
-        """Index every whole record, up to the first that is not whole."""
+        """Index all records up to the first that is damaged."""
         with open_ordinary(self._path) as file:
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
                 key, run, seconds, length, checksum = _HEAD.unpack(head)
@@ -122,15 +124,15 @@ class SharedReplies:
 
 
 def reply_key(engine: Mapping[str, Any], key: str, logprobs: str = "raw") -> bytes:
-    """Return the name of a request to an engine that is given as in a manifest.
+    """Return the key of a request to an engine, which is described as in a manifest.
 
     A completion may lack log-probabilities if its request does not need them, so such a request has
-    another name.
+    a different key.
     """
     who = json.dumps(engine, sort_keys=True, default=sorted)
     return blake2b(f"{who} {key} {logprobs}".encode(), digest_size=20).digest()
 
 
 def run_number(name: str) -> int:
-    """Return the number under which shared replies store the run that asked for them."""
+    """Return the number that shared replies store for the run that requested them."""
     return zlib.crc32(name.encode())

@@ -1,4 +1,6 @@
-"""The state of a run, rebuilt from its journal: finished problems in brief, open ones exactly."""
+"""Rebuild the state of a run from its journal: summaries of finished problems, and open problems
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +50,16 @@ Call = Sampled | Scored | CallFailed
 FACTS: tuple[type[Event], ...] = (
     SessionOpened, SessionClosed, ProblemStarted, RolloutStarted, TurnFinished, RolloutFinished, OutcomeReached, Graded,
 )  # fmt: skip
-"""The kinds of events that outcomes and verdicts are made from."""
+"""The kinds of events from which outcomes and verdicts are made."""
 
 
 @dataclass(slots=True)
 class OpenProblem:
-    """A problem that was started: its rollouts, and every step that was taken.
+    """A problem that was started: its rollouts, and all of its recorded steps.
 
-    A step is not taken twice: results of engine calls are found by the request's key, in order, and
-    gate calls by (sample, turn), in order. A failed call counts if its rollout continued after it; a
-    failure that was a rollout's last step is forgotten, so that the call is tried again.
+    A step is not repeated: results of engine calls are found by the request's key, in order, and
+    gate calls by (sample, turn), in order. A failed call counts if its rollout continued after it.
+    A failure that was a rollout's last step is dropped, so that the call is tried again.
     """
 
     problem: Problem
@@ -133,17 +135,17 @@ class OpenProblem:
                 pass
 
     def forget_failures(self) -> None:
-        """Forget the failures that no rollout continued after: a new session tries them again."""
+        """Drop failures after which no rollout continued, so that a new session tries them again."""
         self._failures.clear()
 
     def _settle(self, hint: str) -> None:
-        """Keep the failures of a line of work that continued after them."""
+        """Keep the failures after which a line of work continued."""
         for failure in self._failures.pop(hint, ()):
             self.calls.setdefault(failure.key, deque()).append(failure)
 
 
 def judged(event: object) -> Iterator[tuple[Decision, bool]]:
-    """Yield the decision that an event settles, if any, and whether the target continued the chunk.
+    """Yield the decision that an event completes, if any, and whether the chunk was escalated.
 
     A gate of single chunks learns what was really done; a gate of whole rounds does not, so its
     decision itself counts.
@@ -156,11 +158,13 @@ def judged(event: object) -> Iterator[tuple[Decision, bool]]:
 
 @dataclass(slots=True)
 class RunClock:
-    """Seconds of a run's work, its sessions end to end; a session without work takes none."""
+    """A clock of a run's work, on which sessions follow each other; a session without work takes no
+    time.
+    """
 
     seconds: float = 0.0
     before: float = 0.0  # seconds of earlier sessions
-    _graph_zero: float | None = None  # zero of this session's nodes, on the session's own clock
+    _graph_zero: float | None = None  # start of this session's nodes, on the session's clock
 
     def advance(self, entry: Entry) -> None:
         """Move the clock to an entry; entries come in order."""
@@ -191,9 +195,9 @@ class RunClock:
 class RunState:
     """The state of a run after some of its entries, which `apply` takes in order.
 
-    `finished` holds every problem that came to an outcome, in brief and in the order of finishing.
-    Whole rollouts are dropped, unless `keeps` says "everything". Problems that failed, or of which a
-    rollout failed, stay open as well: the next session does what is missing.
+    `finished` has the summary of every problem with an outcome, in the order of finishing. Whole
+    rollouts are dropped, unless `keeps` says "everything". Problems that failed, or of which a
+    rollout failed, also stay open, so that the next session does the missing part.
     """
 
     keeps: Literal["open problems", "everything"] = "open problems"
@@ -201,10 +205,10 @@ class RunState:
     finished: dict[str, FinishedProblem] = field(default_factory=dict[str, FinishedProblem])
     said: set[str] = field(default_factory=set[str])  # codes of warnings
     sessions: int = 0
-    killed: int = 0  # sessions before the last that ended without a word
+    killed: int = 0  # earlier sessions that ended without closing
     # how the last session ended; None: it was killed, or still runs
     ended: SessionClosed | None = None
-    # speculation of all sessions that reported it; None: nothing proposes
+    # speculation counters of all sessions that reported them; None if nothing proposes
     speculated: Speculated | None = None
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)
@@ -250,8 +254,8 @@ class RunState:
                 self.finished[problem] = replace(
                     self.finished[problem], seconds=event.ended - event.started
                 )
-            # The rest belongs to open problems: events of finished ones (late clean-up) and remarks
-            # change nothing.
+            # The remaining events belong to open problems; late events of finished problems and
+            # remarks change nothing.
             case Decided() | Observed() if inside := self.open.get(event.decision.question):
                 inside.apply(event)
             case _ if inside := self.open.get(getattr(event, "problem", "")):
@@ -302,7 +306,7 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
     Incomplete problems come last. Memory holds only them and the open problems.
     """
     state = RunState()
-    incomplete: dict[str, Outcome] = {}  # until a later session does better
+    incomplete: dict[str, Outcome] = {}  # until a later session completes them
     for entry in entries:
         outcome = state.apply(entry)
         if outcome is None:

@@ -3,7 +3,7 @@
     spec = RunSpec(draft, target, Policy(samples=8), ConformalGate(Calibrator(0.2)), Answers(extract, group), grade)
     result = await evaluate(problems, spec, RunOptions(Path("runs/first")))
 
-Call it again with the same directory and it continues where it was, whatever ended it.
+A second call with the same directory continues the run, whatever ended it.
 """
 
 from atts.run.calls import (

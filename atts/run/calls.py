@@ -1,4 +1,4 @@
-"""The one path of an engine call, from a rollout's request to the checked and recorded reply."""
+"""Make an engine call for a rollout, with limits, retries, checks and a record of the reply."""
 
 from __future__ import annotations
 
@@ -43,20 +43,22 @@ from atts.ledger import Account, most_of, taken_by
 from atts.run.recording import CallBegun, CallKind, EngineAwaited, ProblemLog
 
 OnUnscored = Literal["stop", "escalate"]
-"""When chunk after chunk comes back without a usable score: the run stops with all it has, or
-continues and the target rewrites chunks without a score.
+"""The action if many chunks in a row have no usable score: the run stops and keeps its work, or it
+continues and the target rewrites these chunks.
 """
 
-IN_A_ROW = 12  # calls without a usable score, each tried again as often as any other call
+# calls in a row without a usable score, after which the run stops; each is retried like any other
+# call
+IN_A_ROW = 12
 _PROBE_TEXT = "2 + 2 = 4, so the answer is 4."
 _ADVICE = (
-    "Look at the target's log: overflow in float16 gives such numbers. Everything so far is kept; "
-    "the same command goes on from there. --on-unscored escalate would let the target rewrite "
-    "every chunk that has no score"
+    "Look at the target's log: overflow in float16 gives such numbers. All work is kept, and the "
+    "same command continues. With --on-unscored escalate the target rewrites every chunk without "
+    "a score"
 )
 
 
-_LOOKS = 4  # at an engine's steps, within the time that a call has
+_LOOKS = 4  # number of checks of an engine's steps within the time limit of a call
 
 Request = TypeVar("Request", SampleRequest, ScoreRequest)
 Result = TypeVar("Result", Completion, Scores)
@@ -65,11 +67,11 @@ RecordedCall = Sampled | Scored | CallFailed
 
 @dataclass(slots=True)
 class _Call(Generic[Request, Result]):
-    """One call on its way down; `seconds` and `source` are set on the way back."""
+    """The state of one call; `seconds` and `source` are set when the reply comes back."""
 
     kind: CallKind
     request: Request
-    key: str  # names the request by content: a repeated request has the same
+    key: str  # names the request by its content, so a repeated request has the same key
     ask: Callable[[Request], Awaitable[Result]]
     check: Callable[[Result, Request, EngineSpec], None]
     seconds: float = 0.0
@@ -77,7 +79,7 @@ class _Call(Generic[Request, Result]):
 
 
 def _begun(problem: str, call: _Call[Any, Any]) -> CallBegun:
-    """Return the event with which listeners learn that a call begins."""
+    """Return the event that tells listeners that a call begins."""
     request = call.request
     if isinstance(request, SampleRequest):
         tokens = len(request.ids)
@@ -90,7 +92,7 @@ class Deadlines:
     """The deadlines of all calls in flight at one engine of a run.
 
     A call may wait long for its turn at an engine that computes all calls in common steps. That is
-    not a fault while steps are taken, so its deadline counts from the newest step.
+    not a fault while the engine makes steps, so its deadline counts from the newest step.
     """
 
     def __init__(self, engine: Engine, seconds: float) -> None:
@@ -98,24 +100,25 @@ class Deadlines:
         self.scopes = set[anyio.CancelScope]()  # cancel scopes of the calls in flight
         self._engine = stepping(engine)
         self.are_moving = self._engine is not None
-        # name of the reply that a late call lacks
+        # name of the missing reply, for the error of a late call
         self.awaited = "step" if self.are_moving else "answer"
 
     async def keep(self) -> None:
-        """Move the deadlines whenever the engine has taken steps, which it must count.
+        """Move the deadlines whenever the engine has made steps; the engine must count its steps.
 
-        One task does so for all calls: a task for each call would cost more than the call itself.
+        One task does so for all calls, because a task for each call would cost more than the call
+        itself.
         """
         assert self._engine is not None, "`are_moving` says whether there is anything to do"
-        steps: int | None = None  # at the last look
+        steps: int | None = None  # number of steps at the last check
         while True:
             await anyio.sleep(self.seconds / _LOOKS)
             if not self.scopes:
-                continue  # an engine that no call asks may not be open
+                continue  # an engine without calls may not be open
             try:
                 taken = self._engine.steps_taken()
             except EngineError:
-                continue  # the engine was lost: its calls fail by themselves
+                continue  # the engine was lost, so its calls fail by themselves
             before = steps
             steps = taken
             if before is not None and taken != before:
@@ -136,11 +139,11 @@ class EngineCalls:
         _ask_in_time       sets the deadline and checks the reply
         _record            records the reply before the slot is given back
 
-    A pipeline is plain code that knows nothing of this. After a crash it runs again from the start:
-    every call that was recorded returns its recorded result at once, so it comes to where it was
-    with no work done twice. Without a `scope` calls are not admitted by the task graph, without a
-    `log` they are neither recorded nor counted against caps. The engine inside is opened and closed
-    by its owner, and its spec must not change meanwhile.
+    A pipeline is plain code that does not know about these concerns. After a crash it runs again
+    from the start: every recorded call returns its recorded result at once, so the pipeline reaches
+    the same point without repeating work. Without a `scope` calls are not admitted by the task
+    graph, without a `log` they are neither recorded nor counted against caps. The engine inside is
+    opened and closed by its owner, and its spec must not change meanwhile.
 
     :raises BadReply: by `sample` and `score`: the reply contradicts itself or the request.
     :raises EngineTimeout: likewise: it did not come in time.
@@ -167,7 +170,7 @@ class EngineCalls:
         self._deadlines = deadlines or Deadlines(engine, timeout_seconds)
         self._unscored = unscored
         self._account = account
-        # samples and turns of recorded completions, once asked for
+        # samples and turns of recorded completions, computed on first use
         self._recorded_turns: set[tuple[int, int]] | None = None
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -195,7 +198,7 @@ class EngineCalls:
         return scores
 
     async def _admit(self, call: _Call[Request, Result], turn: int, tokens: int) -> Result:
-        """Make the call a node of the task graph: admitted, timed, and tried again."""
+        """Make the call a node of the task graph, which waits for a slot, is timed, and is retried."""
         log = self._log
         if self._scope is not None:
             return await self._scope.call(
@@ -232,7 +235,7 @@ class EngineCalls:
         recorded = log.recorded.calls.get(call.key) if self.has_recorded_calls else None
         if not recorded:
             if log.stop.asked:
-                await anyio.sleep_forever()  # the run is ending: no call begins any more
+                await anyio.sleep_forever()  # the run is ending, so no further call begins
             if self._account is None:
                 return await self._ask_live(log, call)
             return await self._ask_within_caps(self._account, log, call)
@@ -251,15 +254,16 @@ class EngineCalls:
     async def _ask_within_caps(
         self, account: Account, log: ProblemLog, call: _Call[Request, Result]
     ) -> Result:
-        """Reserve the most that the call can take, ask, and settle for what it took.
+        """Reserve the largest possible spending of the call, make the call, and charge its real
+        spending.
 
-        A call that waits for room is not in flight. A call that fails or is cancelled is charged as
-        the most it can take.
+        A call that waits for room is not in flight. A call that fails or is cancelled is charged in
+        full.
         """
         most = most_of(self._role, call.request, account.prices)
         await account.room(most)
         if log.stop.asked:
-            await anyio.sleep_forever()  # the run was asked to end while the call waited for room
+            await anyio.sleep_forever()  # the run was told to end while the call waited for room
         with account.reserved_now(most) as reservation:
             reply = await self._ask_live(log, call)
             account.count(reply)
@@ -298,7 +302,7 @@ class EngineCalls:
                     deadlines.scopes.discard(scope)
                 call.check(reply, call.request, self.spec)
                 return reply
-        except TimeoutError as error:  # raised by the engine itself
+        except TimeoutError as error:  # the engine itself raised this
             late = error
         problem = f"no {deadlines.awaited} within {deadlines.seconds:g} s"
         raise EngineTimeout(self.spec.name, problem) from late
@@ -306,7 +310,9 @@ class EngineCalls:
     async def _record(
         self, log: ProblemLog, call: _Call[Any, Any], span: CallSpan | None, result: Any
     ) -> None:
-        """Record a call that succeeded, and wait until it is written: until then its slot is taken."""
+        """Record a successful call, and wait until the record is written; the call keeps its slot
+        until then.
+        """
         recorder = log.recorder
         request = call.request
         problem = log.recorded.problem.id
@@ -335,14 +341,16 @@ class EngineCalls:
             )
             recorder.record(scored, span)
         if recorder.awaits_disk:
-            # a recorded reply is always returned, and so counted
+            # a recorded reply is always returned and counted
             with anyio.CancelScope(shield=True):
                 await recorder.saved()
 
     def _record_failure(
         self, log: ProblemLog, call: _Call[Any, Any], error: EngineError, seconds: float
     ) -> None:
-        """Record a failure from which a pipeline may continue; other failures recur by themselves."""
+        """Record a failure after which a pipeline may continue; other failures happen again in a
+        repeated run.
+        """
         kind = _failure_kind(error)
         if kind is not None:
             event = CallFailed(
@@ -365,11 +373,10 @@ class EngineCalls:
         return None
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return the number of tokens, at most the request's, that an earlier session asked for
-        here.
+        """Return how many tokens an earlier session requested here, at most those of the request.
 
-        0 if it did not ask, or if recalled calls do not return at once. The recorded request may
-        differ in its length only, and is not used up by this.
+        It is 0 if there was no such request, or if recalled calls do not return at once. The
+        recorded request may differ in its length only, and is not used up by this.
         """
         if not self.has_recorded_calls or self._log is None or self._log.timing == "recorded":
             return 0
@@ -408,9 +415,9 @@ class EngineCalls:
 
 
 def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
-    """Return a name for what is asked of whom and for which rollout.
+    """Return a key of a request with its role and rollout.
 
-    It is made from all that decides the answer, so not from the priority.
+    It depends on everything that decides the answer, so not on the priority.
     """
     if isinstance(request, SampleRequest):
         settings = (
@@ -460,9 +467,9 @@ def _recorded_error(event: CallFailed) -> EngineError:
 
 
 def check_completion(completion: Completion, request: SampleRequest, spec: EngineSpec) -> None:
-    """See that the parts of a completion agree with each other and with the request.
+    """Check that the parts of a completion agree with each other and with the request.
 
-    :raises BadReply: they do not.
+    :raises BadReply: if they do not.
     """
     ids = completion.ids
     logprobs = completion.logprobs
@@ -470,23 +477,25 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
     if len(logprobs) != len(ids) and (logprobs or not may_lack):
         raise BadReply(spec.name, f"{len(logprobs)} log-probabilities came with {len(ids)} ids")
     if len(ids) > request.max_tokens:
-        raise BadReply(spec.name, f"{len(ids)} tokens came back, {request.max_tokens} were allowed")
+        raise BadReply(
+            spec.name, f"{len(ids)} tokens came back, but only {request.max_tokens} were allowed"
+        )
     if ids and not 0 <= min(ids) <= max(ids) < spec.vocabulary:
         raise BadReply(spec.name, "an id outside the vocabulary came back")
     if any(map(math.isnan, logprobs)):
         raise BadReply(spec.name, "a log-probability is not a number")
 
 
-# A word that is not among the likely ones may be impossible; not one likely token in a text of so
-# many is the sign of an overflow.
+# A token outside the likely ones may have probability 0. But if none of many tokens is likely, the
+# cause is an overflow.
 _WHOLE_TEXT = 4
 _ABSURD = -1000.0
 
 
 def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> None:
-    """See that there is one log-probability per suffix token, none above 0; -inf is allowed.
+    """Check that there is one log-probability per suffix token, and none above 0; -inf is allowed.
 
-    :raises BadReply: anything else came back.
+    :raises BadReply: if the reply is anything else.
     """
     logprobs = scores.logprobs
     if len(logprobs) != len(request.suffix):
@@ -497,7 +506,7 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     if max(logprobs) > 1e-4 or any(map(math.isnan, logprobs)):  # rounding may exceed 0 a little
         raise BadReply(spec.name, "a log-probability is above 0 or not a number")
     if len(logprobs) >= _WHOLE_TEXT and max(logprobs) < _ABSURD:
-        raise BadReply(spec.name, "every token of a text is said to be impossible")
+        raise BadReply(spec.name, "every token of the text has probability 0")
     begun = scores.beginning
     draw = request.draw
     if begun is None:
@@ -507,22 +516,24 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     follows = ids[:-1] == request.suffix[: len(ids) - 1]
     if draw is None or not follows or not 0 < len(ids) == len(begun.logprobs):
         raise BadReply(
-            spec.name, "what it drew while it scored does not begin as the scored text does"
+            spec.name, "the tokens that it drew while scoring do not begin like the scored text"
         )
     most = draw.max_tokens - (begun.ended is None)  # a completion that has not ended continues
     if len(ids) > most or not 0 <= ids[-1] < spec.vocabulary:
         raise BadReply(
-            spec.name, "what it drew while it scored is not a beginning of what was asked for"
+            spec.name,
+            "the tokens that it drew while scoring are not the beginning of the requested "
+            "completion",
         )
 
 
 class SharingEngine(EngineAround):
-    """An open engine in one role of one run, whose replies other runs of a set may take.
+    """An open engine in one role of one run, whose replies other runs of a set may reuse.
 
-    Seeds belong to the run's seed, the problem, the sample and the turn, so that two runs which ask
-    the same of the same model would be answered the same. Where they were answered differently (a
-    server that is not deterministic), the reply is still a draw from the model's distribution. The
-    request alone therefore decides what each run may take.
+    Seeds depend on the run's seed, the problem, the sample and the turn, so two runs with the same
+    request to the same model would get the same reply. If a server is not deterministic, the reply
+    is still a draw from the model's distribution. So only the request decides whether a run may
+    reuse a reply.
     """
 
     def __init__(self, engine: Engine, role: Role, replies: SharedReplies, run: str) -> None:
@@ -533,7 +544,7 @@ class SharingEngine(EngineAround):
         self._identity = engine_identity(engine.spec)
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Take the reply that is there, or ask and leave it there."""
+        """Return a stored reply, or ask the engine and store its reply."""
         kind = Completion if isinstance(request, SampleRequest) else Scores
         key = request_key(self._role, request)
         needed = request.logprobs if isinstance(request, SampleRequest) else "raw"
@@ -555,7 +566,9 @@ class SharingEngine(EngineAround):
         return answer
 
     def _is_valid(self, request: SampleRequest | ScoreRequest, answer: Any) -> bool:
-        """Return whether the run will take the reply: every run asks again for what it refuses."""
+        """Return whether the run will accept the reply; a run asks again for a reply that it
+        refuses.
+        """
         try:
             if isinstance(request, SampleRequest):
                 check_completion(answer, request, self.spec)
@@ -572,7 +585,7 @@ def _decoder(kind: type) -> Callable[[bytes], Any]:
 
 
 def engine_identity(spec: EngineSpec) -> dict[str, Json]:
-    """Return the identity of an engine's results as manifests have it, without where it runs."""
+    """Return the identity of an engine's results, as in manifests, without the place where it runs."""
     identity: dict[str, Json] = {
         name: getattr(spec, name)
         for name in (
@@ -595,7 +608,7 @@ def engine_identity(spec: EngineSpec) -> dict[str, Json]:
 
 
 class UnscoredWatch:
-    """Counts scoring calls that ended without a usable score, over all rollouts of a run.
+    """A counter of scoring calls without a usable score, over all rollouts of a run.
 
     When the count is full, the target is asked once more, about a fixed
     text, so that the error can say whether it scores anything at all.
@@ -608,9 +621,9 @@ class UnscoredWatch:
         self._diagnosis: str | None = None
 
     async def unusable(self, engine: Engine, error: BadReply) -> None:
-        """Note a call that ended without one.
+        """Count a call without a usable score.
 
-        :raises UnusableScores: it was one too many.
+        :raises UnusableScores: if there were too many in a row.
         """
         self.in_a_row += 1
         if self._reaction == "escalate" or self.in_a_row < IN_A_ROW:
@@ -626,7 +639,7 @@ class UnscoredWatch:
 
 
 async def _diagnosed(engine: Engine) -> str:
-    """Say whether the engine scores a fixed text."""
+    """Return a text on whether the engine can score a fixed text."""
     first, *rest = engine.tokenizer.encode(_PROBE_TEXT)
     request = ScoreRequest((first,), tuple(rest))
     try:
@@ -635,4 +648,4 @@ async def _diagnosed(engine: Engine) -> str:
     except (EngineError, TimeoutError) as error:
         reason = error.problem if isinstance(error, EngineError) else "no answer within 60 s"
         return f"a fixed sentence is not scored either ({reason})"
-    return "a fixed sentence is scored, so the trouble is with these chunks or with the load"
+    return "a fixed sentence is scored, so the cause is in these chunks or in the load"

@@ -1,4 +1,4 @@
-"""Data that a run takes from other runs, and the check that their settings match its own."""
+"""Check the conditions of data that a run takes from other runs against the run's settings."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from atts.journal import MERGED, FinishedProblem, Json, Manifest, Setting
 from atts.pipelines import Chunking, ScoreRule
 
 Conditions = Literal["match", "ignore"]
-"""Scores made under other conditions than the run's end it, or are taken as they are, with a
+"""The action on scores made under other conditions than the run's: end the run, or use them with a
 warning.
 """
 _SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs", "weights")
 _POLICY: Mapping[str, type] = MappingProxyType(
     {"sampling": Sampling, "target_sampling": Sampling, "chunking": Chunking, "score": ScoreRule}
 )
-_ADVICE = (
-    "Make them again under these conditions, or take them as they are with --set conditions=ignore"
-)
+_ADVICE = "Make them again under these conditions, or use them anyway with --set conditions=ignore"
 
 _ADVICE_TO_FIT = (
     "Fit it again on a run under these conditions, or take it as it is with --set conditions=ignore"
@@ -35,9 +33,7 @@ _ADVICE_TO_FIT = (
 
 
 def conditions_of(manifest: Manifest) -> dict[str, object]:
-    """Return the conditions of a run's scores besides the problems: models, sampling, how text is
-    cut.
-    """
+    """Return the conditions of a run's scores, except the problems: models, sampling, chunk limits."""
     conditions: dict[str, object] = {}
     for role, spec in manifest.engines.items():
         for name, value in spec.items():
@@ -56,7 +52,8 @@ def conditions_of(manifest: Manifest) -> dict[str, object]:
 
 
 def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
-    """Read conditions in words as a run would record them, with the names of `conditions_of`.
+    """Convert conditions given as texts to the values that a run records, under the names of
+    `conditions_of`.
 
     >>> read_conditions({"target.model": "QwQ-32B", "sampling.temperature": "0.7"})
     {'target.model': 'QwQ-32B', 'sampling.temperature': 0.7}
@@ -69,7 +66,10 @@ def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
     for name, text in given.items():
         if name not in of_models + of_policy and name.partition(".")[2][:6] != "probe.":
             raise OptionError(
-                "condition", f"no run records {name!r}", [*of_models, *of_policy], name
+                "condition",
+                f"{name!r} is not a condition that runs record",
+                [*of_models, *of_policy],
+                name,
             )
         conditions[name] = text
         if name in of_policy:
@@ -88,14 +88,17 @@ def check_conditions(
 
     What they do not record cannot be checked, which is said as well.
 
-    :raises FingerprintError: something they record is otherwise now, and `conditions` says "match".
+    :raises FingerprintError: if a recorded condition differs, and `conditions` is "match".
     """
     now = conditions_of(manifest)
     is_judge = what == "the judge"
     if not recorded and is_judge:
         return "the judge does not say under which conditions it was fitted"
     if not recorded:
-        return "the stored scores do not say what they were made under: whether they fit this run is unknown"
+        return (
+            "the stored scores do not record their conditions, so it is not known whether they "
+            "suit this run"
+        )
     try:
         check_fingerprint("scores", recorded, {name: now[name] for name in recorded if name in now})
     except FingerprintError as error:
@@ -112,7 +115,7 @@ def check_conditions(
     if is_judge:
         return ""
     unknown = ", ".join(name for name in now if name not in recorded)
-    return f"the stored scores say nothing of {unknown}" if unknown else ""
+    return f"the stored scores do not record {unknown}" if unknown else ""
 
 
 _OWN = (
@@ -120,32 +123,32 @@ _OWN = (
     "dataset",
     *(f"configuration.{name}" for name in ("abstain", "until", "shard", MERGED)),
 )
-"""Settings that do not change how votes are distributed."""
-_ADVICE_TO_LABEL = "Label problems by a run of the same settings, or go back to those"
+"""Settings that do not change the distribution of votes."""
+_ADVICE_TO_LABEL = "Label problems by a run with the same settings, or restore those settings"
 
 
 @dataclass(frozen=True, slots=True)
 class Abstain:
-    """Labelled problems' evidence on answering, and the run that they come from."""
+    """The certified agreement threshold, with the labelled run that it comes from."""
 
     found: Abstention
     labelled: Manifest
 
     def setting(self) -> dict[str, Setting]:
-        """Return the settings that a resume must find unchanged, and that results and reports read."""
+        """Return the settings that must not change at a resume, and that results and reports read."""
         promise = {"guarantee": self.found.guarantee, "voided_by": self.found.voided_by}
         return {"abstain": Setting({**asdict(self.found), **promise}, "setup")}
 
     def check(self, manifest: Manifest) -> None:
-        """Hold the run to the settings of the labelled one.
+        """Check that the run has the settings of the labelled run.
 
-        :raises FingerprintError: it has others.
-        :raises OptionError: it is to answer the very problems that were labelled.
+        :raises FingerprintError: if its settings differ.
+        :raises OptionError: if its problems are the labelled problems.
         """
         if manifest.dataset and manifest.dataset == self.labelled.dataset:
             raise OptionError(
                 "abstain",
-                "the labelled run is of these very problems, whose answers it knows; label others",
+                "the labelled run has the same problems as this run; label other problems",
             )
         old = _settings(self.labelled)
         new = _settings(manifest)
@@ -158,20 +161,23 @@ class Abstain:
             raise FingerprintError("the labelled run", differences, _ADVICE_TO_LABEL)
 
     def applied(self, outcome: Outcome) -> Outcome:
-        """Return the outcome, its answer withheld where too few votes agree."""
+        """Return the outcome, without an answer if too few votes agree."""
         threshold = self.found.threshold
         if outcome.answer is None or threshold is None or outcome.agreement >= threshold - 1e-9:
             return outcome
-        why = f"abstained: {100 * outcome.agreement:.0f} % of the votes agree, an answer needs {100 * threshold:.0f} %"
+        why = (
+            f"abstained: {100 * outcome.agreement:.0f} % of the votes agree, but an answer needs "
+            f"{100 * threshold:.0f} %"
+        )
         return replace(outcome, answer=None, status="unanswered", why=why)
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The problems that were answered by a run that abstains, and what was promised of them."""
+    """The problems that an abstaining run answered, with the guarantee for them."""
 
     share: Estimate
-    wrong: Estimate  # share of the answered and graded problems that are wrong
+    wrong: Estimate  # share of wrong answers among the answered and graded problems
     guarantee: str
     voided_by: str
 
@@ -191,7 +197,7 @@ def answered(problems: tuple[FinishedProblem, ...], manifest: Manifest) -> Answe
 
 
 def _settings(manifest: Manifest) -> dict[str, Json]:
-    """Return everything that the distribution of votes depends on besides the problems."""
+    """Return everything, except the problems, that the distribution of votes depends on."""
     return {name: value for name, value in manifest.decisive() if not name.startswith(_OWN)}
 
 

@@ -1,4 +1,6 @@
-"""One evaluation from dataset to result: resumable, its memory bounded by what is in flight."""
+"""Run an evaluation from dataset to result; it is resumable, and its memory depends only on the
+work in flight.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ from atts.run.spec import Grade, RunSpec, engine_warnings, verdict_by
 from atts.run.stopping import SequentialComparison, Signals, Stop, watch_signals
 
 Keep = Literal["lines", "nothing"]
-"""What the result holds per problem; the journal has everything either way."""
+"""What the result contains for each problem; the journal has everything in any case."""
 
 Engines = Literal["open them", "are open"]
 OnLimit = Literal["keep open", "conclude"]
@@ -85,12 +87,12 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of one process's part in a run.
+    """The options of one process's session of a run.
 
-    :raises OptionError: an unknown choice.
+    :raises OptionError: for an unknown choice.
     """
 
-    directory: Path | None = None  # None: nothing is written, and the result keeps the outcomes
+    directory: Path | None = None  # None: nothing is written, but the result contains the outcomes
     listeners: Sequence[Listener] = ()
     journal: JournalOptions = JournalOptions()
     engines: Engines = "open them"
@@ -98,12 +100,14 @@ class RunOptions:
     stop: Stop = field(default_factory=Stop)
     keep: Keep = "lines"
     dataset: str | None = None  # the digest of problems that stream in
-    shared_graph: Graph | None = None  # whose places and engine limits this run shares with others
-    # whether other runs ask the plan's gate as well, where the graph is shared
+    # a graph whose places and engine limits this run shares with other runs
+    shared_graph: Graph | None = None
+    # whether other runs with the shared graph use the plan's gate as well
     gate: Literal["shared", "own"] = "shared"
-    caps: Caps = Caps()  # on what the run may spend, all sessions together
+    caps: Caps = Caps()  # caps on the run's spending, over all sessions together
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])  # keyed by model or role
-    account: Account | None = None  # account of a server's request, instead of one made of `caps`
+    # the account of a server's request, which replaces the account made from `caps`
+    account: Account | None = None
     on_limit: OnLimit = "keep open"  # action on open problems when a cap refuses a call
 
     def __post_init__(self) -> None:
@@ -115,12 +119,12 @@ class RunOptions:
 async def evaluate(
     problems: Iterable[Problem], plan: RunSpec, options: RunOptions | None = None
 ) -> RunResult:
-    """Solve every problem as planned; in a directory with an earlier session, continue where that
-    one was.
+    """Solve every problem as planned; in a directory with an earlier session, continue that
+    session.
 
-    Problems and rollouts that failed are tried again. The first Ctrl-C lets calls in flight finish
-    and be recorded, the second ends at once; either way the result says "interrupted" and the same
-    call continues from there.
+    Problems and rollouts that failed are tried again. After the first Ctrl-C calls in flight finish
+    and are recorded; the second ends the run at once. In both cases the result says "interrupted",
+    and the same call continues the run.
 
     :raises JournalError: the directory cannot be used, or the disk refuses; see `open_journal`.
     :raises FingerprintError: it holds another run, or the gate's stored scores were made under
@@ -130,7 +134,7 @@ async def evaluate(
     """
     options = options or RunOptions()
     if options.directory is not None:
-        check_directory(options.directory)  # before models are loaded for nothing
+        check_directory(options.directory)  # checked before models are loaded
     async with AsyncExitStack() as engines:
         if options.engines == "open them":
             await engines.enter_async_context(plan.draft)
@@ -152,7 +156,7 @@ async def evaluate(
             of_judge = check_conditions(manifest, plan.judge_under, plan.conditions, "the judge")
             doubt = "; ".join(filter(None, (doubt, of_judge)))
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
-        # otherwise other runs ask its gate as well
+        # otherwise other runs use its gate as well
         is_alone = (
             options.shared_graph is None or options.directory is not None or options.gate == "own"
         )
@@ -212,8 +216,8 @@ async def _journal(
                 combiner.learn(state.finished[event.problem])
         for decision, is_escalated in judged(event):
             escalations.count(decision, is_escalated)
-        # A repeated schedule counts each decision when it comes to it: the features of a chunk that
-        # was in flight at the crash know nothing of what was decided after them.
+        # A repeated schedule counts each decision when the decision is repeated, because the
+        # features of a chunk in flight at the crash do not include later decisions.
         if isinstance(event, Decided) and plan.recall == "instant":
             left.count(event.decision)
         for listener in options.listeners:
@@ -271,11 +275,12 @@ class _Run:
         self._missing = IncompleteTally()
         self._comparing = SequentialComparison(plan.stop_when, state, self._recorder.record)
         self._limit = ""  # the cap that ended the run
-        self._taken = 0  # problems this session had to work on
-        self._seen: Literal["some", "all"] = "some"  # how much of the dataset was seen
+        self._taken = 0  # number of problems that this session had to solve
+        # number of problems of the dataset that were read
+        self._seen: Literal["some", "all"] = "some"
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
-        """Do everything that is left to do; a doubt about the whole run is recorded once."""
+        """Solve all remaining problems; a warning about the whole run is recorded once."""
         began = anyio.current_time()
         proposed = speculated_by(self._plan.target)
         self._recorder.tell(self._begun())
@@ -289,7 +294,8 @@ class _Run:
                 self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
             self._keep(name, problem)
-        # One group for all watches: a server's request is a run, and each group costs it 0.1 ms.
+        # One task group serves all watches, because each group costs 0.1 ms and every request of a
+        # server is a run.
         async with concurrency.task_group() as watches:
             if self._options.signals == "handle":
                 watches.start_soon(watch_signals, self._options.stop, self._asked_to_end)
@@ -334,7 +340,7 @@ class _Run:
         )
 
     def _left_over(self, problems: Iterable[Problem]) -> Iterator[Problem]:
-        """Yield the problems that are not over, seen one by one."""
+        """Yield the problems that are not finished, reading them one by one."""
         for position, problem in enumerate(problems):
             if problem.id in self._positions:
                 raise DatasetError(
@@ -349,19 +355,24 @@ class _Run:
         self._seen = "all"
 
     async def _end_when_asked(self) -> None:
-        """End the graph once the run was asked to end and nothing is left to wait for."""
+        """End the graph once the run was told to end and nothing is in flight."""
         await self._options.stop.finished()
         self._graph.cancel("interrupted")
 
     def _asked_to_end(self, number: int) -> None:
-        """Say what a signal will do."""
+        """Report what the next signal will do."""
         stop = self._options.stop
         if stop.asked == 1:
-            text = f"asked to end: {stop.calls} calls in flight will be finished and saved; ask again to end at once"
+            text = (
+                f"ending: {stop.calls} calls in flight will be finished and saved; interrupt "
+                "again to end at once"
+            )
             self._recorder.record(Warned("interrupted", text))
 
     async def _end_when_spent(self, account: Account) -> None:
-        """Wait until a cap refuses a call and no call is in flight; then end the run as asked."""
+        """Wait until a cap refuses a call and no call is in flight; then end the run as `on_cap`
+        says.
+        """
         limit = await account.exhausted(self._state.seconds)
         self._limit = limit
         self._recorder.record(Warned("limit", f"{limit} is spent"))
@@ -380,10 +391,11 @@ class _Run:
             ProblemLog(self._recorder, recorded, self._options.stop, self._plan.recall), record
         )
         outcome = self._plan.flag_out_of_domain(await self._attempt(problem, context, scope))
-        # Not after grading: how long a grader takes must not change what other problems' gates see.
+        # This must not wait for grading, because the time of a grader must not change what other
+        # problems' gates see.
         self._left.conclude(problem.id)
         if self._state.is_over(problem.id):
-            # the problem was over before, and is only replayed
+            # the problem was already finished, and is only replayed
             known = self._lines.get(problem.id) or self._state.finished[problem.id]
             self._combiner.learn(known)
             return known
@@ -398,7 +410,7 @@ class _Run:
     async def _attempt(self, problem: Problem, context: Context, scope: ProblemScope) -> Outcome:
         """Run the pipeline on a problem.
 
-        A failure becomes the problem's outcome, unless it would meet every other problem.
+        A failure becomes the problem's outcome, unless it would happen for every other problem too.
         """
         try:
             outcome = await self._plan.pipeline(problem, self._plan.policy, context, scope)
@@ -420,7 +432,7 @@ class _Run:
         def bind(
             engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float
         ) -> EngineCalls:
-            # `engine` may be bound to the problem already: each rollout calls the bare one
+            # `engine` may already be bound to the problem, so each rollout calls the unbound engine
             bare = plan.draft if role == "draft" else plan.target
             return EngineCalls(
                 bare,
@@ -456,7 +468,7 @@ class _Run:
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:
         """Grade and record an outcome, and wait until it is written.
 
-        Nothing is recorded before everything is known.
+        Nothing is recorded before all verdicts are known.
         """
         graded: list[Graded] = []
         if self._plan.grade is not None and outcome.problem.answer is not None:
@@ -483,9 +495,9 @@ class _Run:
         return FinishedProblem.of(outcome, graded, judged=judged, escalated=escalated)
 
     def _grade(self, outcome: Outcome, grade: Grade) -> list[Graded]:
-        """Grade every rollout's answer and the problem's, each different text once.
+        """Grade every rollout's answer and the problem's answer, each different text once.
 
-        Runs in a worker thread.
+        This runs in a worker thread.
         """
         problem = outcome.problem
         known: dict[str | None, tuple[VerdictStatus, str]] = {None: ("wrong", "no answer")}
@@ -504,7 +516,7 @@ class _Run:
         return graded
 
     def _finished(self, result: ProblemResult[FinishedProblem]) -> None:
-        if result.error is not None:  # not the pipeline's: that one became an outcome
+        if result.error is not None:  # not an error of the pipeline, which has become an outcome
             raise result.error
         if result.value is not None:
             self._unfinished -= 1
@@ -515,7 +527,7 @@ class _Run:
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.is_complete:
             self._comparing.end(line)
-        # earlier failures are retried now; failures of this session, in another one
+        # failures of earlier sessions are retried now, failures of this session in a later one
         if line.is_complete or self._taken:
             self._escalations.forget(name)
             self._plan.on_problem_done(name)
@@ -543,7 +555,7 @@ class _Run:
         )
 
     def _status(self) -> tuple[RunStatus, str]:
-        """Return the status of the run, and why it is not finished."""
+        """Return the status of the run, with the reason if it is not finished."""
         if self._seen == "all" and not self._unfinished:
             missing = self._missing
             problems = len(self._positions)

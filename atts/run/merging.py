@@ -1,4 +1,4 @@
-"""Merging of runs: one run directory made of the shards of an evaluation."""
+"""Merge the shards of an evaluation into one run directory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHARD = "shard"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Every `of`-th problem of a dataset, from the `number`-th on, counted from 1."""
+    """A shard: every `of`-th problem of a dataset, from the `number`-th on, counted from 1."""
 
     number: int
     of: int
@@ -58,9 +58,7 @@ class Shard:
         """
         number, _, of = text.partition("/")
         if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-            raise OptionError(
-                "shard", f"{text!r} is not part of a whole; give NUMBER/COUNT, such as 2/3"
-            )
+            raise OptionError("shard", f"{text!r} is not a shard; give NUMBER/COUNT, such as 2/3")
         return cls(int(number), int(of))
 
     def take(self, problems: Any) -> Any:
@@ -71,7 +69,7 @@ class Shard:
         part = problems[self.number - 1 :: self.of]
         if not part:
             raise OptionError(
-                "shard", f"{self} of {len(problems)} problems is empty; take fewer shards"
+                "shard", f"shard {self} of {len(problems)} problems is empty; use fewer shards"
             )
         return part
 
@@ -81,7 +79,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class MergedPart:
-    """One of the runs to merge, whose problems are all over."""
+    """One of the runs to merge, in which all problems are finished."""
 
     run: RecordedRun
     shard: Shard | None
@@ -92,7 +90,7 @@ class MergedPart:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Directory of the union, and the runs that it consists of."""
+    """The directory of the merged run, and the runs that it consists of."""
 
     directory: Path
     parts: tuple[MergedPart, ...]
@@ -100,12 +98,11 @@ class Merged:
 
 
 def merge(directories: Sequence[Path], out: Path) -> Merged:
-    """Write the run that holds everything these hold, as if one process had done it; reports and
-    replays read it so.
+    """Write a run with the contents of all these runs, as if one process had made it.
 
-    The runs must differ in their problems alone. Problems come in the order of the whole dataset
-    where the runs are its shards, else in the order given. Sessions follow each other, so the
-    seconds of the union are those of all parts.
+    The runs may differ only in their problems. Problems are in the order of the whole dataset if
+    the runs are its shards, else in the order given. Sessions follow each other, so the seconds of
+    the parts add up.
 
     :raises UsageError: fewer than two runs, a shard that is missing or there twice, a problem in
         two runs, a run with problems left to do, or an `out` that is not empty.
@@ -113,7 +110,7 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
     :raises JournalError: a run cannot be read, or the disk refuses.
     """
     if len(directories) < 2:
-        raise UsageError("merging takes two runs or more; name their directories")
+        raise UsageError("a merge needs two runs or more; name their directories")
     parts = _ordered([_part(directory) for directory in directories])
     for part in parts[1:]:
         _check_same(parts[0], part)
@@ -129,7 +126,7 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
     with locked(out / LOCK, out):
         if (out / JOURNAL).exists() or (out / MANIFEST).exists():
             raise UsageError(
-                f"{out}: there is a run here already; choose another directory for the union"
+                f"{out}: there is a run here already; choose another directory for the merged run"
             )
         _write(parts, problems, out)
         save_manifest(out / MANIFEST, _manifest(parts, problems))
@@ -148,8 +145,8 @@ def _part(directory: Path) -> MergedPart:
     left += max(0, (run.manifest.problems or 0) - len(problems))
     if left:
         raise UsageError(
-            f"{directory}: {left} problems are left to do; run its command again to its end, then "
-            f"merge"
+            f"{directory}: {left} problems are not finished; finish the run by its command, then "
+            "merge"
         )
     named = run.setting(SHARD)
     shard = None if named is None else Shard.parse(str(named))
@@ -157,7 +154,9 @@ def _part(directory: Path) -> MergedPart:
 
 
 def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
-    """Return shards by their numbers, all of them there; other runs as given."""
+    """Return shards in the order of their numbers, or other runs as given; check that no shard is
+    missing.
+    """
     shards = [part.shard for part in parts if part.shard is not None]
     if not shards:
         return parts
@@ -170,7 +169,7 @@ def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
     (count,) = counts
     twice = {number for number in numbers if numbers.count(number) > 1}
     if twice:
-        raise UsageError(f"shard {min(twice)}/{count} is there twice")
+        raise UsageError(f"shard {min(twice)}/{count} is given twice")
     missing = sorted(set(range(1, count + 1)) - set(numbers))
     if missing:
         raise UsageError(
@@ -190,7 +189,7 @@ def _check_same(first: MergedPart, other: MergedPart) -> None:
     except FingerprintError as error:
         what = f"the run in {other.run.directory}, beside that in {first.run.directory},"
         raise FingerprintError(
-            what, error.differences, "Merge runs of one configuration only"
+            what, error.differences, "Merge only runs with the same configuration"
         ) from None
 
 
@@ -265,7 +264,7 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 
 
 def _shifted(event: Event, sessions: int, nodes: int) -> Event:
-    """Return the event with numbers that are free in the union."""
+    """Return the event with numbers that are not yet used in the merged run."""
     if isinstance(event, SessionOpened):
         return structs.replace(event, schema=SCHEMA, session=event.session + sessions)
     if isinstance(event, CallSpan):

@@ -1,4 +1,4 @@
-"""The progress of a run: a listener that counts its events, and frozen snapshots of the counts."""
+"""The progress of a run, counted from its events by a listener that gives frozen snapshots."""
 
 from __future__ import annotations
 
@@ -34,59 +34,60 @@ from atts.journal import (
 from atts.run.recording import CallBegun, EngineAwaited, EscalationCounter, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
-"""What a rollout is at: its draft writes, the target judges, the target writes, or it waits for an
-engine.
+"""The activity of a rollout: its draft writes, the target judges, the target writes, or it waits
+for an engine.
 """
 RunState = Literal["loading", "running", "draining", "over"]
-"""Engines are being opened; rollouts run; calls in flight are saved; nothing more will come."""
-Flow = Literal["draft", "target", "scored"]
-"""Tokens per second are counted of: what the draft writes, what the target writes, what it scores.
+"""The phase of a run: engines open, rollouts run, calls in flight are saved, or the run has ended.
 """
+Flow = Literal["draft", "target", "scored"]
+"""The flows of tokens: written by the draft, written by the target, scored by the target."""
 WINDOW_SECONDS = 15.0
-_ENOUGH = 0.01  # the part of the work that must be done before the rest is foretold
-_REMEMBERED = 512  # rollouts of this session whose durations are kept
+_ENOUGH = 0.01  # share of the work that must be done before the time left is estimated
+_REMEMBERED = 512  # number of rollouts of this session whose durations are kept
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressSnapshot:
-    """A run at one moment; counts are of all sessions, speeds and the time left of this one.
+    """A snapshot of a run; counts are over all sessions, but speeds and the time left are of this
+    session.
 
-    `rate` is the share of chunks handed over, clustered by problem; `accuracy` that of votes. Both
-    have intervals that hold at a moment fixed beforehand, not at every look.
+    `rate` is the share of escalated chunks, clustered by problem; `accuracy` is that of votes.
+    Their intervals are valid at a moment fixed beforehand, not at all moments simultaneously.
     """
 
     state: RunState
     directory: Path | None
     judged_unit: JudgedUnit
-    problems: int | None  # None: they stream in
+    problems: int | None  # None if the problems stream in
     done: int
-    failed: int  # problems among those done that are not complete
+    failed: int  # problems among the finished ones that are not complete
     lost: int  # their rollouts that failed
     open: int
     stages: Mapping[Stage, int]
     rollouts_done: int
     accepted: int
     escalated: int
-    forced: int  # escalated chunks that had no score
-    rejected: int  # chunks that were thrown away
+    forced: int  # escalated chunks without a score
+    rejected: int  # chunks that were discarded
     rate: Estimate
     nominal: float | None
     accuracy: Estimate
     graded: int
     tokens: Mapping[Flow, int]  # tokens of calls that ended, by engine and kind
-    usage: Usage  # usage of the problems that are over, counted as the summary counts it
-    speeds: Mapping[Flow, float]  # tokens per second, lately
+    usage: Usage  # usage of finished problems, counted as in the summary
+    speeds: Mapping[Flow, float]  # recent tokens per second
     models: Mapping[Literal["draft", "target"], str]
     seconds: float  # all sessions together
-    left: float | None  # seconds, once enough is done to tell
+    left: float | None  # estimated seconds left, once enough is done
     alarms: int
     failed_calls: int
-    awaited: Mapping[Role, int]  # calls that wait for an engine that was lost
+    awaited: Mapping[Role, int]  # calls that wait for a lost engine
     note: str = ""
 
     @property
     def target_share(self) -> float:
-        """Return the target's share of the tokens that both models wrote, as the summary does."""
+        """Return the target's share of the tokens that both models wrote, as in the summary."""
         return self.usage.target_share
 
     def as_json(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class ProgressSnapshot:
 
 
 class _Ended(NamedTuple):
-    """A call that ended: the moment, its tokens, and how long it took."""
+    """A call that ended: its time, its tokens and its duration."""
 
     moment: float
     tokens: int
@@ -115,11 +116,11 @@ class _Ended(NamedTuple):
 
 @dataclass(slots=True)
 class _Throughput:
-    """Tokens of one flow: all of them, and those of the calls that ended lately.
+    """The tokens of one flow: in total, and of calls that ended recently.
 
     Tokens are counted when a call ends. So the speed is measured over the last `WINDOW_SECONDS`, or
-    over as many as the longest of these calls took: a call of five minutes says nothing about the
-    last 15 seconds.
+    over the duration of the longest of these calls, because a call of five minutes says nothing
+    about the last 15 seconds.
     """
 
     total: int = 0
@@ -152,9 +153,9 @@ class _Durations:
     """Durations of this session's rollouts, from which those of the others are estimated.
 
     The estimates are those of Kaplan and Meier, which count the rollouts in flight as rollouts that
-    last longer than their present age. Quick rollouts end first, so a mean of the ended ones alone
-    is too low. Beyond the greatest age nothing is known; a rollout of that age is taken to be half
-    done.
+    last longer than their present age. Fast rollouts end first, so the mean of only the ended ones
+    would be too low. Beyond the greatest age nothing is known; a rollout of that age is assumed to
+    be half done.
     """
 
     ended: deque[float] = field(default_factory=lambda: deque[float](maxlen=_REMEMBERED))
@@ -169,22 +170,23 @@ class _Durations:
         return self._beyond([0.0], ages)[0]
 
     def residuals(self, ages: Sequence[float]) -> list[float]:
-        """Return for each rollout in flight how much longer it is expected to take."""
+        """Return, for each rollout in flight, the expected remaining seconds."""
         return self._beyond(ages, ages)
 
     def _beyond(self, starts: Sequence[float], ages: Sequence[float]) -> list[float]:
-        """Return the expected remaining seconds of rollouts that have lasted so long."""
+        """Return the expected remaining seconds of rollouts of these ages."""
         last = max([*self.ended, *ages], default=0.0)
         times = [(seconds, True) for seconds in self.ended] + [(age, False) for age in ages]
-        times.sort(key=lambda time: (time[0], not time[1]))  # at equal times the ended ones first
-        # by time: the share of rollouts that last longer, from that time to the next
+        # at equal times ended rollouts come first
+        times.sort(key=lambda time: (time[0], not time[1]))
+        # by time: the share of rollouts that last longer, constant until the next time
         steps: list[tuple[float, float]] = [(0.0, 1.0)]
         share = 1.0
         for number, (seconds, has_ended) in enumerate(times):
             if has_ended:
                 share *= 1 - 1 / (len(times) - number)
                 steps.append((seconds, share))
-        # the area below the rest of the curve, from its end backwards
+        # the area below the rest of the curve, summed from its end
         areas = [share * last] * len(steps)
         until = last
         area = share * last
@@ -204,23 +206,24 @@ class _Durations:
 
 
 class Progress:
-    """A listener (`atts.run.Listener`) that knows how far the run is; `snapshot` says it at any
+    """A listener (`atts.run.Listener`) that counts the progress of a run, for `snapshot` at any
     time.
 
-    Events cost it a comparison or two and an addition; intervals are computed by `snapshot`.
+    An event costs only one or two comparisons and an addition; `snapshot` computes the intervals.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, *, loading: Sequence[str] = ()
     ) -> None:
-        """Count from nothing; `loading` names the engines that have to be opened first."""
+        """Create counters at 0; `loading` names the engines that have to be opened first."""
         self._clock = clock
         self.warnings: list[str] = []  # warnings of the checks made once the engines were open
         self._began = clock()
         self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
         self._state: RunState = "loading" if loading else "running"
         self._note = f"loading {' and '.join(dict.fromkeys(loading))}" if loading else ""
-        self._over: dict[str, int] = {}  # problems with an outcome, and how many rollouts it holds
+        # problems with an outcome, and the number of rollouts in it
+        self._over: dict[str, int] = {}
         self._usage: dict[str, Usage] = {}  # keyed by finished problem
         self._incomplete: set[str] = set()  # finished problems with failed rollouts
         self._lost: dict[str, set[int]] = {}  # rollouts that failed
@@ -233,16 +236,16 @@ class Progress:
         self._awaited: Counter[Role] = Counter()
         self._nominal: float | None = None
         self._flows: dict[Flow, _Throughput] = {flow: _Throughput() for flow in get_args(Flow)}
-        self._since: dict[str, float] = {}  # when the rollouts in flight began
+        self._since: dict[str, float] = {}  # start times of the rollouts in flight
         self._most_in_flight = 1
         self._durations = _Durations()
 
     def recalled(self, event: Event) -> None:
-        """Count what an earlier session did; how fast it did it does not count."""
+        """Count an event of an earlier session, except for speeds."""
         self.notify(event)
 
     def notify(self, event: Notice) -> None:
-        """Take an event in."""
+        """Count an event of this session."""
         match event:
             case CallBegun():
                 self._stages[event.rollout] = event.stage
@@ -286,7 +289,7 @@ class Progress:
                 pass
 
     def over(self) -> None:
-        """Note that nothing more will come."""
+        """Record that the run has ended."""
         self._state = "over"
 
     def snapshot(self) -> ProgressSnapshot:
@@ -330,8 +333,8 @@ class Progress:
         )
 
     def _total_usage(self) -> Usage:
-        # Summed in plain numbers: a snapshot is taken several times a second, and a run may have
-        # tens of thousands of problems.
+        # The sums use plain numbers, because a snapshot is taken several times per second and a run
+        # may have tens of thousands of problems.
         usages = self._usage.values()
         return Usage(
             draft_tokens=sum([usage.draft_tokens for usage in usages]),
@@ -341,8 +344,8 @@ class Progress:
     def _left(self, now: float) -> float | None:
         """Estimate the seconds that the rest of the run takes, or None while too little is known.
 
-        Rollouts in flight are partly done. Counting only those that ended would make the first
-        estimates many times too long, because all rollouts of a run's beginning end late.
+        Rollouts in flight count as partly done. Counting only ended rollouts would make the first
+        estimates many times too long, because the first rollouts of a run all end late.
         """
         total = self._begun.problems
         durations = self._durations
@@ -360,7 +363,9 @@ class Progress:
         return max(work / places, max(residuals, default=0.0))
 
     def _rollouts_per_problem(self) -> float:
-        """Return the mean number of rollouts of a problem that is over, or the most it may have."""
+        """Return the mean number of rollouts of a finished problem, or the largest number if none
+        is finished.
+        """
         if not self._over:
             return self._begun.samples
         return sum(self._over.values()) / len(self._over)
@@ -371,7 +376,7 @@ class Progress:
         self._began = self._clock()
         self._flows = {flow: _Throughput(tokens.total) for flow, tokens in self._flows.items()}
         self._stages.clear()
-        self._ended.clear()  # open problems are lived through again
+        self._ended.clear()  # open problems are replayed
         self._open |= self._incomplete  # problems with failed rollouts are open too
         while self._incomplete:
             problem = self._incomplete.pop()
@@ -403,7 +408,7 @@ class Progress:
         began = self._since.pop(name, None)
         if began is not None:
             self._durations.add(self._clock() - began)
-        # the last one of a problem may not be a rollout: there the target compares their answers
+        # a problem's last line of work may not be a rollout, but the target's comparison of answers
         is_rollout = event.sample < self._begun.samples
         if is_rollout and event.problem in self._open and event.status != "cancelled":
             self._ended[event.problem] += 1

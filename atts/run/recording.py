@@ -1,4 +1,4 @@
-"""The way of a run's events into the journal, and of recorded calls back out of it."""
+"""Write a run's events to the journal, and return recorded calls from it."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ from atts.run.result import RunResult
 from atts.run.stopping import Stop
 
 RecallTiming = Literal["instant", "recorded"]
-"""How fast recalled calls return: at once, or in the time they took.
+"""The speed of recalled calls: they return at once, or after the time that they took.
 
-"recorded" is for virtual time: the whole run, finished problems included, is repeated without
-engine work, so the schedule is what it was, and even decisions that depend on the order of arrival
-come out as if nothing had been.
+"recorded" is for virtual time: the whole run, including finished problems, is repeated without
+engine work and with the same schedule. So even decisions that depend on the order of arrival are
+the same as in an uninterrupted run.
 """
 
 CallKind = Literal["draft", "target", "score"]
@@ -61,8 +61,9 @@ CallKind = Literal["draft", "target", "score"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkWritten:
-    """A model wrote a chunk; it may still be judged and discarded. Told live only: the journal has
-    the call itself.
+    """A model wrote a chunk, which may still be discarded.
+
+    This event is reported live only, because the journal has the call itself.
     """
 
     problem: str
@@ -73,22 +74,20 @@ class ChunkWritten:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """An engine was asked for work; reported live only. `stage` is "score" where the target judges,
-    else who writes.
+    """A call to an engine began; reported live only. `stage` is "score" if the target judges, else
+    the writer.
     """
 
     problem: str
-    rollout: str  # the request's own hint
+    rollout: str  # the hint in the request
     stage: CallKind
     input_tokens: int = 0  # input tokens of the prompt, or of the text with the part to be scored
-    max_tokens: int = 0  # that may be written; 0 where the target judges
+    max_tokens: int = 0  # most tokens that may be written; 0 if the target judges
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAwaited:
-    """One more call waits for an engine that was lost, or (`more` -1) one no longer does; reported
-    live only.
-    """
+    """One more call waits for a lost engine, or one call fewer if `more` is -1; reported live only."""
 
     role: Role
     more: Literal[1, -1]
@@ -96,13 +95,13 @@ class EngineAwaited:
 
 @dataclass(frozen=True, slots=True)
 class RunBegun:
-    """A session is about to work: how much there is, and how much of it earlier sessions did;
-    reported live only.
+    """A session begins, with the amount of work and the part done by earlier sessions; reported
+    live only.
     """
 
     problems: int | None  # None: they stream in
     done: int
-    samples: int  # samples of each problem, at most
+    samples: int  # most samples of each problem
     seconds: float  # seconds of earlier sessions
     draft: str  # the model
     target: str
@@ -113,35 +112,37 @@ class RunBegun:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A session has ended by itself, and this is the run as it stands; reported live only."""
+    """A session has ended by itself, with the current result of the run; reported live only."""
 
     result: RunResult
 
 
 Notice = Event | ChunkWritten | CallBegun | EngineAwaited | RunBegun | RunEnded
-"""Everything that a listener receives while a run lasts."""
+"""All events that a listener receives during a run."""
 
 
 class Listener(Protocol):
-    """Follows a run; must not block, and what it raises ends the run."""
+    """A listener to a run; its methods must not block, and an error that it raises ends the run."""
 
     def recalled(self, event: Event) -> None:
-        """Hear an event of an earlier session, in order, before any of this one."""
+        """Handle an event of an earlier session; these come in order, before all events of this
+        session.
+        """
         ...
 
     def notify(self, event: Notice) -> None:
-        """Hear an event the moment it happens."""
+        """Handle an event when it happens."""
         ...
 
 
 CLOSING_SECONDS = 60.0
-"""Seconds that the end of a run waits for what its listeners have not sent yet."""
+"""The seconds that the end of a run waits for its listeners to send their data."""
 
 _log = logging.getLogger("atts.run")
 
 
 class Background:
-    """A listener that does its work in a thread of its own, and never harms the run.
+    """A listener that works in a separate thread and never affects the run.
 
     The first failure is logged as a warning and ends the listener's work; the run continues without it.
     """
@@ -153,11 +154,11 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def recalled(self, event: Event) -> None:
-        """Take in an event of an earlier session."""
+        """Pass an event of an earlier session to the thread."""
         self._guarded(lambda: self.remember(event))
 
     def notify(self, event: Notice) -> None:
-        """Take in an event; whatever may take long is left to the thread."""
+        """Pass an event to the thread, which does everything that may take long."""
         self._guarded(lambda: self.hear(event))
 
     def remember(self, event: Event) -> None:
@@ -167,24 +168,30 @@ class Background:
         """Note an event of this session."""
 
     def finish(self) -> None:
-        """Complete what the end of the run left open; called last, in the thread."""
+        """Complete all open work at the end of the run; called last, in the thread."""
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Close the listener, and wait at most so long for everything to be sent; any thread may call it."""
+        """Close the listener, and wait at most `seconds` for everything to be sent; any thread may
+        call this.
+        """
         if self._thread is None:
             return
         self._jobs.put(self.finish)
         self._jobs.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._fail(f"was still busy {seconds:g} s after the end; what it had not sent is lost")
+            self._fail(
+                f"was still busy {seconds:g} s after the end; the data that it had not sent are "
+                "lost"
+            )
 
     def later(self, job: Callable[[], None]) -> None:
-        """Let the thread do a job, after those before it."""
+        """Let the thread do a job after all earlier jobs."""
         if self._has_failed.is_set():
             return
         if self._thread is None:
-            # A daemon: a tracker whose server hangs must not keep the program from ending.
+            # The thread is a daemon, so that a tracker whose server hangs does not keep the program
+            # from ending.
             self._thread = threading.Thread(target=self._work, name=f"log-{self.name}", daemon=True)
             self._thread.start()
         self._jobs.put(job)
@@ -196,13 +203,14 @@ class Background:
     def _guarded(self, job: Callable[[], None]) -> None:
         if self._has_failed.is_set():
             return
-        # A tracker may raise what is not an Exception, such as SystemExit for a missing key.
+        # A tracker may raise an error that is not an Exception, such as SystemExit for a missing
+        # key.
         try:
             job()
         except BaseException as error:  # whatever a tracker raises, the run continues
             if isinstance(error, KeyboardInterrupt):
                 raise
-            self._fail(f"failed and gets nothing more: {type(error).__name__}: {error}")
+            self._fail(f"failed and gets no further data: {type(error).__name__}: {error}")
 
     def _fail(self, what: str) -> None:
         if not self._has_failed.is_set():
@@ -211,9 +219,9 @@ class Background:
 
 
 class EscalationCounter:
-    """Count of judged chunks that were escalated, by problem.
+    """The count of judged and escalated chunks by problem.
 
-    Which chunks those are is for `atts.journal.judged` to say.
+    `atts.journal.judged` defines which chunks count.
     """
 
     def __init__(self) -> None:
@@ -221,7 +229,7 @@ class EscalationCounter:
         self.unscored = 0  # chunks of all problems that were judged without a score
 
     def count(self, decision: Decision, escalated: bool) -> None:
-        """Count a chunk that was judged, and what was really done with it."""
+        """Count a judged chunk, and whether it was really escalated."""
         num_escalated, num_judged = self._counts.get(decision.question, (0, 0))
         self._counts[decision.question] = (num_escalated + escalated, num_judged + 1)
         self.unscored += decision.origin == "forced"
@@ -231,12 +239,12 @@ class EscalationCounter:
         return self._counts.get(problem, (0, 0))
 
     def forget(self, problem: str) -> None:
-        """Drop the counts of a problem that is over."""
+        """Drop the counts of a finished problem."""
         self._counts.pop(problem, None)
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Return the escalated and the judged chunks of all problems not forgotten."""
+        """Return the numbers of escalated and judged chunks of all problems that were not dropped."""
         num_escalated = sum(escalated for escalated, _ in self._counts.values())
         num_judged = sum(judged for _, judged in self._counts.values())
         return num_escalated, num_judged
@@ -247,8 +255,9 @@ class EscalationCounter:
         return share_estimate(self._counts.values())
 
 
-# The share of a run's rollouts whose end makes what was seen before count for 1/e. With a longer
-# memory, runs of sorted problems expect late rollouts to be like the early ones.
+# After this share of a run's rollouts has ended, earlier observations count for 1/e. With a longer
+# memory, the estimate would be wrong for sorted problems, whose late rollouts differ from early
+# ones.
 _MEMORY = 0.125
 
 
@@ -256,10 +265,10 @@ class RunLengthEstimate(RunLength):
     """Estimate of the remaining decisions of a run of known size, from the decisions that its
     rollouts took so far.
 
-    Of those that took so many, some ended and some took another: the product of such shares is
-    Kaplan and Meier's estimate of how far a rollout goes. A concluded problem ends all of its
-    rollouts. Recent ones weigh more: where problems are sorted by difficulty, the rollouts to come
-    are like the latest, not like the average.
+    Of the rollouts that took some number of decisions, a share took another one; the product of
+    these shares is Kaplan and Meier's estimate of a rollout's length. A finished problem ends all
+    of its rollouts. Recent rollouts have more weight, because with problems sorted by difficulty,
+    future rollouts are like the latest ones.
     """
 
     __slots__ = (
@@ -284,8 +293,8 @@ class RunLengthEstimate(RunLength):
         self._there = [rollouts]
         self._ended = [0.0]
         self._went_on = [0.0]
-        # This is how much the present counts; it grows with each problem that ends, not with each
-        # rollout: those of one problem are stopped together, in an order that must not matter.
+        # The weight of the present. It grows with each problem that ends instead of each rollout,
+        # because the rollouts of a problem are stopped together in an arbitrary order.
         self._weight = 1.0
         self._growth = 1 + 1 / max(1.0, _MEMORY * rollouts) if rollouts else 1.0
         self._open = dict[str, dict[int, int]]()  # decisions of the rollouts that have not ended
@@ -298,7 +307,7 @@ class RunLengthEstimate(RunLength):
         if not any(self._ended):
             return 1.0
         left = 0.0  # decisions of all open rollouts
-        to_come = 0.0  # decisions of a rollout that took so many
+        to_come = 0.0  # expected decisions of a rollout that took this many
         for place in reversed(range(len(self._there))):
             known = self._went_on[place] + self._ended[place]
             to_come = (1 + to_come) * (self._went_on[place] / known if known else 1.0)
@@ -323,11 +332,11 @@ class RunLengthEstimate(RunLength):
             self._decided += 1
 
     def end(self, problem: str, sample: int) -> None:
-        """Note that one of this problem's rollouts has ended."""
+        """Record that one of this problem's rollouts has ended."""
         self._end_all([self._rollouts(problem).pop(sample, 0)])
 
     def conclude(self, problem: str) -> None:
-        """Note that all rollouts of this problem have ended."""
+        """Record that all rollouts of this problem have ended."""
         self._end_all(list(self._rollouts(problem).values()))
         del self._open[problem]
         self._weight *= self._growth**self._samples  # the weight grows to e^8 in a whole run
@@ -342,7 +351,9 @@ class RunLengthEstimate(RunLength):
 
 
 class ProblemsLeft(RunLengthEstimate):
-    """Count of the remaining decisions of a run of known size that decides once about each problem."""
+    """The count of the remaining decisions of a run of known size that decides once on each
+    problem.
+    """
 
     __slots__ = ("_made", "_problems")
 
@@ -363,14 +374,14 @@ class ProblemsLeft(RunLengthEstimate):
         self._made += decision.action != "verify"
 
     def end(self, problem: str, sample: int) -> None:
-        """Ignore the end of a rollout: problems are counted, not rollouts."""
+        """Ignore the end of a rollout, because problems are counted instead."""
 
     def conclude(self, problem: str) -> None:
-        """Ignore the end of a problem: it counted when it was decided."""
+        """Ignore the end of a problem, because it was counted when it was decided."""
 
 
 class Recorder:
-    """The one way into the journal and to the listeners, in the same order for both."""
+    """A recorder that passes all events to the journal and to the listeners, in the same order."""
 
     def __init__(
         self,
@@ -383,15 +394,15 @@ class Recorder:
         self._left = left
         self._tells = [listener.notify for listener in listeners]
         self._escalations = escalations
-        # waits until all noted is in the file
+        # waits until all recorded events are in the file
         self.saved = _nothing_to_save if journal is None else journal.saved
-        # a call ends when its line is there
+        # a call ends when its line is written
         self.awaits_disk = journal is not None and journal.durability == "always"
-        # not recorded yet: what is done with it may follow at once
+        # a decision that is not recorded yet, because its observation may follow at once
         self._decided: Decided | None = None
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
-        """Note an event, and a `second` that goes with it on one line of the journal.
+        """Record an event, and a `second` event on the same line of the journal.
 
         :raises StorageError: the disk refuses.
         """
@@ -407,16 +418,16 @@ class Recorder:
                 tell(second)
 
     def decided(self, event: Decided) -> None:
-        """Note a decision, as soon as it is known what was done with it or anything else is noted."""
+        """Record a decision, once its observation follows or another event is recorded."""
         waiting = self._decided
         self._decided = None
         if waiting is not None:
             self.record(waiting)
-        # Requests for a score count for nothing; this happens for every chunk, so the call is
-        # saved.
+        # Requests for a score are not counted; skipping the call saves time, because this happens
+        # for every chunk.
         if event.decision.action != "verify":
             self._left.count(event.decision)
-        # its gate does not learn what was done with it: its own decision counts
+        # its gate does not observe what was done, so its decision itself counts
         if event.asked == "round":
             self._escalations.count(event.decision, event.decision.escalate)
             self.record(event)
@@ -428,7 +439,7 @@ class Recorder:
         self._left.count(decision)
 
     def observed(self, decision: Decision, escalated: bool) -> None:
-        """Note what was done with a decision: with the decision itself where nothing was noted
+        """Record what was done with a decision, on the line of the decision if nothing was recorded
         since.
         """
         self._escalations.count(decision, escalated)
@@ -440,7 +451,7 @@ class Recorder:
         return self.record(event, observed)
 
     def tell(self, event: Notice) -> None:
-        """Report to the listeners what the journal does not keep."""
+        """Report an event to the listeners that the journal does not keep."""
         for tell in self._tells:
             tell(event)
 
@@ -453,14 +464,13 @@ class Recorder:
 
 
 async def _nothing_to_save() -> None:
-    """Return at once: there is no journal."""
+    """Return at once, because there is no journal."""
 
 
 class ProblemRecord:
-    """One problem's rollouts and turns on their way into the journal; it is what its pipeline calls
-    its listener.
+    """The pipeline's listener for one problem, which records rollouts and turns in the journal.
 
-    What an earlier session recorded is not recorded again.
+    Events that an earlier session recorded are not recorded again.
     """
 
     def __init__(self, recorder: Recorder, recorded: OpenProblem) -> None:
@@ -475,7 +485,7 @@ class ProblemRecord:
         self._recorder.tell(ChunkWritten(self._problem, rollout.sample, len(rollout.turns), chunk))
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
-        """Record the turn, and the rollout before its first."""
+        """Record the turn, and before the first turn also the rollout."""
         if rollout.sample not in self._started:
             self._start(rollout)
         self._turns[rollout.sample] = turn.index + 1
@@ -484,13 +494,13 @@ class ProblemRecord:
             recalled.popleft()
             return
         if recalled:
-            text = f"turn {turn.index} came out otherwise than in an earlier session, whose turn it replaces"
+            text = f"turn {turn.index} differs from that of an earlier session, and replaces it"
             self._recorder.record(Warned("recall-differs", text, self._problem, rollout.sample))
             self._tell_again(rollout, turn.index)
         self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))
 
     def finished(self, outcome: Outcome) -> None:
-        """Record how every rollout ended, with whatever its pipeline has not reported."""
+        """Record the end of every rollout, and turns that the pipeline has not reported."""
         for rollout in outcome.rollouts:
             if rollout.sample not in self._started:
                 self._start(rollout)
@@ -525,9 +535,9 @@ class ProblemRecord:
 
 
 def _timeless(turn: Turn) -> str:
-    """Return all of a turn as text but the issue number and the origin of its decision.
+    """Return a turn as text, without the issue number and the origin of its decision.
 
-    As text, because a rate may be nan.
+    The comparison uses text because a rate may be NaN.
     """
     plain = replace(turn.decision, issue=None, origin="gate") if turn.decision else None
     return repr(replace(turn, decision=plain))
@@ -535,7 +545,7 @@ def _timeless(turn: Turn) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProblemLog:
-    """Record of one problem from earlier sessions, and the place for further calls."""
+    """The record of one problem from earlier sessions, to which further calls are added."""
 
     recorder: Recorder
     recorded: OpenProblem
@@ -545,7 +555,7 @@ class ProblemLog:
 
 
 class AlarmWatch:
-    """Records alarms as they are raised; those of earlier sessions are in the journal already."""
+    """A watch that records new alarms; those of earlier sessions are already in the journal."""
 
     def __init__(self, alarms: Callable[[], Sequence[DriftEvent]], recorder: Recorder) -> None:
         self._alarms = alarms
@@ -553,7 +563,7 @@ class AlarmWatch:
         self._seen = len(alarms())
 
     def look(self) -> None:
-        """Record what is new."""
+        """Record the new alarms."""
         alarms = self._alarms()
         for alarm in alarms[self._seen :]:
             self._recorder.record(
@@ -563,7 +573,7 @@ class AlarmWatch:
 
 
 class RecordedPlanner:
-    """A planner whose plans stand once they are recorded."""
+    """A planner that returns recorded plans if there are any."""
 
     def __init__(self, planner: Planner, log: ProblemLog) -> None:
         self._planner = planner
@@ -579,8 +589,9 @@ class RecordedPlanner:
 
 
 class RecordedGate:
-    """A gate whose decisions stand once they are recorded. The real one must have lived through
-    them before.
+    """A gate that returns recorded decisions if there are any.
+
+    The real gate must have replayed these decisions before.
     """
 
     def __init__(self, gate: Gate, steps: ProblemLog, alarms: AlarmWatch) -> None:
@@ -590,7 +601,7 @@ class RecordedGate:
         self._alarms = alarms
 
     def _recall(self, calls: deque[Decided | Observed]) -> Decision:
-        """Return the next recorded decision; it counts from now on."""
+        """Return the next recorded decision, and count it."""
         decision = calls.popleft().decision
         self._steps.recorder.relived(decision)
         return decision
@@ -600,7 +611,7 @@ class RecordedGate:
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return self._recall(calls)
-        if calls:  # a recorded result came after a score had been asked for
+        if calls:  # the recorded decision came after a request for a score
             return replace(
                 calls[0].decision,
                 action="verify",
@@ -635,8 +646,10 @@ class RecordedGate:
 
 
 class RecordedRoundGate:
-    """The same for rounds: the real gate ranks every round again, for what it carries over;
-    recorded decisions stand.
+    """The same for gates that rank rounds.
+
+    The real gate ranks every round again, because it carries over rounding errors, but recorded
+    decisions are returned.
     """
 
     def __init__(self, gate: RoundGate, steps: ProblemLog) -> None:
@@ -645,7 +658,7 @@ class RecordedRoundGate:
         self._recorder = steps.recorder
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """Return the recorded decisions, or the gate's, member by member."""
+        """Return, for each member, the recorded decision or that of the gate."""
         decisions: list[Decision] = []
         for (features, _), decision in zip(round_, self._gate.decide_round(round_), strict=True):
             calls = self._recorded.get((features.sample, features.turn))
@@ -660,8 +673,8 @@ class RecordedRoundGate:
 
 
 def replay_event(gate: Gate, event: Decided | Observed) -> None:
-    """Let a gate live through a recorded call again: called in the recorded order, it is then what
-    it was.
+    """Repeat a recorded call of a gate; after all calls in the recorded order the gate has its
+    earlier state.
     """
     decision = event.decision
     if isinstance(event, Observed):

@@ -1,4 +1,4 @@
-"""The result of a run: its numbers, its finished problems in brief, the way to whole rollouts."""
+"""The result of a run, with its numbers, its finished problems, and access to whole rollouts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from atts.ledger import PRICES, money_of, recorded_prices
 from atts.pipelines import CombineSummary, summarise_combinations
 from atts.run.conditions import Answered, answered
 
-_COARSE = 2.0  # judged chunks per rollout, on average, up to which a chunk is most of it
+# up to this mean number of judged chunks per rollout, a chunk counts as most of a rollout
+_COARSE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The numbers of a run; accuracies are undefined where nothing was graded.
+    """The numbers of a run; accuracies are undefined if nothing was graded.
 
-    `rate` is the share of judged chunks that the target continued; `answers` the accuracy of the
-    vote.
+    `rate` is the share of judged chunks that were escalated; `answers` is the accuracy of the vote.
     """
 
     problems: int
@@ -97,14 +97,15 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
 
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
-"""Every problem is over; as many as a comparison needed are; asked to end before that; out of time
-before that; over but for what failed; all failed."""
+"""The status of a run: all problems are finished, as many as a comparison needed are finished, it
+was told to end earlier, it ran out of time, some problems failed, or all failed.
+"""
 INTERRUPTED = 130
 
 
 @dataclass(slots=True)
 class IncompleteTally:
-    """A count of the problems and rollouts that failed, which the next session tries again."""
+    """The numbers of failed problems and rollouts, which the next session tries again."""
 
     problems: int = 0
     whole: int = 0  # problems whose rollouts all failed
@@ -120,14 +121,14 @@ class IncompleteTally:
         self.first = self.first or next(iter(failures), line.why)
 
     def words(self, problems: int) -> str:
-        """Return a sentence on the missing parts of so many problems, and the reason."""
+        """Return a sentence on the missing parts of `problems` problems, with the reason."""
         rollouts = f": {self.rollouts} of their rollouts failed" if self.rollouts else ""
         return f"{self.problems} of {problems} problems are not complete{rollouts}, first by {self.first}"
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run as it stands; `problems` are the finished ones, in the order of the dataset."""
+    """The current result of a run; `problems` are the finished ones, in the order of the dataset."""
 
     status: RunStatus
     problems: tuple[FinishedProblem, ...]
@@ -136,12 +137,12 @@ class RunResult:
     sessions: int = 1
     directory: Path | None = None
     why: str = ""
-    comparison: Sequential | None = None  # with the run that this one was to be distinguished from
-    # whole, for a run without a directory
+    comparison: Sequential | None = None  # the comparison with the earlier run
+    # the whole outcomes, for a run without a directory
     kept: tuple[Outcome, ...] = field(default=(), repr=False)
-    # speculation counts of the target, while the run had it open; None: nothing proposes
+    # speculation counters of the target during the run; None if nothing proposes
     speculated: Speculated | None = None
-    unscored: int = 0  # decisions that had no usable score to rest on
+    unscored: int = 0  # decisions without a usable score
 
     @cached_property
     def summary(self) -> Summary:
@@ -150,9 +151,10 @@ class RunResult:
 
     @property
     def coarse_chunks(self) -> str:
-        """Return a warning where a judged chunk is most of a rollout; "" where it is not.
+        """Return a warning if a judged chunk is most of a rollout, else "".
 
-        A takeover then rewrites most of a solution, and the gate decides on rollouts, not on steps.
+        In that case a takeover rewrites most of a solution, and the gate decides on rollouts
+        instead of chunks.
         """
         rollouts = sum(len(problem.complete_samples) for problem in self.problems)
         judged = sum(problem.judged for problem in self.problems)
@@ -166,7 +168,7 @@ class RunResult:
 
     @property
     def unscored_words(self) -> str:
-        """Return the number of decisions without a score, in words; "" if every one had a score."""
+        """Return a text on the number of decisions without a score; "" if every decision had one."""
         if not self.unscored:
             return ""
         judged = sum(problem.judged for problem in self.problems)
@@ -182,7 +184,7 @@ class RunResult:
 
     @property
     def rate(self) -> Estimate:
-        """Return the share of judged chunks that the target continued, clustered by problem."""
+        """Return the share of judged chunks that were escalated, clustered by problem."""
         return self.summary.rate
 
     @property
@@ -192,20 +194,18 @@ class RunResult:
 
     @property
     def cost(self) -> float | None:
-        """Return the dollars that all finished problems cost, or None where a price is unknown."""
+        """Return the cost of all finished problems in dollars, or None if a price is unknown."""
         setting = self.manifest.settings.get(PRICES)
         return None if setting is None else money_of(self.usage, recorded_prices(setting.value))
 
     @cached_property
     def combined(self) -> CombineSummary | None:
-        """Return the effect of selection or synthesis where votes split; None if votes decided
-        alone.
-        """
+        """Return the effect of selection or synthesis on split votes; None if votes alone decided."""
         return summarise_combinations(self.problems)
 
     @property
     def answered(self) -> Answered | None:
-        """Return how much a run that abstains answered, how much of it was wrong, and the promise."""
+        """Return how many problems an abstaining run answered, how many wrongly, and the guarantee."""
         return answered(self.problems, self.manifest)
 
     def to_dict(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class RunResult:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return the summary, with what was promised or decided."""
+        """Return the summary, with guarantees and decisions."""
         plain = self.summary.as_json()
         if self.cost is not None:
             plain["cost"] = self.cost
@@ -268,9 +268,9 @@ class RunResult:
 
     @property
     def truncation(self) -> Truncation:
-        """Return the number of rollouts that a limit cut before they could answer, in words.
+        """Return the numbers of rollouts that a limit cut before they could answer.
 
-        Its `warning` is "" unless they are many.
+        Their `warning` is "" unless there are many.
         """
         return truncation(self.problems, self.manifest)
 
@@ -278,7 +278,7 @@ class RunResult:
     def exit_code(self) -> int:
         """Return the exit code: 0, or 130 for a run that ended early and can continue.
 
-        3 where something failed; 5 where a comparison was asked for and could not be decided.
+        It is 3 if something failed, and 5 if a requested comparison could not be decided.
         """
         if self.status in ("incomplete", "failed"):
             return EngineError.exit_code

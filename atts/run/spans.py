@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of a run: one for each problem, rollout and engine call."""
+"""Make OpenTelemetry spans of a run, one for each problem, rollout and engine call."""
 
 # Names and attributes are those of the semantic conventions for generative AI, written out because
 # the package that has them as constants calls that part of itself incubating. What the conventions
@@ -29,12 +29,12 @@ from atts.journal import (
 from atts.run.recording import Background, CallBegun, Notice, RunBegun
 
 _FINISH: Mapping[str, str] = {"length": "length", "delimiter": "stop", "end": "stop"}
-"""The reasons of the conventions, by why a chunk ended."""
+"""The finish reasons of the conventions, by atts' reasons why a chunk ended."""
 
 
 @dataclass(slots=True)
 class _OpenProblem:
-    """The spans of a problem that is not over."""
+    """The spans of an open problem."""
 
     span: Any
     context: Any
@@ -44,10 +44,10 @@ class _OpenProblem:
 
 
 class TracedRun(Background):
-    """A listener that makes spans of what happens.
+    """A listener that makes spans from events.
 
-    A program's own tracer provider is used where it has set one. Otherwise spans are exported by OTLP
-    over HTTP, to where the OTEL_EXPORTER_OTLP_* variables say.
+    If the program has set a tracer provider, that one is used. Otherwise spans are exported by OTLP
+    over HTTP, to the address in the OTEL_EXPORTER_OTLP_* variables.
 
     :raises MissingExtra: OpenTelemetry is not installed.
     """
@@ -57,7 +57,7 @@ class TracedRun(Background):
         try:
             self._trace: Any = import_module("opentelemetry.trace")
             context: Any = import_module("opentelemetry.context")
-            self._owned: Any = None  # a provider made here, so closed here
+            self._owned: Any = None  # a provider that was made here, and so must be closed here
             if provider is None:
                 provider = self._trace.get_tracer_provider()
                 if isinstance(provider, self._trace.ProxyTracerProvider):
@@ -65,7 +65,7 @@ class TracedRun(Background):
         except ModuleNotFoundError as error:
             raise MissingExtra("--log otel", error.name or "opentelemetry-sdk", "otel") from error
         self._tracer = provider.get_tracer("atts")
-        self._outside = context.get_current()  # a span of the program that makes this run
+        self._outside = context.get_current()  # a span of the program that started this run
         self._offset = 0.0  # seconds from the loop's clock to the date
         self._run: dict[str, Any] = {}  # attributes of every problem
         self._providers: dict[str, str] = {}  # keyed by role
@@ -74,10 +74,11 @@ class TracedRun(Background):
         # keyed by problem, rollout and stage
         self._begun: dict[tuple[str, str, str], CallBegun] = {}
         self._reply: Sampled | Scored | None = None
-        self._failures: dict[str, CallFailed] = {}  # keyed by problem, until its span comes
+        # replies keyed by problem, until their span comes
+        self._failures: dict[str, CallFailed] = {}
 
     def hear(self, event: Notice) -> None:
-        """Leave to the thread what makes a span."""
+        """Pass events that make a span to the thread."""
         match event:
             case RunBegun():
                 self._offset = time.time() - clock()()
@@ -97,7 +98,7 @@ class TracedRun(Background):
                 pass
 
     def finish(self) -> None:
-        """End what is open, as after an interruption, and send everything."""
+        """End all open spans, for example after an interruption, and send everything."""
         now = time.time_ns()
         for problem in self._problems.values():
             for span, _ in problem.rollouts.values():

@@ -1,4 +1,4 @@
-"""One evaluation as a value: its models, policy, gate and answers, and how much at once."""
+"""The plan of an evaluation as a value, with its models, policy, gate, answers and concurrency."""
 
 from __future__ import annotations
 
@@ -32,20 +32,19 @@ from atts.run.stopping import StopWhen
 
 
 class Pipeline(Protocol):
-    """A way to spend tokens on one problem; `atts.pipelines.solve` is the one that has all the
-    others as settings.
+    """A function that solves one problem, such as `atts.pipelines.solve`.
 
-    Its calls must depend on its arguments, on what its calls came to, and on seeds, never on time
-    or chance: then an interrupted problem is run again from the start, recorded calls return at
-    once, and it continues where it was.
+    Its calls must depend only on its arguments, on results of earlier calls, and on seeds, never on
+    time or chance. Then an interrupted problem can run again from the start: recorded calls return
+    at once, and the problem continues at the same point.
     """
 
     async def __call__(
         self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /
     ) -> Outcome:
-        """Return the outcome of everything that happened.
+        """Return the outcome of the problem.
 
-        :raises ATTSError: what ends the run; anything else ends this problem alone.
+        :raises ATTSError: an error that ends the run; any other error ends only this problem.
         """
         ...
 
@@ -65,11 +64,13 @@ class Judgement(Protocol):
 
 
 Grade = Callable[[str, Problem], Judgement]
-"""Compares an answer with the problem's own; called in a worker thread, so it may take its time."""
+"""A function that compares an answer with a problem's reference; it runs in a worker thread, so it
+may take long.
+"""
 
 
 def _nothing_kept(problem: str) -> None:
-    """Do nothing, for gates that keep nothing of a problem."""
+    """Do nothing, for gates that store nothing for a problem."""
 
 
 _WORDS: Mapping[str, VerdictStatus] = {
@@ -80,7 +81,7 @@ _WORDS: Mapping[str, VerdictStatus] = {
 
 
 def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStatus, str]:
-    """Return a grader's verdict in the journal's words; a grader that fails has not said "wrong"."""
+    """Return a grader's verdict for the journal; if the grader fails, the verdict is not "wrong"."""
     try:
         judgement = grade(answer, problem)
     except Exception as error:  # noqa: BLE001 - whatever it is, it says nothing about the answer
@@ -90,10 +91,10 @@ def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStat
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """One evaluation: the models, the policy, the gate, the answers, and how much at once.
+    """The plan of one evaluation: models, policy, gate, answers and concurrency.
 
-    The gate is used up: it learns from this run, so another run needs another. `configuration` goes
-    into the manifest with its origins, next to what the plan knows itself.
+    The gate learns from the run, so another run needs a new gate. `configuration` is written into
+    the manifest with its origins, next to the plan's own settings.
     """
 
     draft: Engine
@@ -102,11 +103,11 @@ class RunSpec:
     gate: Gate | RoundGate
     answers: Answers
     grade: Grade | None = None
-    # The roles whose models are asked: the engine of the one that is asked stands for both, and
-    # the other engine is neither opened nor named in the manifest.
+    # The roles whose models are used. If there is only one, its engine is passed for both roles,
+    # and the other engine is neither opened nor named in the manifest.
     roles: tuple[Role, ...] = ("draft", "target")
     seed: int = 0
-    concurrency: int = 64  # in flight over all problems
+    concurrency: int = 64  # rollouts in flight over all problems
     # keyed by engine name: "draft", "target"
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     retries: graph.RetryPolicy = graph.RetryPolicy()
@@ -117,24 +118,24 @@ class RunSpec:
     recall: RecallTiming = "instant"
     # alarms so far, such as a calibrator's events
     alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]
-    # called with each problem that is over; such as a calibrator's `forget`
+    # called with each finished problem, for example a calibrator's `forget`
     on_problem_done: Callable[[str], object] = _nothing_kept
-    # conditions that the gate's stored scores record; None: it has none
+    # conditions that the gate's stored scores record; None if it has no stored scores
     stored_under: Mapping[str, object] | None = None
     # scores chunks under score.kind learned, and the conditions of the run it was fitted on
     judge: Callable[[Sequence[float]], float] | None = None
     judge_under: Mapping[str, object] | None = None
     conditions: Conditions = "match"  # what to do if conditions differ
-    on_unscored: OnUnscored = "stop"  # when the target stops giving usable scores
+    on_unscored: OnUnscored = "stop"  # what to do if the target stops giving usable scores
     warnings: Sequence[str] = ()  # warnings for a reader of the run
-    abstain: Abstain | None = None  # where answers are withheld
-    # what it is compared with as it goes, and ends once that is settled
+    abstain: Abstain | None = None  # the agreement threshold below which answers are withheld
+    # the comparison with an earlier run, which ends this run once it is decided
     stop_when: StopWhen | None = None
-    # the policy for a context of so many tokens; None: `policy` as it is
+    # a function that returns the policy for a context length; None: `policy` does not change
     policy_for_context: Callable[[int], Policy] | None = None
-    # check against the questions of the stored scores: problems unlike them are reported
+    # the check that reports problems unlike the questions of the stored scores
     domain: DomainCheck | None = None
-    # time limit of this session; after it, open problems conclude from what they have
+    # time limit of this session, after which open problems conclude from their rollouts so far
     timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -158,13 +159,13 @@ class RunSpec:
             )
         if self.concurrency < 1:
             raise OptionError(
-                "concurrency", f"{self.concurrency} in flight would be none at all; give at least 1"
+                "concurrency", f"{self.concurrency} rollouts in flight are too few; give at least 1"
             )
 
     def resolved(self) -> RunSpec:
         """Return the spec for the open engines.
 
-        Lengths that nothing sets are no longer than the engines' contexts.
+        Default lengths are limited by the engines' contexts.
         """
         if self.policy_for_context is None:
             return self
@@ -178,7 +179,7 @@ class RunSpec:
 
     @property
     def models(self) -> dict[Role, str]:
-        """Return the model of each role that is asked; the engines must be open."""
+        """Return the model of each role that is used; the engines must be open."""
         return {role: self.specs[role].model for role in self.roles}
 
     def flag_out_of_domain(self, outcome: Outcome) -> Outcome:
@@ -192,7 +193,7 @@ class RunSpec:
         )
 
     def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:
-        """Return the settings that a resume must find unchanged; the engines must be open.
+        """Return the settings that must not change at a resume; the engines must be open.
 
         `dataset` is the digest of problems that stream in; a sequence's is computed.
 
@@ -236,22 +237,24 @@ class RunSpec:
 
 
 def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
-    """Return the observations of a probe of an engine, in words."""
+    """Return a text with the observations of a probe of an engine."""
     return {f"{role}.{name}": Setting(seen, "probe") for name, seen in spec.findings}
 
 
-_ENDLESS = 1 << 40  # tokens of a context that cuts nothing
-_FLOPS_PER_CORE = 2e10  # assumed operations per second of a core, to tell hours from minutes
+_ENDLESS = 1 << 40  # context length that never cuts a rollout
+_FLOPS_PER_CORE = 2e10  # assumed operations per second of a core, to distinguish hours from minutes
 
 
 def engine_warnings(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
-    """Yield the code and the words of each warning about the open engines."""
+    """Yield the code and the text of each warning about the open engines."""
     yield from _short_contexts(run)
     yield from _slow_models(run, problems)
 
 
 def _short_contexts(run: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield models that hold less than a rollout may take, or than it would get elsewhere."""
+    """Yield warnings about models whose context is shorter than a rollout may be, or would be by
+    default.
+    """
     specs = list(dict.fromkeys((run.draft.spec, run.target.spec)))
     most = run.policy.bounds().max_tokens
     usual = most
@@ -259,22 +262,18 @@ def _short_contexts(run: RunSpec) -> Iterator[tuple[str, str]]:
         usual = run.policy_for_context(_ENDLESS).bounds().max_tokens
     if most < usual:
         shortest = min(specs, key=lambda spec: spec.context_length)
-        yield "context", f"{_holds(shortest)}: rollouts get {most:,} tokens and not {usual:,}"
+        yield "context", f"{_holds(shortest)}: rollouts get {most:,} tokens instead of {usual:,}"
     for spec in specs:
         if spec.context_length <= most:
             yield "context", f"{_holds(spec)}: rollouts end there, not at max_tokens {most:,}"
 
 
 def _holds(spec: EngineSpec) -> str:
-    return (
-        f"the context of {spec.model} holds {spec.context_length:,} tokens, the problem among them"
-    )
+    return f"the context of {spec.model} has {spec.context_length:,} tokens, including the problem"
 
 
 def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
-    """Yield models of this process that run on a processor and would take hours to write all that
-    they may.
-    """
+    """Yield warnings about models on this machine's processor that might take hours."""
     tokens = run.policy.bounds().max_tokens * run.policy.samples * problems
     for engine in dict.fromkeys((run.draft, run.target)):
         spec = engine.spec
@@ -283,7 +282,7 @@ def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
         if "cuda" in kernel.lower() or hours <= 1:
             continue
         slow = (
-            f"{spec.model} computes on this machine's processor: all that {problems} problems x "
-            f"{run.policy.samples} rollouts may take would need some {hours:,.0f} hours"
+            f"{spec.model} computes on this machine's processor: {problems} problems x "
+            f"{run.policy.samples} rollouts of full length would take about {hours:,.0f} hours"
         )
-        yield "speed", f"{slow}; take fewer with --limit and --samples, or a server with a GPU"
+        yield "speed", f"{slow}; reduce them with --limit and --samples, or use a server with a GPU"

@@ -1,4 +1,4 @@
-"""Early end of a run: on request, or when a comparison with an earlier run is settled."""
+"""End a run early: on request, or when a comparison with an earlier run is decided."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Signals = Literal["handle", "ignore"]
 
 
 class Stop:
-    """The handle by which anyone ends a run: a signal, a button, a budget of the caller's.
+    """A handle that ends a run, for a signal, a button or a caller's budget.
 
-    Once asked, no engine call begins; those in flight finish and are recorded. Asked again, they
-    are cancelled.
+    After the first request no engine call begins, and those in flight finish and are recorded. A
+    second request cancels them.
     """
 
     def __init__(self) -> None:
@@ -34,15 +34,16 @@ class Stop:
         self._changed = anyio.Event()
 
     def request(self) -> None:
-        """Ask the run to end; asking a second time ends it at once. Call it from the run's own
-        thread.
+        """Request the end of the run; a second request ends it at once.
+
+        This must be called from the run's thread.
         """
         self.asked += 1
         self.report()
 
     @contextmanager
     def counted(self) -> Generator[None, None, None]:
-        """Count something that is finished rather than cut when the run is asked to end."""
+        """Count work that is finished instead of cut when the run is told to end."""
         self.calls += 1
         try:
             yield
@@ -52,23 +53,21 @@ class Stop:
                 self.report()
 
     async def finished(self) -> None:
-        """Wait until the run was asked to end, and until either nothing is in flight or it was
-        asked twice.
-        """
+        """Wait until the run was told to end, and until nothing is in flight or it was told twice."""
         while not self.asked or (self.calls and self.asked < 2):
             await self._changed.wait()
 
     def report(self) -> None:
-        """Let `finished` look again."""
+        """Wake up `finished` to check again."""
         self._changed.set()
         self._changed = anyio.Event()
 
 
 async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
-    """Turn Ctrl-C and a polite kill into requests, as long as this runs; outside the main thread,
-    do nothing.
+    """Turn Ctrl-C and SIGTERM into requests to end while this runs; outside the main thread, do
+    nothing.
 
-    Whatever handled them before does so again afterwards.
+    The earlier handlers are restored afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -78,7 +77,7 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
 
     def deliver(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        # This runs between any two instructions, so it must not touch the loop's own objects.
+        # This runs between any two instructions, so it must not use objects of the event loop.
         schedule(lambda: arrived.set())
 
     # Handlers are set directly: when asyncio's or anyio's receivers end, they put Python's own
@@ -93,7 +92,7 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
                 stop.request()
                 asked(number)
             arrived = anyio.Event()
-            # A signal that came before this line has its call scheduled, which sets the new event.
+            # A signal that came before this line has scheduled a call, which sets the new event.
             await arrived.wait()
     finally:
         for number, handler in before.items():
@@ -109,15 +108,14 @@ class StopWhen:
 
     against: str
     votes: Mapping[str, float] = field(repr=False)  # keyed by problem; each in [0, 1]
-    points: float = 0.0  # differences within so many points count as alike
+    points: float = 0.0  # differences of at most this many points count as alike
 
 
 class SequentialComparison:
-    """Takes problems in as they end, looks at them in the order of the dataset, and knows when it
-    is settled.
+    """A comparison that gets problems as they end, and tests them in the order of the dataset.
 
-    What ends first is short: a problem counts once all before it are over, so that one which failed
-    holds up those after it until a session has done it.
+    Short problems end first, which would bias the test. So a problem counts only once all problems
+    before it have ended; a failed problem delays those after it until a session has solved it.
     """
 
     def __init__(
@@ -127,16 +125,16 @@ class SequentialComparison:
         self._state = state
         self._record = record
         self.answer = None if rule is None else Sequential("undecided", 0, -1.0, 1.0, rule.points)
-        self.spared = 0  # problems that were not needed
-        # it holds a capital for each of thousands of candidates, which few runs need
+        self.spared = 0  # number of problems that were not needed
+        # created only if needed, because it holds a capital for each of thousands of candidates
         self._sequence = None if rule is None else ConfidenceSequence()
         self._order = list[str]()
         self._next = 0
         self._over: dict[str, float | None] = {}  # None: it was not graded
 
     def needs(self, problem: str) -> bool:
-        """See the next problem of the dataset: whether it is to be worked on, as all that were
-        begun are.
+        """Register the next problem of the dataset; return whether to solve it, which is True for
+        all that were started.
         """
         if self._rule is not None:
             self._order.append(problem)
@@ -151,19 +149,18 @@ class SequentialComparison:
         return True
 
     def end(self, line: FinishedProblem) -> None:
-        """Note that a problem is over for good."""
+        """Record that a problem has ended for good."""
         if self._rule is not None:
             self._over[line.problem] = None if line.verdict is None else float(line.is_correct)
             self._look(self._rule)
 
     def tell(self) -> str:
-        """Return the comparison in words, and record it once; "" where nothing is compared."""
+        """Return the text of the comparison, and record it once; "" if nothing is compared."""
         if self._rule is None:
             return ""
         words = (
             f"against {self._rule.against}: {self.answer}; problems came in an order drawn by "
-            f"seed. This interval "
-            "allows for a look after every problem, those of other numbers do not"
+            "seed. This interval is valid after every problem, unlike those of other numbers"
         )
         if COMPARED not in self._state.said:
             self._state.said.add(COMPARED)

@@ -1,4 +1,4 @@
-"""Experiment trackers as listeners: a run's settings and numbers, as they come, in other tools."""
+"""Experiment trackers as listeners, which send a run's settings and numbers to other tools."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from atts.run.recording import CLOSING_SECONDS, Background, Listener, Notice, Ru
 from atts.run.result import RunResult
 
 FILE = "trackers.json"
-"""Name of the file in a run directory that says which run of each tracker continues this one."""
+"""The name of the file in a run directory with the ids of this run in trackers."""
 PROJECT = "atts"
-"""Project or experiment of a tracker for which no other is named."""
-_file_lock = threading.Lock()  # trackers of one run write the file from their own threads
+"""The default project or experiment of a tracker."""
+_file_lock = threading.Lock()  # the trackers of a run write the file from several threads
 
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """Description of a run for a tracker, made when a session begins."""
+    """The description of a run for a tracker, made when a session begins."""
 
-    name: str  # the run directory's own, or a made one
+    name: str  # the name of the run directory, or a generated one
     settings: Mapping[str, object]
     directory: Path | None
-    key: str  # key of the tracker in the file that says which of its runs continues this one
+    key: str  # key of the tracker in the file of run ids
 
     def continued(self) -> str | None:
-        """Return the id under which the tracker knows this run from an earlier session."""
+        """Return the tracker's id of this run from an earlier session."""
         return self._stored().get(self.key)
 
     def keep(self, identity: str) -> None:
-        """Remember the tracker's id of this run for later sessions."""
+        """Store the tracker's id of this run for later sessions."""
         if self.directory is None:
             return
         with _file_lock:
@@ -63,40 +63,42 @@ class RunDescription:
 
 
 Point = tuple[int, Mapping[str, float]]
-"""A step, which is the number of finished problems, and numbers by name."""
+"""A step, which is the number of finished problems, with numbers by name."""
 
 
 class Tracker(Protocol):
-    """One tool that keeps numbers; all calls come from one thread, in this order."""
+    """A tool that stores numbers; all calls come from one thread, in this order."""
 
     def begin(self, run: RunDescription) -> None:
         """Open a new run, or the one of an earlier session."""
         ...
 
     def log(self, points: Sequence[Point]) -> None:
-        """Keep numbers; points may come together when the tool is slow."""
+        """Store numbers; several points may come together if the tool is slow."""
         ...
 
     def end(self, final: Point, status: str) -> None:
-        """Keep the numbers of the whole run, and close the tool's run."""
+        """Store the numbers of the whole run, and close the tool's run."""
         ...
 
 
 class Wandb:
-    """Weights & Biases; settings and modes of its own are in its WANDB_* variables."""
+    """Weights & Biases, whose settings and modes are in its WANDB_* variables."""
 
     def __init__(self, project: str) -> None:
         self._wandb = _module("wandb", "wandb")
         self._project = project or os.environ.get("WANDB_PROJECT", PROJECT)
         self._run: Any = None
-        # Without a key it would ask for one on the terminal, in the middle of the run.
+        # Without a key wandb would ask for one on the terminal, in the middle of the run.
         if not _has_wandb_key():
             raise OptionError(
-                "log", "wandb knows no key: run `wandb login`, or set WANDB_MODE=offline"
+                "log", "wandb does not have a key: run `wandb login`, or set WANDB_MODE=offline"
             )
 
     def begin(self, run: RunDescription) -> None:
-        """Open the run; the id is ours, so that a later session finds it also offline."""
+        """Open the run with an id that atts chose, so that a later session finds the run also
+        offline.
+        """
         identity = run.continued() or token_hex(4)
         run.keep(identity)
         self._run = self._wandb.init(
@@ -104,10 +106,11 @@ class Wandb:
             id=identity,
             name=run.name,
             resume="allow",
-            reinit="create_new",  # a run of the program's own stays as it is
+            reinit="create_new",  # a run that the program opened is not touched
             settings=self._wandb.Settings(silent=True, console="off"),
         )
-        # Not as `config=`: a resumed run may have other neutral settings, such as the concurrency.
+        # The settings are not passed as `config=`, because a resumed run may have other neutral
+        # settings, such as the concurrency.
         self._run.config.update(dict(run.settings), allow_val_change=True)
         self._run.define_metric("problems")
         self._run.define_metric("*", step_metric="problems")
@@ -118,7 +121,7 @@ class Wandb:
             self._run.log({"problems": step, **values})
 
     def end(self, final: Point, status: str) -> None:
-        """Write the summary, and finish with an exit code other than 0 where the run failed."""
+        """Write the summary, and finish with an exit code other than 0 if the run failed."""
         self._run.summary.update({**final[1], "status": status})
         self._run.finish(exit_code=0 if status in _GOOD else 1)
 
@@ -171,7 +174,7 @@ class Mlflow:
         self._client.set_terminated(self._run, _MLFLOW_STATUS.get(status, "FAILED"))
 
 
-_MLFLOW_TEXT = 6000  # characters of a parameter, the most that MLflow keeps
+_MLFLOW_TEXT = 6000  # most characters of a parameter that MLflow stores
 _MLFLOW_PARAMS = 100  # parameters of one request
 _MLFLOW_METRICS = 1000
 _MLFLOW_STATUS: Mapping[str, str] = MappingProxyType(
@@ -181,7 +184,7 @@ _GOOD = ("finished", "decided")
 
 
 class TensorBoard:
-    """Event files for TensorBoard, in the run directory or in a folder of the user's choice.
+    """Event files for TensorBoard, in the run directory or in a folder that the user chose.
 
     A later session adds a file to the same folder, which TensorBoard shows as one run.
     """
@@ -217,7 +220,7 @@ class TensorBoard:
 
 
 class Trackio:
-    """Trackio: a local database, or a server that its TRACKIO_* variables name."""
+    """Trackio, with a local database or a server that its TRACKIO_* variables name."""
 
     def __init__(self, project: str) -> None:
         self._trackio = _module("trackio", "trackio")
@@ -225,10 +228,10 @@ class Trackio:
         self._run: Any = None
 
     def begin(self, run: RunDescription) -> None:
-        """Open the run; Trackio knows runs by their names, so the name gets an id of its own."""
+        """Open the run; Trackio identifies runs by name, so an id is added to the name."""
         name = run.continued() or f"{run.name}-{token_hex(4)}"
         run.keep(name)
-        # It greets on standard output, which belongs to the results.
+        # Trackio prints on standard output, which is for results only.
         with contextlib.redirect_stdout(sys.stderr):
             self._run = self._trackio.init(
                 project=self._project,
@@ -256,13 +259,13 @@ class Trackio:
 TRACKERS: Mapping[str, Callable[[str], Tracker]] = MappingProxyType(
     {"wandb": Wandb, "mlflow": Mlflow, "tensorboard": TensorBoard, "trackio": Trackio}
 )
-"""The trackers by name; each is made with what stands after the colon of `--log`."""
+"""The trackers by name; each is made with the text after the colon of `--log`."""
 OTEL = "otel"
-"""The name of OpenTelemetry, which gets spans instead of numbers."""
+"""The name of OpenTelemetry in `--log`; it gets spans instead of numbers."""
 
 
 class TrackedRun(Background):
-    """A listener that counts a run's numbers and hands them to a tracker, problem by problem."""
+    """A listener that counts a run's numbers and sends them to a tracker, problem by problem."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         super().__init__(name)
@@ -276,7 +279,9 @@ class TrackedRun(Background):
         self._is_open = False
 
     def remember(self, event: Event) -> None:
-        """Count what an earlier session did; the tracker has it, or gets the sum when this begins."""
+        """Count an event of an earlier session; the tracker has it already, or gets the sum at the
+        beginning.
+        """
         self._totals.add(event)
 
     def hear(self, event: Notice) -> None:
@@ -293,7 +298,7 @@ class TrackedRun(Background):
                     self._put(own)
 
     def finish(self) -> None:
-        """Close the tracker's run; a run without a result was ended by an error."""
+        """Close the tracker's run; a run without a result ended by an error."""
         if self._is_open:
             final, status = self._end or ((self._totals.problems, {}), "failed")
             self._tracker.end(final, status)
@@ -324,7 +329,7 @@ class TrackedRun(Background):
         self.later(self._send)
 
     def _send(self) -> None:
-        """Send every point that waits: a slow tracker gets several at once."""
+        """Send all waiting points; a slow tracker gets several at once."""
         with self._lock:
             points = self._points
             self._points = []
@@ -334,7 +339,7 @@ class TrackedRun(Background):
 
 @dataclass(slots=True)
 class _ProblemNumbers:
-    """Numbers of one finished problem, as the totals count them."""
+    """The numbers of one finished problem, from which the totals are counted."""
 
     usage: Usage
     verdict: VerdictStatus | None
@@ -342,9 +347,9 @@ class _ProblemNumbers:
 
 
 class RunningTotals:
-    """Sums over the finished problems of a run, from its events.
+    """The sums over the finished problems of a run, from its events.
 
-    A problem that is finished again, because a part of it had failed, replaces its numbers.
+    A problem that is finished again, because a part of it had failed, replaces its earlier numbers.
     """
 
     def __init__(self) -> None:
@@ -355,7 +360,8 @@ class RunningTotals:
         self._judged: dict[str, list[int]] = {}
         self._escalated = 0
         self._num_judged = 0
-        # Plain sums: a mean over all problems after each problem would take the square of the time.
+        # Running sums, because a mean over all problems after each problem would take quadratic
+        # time.
         self._correct = 0
         self._graded = 0
         self._samples_right = 0.0
@@ -370,7 +376,7 @@ class RunningTotals:
         return len(self._problems)
 
     def add(self, event: object) -> Mapping[str, float] | None:
-        """Count an event; return a problem's own numbers when it is finished."""
+        """Count an event; if it finishes a problem, return the numbers of the problem."""
         for decision, escalated in judged(event):
             self._escalated += escalated
             self._num_judged += 1
@@ -449,7 +455,7 @@ def settings_of(manifest: Manifest) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Return a value that every tracker keeps; a list or a table becomes its JSON text."""
+    """Return a value that every tracker can store; a list or a table becomes JSON text."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return json.dumps(value, ensure_ascii=False)
@@ -506,7 +512,7 @@ def _module(name: str, extra: str) -> Any:
 
 
 def _has_wandb_key() -> bool:
-    """Return whether wandb can begin without a question on the terminal."""
+    """Return whether wandb can start without asking on the terminal."""
     if os.environ.get("WANDB_MODE", "online") != "online":
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -521,14 +527,14 @@ class ClosableListener(Listener, Protocol):
     """A listener with something to send before the program ends."""
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Close the listener, and wait at most so long."""
+        """Close the listener, and wait at most `seconds`."""
         ...
 
 
 def check_logs(names: Sequence[str]) -> None:
-    """Refuse names that are not trackers, before anything is loaded.
+    """Check, before anything is loaded, that all names are trackers.
 
-    :raises OptionError: an unknown name, or one that comes twice.
+    :raises OptionError: for an unknown name, or a name that comes twice.
     """
     known = [*TRACKERS, OTEL]
     for name in names:
@@ -540,7 +546,7 @@ def check_logs(names: Sequence[str]) -> None:
 
 
 def open_logs(names: Sequence[str], directory: Path | None) -> list[ClosableListener]:
-    """Return a listener for each of `names`: a tracker or "otel", and after a colon its project,
+    """Return a listener for each name, which is a tracker or "otel", and after a colon its project,
     experiment or folder.
 
     :raises OptionError: an unknown name, one that comes twice, or no place for event files.

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint of a pair or a model, within hard caps."""
+"""The OpenAI-compatible endpoint of a pair or a model, with hard caps."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ __all__ = [
     "view_server",
 ]
 
-# The first two need the extra `serve`.
+# The first two names need the extra `serve`.
 _HOME = {
     "build_app": "atts.serving.app",
     "run_server": "atts.serving.running",
@@ -38,7 +38,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what few programs need when it is first used."""
+    """Import names that few programs need on first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts.serving' has no attribute {name!r}")
     with import_lock:

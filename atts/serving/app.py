@@ -1,4 +1,6 @@
-"""The routes of the endpoint: who may ask, what is read of a request, and how replies are sent."""
+"""The routes of the endpoint, with the check of keys, the parsing of requests and the sending of
+replies.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,11 @@ from atts.serving.view import page
 _log = logging.getLogger("atts.serving")
 _OPEN_PATHS = ("/health", "/ready", "/atts/view")
 _CLOSE = {"Connection": "close"}
-"""Header of refusals whose bodies were not read: else the server would read them to their ends."""
+"""The header of refusals whose request body was not read; without it the server would read the
+whole body.
+"""
 _USER = "atts.user"
-"""Entry of a request's scope: the user whose key came with it."""
+"""The entry of a request's scope that has the user of its key."""
 
 
 def build_app(service: Service, responses: Responses) -> ASGIApp:
@@ -71,9 +75,9 @@ def build_app(service: Service, responses: Responses) -> ASGIApp:
 
 
 class _Guard:
-    """Refuses requests without a key, before anything else of them is read.
+    """A middleware that refuses requests without a valid key before reading anything else.
 
-    The user of the key is noted in the scope of the request.
+    It stores the user of the key in the scope of the request.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:
@@ -85,7 +89,7 @@ class _Guard:
         if self._users and is_checked:
             given = dict(scope["headers"]).get(b"authorization", b"")
             user: str | None = None
-            # every key is compared, so that the time says nothing about which one is near
+            # every key is compared, so that the time does not reveal a similar key
             for key, name in self._users.items():
                 if hmac.compare_digest(given, key):
                     user = name
@@ -105,7 +109,7 @@ class _Endpoint:
         self._responses = responses
 
     async def chat(self, request: Request) -> Response:
-        """Answer a chat completion, whole or as a stream."""
+        """Answer a chat completion, at once or as a stream."""
         service = self._service
         options = service.options
         body = await _body(request, options.body_bytes)
@@ -127,20 +131,20 @@ class _Endpoint:
         return _json(completion(reply))
 
     def _checked(self, request: Request, asked: SolveRequest) -> SolveRequest:
-        """Return the request with the user of its key, if it can be run and there is room for it.
+        """Return the request with the user of its key, after checking that it can run.
 
-        :raises RequestError: naming the field, or with status 429.
+        :raises RequestError: naming a faulty field, or with status 429 if the server is full.
         """
         if self._service.options.has_named_keys:
-            # a client that could name itself could take another user's share
+            # a client that could choose its user could use another user's share
             asked = replace(asked, user=_user(request))
         self._service.check(asked)
-        # Refuse before headers are sent: an overloaded server must answer with a status.
+        # Refuse before headers are sent, because an overloaded server must answer with a status.
         self._service.check_room(asked.user)
         return asked
 
     async def respond(self, request: Request) -> Response:
-        """Answer a request of the Responses API: whole, as a stream, or in the background."""
+        """Answer a request of the Responses API at once, as a stream, or in the background."""
         service = self._service
         options = service.options
         body = await _body(request, options.body_bytes)
@@ -161,7 +165,7 @@ class _Endpoint:
         return _json(response)
 
     async def response(self, request: Request) -> Response:
-        """Return a stored response as it stands."""
+        """Return the current state of a stored response."""
         name = request.path_params["response"]
         return _json(await self._responses.find(name, _user(request)))
 
@@ -171,7 +175,7 @@ class _Endpoint:
         return _json(await self._responses.cancel(name, _user(request)))
 
     async def delete_response(self, request: Request) -> Response:
-        """Forget a response; one that runs is cancelled first."""
+        """Delete a response, after cancelling it if it runs."""
         name = request.path_params["response"]
         return _json(await self._responses.delete(name, _user(request)))
 
@@ -200,7 +204,7 @@ class _Endpoint:
         return _json({"object": "list", "data": latest})
 
     async def run(self, request: Request) -> Response:
-        """Return one run, as it stands now."""
+        """Return the current state of one run."""
         return _json(self._run(request).as_json(with_text="text" in request.query_params))
 
     async def cancel(self, request: Request) -> Response:
@@ -213,13 +217,13 @@ class _Endpoint:
         return _json(server_status(self._service, _user(request)))
 
     async def view(self, request: Request) -> Response:
-        """Return the page that shows the status; it holds no data itself."""
+        """Return the page that shows the status; the page itself contains no data."""
         return Response(page(), media_type="text/html")
 
     def _run(self, request: Request) -> ServedRun:
         """Return the run that a path names.
 
-        :raises RequestError: there is none of this user.
+        :raises RequestError: if this user has no such run.
         """
         name = request.path_params["run"]
         served = self._service.find(name)
@@ -228,11 +232,11 @@ class _Endpoint:
         return served
 
     async def health(self, request: Request) -> Response:
-        """Answer as long as the process lives."""
+        """Answer 200 as long as the process lives."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Answer 200 while requests are taken, else 503, for load balancers."""
+        """Answer 200 while requests are accepted, else 503, for load balancers."""
         is_ready = self._service.is_ready
         return _json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
@@ -293,7 +297,7 @@ async def _body(request: Request, most: int) -> Any:
 async def _until_disconnect(
     request: Request, solve: Callable[[], Awaitable[Reply]]
 ) -> Reply | None:
-    """Return the reply, or None after the client has left; leaving cancels the work."""
+    """Return the reply; if the client disconnects, cancel the work and return None."""
     reply: Reply | None = None
     async with task_group() as group:
 
@@ -316,7 +320,7 @@ def _json(
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError), "registered for this error alone"
+    assert isinstance(error, RequestError), "registered for this error only"
     headers = dict(_CLOSE) if error.status == 413 else {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
@@ -324,14 +328,14 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for this error alone"
-    words = {404: "no such route", 405: "this route has no such method"}
+    assert isinstance(error, HTTPException), "registered for this error only"
+    words = {404: "no such route", 405: "this route does not have this method"}
     refusal = RequestError(words.get(error.status_code, error.detail), status=error.status_code)
     return _json(refusal.body, refusal.status)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Answer an error of ours: the log has its words, the client learns no internals."""
+    """Answer an internal error: the log has the details, the client gets none."""
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    refusal = RequestError("an error of the server", status=500, kind="server_error")
+    refusal = RequestError("an internal error of the server", status=500, kind="server_error")
     return _json(refusal.body, refusal.status)

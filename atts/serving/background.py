@@ -1,4 +1,4 @@
-"""Stored responses: those of the background run on without a client, and survive a restart."""
+"""Stored responses; background responses run without a client, and survive a restart."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from atts.serving.responses import (
 from atts.serving.service import Service, new_run
 
 _log = logging.getLogger("atts.serving")
-_MOST_KEPT = 200  # responses that are not of the background, in memory
-_LOOK_SECONDS = 600.0  # between two looks at old responses
+_MOST_KEPT = 200  # most responses in memory that are not background responses
+_LOOK_SECONDS = 600.0  # seconds between two removals of old responses
 _ID = re.compile(r"resp_[0-9a-f]{16}")
 _REQUEST = "request.json"
 _RESPONSE = "response.json"
@@ -41,16 +41,16 @@ CAP_HEADERS = ("x-atts-max-seconds", "x-atts-max-cost")
 
 
 class _Stored(msgspec.Struct):
-    """Record that is written before a background response is acknowledged."""
+    """The record that is written before a background response is acknowledged."""
 
-    body: Any  # the request's, as it came
+    body: Any  # the unchanged body of the request
     headers: dict[str, str]
     user: str
     created: int
 
 
 class _Finished(msgspec.Struct):
-    """Record that is written once a background response has ended."""
+    """The record that is written once a background response has ended."""
 
     user: str
     response: dict[str, Any]
@@ -66,11 +66,11 @@ class _Running:
 
 
 class Responses:
-    """The responses that a server remembers, and the work on those of the background.
+    """The responses that a server stores, and the tasks of background responses.
 
-    A background response is a folder: the request, which is on disk before its client hears of it;
-    the journal of its run; and the response, which is written once, in one step. A server that
-    starts continues every folder that has no response yet. A folder is removed some time after its
+    A background response has a folder. It contains the request, which is on disk before the client
+    gets a reply, the journal of the run, and the response, which is written atomically. A server
+    that starts continues every folder without a response. A folder is removed some time after its
     response was written.
     """
 
@@ -83,7 +83,7 @@ class Responses:
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[None]:
-        """Open the service, and continue what an earlier session has left.
+        """Open the service, and continue the unfinished responses of earlier sessions.
 
         :raises ATTSError: the service cannot be opened.
         """
@@ -95,7 +95,7 @@ class Responses:
                 yield
 
     async def _remove_often(self) -> None:
-        """Remove old responses now and then."""
+        """Remove old responses at intervals."""
         if self._folder is None:
             return
         keep = self._service.options.response_seconds
@@ -104,7 +104,7 @@ class Responses:
             await anyio.sleep(min(_LOOK_SECONDS, keep / 4))
 
     def _unfinished(self) -> list[str]:
-        """Return the ids of the responses that have no end yet, oldest first."""
+        """Return the ids of unfinished responses, oldest first."""
         if self._folder is None or not self._folder.is_dir():
             return []
         found: list[tuple[float, str]] = []
@@ -123,9 +123,9 @@ class Responses:
     def _continue(self, name: str) -> None:
         """Continue a response of an earlier session.
 
-        One that this server cannot work on any more gets an error instead of a reply.
+        A response that this server cannot continue gets an error instead of a reply.
         """
-        assert self._folder is not None, "a name was found in it"
+        assert self._folder is not None, "its folder was listed by this name"
         options = self._service.options
         stored: _Stored | None = None
         try:
@@ -157,9 +157,9 @@ class Responses:
     async def submit(
         self, asked: ResponseRequest, body: Any, headers: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Begin a background response, and return it as it stands.
+        """Begin a background response, and return its current state.
 
-        :raises RequestError: the server has no folder to keep it in.
+        :raises RequestError: if the server has no folder for it.
         """
         if self._folder is None:
             raise RequestError(
@@ -183,12 +183,12 @@ class Responses:
         self._service.start(work)
 
     async def _work(self, running: _Running) -> None:
-        """Work on a response until it has ended, and write its end.
+        """Run a response until it ends, and write its result.
 
-        A server that closes cancels this from outside: nothing is written then, and the next
-        session continues.
+        A server that closes cancels this task; then nothing is written, and the next session
+        continues.
         """
-        assert self._folder is not None, "checked when it was submitted"
+        assert self._folder is not None, "the request was checked when it was submitted"
         name = response_id(running.run)
         folder = self._folder / name
         asked = running.asked
@@ -224,13 +224,13 @@ class Responses:
         running.ended.set()
 
     def keep(self, user: str, body: dict[str, Any]) -> None:
-        """Remember a response that is not of the background, until newer ones push it out."""
+        """Store a response that is not a background response, until newer ones replace it."""
         self._kept[body["id"]] = _Finished(user, body)
 
     async def find(self, name: str, user: str) -> dict[str, Any]:
-        """Return a response as it stands.
+        """Return the current state of a response.
 
-        :raises RequestError: there is none of this user.
+        :raises RequestError: if this user has no such response.
         """
         if name in self._running and _may_see(user, self._running[name].asked.solve.user):
             return self._standing(self._running[name])
@@ -250,9 +250,10 @@ class Responses:
         return response_body(running.asked, running.run, running.created, status)
 
     async def cancel(self, name: str, user: str) -> dict[str, Any]:
-        """Cancel a response down to the engines, and return it; one that has ended stays as it is.
+        """Cancel a response with its engine calls, and return it; a finished response does not
+        change.
 
-        :raises RequestError: there is none of this user.
+        :raises RequestError: if this user has no such response.
         """
         running = self._running.get(name)
         if running is not None and _may_see(user, running.asked.solve.user):
@@ -261,9 +262,9 @@ class Responses:
         return await self.find(name, user)
 
     async def delete(self, name: str, user: str) -> dict[str, Any]:
-        """Cancel a response if it runs, and forget it.
+        """Cancel a response if it runs, and delete it.
 
-        :raises RequestError: there is none of this user.
+        :raises RequestError: if this user has no such response.
         """
         await self.cancel(name, user)
         self._kept.pop(name, None)
@@ -273,7 +274,7 @@ class Responses:
 
 
 def _may_see(user: str, owner: str) -> bool:
-    """Return whether a user may read what another one asked; a key without a name may read all."""
+    """Return whether a user may read a request of `owner`; a key without a name may read all."""
     return not user or user == owner
 
 
@@ -293,7 +294,7 @@ def _remove_ended(responses: Path, before: float) -> None:
             path = folder / _RESPONSE
             if _ID.fullmatch(folder.name) and path.exists() and path.stat().st_mtime < before:
                 _remove(folder)
-    except OSError as error:  # the next look finds what this one left
+    except OSError as error:  # the next removal finds files that this one left
         _log.error("old responses in %s cannot be removed: %s", responses, error)
 
 

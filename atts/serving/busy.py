@@ -1,4 +1,4 @@
-"""Busy shares of engines: the part of the last minute in which each had a call in flight."""
+"""The busy shares of engines, which are the parts of the last minute with a call in flight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WINDOW_SECONDS = 60.0
 
 
 class BusyShare:
-    """Intervals of work by engine, merged where they overlap, as old as the window at most."""
+    """The intervals of work by engine within the window; overlapping intervals are merged."""
 
     def __init__(self) -> None:
         self._work = dict[str, deque[tuple[float, float]]]()
@@ -29,11 +29,11 @@ class BusyShare:
 
     @property
     def num_intervals(self) -> int:
-        """Return how many intervals are remembered, over all engines."""
+        """Return how many intervals are stored, over all engines."""
         return sum(map(len, self._work.values()))
 
     def shares(self, now: float) -> dict[str, float]:
-        """Return the share of each engine that did anything.
+        """Return the busy share of each engine that had a call.
 
         >>> busy = BusyShare()
         >>> busy.add("draft", 0.0, 10.0)

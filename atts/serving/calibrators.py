@@ -1,4 +1,4 @@
-"""Calibrators of a server on disk, so that a restarted server continues with what it has learnt."""
+"""Save a server's calibrators, so that a restarted server continues with what it has learnt."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ def conformal_gate(plan: RunSpec) -> ConformalGate | None:
 
 
 class CalibratorFolder:
-    """One file per method and rate, each with the models whose scores it learnt from."""
+    """Files of calibrators, one per method and rate, each with the models whose scores it learnt
+    from.
+    """
 
     def __init__(self, folder: Path, models: Mapping[Role, str]) -> None:
         self._folder = folder
         self._models = dict(models)
-        self._saved = dict[str, int]()  # decisions of each calibrator when it was saved
+        self._saved = dict[str, int]()  # number of decisions of each calibrator when it was saved
 
     def continued(self, method: str, rate: float, plan: RunSpec) -> RunSpec:
-        """Return the plan with the calibrator that an earlier session saved, if it fits.
+        """Return the plan with the calibrator that an earlier session saved, if it suits the plan.
 
-        A damaged file, or one of other models or settings, is logged and left out: a server that
-        learns from the beginning is better than one that does not start.
+        A file that is damaged, or has other models or settings, is logged and ignored: it is better
+        to learn from the beginning than not to start.
         """
         gate = conformal_gate(plan)
         path = self._path(method, rate)
         if gate is None or not path.exists():
             return plan
         fresh = gate.calibrator
-        assert isinstance(fresh, Calibrator), "`conformal_gate` returns no others"
+        assert isinstance(fresh, Calibrator), "`conformal_gate` returns only such gates"
         try:
             saved = read_state(path)
             calibrator = Calibrator.restored(saved["calibrator"])
@@ -56,9 +58,9 @@ class CalibratorFolder:
             return plan
         is_same = calibrator.settings == fresh.settings and saved.get("models") == self._models
         if not is_same:
-            _log.warning("%s is left out: it is of other models or settings", path)
+            _log.warning("%s is left out: it belongs to other models or settings", path)
             return plan
-        calibrator.settle()  # scores that were in flight will not come any more
+        calibrator.settle()  # scores that were in flight will never arrive
         gate.continue_with(calibrator, calibrator.next_issue)
         self._saved[path.name] = calibrator.decided
         return replace(
@@ -68,20 +70,20 @@ class CalibratorFolder:
         )
 
     def changed(self, method: str, rate: float, plan: RunSpec) -> tuple[Path, Any] | None:
-        """Return the file and the state to write to it, or None if nothing was learnt since."""
+        """Return the file and its new state, or None if nothing was learnt since the last save."""
         gate = conformal_gate(plan)
         if gate is None:
             return None
         path = self._path(method, rate)
         calibrator = gate.calibrator
-        assert isinstance(calibrator, Calibrator), "`conformal_gate` returns no others"
+        assert isinstance(calibrator, Calibrator), "`conformal_gate` returns only such gates"
         if self._saved.get(path.name, 0) == calibrator.decided:
             return None
         self._saved[path.name] = calibrator.decided
         return path, {"models": self._models, "calibrator": calibrator.state()}
 
     def write(self, path: Path, state: Any) -> None:
-        """Write one state, whole or not at all.
+        """Write one state atomically.
 
         :raises StorageError: the disk refuses.
         """

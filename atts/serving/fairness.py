@@ -1,4 +1,4 @@
-"""Slots that users share: of those who wait, the one who has had least by their share is next."""
+"""Slots that users share fairly: the waiting user with the least service for their share is next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 import anyio
 
-_MOST_USERS = 4096  # users whose service is remembered; clients choose the names
+_MOST_USERS = 4096  # most users whose service is stored, because clients choose the names
 _FIRST_COST = 1.0
 
 
@@ -24,7 +24,7 @@ class _Ticket:
 @dataclass(slots=True, eq=False)
 class _User:
     share: float
-    served: float = 0.0  # cost of what was granted, divided by the share
+    served: float = 0.0  # cost of granted requests, divided by the share
     running: int = 0
     waiting: deque[_Ticket] = field(default_factory=deque[_Ticket])
 
@@ -34,7 +34,7 @@ class _User:
 
 
 class Displaced(Exception):
-    """A waiting request lost its place to a user who had less than their share."""
+    """A waiting request lost its place to a user who had received less than their share."""
 
 
 class FairSlots:
@@ -51,9 +51,9 @@ class FairSlots:
         self._queue = queue
         self._shares = dict(shares or {})
         self._users = dict[str, _User]()
-        self._reached = 0.0  # service that the latest admitted user had received
+        self._reached = 0.0  # service of the user who was admitted last
         self._mean = _FIRST_COST
-        self._ended = 0  # requests in the mean
+        self._ended = 0  # number of requests in the mean cost
 
     @property
     def waiting(self) -> int:
@@ -71,14 +71,14 @@ class FairSlots:
         return 0 if user is None else len(user.waiting)
 
     def has_room(self, name: str) -> bool:
-        """Return whether one more request of a user may wait, or be worked on at once."""
+        """Return whether one more request of a user may start or wait."""
         return self._free > 0 or self.waiting < self._queue or self._heaviest(name) is not None
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncGenerator[_Cost]:
-        """Hold a slot for the length of the block, which sets what the request cost.
+        """Hold a slot for the duration of the block, which sets the cost of the request.
 
-        :raises Displaced: the queue is full, and no other user waits with more than their share.
+        :raises Displaced: if the queue is full, and no other user waits with more than their share.
         """
         user = self._user(name)
         ticket = _Ticket()
@@ -110,7 +110,9 @@ class FairSlots:
             self._give(user, ticket, cost.value)
 
     def _heaviest(self, name: str) -> _User | None:
-        """Return the user who should lose a waiting request to one of this user, if any."""
+        """Return the user whose waiting request should be displaced by a request of this user, if
+        any.
+        """
         mine = self._users.get(name)
         share = self._share(name)
         after = (0 if mine is None else len(mine.waiting)) + 1
@@ -158,6 +160,6 @@ class FairSlots:
 
 @dataclass(slots=True)
 class _Cost:
-    """Cost of a request, set by the block that holds a slot."""
+    """The cost of a request, which the block that holds the slot sets."""
 
     value: float | None = None

@@ -21,7 +21,7 @@ def _lines(service: Service) -> Iterator[str]:
         yield f'atts_requests_total{{result="{name}"}} {value}'
     account = service.account
     for name, text, value in (
-        ("atts_calls", "Engine calls, cancelled ones included.", account.spent.calls),
+        ("atts_calls", "Engine calls, including cancelled ones.", account.spent.calls),
         ("atts_tokens", "Tokens of all calls.", account.spent.total_tokens),
         ("atts_generation_tokens", "Tokens written since the start.", account.written),
         ("atts_cached_tokens", "Prompt tokens from a cache since the start.", account.cached),

@@ -1,4 +1,4 @@
-"""Named policies of the endpoint: the settings behind each model name that a client may ask."""
+"""The named policies of the endpoint, which are the settings of each model name for clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EarlyStop = Literal["none", "certain", "likely"]
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """One row of settings that a model name or a reasoning effort chooses."""
+    """The settings that a model name or a reasoning effort chooses."""
 
     name: str
     method: str
@@ -41,16 +41,16 @@ POLICIES = _by_name(
     NamedPolicy("careful", "atts", 8, 0.3, "certain", ("high", "xhigh")),
     NamedPolicy("exact", "exact", 1, 0.0, "none"),
 )
-"""Policies of a pair."""
+"""The policies of a pair."""
 VOTES = _by_name(
     NamedPolicy("fast", "draft-only", 2, 0.0, "likely", ("none", "minimal", "low")),
     NamedPolicy("balanced", "draft-only", 4, 0.0, "likely", ("medium",)),
     NamedPolicy("careful", "draft-only", 8, 0.0, "certain", ("high", "xhigh")),
 )
-"""Policies of a server with one model: its rollouts vote."""
+"""The policies of a server with one model, whose rollouts vote."""
 DEFAULT = "balanced"
 METHODS = ("atts", "cascade", "coin", "draft-only", "target-only", "exact")
-"""Methods that a request to a pair may name; the others need a calibration run of their own."""
+"""The methods that a request to a pair may name; the others need a separate calibration run."""
 PLAIN: Mapping[str, NamedPolicy] = MappingProxyType(
     {
         "draft": NamedPolicy("draft", "draft-only", 1, 0.0, "none", is_plain=True),
@@ -58,12 +58,12 @@ PLAIN: Mapping[str, NamedPolicy] = MappingProxyType(
     }
 )
 HOUSEKEEPING = replace(PLAIN["draft"], name="housekeeping")
-"""Policy of requests that chat programs send on their own, such as for a title."""
+"""The policy of requests that chat programs send by themselves, for example for a title."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The model names that a server answers to, and the policy behind each."""
+    """The model names of a server, with the policy of each."""
 
     name: str
     policies: Mapping[str, NamedPolicy] = field(default_factory=lambda: POLICIES)
@@ -97,7 +97,7 @@ class Offer:
 
 
 def offer_of(name: str, models: Mapping[Role, str]) -> Offer:
-    """Return the offer of a server with these models: a pair, or one model that votes.
+    """Return the model names and policies of a server with a pair, or with one model that votes.
 
     >>> offer_of("atts/p", {"draft": "small", "target": "large"}).names[-4:]
     ['draft', 'target', 'small', 'large']

@@ -1,4 +1,4 @@
-"""Replies of the endpoint: what came of a request, and a run as `/atts/runs` shows it."""
+"""The replies of the endpoint to finished requests, and the runs that `/atts/runs` shows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RunWord = Literal["waiting", "running", "answered", "cancelled", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The end of a request: its outcome, what it spent, and the rules it ran under."""
+    """The result of a request: its outcome, its spending, and its guarantee."""
 
     run: str
     request: SolveRequest
@@ -48,12 +48,14 @@ class Reply:
 
     @property
     def reasoning(self) -> str:
-        """Return the reasoning behind the answer; a model that is asked alone has none apart."""
+        """Return the reasoning before the answer; it is empty for a model that answers alone."""
         return "" if self.request.policy.is_plain else self.text
 
     @property
     def answer(self) -> str | None:
-        """Return the answer; a model that is asked alone has none apart from its text."""
+        """Return the answer; it is None for a model that answers alone, whose text is the whole
+        reply.
+        """
         return None if self.request.policy.is_plain else self.outcome.answer
 
     @property
@@ -68,14 +70,14 @@ class Reply:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"]:
-        """Return "stop", or "length" where a limit ended the work before there was an answer."""
+        """Return "stop", or "length" if a limit ended the work before there was an answer."""
         if self.answer is not None or self._content[1]:
             return "stop"
         is_cut = self.speaker is None or self.speaker.finish != "end"
         return "length" if self.account.limit or is_cut else "stop"
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage over all calls that were answered, as a chat completion has it."""
+        """Return the usage of all answered calls, in the format of a chat completion."""
         answered = self.account.spent - self.account.unanswered
         written = self.account.written
         plain: dict[str, Any] = {
@@ -143,7 +145,7 @@ class Reply:
         return facts
 
     def _trace(self, rollout: Rollout) -> dict[str, Any]:
-        """Return the trace of one rollout: in numbers, and with its texts if they were asked for."""
+        """Return the trace of one rollout: its numbers, and its texts on request."""
         decisions = [turn.decision for turn in rollout.turns if turn.decision is not None]
         plain: dict[str, Any] = {
             "sample": rollout.sample,
@@ -179,10 +181,10 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class LiveRun:
-    """A run's rollouts while they are written; a listener (`atts.run.Listener`)."""
+    """A listener that collects a run's rollouts while they are written (`atts.run.Listener`)."""
 
-    written: Callable[[int, str], None] | None = None  # is passed each turn of a rollout
-    leader: int | None = None  # the rollout that finished a turn first
+    written: Callable[[int, str], None] | None = None  # called with each turn of a rollout
+    leader: int | None = None  # the rollout that was the first to finish a turn
     text: str = ""  # the leader's
     turns: Counter[int] = field(default_factory=Counter[int])  # keyed by rollout
     ended: dict[int, str | None] = field(default_factory=dict[int, str | None])  # answers
@@ -192,12 +194,12 @@ class LiveRun:
     busy: BusyShare | None = None  # busy share of the server
 
     def recalled(self, event: Event) -> None:
-        """Take in an event of an earlier session, whose calls keep no engine busy now."""
+        """Handle an event of an earlier session, whose calls do not count as busy time."""
         if not isinstance(event, CallSpan):
             self.notify(event)
 
     def notify(self, event: Notice) -> None:
-        """Take an event in: a turn that will not change, or the end of a rollout."""
+        """Handle an event: a turn that will not change, or the end of a rollout."""
         if isinstance(event, CallSpan):
             if self.busy is not None and event.source == "live":
                 self.busy.add(event.engine, event.started, event.ended)
@@ -209,7 +211,7 @@ class LiveRun:
     def _turned(self, sample: int, turn: Turn) -> None:
         text = "".join(chunk.text for chunk in turn.chunks)
         if turn.index < self.turns[sample]:
-            return  # a session that was resumed lives through its turns again
+            return  # a resumed session emits its turns again
         self.turns[sample] = turn.index + 1
         if turn.decision is not None:
             self.judged += 1
@@ -236,7 +238,7 @@ class LiveRun:
 
 @dataclass(slots=True, eq=False)
 class ServedRun:
-    """One request as `/atts/runs` shows it: while it runs, and afterwards."""
+    """One request in `/atts/runs`, while it runs and afterwards."""
 
     run: str
     model: str
@@ -249,17 +251,17 @@ class ServedRun:
     ended: float | None = None
     status: RunWord = "waiting"
     live: LiveRun = field(default_factory=LiveRun, repr=False)
-    # facts of the reply; texts of the conversation are not kept
+    # facts of the reply, without texts of the conversation
     facts: dict[str, Any] | None = None
     scope: CancelScope = field(default_factory=CancelScope, repr=False)
 
     @property
     def is_over(self) -> bool:
-        """Return True if nothing of the run changes any more."""
+        """Return True if the run is finished."""
         return self.status in ("answered", "cancelled", "failed")
 
     def end(self, status: RunWord, facts: dict[str, Any] | None = None) -> None:
-        """Note how the run ended, and drop the text of its rollouts."""
+        """Record how the run ended, and drop the text of its rollouts."""
         self.status = status
         self.ended = time.time()
         if facts is not None:

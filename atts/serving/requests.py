@@ -1,4 +1,4 @@
-"""Requests of the endpoint: what a body asks, checked key by key."""
+"""The requests of the endpoint, parsed from bodies with a check of every key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from atts.serving.policies import DEFAULT, HOUSEKEEPING, NamedPolicy, Offer
 
 
 class RequestError(Exception):
-    """A request that is refused; becomes an error body as OpenAI's API has it."""
+    """A request is refused; this becomes an error body in the format of OpenAI's API."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ Dialect = Literal["chat", "responses"]
 
 @dataclass(frozen=True, slots=True)
 class SolveRequest:
-    """A request that was checked: what is asked, under which policy, within which caps."""
+    """A checked request: its conversation, its policy and its caps."""
 
     model: str
     policy: NamedPolicy
-    turns: tuple[tuple[str, str], ...]  # role and text, reasoning left out
+    turns: tuple[tuple[str, str], ...]  # role and text of each message, without reasoning
     stream: bool = False
     stream_usage: bool = False
     temperature: float | None = None
@@ -77,7 +77,7 @@ class SolveRequest:
 
     @property
     def settings(self) -> Hashable:
-        """Return the settings that decide the plan of a request without a seed."""
+        """Return the settings that determine the plan of a request without a seed."""
         atts = self.atts
         sampling = (self.temperature, self.top_p, self.max_tokens, atts.thinking_token_budget)
         stop = self.stop if self.policy.is_plain else ()
@@ -111,11 +111,12 @@ class SolveRequest:
             if self.atts.combine != "vote":
                 changes["combine"] = self.atts.combine
             if self.policy.is_plain:
-                # The model's own text: neither our prompt nor our guards belong to it.
+                # A model alone returns its own text, so neither the default prompt nor the guards
+                # apply.
                 changes |= {"system": "", "instruction": "", "repeats": 1_000_000}
                 changes |= {"budget_forcing": 0, "turns": longest}
                 if self.stop:
-                    # other stop strings are seen at the end of a chunk
+                    # the server checks further stop strings at the end of each chunk
                     stop = (*self.stop, *policy.bounds(setup.budget).stop)[:_MOST_SENT_STOPS]
                     changes["chunking"] = replace(policy.chunking, stop=stop)
             setup = replace(setup, policy=replace(policy, **changes))
@@ -209,13 +210,13 @@ _UNSUPPORTED_IN_CHAT = (
     "frequency_penalty",
     "presence_penalty",
 )
-"""Standard fields whose absence from the reply would mislead the client."""
+"""Standard fields that are refused, because ignoring them would mislead the client."""
 _EMPTY: tuple[object, ...] = (None, [], {}, False, 0)
 _MOST_SAMPLES = 64
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_SENT_STOPS = 4
-"""Stop strings of one engine call: some servers refuse more."""
+"""The most stop strings of one engine call, because some servers refuse more."""
 _MOST_SEED = 1 << 63
 
 
@@ -229,9 +230,9 @@ def parse_chat(
 ) -> SolveRequest:
     """Return the request of a chat completion's parsed JSON body.
 
-    With `housekeeping`, requests that chat programs send on their own cost one draft rollout.
+    With `housekeeping`, requests that chat programs send by themselves get one draft rollout.
 
-    :raises RequestError: anything in it that would not be done as asked.
+    :raises RequestError: if the server would not do something that the body requests.
     """
     given = checked(body, KINDS_OF_CHAT, _UNSUPPORTED_IN_CHAT, needed=("model", "messages"))
     if given.get("n", 1) != 1:
@@ -265,11 +266,11 @@ def parse_chat(
 def _stop_strings(given: str | list[str]) -> tuple[str, ...]:
     """Return the stop strings of a request, each once.
 
-    :raises RequestError: one is empty or too long, or there are too many.
+    :raises RequestError: if one is empty or too long, or there are too many.
     """
     texts = tuple(dict.fromkeys([given] if isinstance(given, str) else given))
     if "" in texts:
-        raise RequestError("stop has an empty text, which would stop everywhere", param="stop")
+        raise RequestError("stop contains an empty text, which would stop everywhere", param="stop")
     if len(texts) > _MOST_STOPS:
         raise RequestError(
             f"stop has {len(texts)} texts, expected at most {_MOST_STOPS}", param="stop"
@@ -285,7 +286,7 @@ _DOCUMENTS = "<context>"
 
 
 def _is_task(text: str) -> bool:
-    """Return whether Open WebUI sent this text on its own, for a title, tags or follow-ups.
+    """Return whether Open WebUI sent this text by itself, for a title, tags or follow-ups.
 
     Such a text begins as a task about the chat, which it quotes. A question about documents begins
     as a task too, and quotes the documents first.
@@ -311,9 +312,9 @@ def checked(
     *,
     needed: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the fields of a body that are given, each of its kind.
+    """Return the given fields of a body, each with its type checked.
 
-    :raises RequestError: a field that is missing, of another kind, or not supported.
+    :raises RequestError: for a field that is missing, of another type, or not supported.
     """
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
@@ -339,9 +340,9 @@ def build_request(
     max_tokens: int | None,
     ignored: Iterable[str],
 ) -> SolveRequest:
-    """Return the request of fields whose names both dialects share.
+    """Return the request from the fields that both APIs share.
 
-    :raises RequestError: anything in it that would not be done as asked.
+    :raises RequestError: if the server would not do something that the fields request.
     """
     extra = given.get("atts", {})
     for name in extra:
@@ -383,20 +384,22 @@ def _check_kinds(given: Mapping[str, Any], kinds: Mapping[str, str], prefix: str
 
 
 _COMBINE = ("vote", "select", "synthesize")
-"""Values of `atts.combine`; "auto" learns from many problems, and a request has one."""
+"""The values of `atts.combine`; "auto" is missing, because it learns from many problems but a
+request has one.
+"""
 _TRACES = ("none", "summary", "full")
 
 
 def _check_ranges(given: Mapping[str, Any], atts: AttsFields) -> None:
     if atts.on_limit not in ("best", "error"):
-        raise RequestError("atts.on_limit is best or error", param="atts.on_limit")
+        raise RequestError("atts.on_limit must be best or error", param="atts.on_limit")
     if atts.combine not in _COMBINE:
         raise RequestError(
-            f"atts.combine {atts.combine!r} is not supported; vote, select and synthesize are",
+            f"atts.combine {atts.combine!r} is not supported; use vote, select or synthesize",
             param="atts.combine",
         )
     if atts.trace not in _TRACES:
-        raise RequestError("atts.trace is none, summary or full", param="atts.trace")
+        raise RequestError("atts.trace must be none, summary or full", param="atts.trace")
     if atts.samples is not None and not 1 <= atts.samples <= _MOST_SAMPLES:
         raise RequestError(
             f"atts.samples is {atts.samples}, expected 1 to {_MOST_SAMPLES}", param="atts.samples"
@@ -415,7 +418,7 @@ _OF_POLICIES = ("rate", "samples", "method", "early_stop")
 
 
 def _check_plain(model: str, extra: Mapping[str, Any], turns: tuple[tuple[str, str], ...]) -> None:
-    """Refuse what a request to one model alone cannot mean."""
+    """Check that a request to one model alone has only fields that apply to it."""
     for name in _OF_POLICIES:
         if name in extra:
             raise RequestError(
@@ -428,7 +431,7 @@ def _check_plain(model: str, extra: Mapping[str, Any], turns: tuple[tuple[str, s
             param="atts.combine",
         )
     if turns[-1][0] != "user":
-        raise RequestError("the last message is not the user's", param="messages")
+        raise RequestError("the last message is not from the user", param="messages")
 
 
 def _with_method(policy: NamedPolicy, method: str, offer: Offer) -> NamedPolicy:
@@ -440,7 +443,7 @@ def _with_method(policy: NamedPolicy, method: str, offer: Offer) -> NamedPolicy:
 
 
 def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
-    """Return the fields with the caps of headers, for clients that cannot extend the body."""
+    """Return the fields with the caps from headers, for clients that cannot extend the body."""
     for header, name in (("x-atts-max-seconds", "max_seconds"), ("x-atts-max-cost", "max_cost")):
         text = headers.get(header)
         if text is None or getattr(atts, name) is not None:
@@ -457,7 +460,7 @@ def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
 
 
 def _caps(atts: AttsFields, ceiling: Caps) -> Caps:
-    """Return the caps of a request: its own, and never above those of the server."""
+    """Return the caps of a request, which are limited by those of the server."""
     given = {one.name: getattr(atts, one.name) for one in fields(Caps)}
     try:
         asked = Caps(**given)
@@ -509,7 +512,7 @@ def turns_of(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
         text = text_of(one.get("content"), f"{where}.content")
         turns.append(("system" if role == "developer" else role, text))
     if not any(role == "user" and text.strip() for role, text in turns):
-        raise RequestError("messages hold no question of the user", param="messages")
+        raise RequestError("messages do not contain a question of the user", param="messages")
     return tuple(turns)
 
 

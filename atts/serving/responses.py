@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's Responses API: its requests, its response objects, its events."""
+"""The format of OpenAI's Responses API: its requests, response objects and events."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ def parse_response(
 ) -> ResponseRequest:
     """Return the request of a parsed JSON body.
 
-    :raises RequestError: anything in it that would not be done as asked.
+    :raises RequestError: if the server would not do something that the body requests.
     """
     given = checked(body, _KINDS, _UNSUPPORTED, needed=("model", "input"))
     background = given.get("background", False)
     store = given.get("store", True)
     if background and given.get("stream", False):
         raise RequestError(
-            "a background response is not streamed; poll GET /v1/responses/ID", param="stream"
+            "a background response cannot be streamed; poll GET /v1/responses/ID", param="stream"
         )
     if background and not store:
-        raise RequestError("a background response is stored; leave store out", param="store")
+        raise RequestError("a background response is always stored; leave store out", param="store")
     if given.get("max_output_tokens", 1) < 1:
         raise RequestError("max_output_tokens is below 1", param="max_output_tokens")
     layout = given.get("text", {}).get("format", {})
     if not isinstance(layout, dict) or cast(dict[str, Any], layout).get("type", "text") != "text":
-        raise RequestError("text.format is text alone", param="text.format")
+        raise RequestError("text.format must be text", param="text.format")
     effort = given.get("reasoning", {}).get("effort")
     if effort is not None and not isinstance(effort, str):
         raise RequestError("reasoning.effort is not a text", param="reasoning.effort")
@@ -140,7 +140,7 @@ def response_body(
     reply: Reply | None = None,
     error: RequestError | None = None,
 ) -> dict[str, Any]:
-    """Return the response object, as it stands."""
+    """Return the response object in its current state."""
     request = asked.solve
     is_cut = reply is not None and reply.finish_reason == "length"
     body: dict[str, Any] = {
@@ -239,12 +239,12 @@ class ResponseEvents(Events):
         yield self._event("response.in_progress", response=body)
 
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield reasoning; the text of a model that is asked alone is the message's."""
+        """Yield reasoning; the text of a model that answers alone belongs to the message."""
         kind = "message" if self._asked.solve.policy.is_plain else "reasoning"
         yield from self._add(kind, text)
 
     def end(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the ends of the items, and the whole response."""
+        """Yield the ends of the items, then the complete response."""
         if self._open == "reasoning":
             yield from self._close()
         if self._open != "message":

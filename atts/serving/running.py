@@ -1,4 +1,4 @@
-"""The server process of the endpoint: it listens, and ends once its requests have ended."""
+"""Run the server process of the endpoint until its requests have ended after a signal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from atts.serving.background import Responses
 from atts.serving.service import Service
 
 DRAIN_SECONDS = 30
-"""Seconds that requests have to end in after the server was asked to end."""
+"""The seconds that requests have to end after the server was told to end."""
 
 
 class _Server(uvicorn.Server):
     """A server that ends after SIGTERM or Ctrl-C without raising the signal again.
 
-    The caller still has engines to close, and a drained server has done what was asked.
+    The caller still has to close engines, and ending after all requests is not an error.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -33,7 +33,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Turn signals into a request to drain, for the length of the block."""
+        """Let signals start the draining of the server, for the duration of the block."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -73,7 +73,7 @@ async def run_server(
                 build_app(service, responses),
                 log_level="warning",
                 access_log=False,
-                http="h11",  # the other parser bounds no headers
+                http="h11",  # the other parser does not limit the size of headers
                 lifespan="off",
                 timeout_graceful_shutdown=DRAIN_SECONDS,
                 h11_max_incomplete_event_size=1 << 16,

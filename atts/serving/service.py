@@ -1,4 +1,6 @@
-"""The service behind the endpoint: open engines, one graph, one ledger, one gate per policy."""
+"""The service behind the endpoint, with open engines, one graph, one ledger and one gate per
+policy.
+"""
 
 from __future__ import annotations
 
@@ -58,63 +60,67 @@ _log = logging.getLogger("atts.serving")
 _MOST_GATES = 64  # gates kept for rates that requests choose
 _MOST_PLANS = 256  # plans kept for settings that requests choose
 _RETRY_SECONDS = 5
-_MOST_RUNS = 1000  # that are remembered after their end
+_MOST_RUNS = 1000  # runs that are stored after their end
 _ONE_CALL = Amount(calls=1, total_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The limits of a server, and the folder in which its state is kept.
+    """The limits of a server, and the folder of its state.
 
-    :raises OptionError: a limit below 1, or a share that is not above 0.
+    :raises OptionError: for a limit below 1, or a share that is not above 0.
     """
 
-    name: str = "atts/pair"  # name of the model that clients ask for
-    # folder of the ledger, the calibrators and background responses; None: all is forgotten at the end
+    name: str = "atts/pair"  # name of the model for clients
+    # folder of the ledger, the calibrators and background responses; None: nothing is stored
     state: Path | None = None
-    # the user of each key; "" where a key names none
+    # the user of each key; "" if a key names none
     keys: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     # shares of users; a user without one has 1
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
-    request_caps: Caps = Caps()  # the most that one request may ask
-    server_caps: Caps = Caps()  # on all requests together, earlier sessions included
+    request_caps: Caps = Caps()  # largest caps of one request
+    server_caps: Caps = Caps()  # caps on all requests together, including earlier sessions
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
-    requests: int = 64  # worked on at once
+    requests: int = 64  # most requests that run at once
     queue: int = 256  # more that wait
-    # who answers the requests that chat programs make on their own
+    # which policy answers requests that chat programs send by themselves
     housekeeping: Literal["draft", "policy"] = "draft"
     body_bytes: int = 1 << 20
     keepalive_seconds: float = 15.0
-    save_seconds: float = 5.0  # between two looks at calibrators that learnt
-    response_seconds: float = 30 * 86_400.0  # that a background response is kept after its end
+    save_seconds: float = 5.0  # seconds between two saves of calibrators
+    response_seconds: float = 30 * 86_400.0  # days for which a finished background response is kept
 
     def __post_init__(self) -> None:
         for name in ("requests", "body_bytes"):
             if getattr(self, name) < 1:
-                raise OptionError(name, f"{getattr(self, name)} serves nothing; give at least 1")
+                raise OptionError(
+                    name, f"{getattr(self, name)} would allow nothing; give at least 1"
+                )
         if self.queue < 0:
             raise OptionError("queue", f"{self.queue} is below 0")
         if not 0 < self.response_seconds < math.inf:
-            raise OptionError("response_days", "background responses are kept for a time above 0")
+            raise OptionError(
+                "response_days", "background responses must be kept for a time above 0"
+            )
         for user, share in self.shares.items():
             if not 0 < share < 1e9:
                 raise OptionError("share", f"{user}={share} is not a share above 0")
             if user not in self.keys.values():
                 raise OptionError(
                     "share",
-                    f"{user!r} has no key, and any client could call itself so; add a line "
+                    f"{user!r} has no key, so any client could claim this name; add a line "
                     f"`{user} KEY` to --api-key-file",
                 )
 
     @property
     def has_named_keys(self) -> bool:
-        """Return True if a key names its user; the field `user` of requests then counts nothing."""
+        """Return True if a key names its user; the field `user` of requests is then ignored."""
         return any(self.keys.values())
 
 
 @dataclass(slots=True)
 class Counts:
-    """Growing counts of the server, for its metrics."""
+    """The growing counters of the server, for its metrics."""
 
     requests: int = 0
     answered: int = 0
@@ -122,11 +128,11 @@ class Counts:
     cancelled: int = 0
     failed: int = 0
     limited: int = 0
-    housekeeping: int = 0  # number of the requests that chat programs send on their own
+    housekeeping: int = 0  # number of requests that chat programs send by themselves
 
 
 class _Recount:
-    """Counts the calls of earlier sessions in an account; a listener (`atts.run.Listener`)."""
+    """A listener that counts the calls of earlier sessions in an account (`atts.run.Listener`)."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -139,7 +145,7 @@ class _Recount:
             self._account.count_here(event.scores)
 
     def notify(self, event: Notice) -> None:
-        """Ignore what happens now: the account counts it itself."""
+        """Ignore an event of this session, because the account already counts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +157,7 @@ class _Planned:
 
 
 class Service:
-    """Engines that stay open, and everything that the requests of one server share."""
+    """The open engines of a server, and everything else that its requests share."""
 
     def __init__(self, setup: Setup, options: ServeOptions | None = None) -> None:
         self.setup = setup
@@ -163,7 +169,7 @@ class Service:
         self.is_draining = False
         self.account = Account()
         self.busy = BusyShare()
-        # chunks escalated and judged in the latest requests that ended, by method and nominal rate
+        # chunks escalated and judged in the latest finished requests, by method and nominal rate
         self.judged = Recent[tuple[str, float], deque[tuple[int, int]]](_MOST_GATES)
         self.runs = Recent[str, ServedRun](_MOST_RUNS + self.options.requests + self.options.queue)
         self._slots = FairSlots(self.options.requests, self.options.queue, self.options.shares)
@@ -177,7 +183,7 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Return True if requests are taken."""
+        """Return True if requests are accepted."""
         return self._base is not None and not self.is_draining
 
     @property
@@ -188,7 +194,7 @@ class Service:
 
     @property
     def engines(self) -> dict[Role, Engine]:
-        """Return the open engine of each role that is asked."""
+        """Return the open engine of each role that is used."""
         base, _ = self._opened()
         both: dict[Role, Engine] = {"draft": base.draft, "target": base.target}
         return {role: both[role] for role in base.roles}
@@ -200,7 +206,7 @@ class Service:
 
     @asynccontextmanager
     async def open(self, keep: Collection[str] = ()) -> AsyncGenerator[Service]:
-        """Open the engines and the ledger for the length of the block.
+        """Open the engines and the ledger for the duration of the block.
 
         `keep` names the runs of earlier sessions that will be continued.
 
@@ -233,25 +239,26 @@ class Service:
                 async with background(self._save_often), task_group() as tasks:
                     self._tasks = tasks
                     yield self
-                    tasks.cancel_scope.cancel()  # responses that survive a restart continue then
+                    # responses that survive a restart can then continue
+                    tasks.cancel_scope.cancel()
             finally:
                 self._save()
                 self._tasks = None
                 self._base = None
 
     def start(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a function until it ends or the service closes; it must raise nothing."""
+        """Run a function until it ends or the service closes; the function must not raise an error."""
         assert self._tasks is not None, "the service is open"
         self._tasks.start_soon(function)
 
     def check_room(self, user: str = "") -> None:
-        """Refuse a request where too many are in flight and waiting.
+        """Check that there is room for another request.
 
-        :raises RequestError: 429 under overload, 503 while the server ends.
+        :raises RequestError: with status 429 under overload, or 503 while the server ends.
         """
         if not self.is_ready:
             raise RequestError(
-                "the server is ending; ask another one",
+                "the server is ending; use another one",
                 status=503,
                 kind="server_error",
                 retry_after=_RETRY_SECONDS,
@@ -270,9 +277,9 @@ class Service:
         )
 
     def check(self, request: SolveRequest) -> None:
-        """Refuse what cannot be run, before any work.
+        """Check, before any work, that a request can run.
 
-        :raises RequestError: naming the field.
+        :raises RequestError: if it cannot, naming the field.
         """
         base, _ = self._opened()
         try:
@@ -284,7 +291,7 @@ class Service:
         if limit:
             self.counts.limited += 1
             raise RequestError(
-                f"the server's own {limit} is spent",
+                f"the server's {limit} is used up",
                 status=429,
                 kind="insufficient_quota",
                 code="insufficient_quota",
@@ -298,9 +305,10 @@ class Service:
         run: str = "",
         directory: Path | None = None,
     ) -> Reply:
-        """Solve a request; cancelling the awaiting scope cancels its calls down to the engines.
+        """Solve a request; cancelling the awaiting scope also cancels its engine calls.
 
-        With a `directory` the run is journalled there, and one of an earlier session is continued.
+        With a `directory` the run has a journal there, and a run of an earlier session is
+        continued.
 
         :raises RequestError: an engine failed, the request lost its place under overload, or a cap
             was reached and the request asks for an error then.
@@ -405,7 +413,7 @@ class Service:
         raise RequestError("the run was cancelled", status=409, code="cancelled")
 
     def _account_of(self, request: SolveRequest, run: str, *, is_kept: bool) -> Account:
-        """Return the account of a run; one that is kept continues with what it has spent."""
+        """Return the account of a run; the account of a kept run continues with its spending."""
         spending = Spending()
         if is_kept and self._file is not None:
             self._file.keep(run)
@@ -420,12 +428,14 @@ class Service:
         )
 
     def close_account(self, run: str) -> None:
-        """Let the ledger forget a kept run apart; what it spent still counts for the server."""
+        """Stop keeping the sum of a run separately; its spending still counts for the server."""
         if self._file is not None:
             self._file.merge(run)
 
     def _count_judged(self, method: str, rate: float, live: LiveRun) -> None:
-        """Count a request's judged chunks for the realised rate, the latest requests' alone."""
+        """Count a request's judged chunks for the realised rate, which covers the latest requests
+        only.
+        """
         recent = self.judged.pop((method, rate), None)
         if recent is None:
             recent = deque(maxlen=_MOST_RUNS)
@@ -437,9 +447,9 @@ class Service:
         served.end("failed")
 
     def cancel(self, run: str) -> ServedRun:
-        """Cancel a run down to the engines; a run that is over stays as it is.
+        """Cancel a run with its engine calls; a finished run does not change.
 
-        :raises RequestError: there is no such run.
+        :raises RequestError: if there is no such run.
         """
         served = self.find(run)
         served.scope.cancel()
@@ -448,7 +458,7 @@ class Service:
     def find(self, run: str) -> ServedRun:
         """Return a run by its id.
 
-        :raises RequestError: there is none, or it was forgotten.
+        :raises RequestError: if there is none, or it was dropped.
         """
         if run not in self.runs:
             raise RequestError(f"there is no run {run!r}", status=404, param="run")
@@ -462,10 +472,10 @@ class Service:
     def _plan(self, request: SolveRequest, *, is_alone: bool = False) -> _Planned:
         """Return the plan of a request, with the gate that requests of its method and rate share.
 
-        A request with a seed, or one that `is_alone`, has a gate of its own. The plan of other
-        requests is remembered, because it takes longer to make than a short request to answer.
+        A request with a seed, or one that `is_alone`, gets a new gate. The plan of other requests
+        is cached, because making it takes longer than answering a short request.
 
-        :raises RequestError: the policy asks a model that is not open.
+        :raises RequestError: if the policy uses a model that is not open.
         """
         is_shared = request.seed is None and not is_alone
         if is_shared and request.settings in self._planned:
@@ -474,7 +484,7 @@ class Service:
         setup = request.setup(self.setup).informed()
         if not {*setup.roles} <= {*base.roles}:
             raise RequestError(
-                f"{request.model!r} asks a model that this server does not have open",
+                f"{request.model!r} needs a model that this server has not opened",
                 param="model",
             )
         is_plain = request.policy.is_plain
@@ -513,7 +523,7 @@ class Service:
         )
 
     async def _save_often(self) -> None:
-        """Save calibrators now and then, so that a killed server loses little of what it learnt."""
+        """Save calibrators at intervals, so that a killed server loses little of what it learnt."""
         while True:
             await anyio.sleep(self.options.save_seconds)
             await anyio.to_thread.run_sync(self._write_states, self._changed_states())
@@ -531,8 +541,12 @@ class Service:
         return [one for one in changed if one is not None]
 
     def _write_states(self, states: list[tuple[Path, Any]]) -> None:
-        """Write states; a disk that refuses must not end the server, whose requests need no disk."""
-        assert self._calibrators is not None or not states, "states have a folder"
+        """Write states; an error of the disk must not end the server, because requests do not need
+        the disk.
+        """
+        assert self._calibrators is not None or not states, (
+            "there are states only if there is a folder"
+        )
         for path, state in states:
             try:
                 assert self._calibrators is not None
@@ -547,14 +561,18 @@ def new_run() -> str:
 
 
 async def _outcome_of(result: RunResult) -> Outcome:
-    """Return the outcome of a run's one problem; a run in a directory reads its journal."""
+    """Return the outcome of a run's only problem; for a run in a directory, read it from the
+    journal.
+    """
     if result.directory is None:
         return next(result.outcomes())
     return await anyio.to_thread.run_sync(next, result.outcomes())
 
 
 def _guarantee(gate: object) -> str:
-    """Return the guarantee of a gate in words, and what voids it; "" for a gate without one."""
+    """Return the texts of a gate's guarantee and of the conditions that void it; "" if there is
+    none.
+    """
     if isinstance(gate, GuaranteedGate):
         promise = gate.promise
     elif isinstance(gate, ConformalGate) and isinstance(gate.calibrator, Calibrator):
@@ -618,7 +636,7 @@ def _ended_by(plan: RunSpec, stop: tuple[str, ...]) -> RunSpec:
 
 
 def _with_system(plan: RunSpec, system: str) -> RunSpec:
-    """Return the plan with the client's system prompt before the method's own."""
+    """Return the plan with the client's system prompt before that of the method."""
     own = plan.policy.system
     text = f"{system}\n\n{own}" if own else system
     return replace(plan, policy=replace(plan.policy, system=text))

@@ -1,4 +1,4 @@
-"""The status of a server or of a run directory, in the form that the page of `atts view` reads."""
+"""The status of a server or of a run directory, for the page of `atts view`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from atts.serving.busy import BusyShare
 from atts.serving.replies import ServedRun
 from atts.serving.service import Service
 
-_MOST_ENDED = 30  # requests or problems that are over, the latest
-_MOST_TEXT = 6_000  # characters of the leading rollout, the latest
+_MOST_ENDED = 30  # number of latest finished requests or problems
+_MOST_TEXT = 6_000  # number of last characters of the leading rollout
 _CAPS = ("max_calls", "max_target_tokens", "max_total_tokens", "max_cost")
 
 
@@ -127,7 +127,7 @@ def _budgets(account: Account) -> list[dict[str, Any]]:
 
 
 def _rate(name: str, nominal: float | None, realised: Estimate) -> dict[str, Any]:
-    """Return a realised rate with its interval; bounds that are not known are None."""
+    """Return a realised rate with its interval; unknown bounds are None."""
     values = (realised.value, realised.low, realised.high)
     value, low, high = (one if math.isfinite(one) else None for one in values)
     return {
@@ -156,19 +156,19 @@ def _engines(
 
 
 class RunStatus:
-    """The status of a run directory, read from its journal when that has grown."""
+    """The status of a run directory, which is read from its journal when the journal has grown."""
 
     def __init__(self, directory: Path) -> None:
-        """Look at the directory.
+        """Open the run directory.
 
-        :raises JournalError: it holds no run.
+        :raises JournalError: if it does not contain a run.
         """
         self._run = open_run(directory)
         self._size = -1
         self._read: dict[str, Any] = {}
 
     def status(self) -> dict[str, Any]:
-        """Return the status now; a line that is being written is read at the next look.
+        """Return the current status; a line that is being written is read next time.
 
         :raises JournalError: the journal is gone, or damaged before its end.
         """
@@ -196,7 +196,7 @@ class RunStatus:
         settings = {name: setting.value for name, setting in manifest.settings.items()}
         spent = ledger.by_cap()
         tokens = progress.tokens
-        if not ledger.calls:  # a run without caps has no ledger
+        if not ledger.calls:  # only a run with caps has a ledger
             spent = {"max_target_tokens": tokens["target"], "draft tokens": tokens["draft"]}
         budgets = [
             {
@@ -232,7 +232,7 @@ class RunStatus:
 
 
 class RunReading:
-    """Numbers that one pass over a journal collects for the page."""
+    """The numbers that one pass over a journal collects for the page."""
 
     def __init__(self) -> None:
         self.progress = Progress(lambda: 0.0)
@@ -244,7 +244,7 @@ class RunReading:
         self._turns = Counter[tuple[str, int]]()
 
     def take(self, entry: Entry) -> None:
-        """Take one entry in."""
+        """Add one entry."""
         event = entry.event
         self.clock.advance(entry)
         self.progress.recalled(event)
@@ -288,7 +288,7 @@ class RunReading:
         key = (event.problem, event.sample)
         turn = event.turn
         if turn.index < self._turns[key]:
-            return  # a later session lived through it again
+            return  # a later session repeated it
         self._turns[key] = turn.index + 1
         row = self.problems[event.problem]
         row["turns"] += 1
@@ -316,7 +316,7 @@ class RunReading:
             del self._texts[key]
 
     def leader(self) -> dict[str, Any] | None:
-        """Return the rollout with most turns of the oldest open problem."""
+        """Return the rollout of the oldest open problem that has the most turns."""
         for name, row in self.problems.items():
             keys = [key for key in self._texts if key[0] == name]
             if row["is_over"] or not keys:

@@ -1,4 +1,4 @@
-"""Streams of the endpoint: server-sent events while a request is worked on."""
+"""The streams of the endpoint, which send events while a request runs."""
 
 from __future__ import annotations
 
@@ -21,40 +21,41 @@ from atts.serving.service import Service
 from atts.serving.stops import StoppedText
 
 NEXT_LINE = "\n\n- another line of thought -\n\n"
-"""Text between two rollouts in the reasoning of a stream."""
+"""The text between two rollouts in the reasoning of a stream."""
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-transform",
-    "x-accel-buffering": "no",  # nginx would collect the events
+    "x-accel-buffering": "no",  # otherwise nginx would buffer the events
 }
 _Item = tuple[int, str] | Reply | RequestError
 
 
 class Events(ABC):
-    """The events of one stream, in one dialect; each is a block of bytes to send."""
+    """The events of one stream in one API's format; each is a block of bytes to send."""
 
     @abstractmethod
     def begin(self) -> Iterator[bytes]:
-        """Yield what is sent at once."""
+        """Yield the blocks to send at once."""
 
     @abstractmethod
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield what is sent for more of the text that is shown."""
+        """Yield the blocks to send for more reasoning text."""
 
     @abstractmethod
     def end(self, reply: Reply) -> Iterator[bytes]:
-        """Yield what is sent once the reply is there, after all of its text."""
+        """Yield the blocks to send once the reply is complete, after all of its text."""
 
     @abstractmethod
     def fail(self, error: RequestError) -> Iterator[bytes]:
-        """Yield what is sent instead of a reply."""
+        """Yield the blocks to send instead of a reply after an error."""
 
 
 class EventStream(Response):
     """A reply as a stream: the text of one rollout turn by turn, then the answer.
 
-    The rollout is the first that finishes a turn. If another one gives the answer, its text follows
-    after a line of its own. When the client leaves, everything is cancelled down to the engines.
+    The rollout is the first that finishes a turn. If another rollout gives the answer, its text
+    follows after a separating line. If the client disconnects, the request and its engine calls are
+    cancelled.
     """
 
     def __init__(self, service: Service, request: SolveRequest, events: Events, run: str) -> None:
@@ -70,7 +71,7 @@ class EventStream(Response):
         self._sent = ""  # the leader's text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream, and cancel the work when the client leaves."""
+        """Send the stream, and cancel the work if the client disconnects."""
         start: dict[str, Any] = {
             "type": "http.response.start",
             "status": 200,
@@ -78,7 +79,8 @@ class EventStream(Response):
         }
         await send(start)
         into, items = anyio.create_memory_object_stream[_Item](math.inf)
-        # Closed after all tasks: the reply of a client that just left may still be put in.
+        # The channel closes after all tasks, because a task may still send a reply after the client
+        # has left.
         with into, items:
             async with task_group() as group:
 
@@ -93,7 +95,7 @@ class EventStream(Response):
                 group.cancel_scope.cancel()
 
     async def _solve(self, into: MemoryObjectSendStream[_Item]) -> None:
-        """Work on the request; turns, then the reply or the error, go into the stream."""
+        """Run the request; send its turns, then the reply or the error, into the stream."""
 
         def written(sample: int, text: str) -> None:
             into.send_nowait((sample, text))
@@ -152,7 +154,7 @@ class ChatEvents(Events):
         yield self._chunk({"role": "assistant", "content": ""})
 
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield reasoning; the text of a model that is asked alone is content."""
+        """Yield reasoning; the text of a model that answers alone is content."""
         if self._request.policy.is_plain:
             yield from self._shown(self._content.add(text))
         else:

@@ -1,4 +1,4 @@
-"""The page of `atts view`, and a server of this machine that shows a run directory with it."""
+"""The page of `atts view`, and a local server that shows a run directory on it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ HOST = "127.0.0.1"
 
 @cache
 def page() -> bytes:
-    """Return the page; it asks `/atts/status` every second."""
+    """Return the page, which requests `/atts/status` every second."""
     return (files("atts.serving") / "view.html").read_bytes()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers with the page and the status, and with nothing else."""
+    """A handler that serves only the page and the status."""
 
     def __init__(self, status: Callable[[], dict[str, Any]], *rest: Any) -> None:
         self._status = status
         super().__init__(*rest)
 
     def do_GET(self) -> None:
-        """Answer a request of this machine's browser."""
+        """Answer a request of a browser on this machine."""
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         if host not in (HOST, "localhost"):
-            # another site's name that leads here would read the run through the browser
+            # a foreign host name that resolves to this machine could read the run through the
+            # browser
             self._send(403, "text/plain", b"ask 127.0.0.1\n")
         elif self.path in ("/", "/atts/view"):
             self._send(200, "text/html; charset=utf-8", page())
@@ -58,12 +59,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: the page asks every second."""
+        """Print nothing, because the page sends a request every second."""
 
 
 def view_server(port: int, status: Callable[[], dict[str, Any]]) -> ThreadingHTTPServer:
-    """Return a server that shows a status on this machine; its caller runs and closes it.
+    """Return a server that shows a status on this machine; the caller runs and closes it.
 
-    :raises OSError: the port cannot be listened on.
+    :raises OSError: if it cannot listen on the port.
     """
     return ThreadingHTTPServer((HOST, port), partial(_Handler, status))

@@ -1,7 +1,7 @@
 """Arithmetic word problems generated from a seed, with worked solutions, for the embedded models."""
 
-# A problem's level is its number of steps: 2, 3, 4, 5-6, 7-8 for levels 1 to 5. The splits share no
-# computation: a problem belongs to the split that a hash of its operations names, in any wording.
+# A problem's level is its number of steps: 2, 3, 4, 5-6, 7-8 for levels 1 to 5. The splits have no
+# computation in common: a hash of a problem's operations, whatever its wording, chooses its split.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ _INSTRUCTIONS, _EVENTS = (
 )
 _RELATIONS, _GROUPS = (_WORDS.table(name, dict[str, str]) for name in ("relations", "groups"))
 _COMPUTED: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
-_BUCKETS = 10  # test and calibration hold one each, so that a benchmark costs ten draws a problem
+# test and calibration have one of these parts each, so a problem of a benchmark costs ten draws
+_BUCKETS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Operation:
         return _COMPUTED[self.operator](self.left, self.right)
 
     def middle(self) -> str:
-        """Return the intermediate form a careful person writes down; empty where none is needed."""
+        """Return the intermediate step that a careful person writes down; empty if none is needed."""
         tens = self.right // 10 * 10
         ones = self.right % 10
         match self.operator:
@@ -99,7 +100,7 @@ class Exercise:
 
     @property
     def level(self) -> int:
-        """Return the level, 1 to 5, by the number of steps."""
+        """Return the level, from 1 to 5, that belongs to the number of steps."""
         return next(level for level, lengths in LEVELS.items() if len(self.steps) in lengths)
 
     @property
@@ -120,7 +121,7 @@ class Exercise:
 
     @property
     def canonical(self) -> str:
-        """Return the operations alone: two wordings of one computation share them."""
+        """Return the operations, which are the same for two wordings of one computation."""
         operations = (step.operation for step in self.steps)
         return "|".join(f"{item.left}{item.operator}{item.right}" for item in operations)
 
@@ -136,11 +137,11 @@ def split_of(canonical: str) -> Split:
 def problems(
     split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> list[Problem]:
-    """Return `count` distinct problems, the levels in turn.
+    """Return `count` distinct problems that cycle through the levels.
 
     A longer call with the same seed starts with the problems of a shorter one.
 
-    :raises OptionError: an unknown split, an unknown level or a negative count.
+    :raises OptionError: for an unknown split, an unknown level or a negative count.
 
     >>> [(p.level, p.answer is not None) for p in problems("test", 2, seed=1, levels=(1, 5))]
     [(1, True), (5, True)]
@@ -177,11 +178,11 @@ def exercises(
 def stream(
     split: Split, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> Iterator[Exercise]:
-    """Generate endless exercises of one split, with repeats: the bulk path for training.
+    """Generate endless exercises of one split for training; exercises may repeat.
 
     A level given twice is drawn twice as often.
 
-    :raises OptionError: an unknown split or level.
+    :raises OptionError: for an unknown split or level.
     """
     if split not in get_args(Split):
         raise OptionError("split", f"{split!r} is unknown", get_args(Split))
@@ -202,7 +203,7 @@ def stream(
 def _next_operation(random: Random, value: int) -> Operation:
     """Draw an operation on `value` that stays between 2 and the limit.
 
-    All four kinds come about equally often.
+    All four kinds are about equally frequent.
     """
     divisors = [divisor for divisor in range(2, 10) if value % divisor == 0 and value > divisor]
     times = min(9, LIMIT // value) if value > 1 else 0
@@ -213,7 +214,8 @@ def _next_operation(random: Random, value: int) -> Operation:
     }
     choices: list[Operator] = [operator for operator, most in largest.items() if most >= 2]
     if 2 <= value <= LIMIT // 4:
-        choices.append("*")  # twice: chances to multiply or divide are rarer than to add
+        # listed twice, because there are fewer chances to multiply or divide than to add
+        choices.append("*")
     if divisors:
         choices.extend(("/", "/"))
     operator = random.choice(choices)
@@ -222,7 +224,7 @@ def _next_operation(random: Random, value: int) -> Operation:
 
 
 def _chain(random: Random, count: int) -> list[Operation]:
-    """Draw operations that each work on the value before."""
+    """Draw operations, each of which uses the result of the one before."""
     operations = [_next_operation(random, random.randint(2, 99))]
     while len(operations) < count:
         operations.append(_next_operation(random, operations[-1].value))
@@ -283,7 +285,7 @@ def _variables(random: Random, count: int) -> Exercise:
 
 
 def _story(random: Random, count: int) -> Exercise | None:
-    """Tell of one person's things, event by event; an event takes one or two steps."""
+    """Write a story of one person's things; each event takes one or two steps."""
     name = random.choice(_NAMES)
     item = random.choice(_ITEMS)
     value = random.randint(5, 99)
@@ -315,7 +317,7 @@ def _story(random: Random, count: int) -> Exercise | None:
 
 
 def _comparison(random: Random, count: int) -> Exercise | None:
-    """Compare several people, each with an earlier one; ask for the last one or the total."""
+    """Compare several people, each with an earlier one; ask for the last number or the total."""
     together = count % 2 == 0 and random.random() < 0.5
     relations = count // 2 if together else count
     item = random.choice(_ITEMS)
@@ -324,7 +326,7 @@ def _comparison(random: Random, count: int) -> Exercise | None:
     sentences = [f"{names[0]} has {values[0]} {item}s."]
     steps = list[Step]()
     for index, name in enumerate(names[1:]):
-        # asked for the last one, every step must matter
+        # if the question is about the last person, every step must matter
         earlier_index = index if not together else random.randint(0, index)
         change = _next_operation(random, values[earlier_index])
         other = names[earlier_index]

@@ -1,4 +1,4 @@
-"""Catalogue of benchmarks, from their data file, and the options for loading them."""
+"""The catalogue of benchmarks, read from a data file, and the options for loading them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +11,12 @@ from atts.evaluators.syntax.vocabulary import Tables
 from atts.evaluators.verdict import STRICT, changed
 
 AnswerForm = Literal["plain", "integer", "final"]
-"""How a reference is written: plain; as a whole number (025, 27.0, 336°); after the last "####"."""
+"""The form of a reference: plain, a whole number (025, 27.0, 336°), or after the last "####"."""
 Answers = Literal["required", "optional"]
 Network = Literal["auto", "never"]
-"""auto: fetch what the cache lacks, unless HF_HUB_OFFLINE forbids it; never: the cache alone."""
+""""auto" fetches what the cache lacks, unless HF_HUB_OFFLINE forbids it; "never" uses the cache
+only.
+"""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
@@ -23,10 +25,11 @@ ALIASES = LISTED.table("columns", dict[str, str])  # the usual names of each fie
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The column of each field; an empty name is guessed from the usual ones, in any case.
+    """The column of each field; for an empty name the usual column names are tried, in any case.
 
     `distractors` names the columns of wrong choices where `answer` has the correct one; `context`
-    comes before the text. `unit` and `tolerance` belong to the answer and are never guessed.
+    comes before the text. The columns `unit` and `tolerance` describe the answer and are never
+    guessed.
     """
 
     text: str = ""
@@ -54,30 +57,32 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """One copy of a benchmark on the hub: its files in reading order, its columns, its quirks."""
+    """One copy of a benchmark on the hub, with its files in reading order and its columns."""
 
     repo: str
     files: tuple[str, ...]
     columns: Columns
-    # column and text: only rows whose column contains the text are kept
+    # a column and a text: only rows whose column contains the text are read
     keep: tuple[str, str] | None = None
     quirk: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark by name; the first of `hubs` that is cached is read, else the first is fetched."""
+    """A benchmark with its copies; the first of `hubs` that is cached is read, else the first is
+    fetched.
+    """
 
     name: str
     title: str
     size: int
-    kind: AnswerKind | None = "math"  # None: choice where there are choices, else math
+    kind: AnswerKind | None = "math"  # None means "choice" if there are choices, else "math"
     form: AnswerForm = "plain"
     grading: Grading = Grading()
     aliases: tuple[str, ...] = ()
-    sample: tuple[int, int] | None = None  # count and seed of the subset this name stands for
+    sample: tuple[int, int] | None = None  # count and seed of the subset that this name denotes
     hubs: tuple[HubSource, ...] = ()
-    prefix: str = ""  # prefix of ids, if it is not the name
+    prefix: str = ""  # prefix of the ids, if it differs from the name
     note: str = ""
 
     @classmethod
@@ -120,9 +125,9 @@ class LoadOptions:
     answers: Answers = "required"
     seed: int = 0
     grading: Mapping[str, float | str | None] = field(default_factory=dict[str, float | str | None])
-    shots: Path | None = None  # a file of problems with their solutions, put before every problem
+    shots: Path | None = None  # a file of worked examples, which are put before every problem
     network: Network = "auto"
-    cache: Path | None = None  # None: where huggingface_hub keeps it
+    cache: Path | None = None  # None means the cache of huggingface_hub
 
     def __post_init__(self) -> None:
         for option, known in (("answers", Answers), ("network", Network), ("kind", AnswerKind)):
@@ -133,6 +138,6 @@ class LoadOptions:
 
     @property
     def asked(self) -> Columns | None:
-        """Return the columns asked for; None where the source's columns are to be read."""
+        """Return the requested columns; None if the source's columns are to be read."""
         asked = self.columns if isinstance(self.columns, Columns) else Columns.of(self.columns)
         return None if asked == Columns() else asked

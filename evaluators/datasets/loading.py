@@ -1,4 +1,4 @@
-"""Dataset loader: a benchmark, the hub's cache or a file, with a digest of the exact problems."""
+"""Load a dataset from a benchmark, the hub's cache or a file, with a digest of its problems."""
 
 import json
 import random
@@ -38,10 +38,10 @@ DATA = ("*.jsonl", "*.json", "*.csv", "*.tsv", "*.parquet")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Rule for choosing problems: by id, level and subject, then a draw, then a slice.
+    """The rule that chooses problems: by id, level and subject, then by a draw, then by a slice.
 
-    `sample` draws that many with `random.Random(seed).sample`, in the order drawn; ids come in the
-    order asked for.
+    `sample` draws that many with `random.Random(seed).sample`, in the order drawn; problems chosen
+    by id come in the order of `ids`.
     """
 
     ids: tuple[str, ...] = ()
@@ -54,13 +54,15 @@ class Selection:
     step: int | None = None
 
     def words(self) -> str:
-        """Return the selection in words; "" when everything is selected."""
+        """Return a description of the selection; "" if everything is selected."""
         ends = ["" if end is None else str(end) for end in (self.start, self.stop, self.step)]
         parts = [
             f"{len(self.ids)} ids" if self.ids else "",
             f"levels {', '.join(map(str, self.levels))}" if self.levels else "",
             f"subjects {', '.join(self.subjects)}" if self.subjects else "",
-            f"{self.sample} drawn with seed {self.seed}" if self.sample is not None else "",
+            f"a sample of {self.sample} drawn with seed {self.seed}"
+            if self.sample is not None
+            else "",
             f"slice [{':'.join(ends if ends[2] else ends[:2])}]" if any(ends) else "",
         ]
         return ", ".join(part for part in parts if part)
@@ -99,7 +101,7 @@ def select(
     if not chosen:
         raise DatasetError(
             source,
-            f"nothing is left of {len(problems)} problems by {selection.words()}",
+            f"none of {len(problems)} problems matches the selection ({selection.words()})",
             "Select less",
         )
     return chosen
@@ -114,7 +116,7 @@ def _by_id(problems: list[Problem], ids: Sequence[str], source: str) -> list[Pro
             raise DatasetError(
                 source,
                 f"no problem has the id {name!r}",
-                f"Near it: {', '.join(near or [*by_id][:3])}",
+                f"Similar ids: {', '.join(near or [*by_id][:3])}",
             )
     return [by_id.get(name) or short[name] for name in dict.fromkeys(ids)]
 
@@ -131,7 +133,9 @@ def _by(
     if unknown:
         known = ", ".join(sorted(str(name) for name in values.values() if name not in (None, "")))
         raise DatasetError(
-            source, f"no problem has {field} {unknown[0]!r}", f"Known: {known or 'it states none'}"
+            source,
+            f"no problem has the {field} {unknown[0]!r}",
+            f"Known: {known or 'the dataset states none'}",
         )
     return [problem for problem in problems if folded(getattr(problem, field)) in asked]
 
@@ -144,7 +148,10 @@ class HubSnapshot:
     folder: Path
 
     def files(self, patterns: Sequence[str]) -> list[Path]:
-        """Return the files that match, by pattern, then by name; none while one is missing."""
+        """Return the files that match the patterns, in order of pattern and name.
+
+        The result is empty if a pattern matches no file.
+        """
         names = sorted(
             path.relative_to(self.folder).as_posix()
             for path in self.folder.rglob("*")
@@ -164,10 +171,10 @@ class HubSnapshot:
 
 
 def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSnapshot:
-    """Return the commit of the revision asked for, from the cache or fetched.
+    """Return the commit of the requested revision, from the cache or from the hub.
 
-    A cached branch is not moved: the commit in the cache is the one recorded. Raises DatasetError
-    that says how to get the files.
+    A cached branch is not updated: the cached commit is the one that is recorded. Raises
+    DatasetError, which says how to get the files.
     """
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -181,7 +188,7 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
         return here
     if options.network == "never":
         raise _absent(
-            repo, revision, "it is not in the local cache, and the network is not to be used"
+            repo, revision, "it is not in the local cache, and use of the network is turned off"
         )
     try:
         here = _download(repo, revision, patterns, options.cache, fetch=True)
@@ -189,7 +196,7 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
         problem = f"it is gated; accept its terms at https://huggingface.co/datasets/{repo} and run: hf auth login"
         raise _absent(repo, revision, problem) from None
     except RevisionNotFoundError:
-        problem = f"the hub has no revision {revision!r} of it"
+        problem = f"the hub does not have revision {revision!r} of this dataset"
         raise DatasetError(repo, problem, "Name a branch, tag or commit") from None
     except (OSError, EntryNotFoundError, HfHubHTTPError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -206,7 +213,7 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
 def cached_snapshot(
     repo: str, revision: str, patterns: Sequence[str], cache: Path | None
 ) -> HubSnapshot | None:
-    """Return the snapshot if this machine has all files asked for; never use the network."""
+    """Return the snapshot if this machine has all requested files; never use the network."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -215,7 +222,7 @@ def cached_snapshot(
         return None
     except HFValidationError as error:
         raise DatasetError(
-            repo, f"that is not a name of a hub dataset ({error})", "Names are owner/name"
+            repo, f"this is not the name of a hub dataset ({error})", "Names are owner/name"
         ) from None
     return here if here.files(patterns) else None
 
@@ -235,9 +242,10 @@ def _download(
 
 
 def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
-    """Return the data files of one split of an unknown dataset, by their names.
+    """Return the data files of one split of a dataset that is not in the catalogue.
 
-    Raises DatasetError that lists the files when the split or the configuration is not clear.
+    File names show the split. Raises DatasetError, which lists the files, if the split or the
+    configuration is not clear.
     """
 
     def parted(name: str, word: str) -> bool:
@@ -268,10 +276,10 @@ def _absent(repo: str, revision: str, problem: str) -> DatasetError:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Problems and their origin: enough to load the same ones again, and to check that they are.
+    """Problems and their origin, which suffices to load the same problems again and to check them.
 
     `revision` is the hub commit, the sha256 of the file, or the generator's arguments; `digest` is
-    of the problems.
+    the digest of the problems.
     """
 
     name: str
@@ -297,7 +305,8 @@ def load_dataset(
     """Load a benchmark ("math500", "aime24[:15]"), a file ("mine.csv") or a hub dataset.
 
     Hub datasets are named "hub:owner/name". A slice in the name is applied after `selection`.
-    Raises DatasetError for what cannot be read as asked, and OptionError for an unknown name.
+    Raises DatasetError if the source cannot be read as requested, and OptionError for an unknown
+    name.
     """
     options = options or LoadOptions()
     selection = selection or Selection()
@@ -305,7 +314,7 @@ def load_dataset(
     whole = _load(bare, options, selection, cut)
     problems = whole.problems
     notes = [*whole.notes]
-    # generated sets were selected and cut when they were made
+    # generated datasets were selected and sliced when they were made
     parts = () if whole.source == "generated" else (selection, cut)
     for part in parts:
         words = part.words()
@@ -362,7 +371,7 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
                     return _copy(known, copy, options)
         copy = HubSource(repo[1], DATA, Columns())
         return _copy(Benchmark.unknown(repo[1]), copy, options)
-    # the reader says which kinds of file are read
+    # the reader's error names the kinds of files that it reads
     if path.exists() or (kind_of(path) and not is_hub):
         return _file(path, options, Benchmark.unknown(name))
     raise OptionError(
@@ -390,7 +399,7 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
             rows=tuple(table.rows[i] for i in kept),
             places=tuple(table.places[i] for i in kept),
         )
-    # side columns that the copy has lost since: problems can do without them, not without a text
+    # The copy may have lost optional columns since; problems need only a text.
     needed = ("text", "answer", "choices", "distractors")
     gone = {
         field: name
@@ -399,13 +408,13 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
     }
     columns = replace(copy.columns, **dict.fromkeys(gone, ""), distractors=copy.columns.distractors)
     dataset = _dataset(benchmark, table, columns, options)
-    losses = [f"column {name!r} of this copy is gone" for name in gone.values()]
+    losses = [f"this copy does not have column {name!r} any more" for name in gone.values()]
     notes = (*dataset.notes, *losses)
     return replace(dataset, source=f"hub:{copy.repo}", revision=here.folder.name, notes=notes)
 
 
 def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
-    """Load a file; one that has the columns of a hub copy is read as that copy."""
+    """Load a file; if it has the columns of a hub copy, read it as that copy."""
     table = read_table([path], str(path))
     copies = [copy.columns for copy in benchmark.hubs] or [Columns()]
     for columns in copies:
@@ -421,20 +430,25 @@ def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
 def _dataset(
     benchmark: Benchmark, table: RowTable, columns: Columns, options: LoadOptions
 ) -> Dataset:
-    """Return the table's problems, by these columns where the caller asks for no others."""
+    """Return the table's problems, using these columns unless the caller names others."""
     problems, notes = problems_of(Reader(table, options.asked or columns, benchmark, options))
     if benchmark.sample:
         whole = BENCHMARKS[benchmark.prefix].size
         if len(problems) != whole:
-            problem = f"{benchmark.name} is drawn from {whole} problems in order, this source has {len(problems)}"
-            raise DatasetError(table.source, problem, f"Give the whole of {benchmark.prefix}")
+            problem = (
+                f"{benchmark.name} is drawn from {whole} problems in order, but this source has "
+                f"{len(problems)}"
+            )
+            raise DatasetError(
+                table.source, problem, f"Use a source with all problems of {benchmark.prefix}"
+            )
         problems = select(
             problems, Selection(sample=benchmark.sample[0], seed=benchmark.sample[1]), table.source
         )
         notes.append(benchmark.note)
     elif benchmark.hubs and len(problems) != benchmark.size:
         notes.append(
-            f"{benchmark.title} has {benchmark.size} problems, this source {len(problems)}"
+            f"{benchmark.title} has {benchmark.size} problems, but this source has {len(problems)}"
         )
     return Dataset(
         benchmark.name, table.source, f"sha256:{table.digest}", "", tuple(problems), tuple(notes)
@@ -453,7 +467,7 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
     rest = replace(selection, sample=None, levels=())
     wanted = range(count)[cut.start : cut.stop : cut.step]
     is_whole = rest.words() or not wanted
-    # a shorter call begins like a longer one: what is after the slice is not generated
+    # shorter calls give the beginning of longer ones, so problems after the slice are not generated
     generated = _generated(split, count if is_whole else max(wanted) + 1, selection.seed, levels)
     if is_whole:
         problems = select(select(generated, rest, name), cut, name)
@@ -467,5 +481,5 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
 def _generated(
     split: arithmetic.Split, count: int, seed: int, levels: tuple[int, ...]
 ) -> tuple[Problem, ...]:
-    """Return the first exercises of a seed; they take a millisecond each, so they are kept."""
+    """Return the first exercises of a seed; they are cached, because each takes a millisecond."""
     return tuple(arithmetic.problems(split, count, seed=seed, levels=levels))

@@ -1,4 +1,4 @@
-"""Tables of rows from JSONL, JSON, CSV and Parquet files, and the problems their columns hold."""
+"""Read tables from JSONL, JSON, CSV and Parquet files, and make problems of their rows."""
 
 import csv
 import gzip
@@ -32,14 +32,14 @@ from atts.files import from_json, open_ordinary
 # ---- rows
 
 Row = Mapping[str, object]
-_MOST_BYTES = 1 << 30  # inflated: the largest benchmark has a hundredth of that
-_ROW_BYTES = 256  # bytes of a row in addition to its values
+_MOST_BYTES = 1 << 30  # after decompression; the largest benchmark has a hundredth of that
+_ROW_BYTES = 256  # bytes that a row takes in addition to its values
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """Rows of one or more files; `places` has the origin of each, such as "data.jsonl: line 7"."""
+    """Rows of one or more files; `places` has the origin of each row, such as "data.jsonl: line 7"."""
 
     source: str
     rows: tuple[Row, ...]
@@ -47,20 +47,20 @@ class RowTable:
     digest: str  # sha256 of the files' bytes, in order
 
     def place(self, index: int) -> str:
-        """Return the origin of a row, for a message that names the source already."""
+        """Return the origin of a row, for a message that already names the source."""
         return self.places[index].removeprefix(f"{self.source}: ")
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return every column of any row, in order of first appearance."""
+        """Return the columns of all rows, in order of first appearance."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row))
 
 
 def read_table(paths: Sequence[Path], source: str) -> RowTable:
     """Return the rows of these files, one after the other.
 
-    Raises DatasetError for a file that is missing, empty, of an unknown kind, not UTF-8, or that
-    has a line which is not a row.
+    Raises DatasetError for a file that is missing, empty, of an unknown kind, not UTF-8, or has a
+    line that is not a row.
     """
     digest = sha256()
     rows = list[Row]()
@@ -88,7 +88,7 @@ def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[t
     """Yield the object on each line, with the line's number; blank lines are skipped.
 
     `place` comes before the number in messages, for a source of several files. Raises DatasetError
-    for a line that is not JSON object.
+    for a line that is not a JSON object.
     """
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -96,7 +96,7 @@ def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[t
 
 
 def json_line(line: str, number: int, source: str, place: str = "") -> Row:
-    """Return the object on a line; raise DatasetError for a line that is not JSON object."""
+    """Return the object on a line; raise DatasetError if the line is not a JSON object."""
     try:
         value = from_json(line)
     except ValueError as error:
@@ -122,8 +122,8 @@ def _bytes(path: Path, source: str) -> bytes:
 
 
 def _too_large(path: Path, source: str) -> DatasetError:
-    problem = f"{path} holds more than {_MOST_BYTES >> 20:,} MiB"
-    return DatasetError(source, problem, "Split it, or filter it before")
+    problem = f"{path} has more than {_MOST_BYTES >> 20:,} MiB"
+    return DatasetError(source, problem, "Split or filter the file first")
 
 
 def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]:
@@ -132,7 +132,7 @@ def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]
         case ".parquet":
             return enumerate(_parquet(path, data, source), 1)
         case ".jsonl" | ".ndjson":
-            # not splitlines: U+2028 may stand inside a string
+            # not splitlines(), because U+2028 may occur inside a string
             lines = _text(path, data, source).split("\n")
             return json_lines(lines, source, f"{path.name} ")
         case ".json":
@@ -140,7 +140,7 @@ def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]
         case ".csv" | ".tsv" as kind:
             return _csv(_text(path, data, source), path, "\t" if kind == ".tsv" else ",", source)
         case _:
-            problem = f"{path.name} is not a kind of file that is read"
+            problem = f"{path.name} is not of a kind that atts reads"
             raise DatasetError(source, problem, f"Known: {', '.join(SUFFIXES)}, each also .gz")
 
 
@@ -160,14 +160,18 @@ def _json_list(text: str, path: Path, source: str) -> list[object]:
         value = from_json(text)
     except ValueError as error:
         raise DatasetError(
-            source, f"{path.name} is not JSON ({error})", "Or name it .jsonl if it is one"
+            source,
+            f"{path.name} is not JSON ({error})",
+            "Rename it to .jsonl if it has one object per line",
         ) from None
     if isinstance(value, dict):  # {"data": [...]} is a common wrapping
         lists = [part for part in cast(dict[str, object], value).values() if isinstance(part, list)]
         value = lists[0] if len(lists) == 1 else value
     if not isinstance(value, list):
         raise DatasetError(
-            source, f"{path.name} holds no list of rows", "Use a list of objects, or JSON Lines"
+            source,
+            f"{path.name} does not contain a list of rows",
+            "Use a list of objects, or JSON Lines",
         )
     return cast(list[object], value)
 
@@ -175,7 +179,9 @@ def _json_list(text: str, path: Path, source: str) -> list[object]:
 def _row(value: object, place: str, source: str) -> Row:
     if not isinstance(value, dict):
         raise DatasetError(
-            source, f"{place} is a {type(value).__name__}, not an object", "Name its columns: {...}"
+            source,
+            f"{place} is a {type(value).__name__}, not an object",
+            "Write each row as an object with named columns: {...}",
         )
     return cast(dict[str, object], value)
 
@@ -207,7 +213,7 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     try:
         file = parquet.ParquetFile(pyarrow.BufferReader(data))
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-        # a value can be as large as its chunk, and a few bytes can repeat it in every row
+        # a value can be as large as its chunk, and a few bytes can repeat the value in every row
         rows_at_once = _MOST_BYTES // max((group.total_byte_size for group in groups), default=1)
         for batch in file.iter_batches(batch_size=max(1, min(1024, rows_at_once))):
             bytes_read += batch.nbytes + _ROW_BYTES * len(batch)
@@ -226,7 +232,7 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Turns the rows of a table into problems, one row at a time."""
+    """A reader that turns the rows of a table into problems, one row at a time."""
 
     table: RowTable
     columns: Columns
@@ -234,7 +240,7 @@ class Reader:
     options: LoadOptions
 
     def problem(self, index: int) -> Problem:
-        """Return the problem in that row; raise DatasetError without its text or reference."""
+        """Return the problem in that row; raise DatasetError if its text or reference is missing."""
         names = self.columns
         text = self.text(index, names.text)
         if not text:
@@ -281,7 +287,7 @@ class Reader:
         )
 
     def text(self, index: int, column: str) -> str:
-        """Return the text a row has in a column; nothing where no column is named."""
+        """Return the text that a row has in a column; "" if no column is named."""
         return cell(self.table.rows[index].get(column)).strip() if column else ""
 
     def grading(self, index: int) -> Grading | None:
@@ -289,7 +295,7 @@ class Reader:
         stated = self.text(index, self.columns.tolerance)
         absolute = self.options.grading.get("absolute")
         if stated:
-            try:  # a tuple's entries have one each: the largest holds for all
+            try:  # each entry of a tuple has a tolerance, and the largest is used for all
                 absolute = max(map(float, stated.strip("()").split(",")))
             except ValueError:
                 problem = f"has the tolerance {stated!r}, which is not a number"
@@ -312,7 +318,7 @@ class Reader:
         if not 2 <= len(choices) <= len(LETTERS):
             raise self.error(index, f"has {len(choices)} choices")
         order: Sequence[int] = range(len(choices))
-        if self.columns.distractors:  # the correct choice would always come first
+        if self.columns.distractors:  # otherwise the correct choice would always come first
             order = letter_order(self.options.seed, name, len(choices))
         letter = LETTERS[order.index(correct)] if answer else ""
         return tuple(choices[at] for at in order), letter
@@ -335,11 +341,11 @@ class Reader:
         )
 
     def error(self, index: int, problem: str) -> DatasetError:
-        """Return an error that names the row and the columns it fills."""
+        """Return an error that names the row and its columns that are not empty."""
         filled = [name for name, value in self.table.rows[index].items() if cell(value).strip()]
         advice = (
-            f"That row fills {', '.join(filled) or 'no column'}; "
-            "map columns with --column text=NAME --column answer=NAME"
+            f"That row has values in {', '.join(filled) or 'no column'}; map columns with "
+            "--column text=NAME --column answer=NAME"
         )
         return DatasetError(self.table.source, f"{self.table.place(index)} {problem}", advice)
 
@@ -355,12 +361,12 @@ _FUNCTION = (
 
 
 def has_tests(table: RowTable) -> bool:
-    """Return whether the rows are code tasks, by the columns of LiveCodeBench."""
+    """Return whether the rows are code tasks, which have the columns of LiveCodeBench."""
     return "public_test_cases" in table.columns or "private_test_cases" in table.columns
 
 
 def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
-    """Return every row as a problem, and notes for readers of the numbers.
+    """Return every row as a problem, with notes for the reports on them.
 
     Raises DatasetError for a missing column, a row without text or reference, and a repeated id.
     """
@@ -368,7 +374,7 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
     answers = "optional" if has_tests(table) else reader.options.answers
     columns = find_columns(table, reader.columns, answers)
     if has_tests(table):
-        columns = replace(columns, level="")  # its words are not numbers
+        columns = replace(columns, level="")  # the column contains words, not numbers
     reader = replace(reader, columns=columns)
     problems = [reader.problem(index) for index in range(len(table.rows))]
     uses = Counter(problem.id for problem in problems)
@@ -387,14 +393,14 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
 
 
 def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
-    """Return the columns to read: those asked for, and the usual names for the rest.
+    """Return the columns to read: the requested ones, and the usual names for the rest.
 
     Raises DatasetError for a column that is missing.
     """
     named = {field: cast(str, getattr(asked, field)) for field in ALIASES}
     for name in filter(None, (*named.values(), *asked.distractors)):
         if name not in table.columns:
-            raise _missing(table, f"column {name!r} is not there", name)
+            raise _missing(table, f"there is no column {name!r}", name)
     lower = {name.lower().replace(" ", "_"): name for name in reversed(table.columns)}
     for field, aliases in ALIASES.items():
         named[field] = named[field] or next(
@@ -408,14 +414,18 @@ def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
             "Say which one with --column text=NAME",
         )
     if not named["answer"] and answers == "required":
-        advice = "Say which one with --column answer=NAME, or take problems without one with --answers optional"
+        advice = (
+            "Say which one with --column answer=NAME, or accept problems without an answer with "
+            "--answers optional"
+        )
         raise _missing(table, "no column holds the reference answer", "answer", advice)
     return Columns(**named, distractors=asked.distractors)
 
 
 def cell(value: object) -> str:
     """Return a cell as text: whole floats lose their ".0", lists are joined by commas."""
-    if value is None or value != value:  # NaN stands for nothing in Parquet made from data frames
+    # Parquet files made from data frames have NaN for a missing value
+    if value is None or value != value:
         return ""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
@@ -425,7 +435,7 @@ def cell(value: object) -> str:
 
 
 def letter_order(seed: int, name: str, count: int) -> tuple[int, ...]:
-    """Return the seeded order of a question's choices: the same on every machine."""
+    """Return the seeded order of a question's choices, which is the same on every machine."""
 
     def key(at: int) -> bytes:
         return blake2b(f"{seed}\x1f{name}\x1f{at}".encode(), digest_size=8).digest()
@@ -495,7 +505,7 @@ def _notes(reader: Reader, problems: Sequence[Problem]) -> list[str]:
     texts = Counter(" ".join(problem.text.split()).casefold() for problem in problems)
     repeated = sum(count - 1 for count in texts.values())
     if repeated:
-        notes.append(f"{repeated} problems repeat another's text")
+        notes.append(f"{repeated} problems have the same text as another problem")
     unanswered = sum(problem.answer is None for problem in problems)
     if unanswered:
         of = f"{unanswered} of {len(problems)} problems"
@@ -504,7 +514,7 @@ def _notes(reader: Reader, problems: Sequence[Problem]) -> list[str]:
     stated = [reader.text(index, level) for index in range(len(problems))]
     unread = sum(bool(text) and _level(text) is None for text in stated)
     if unread:
-        notes.append(f"column {level!r} is not a level number in {unread} rows")
+        notes.append(f"column {level!r} does not have a level number in {unread} rows")
     if reader.columns.distractors:
         notes.append(f"choices shuffled per question with seed {reader.options.seed}")
     return notes

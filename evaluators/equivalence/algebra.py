@@ -1,4 +1,4 @@
-"""Questions to sympy, asked of one worker process that is started when the first is asked."""
+"""Ask sympy about expressions, through one worker process that starts with the first question."""
 
 import atexit
 import json
@@ -18,11 +18,11 @@ from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import OutOfTime, Undecided
 
 SECONDS = 5.0  # time limit of one question
-_TIMEOUTS = 2  # questions about one tree that may time out before no more are asked
+_TIMEOUTS = 2  # number of timeouts of one tree after which no more questions about it are asked
 _START = 60.0  # seconds for the worker to import sympy, on a busy machine
 _KEPT = 4096  # answers that are remembered
-_NODES = 400  # nodes of both trees together: larger ones are not asked about
-_FAILURES = 5  # starts that fail before no more are tried
+_NODES = 400  # largest number of nodes of both trees together that sympy is asked about
+_FAILURES = 5  # failed starts after which no more are tried
 
 
 _trial = threading.local()
@@ -30,7 +30,7 @@ _trial = threading.local()
 
 @contextmanager
 def without_asking() -> Generator[list[str]]:
-    """Ask nothing in this thread that is not remembered, and list what would have been asked."""
+    """Answer only from memory in this thread, and list the questions that would have been asked."""
     questions: list[str] = []
     _trial.questions = questions
     try:
@@ -40,16 +40,16 @@ def without_asking() -> Generator[list[str]]:
 
 
 def are_equal(one: Node, two: Node, positive: frozenset[str] = frozenset()) -> bool:
-    """Return sympy's verdict on two expressions; work from any thread and event loop.
+    """Return sympy's verdict on two expressions; this may be called from any thread.
 
-    The variables named as `positive` are so; the others are real.
+    The variables in `positive` are positive; the others are real.
 
-    Raises Undecided where it proves nothing, OutOfTime where its time is up. Only trees of our
+    Raises Undecided if sympy proves nothing, and OutOfTime if the time is up. Only trees of our
     parser reach the worker, never text.
     """
     if len(one.walk()) + len(two.walk()) > _NODES:
         raise Undecided("too large for algebra")
-    # in one order, so that the verdict is symmetric
+    # the trees are sorted, so that the verdict is symmetric
     trees = sorted(json.dumps(_tree(node)) for node in (one, two))
     reply = WORKER.ask(trees[0], trees[1], json.dumps(sorted(positive)))
     if reply == "time":
@@ -70,15 +70,15 @@ class Worker:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self.owner = 0  # the process that started it: a fork has to start another
+        self.owner = 0  # the process that started the worker; a fork has to start another one
         self.failures = 0
         self.buffer = b""
         self.answers: dict[tuple[str, str, str], Any] = {}
         self.timeouts = Counter[str]()
 
     def ask(self, one: str, two: str, positive: str = "[]") -> Any:
-        """Return the reply about two trees, from memory where it was asked before."""
-        # before the lock, which a thread holds while it waits for the worker
+        """Return the reply about two trees, from memory if the question was asked before."""
+        # look before taking the lock, because a thread has the lock while it waits for the worker
         with suppress(KeyError):
             return self.answers[one, two, positive]
         questions = getattr(_trial, "questions", None)
@@ -102,7 +102,7 @@ class Worker:
             return reply
 
     def reply(self, question: str) -> Any:
-        """Send a question and wait for the reply; kill a worker that does not give one."""
+        """Send a question and wait for the reply; kill the worker if it does not reply."""
         if not self.start():
             return None
         assert self.process is not None
@@ -136,9 +136,9 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt of the terminal is the parent's to handle
+                start_new_session=True,  # only the parent handles an interrupt from the terminal
             )
-        except OSError:  # no process can be started here: pairs stay undecided
+        except OSError:  # no process can be started here, so pairs stay undecided
             self.failures += 1
             return False
         if self.line(_START) == b"ready":
@@ -148,7 +148,7 @@ class Worker:
         return False
 
     def line(self, seconds: float) -> bytes | None:
-        """Return the next line the worker writes; None when it ends or the time is up."""
+        """Return the next line from the worker; None if the worker ends or the time is up."""
         assert self.process is not None
         assert self.process.stdout is not None
         pipe = self.process.stdout.fileno()
@@ -165,7 +165,7 @@ class Worker:
         return line
 
     def stop(self) -> None:
-        """End the worker and close its pipes; after a fork only the pipes are ours."""
+        """End the worker and close its pipes; in a forked process close only the pipes."""
         process = self.process
         self.process = None
         if process is None:
@@ -180,7 +180,8 @@ class Worker:
         if is_ours:
             process.wait()
         else:
-            process.returncode = 0  # the process belongs to the parent, which waits for it
+            # after a fork, the worker belongs to the parent, which waits for it
+            process.returncode = 0
 
 
 WORKER = Worker()

@@ -1,4 +1,4 @@
-"""Comparer of two parsed answers, part by part, by the written policy."""
+"""Compare two parsed answers part by part under the written policy."""
 
 from collections import Counter
 from contextlib import suppress
@@ -39,24 +39,25 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import is_generic, measure
 from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
-_PAIRWISE = 64  # unordered members compared with one another; more are first matched by structure
+# up to this many unordered members are compared pairwise; more are first matched by structure
+_PAIRWISE = 64
 Labels = dict[Node, Node]
 COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 
-_OF_FAMILIES = ("list", "builder")  # kinds of nodes that may say where a parameter is from
+_OF_FAMILIES = ("list", "builder")  # kinds of nodes that may state the set of a parameter
 _HUGE = ("factorial", "double_factorial", "binom")  # sympy computes every digit of these
-_OF_LINES = ("parallel", "perp")  # relations that either line may begin
-_SYMBOLIC = ("sum", "opaque", "matrix")  # kinds that rules work out, not evaluation
+_OF_LINES = ("parallel", "perp")  # relations that may be read from either side
+_SYMBOLIC = ("sum", "opaque", "matrix")  # kinds that rules decide instead of evaluation
 
 
 def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
-    """Return whether sympy may settle what evaluation left open."""
+    """Return whether sympy may decide a pair that evaluation left undecided."""
     if has(gold, "word", "huge", "quantity", "ratio") or has(answer, "word", "huge", "quantity"):
         return False
     inside = gold.walk() + answer.walk()
     if isinstance(undecided, TooLarge) and sum(node.kind == "sum" for node in inside) > 1:
-        return False  # products of products give nothing but numbers too large to compute
+        return False  # nested products only give numbers that are too large to compute
     if has(gold, *_SYMBOLIC) or has(answer, *_SYMBOLIC):
         return True
     if isinstance(undecided, TooLarge):
@@ -67,14 +68,14 @@ def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
 
 
 def _turned(node: Node) -> Node | None:
-    """Return a < b as b > a; None for what is not a single inequality."""
+    """Return a < b as b > a; None if the node is not a single inequality."""
     if node.kind != "relation" or len(node.args) != 2 or node.text not in FLIPPED:
         return None
     return Node("relation", node.args[::-1], FLIPPED[node.text])
 
 
 class Comparer:
-    """One comparison of two answers; `rule` names what decided last.
+    """One comparison of two answers; `rule` names the rule that decided last.
 
     With strict brackets, (1,2,3) and [1,2,3] differ as (1,2) and [1,2] always do.
     """
@@ -92,12 +93,12 @@ class Comparer:
         self.rule = "structure"
 
     def ruled(self, rule: str, verdict: bool) -> bool:
-        """Note the rule that decided and return its verdict."""
+        """Record the rule that decided and return its verdict."""
         self.rule = rule
         return verdict
 
     def agree(self, gold: Node, answer: Node) -> bool:
-        """Return as same does, with Undecided taken as no."""
+        """Return the result of `same`, or False if it is undecided."""
         try:
             return self.same(gold, answer)
         except Undecided:
@@ -106,7 +107,7 @@ class Comparer:
     def same(self, gold: Node, answer: Node) -> bool:
         """Return whether two answers are the same under the policy.
 
-        Raises Undecided when that is not known.
+        Raises Undecided if no rule can tell.
         """
         if gold == answer:
             return self.ruled("structure", True)
@@ -155,7 +156,8 @@ class Comparer:
     ) -> bool | None:
         """Compare families of values by their classes, or under a change of their parameter.
 
-        Returns None where the usual comparison, without what is said of the parameter, remains.
+        Returns None if the usual comparison is to be used, which ignores statements about the
+        parameter.
         """
         stated = one or two
         assert stated is not None
@@ -189,7 +191,7 @@ class Comparer:
             return None
         equation, other, value = (gold, answer, right) if is_stated[0] else (answer, gold, left)
         if value.kind in ("list", "builder", "add") and views.progression(value):
-            return None  # a class of residues itself
+            return None  # the value is itself a class of residues
         stated = views.stated_value(equation, other)
         if stated is None:
             return None
@@ -200,9 +202,10 @@ class Comparer:
     def by_label(
         self, one: Labels | None, two: Labels | None, gold: Node, answer: Node
     ) -> bool | None:
-        """Compare values by their names, or with values without names in the order of the names.
+        """Compare values by their names; values without names are compared in the order of the
+        names.
 
-        Returns None where names do not settle it.
+        Returns None if the names do not decide the comparison.
         """
         if one is not None and two is not None:
             if one.keys() == two.keys():
@@ -265,7 +268,7 @@ class Comparer:
         return self.ruled("relation", verdict)
 
     def as_regions(self, gold: Node, answer: Node) -> bool | None:
-        """Compare both as sets of reals; return None when either is not one."""
+        """Compare both answers as sets of reals; return None if either is not a set of reals."""
         names = {views.variable_of(gold), views.variable_of(answer)} - {""}
         line = Line(self.prober)
         regions = list[Region | None]()
@@ -333,7 +336,7 @@ class Comparer:
             kinds == {"symbol", "mul"}
             and len(views.letters(gold)) == len(views.letters(answer)) > 1
         ):
-            # a name such as AB, and the segment \overline{AB}
+            # one side is a name such as AB, the other the segment \overline{AB}
             return self.ruled("text", views.letters(gold) == views.letters(answer))
         return self.plain(gold, answer)
 
@@ -357,7 +360,9 @@ class Comparer:
         return self.ruled("congruence", turns.denominator == 1)
 
     def by_cases(self, gold: Node, answer: Node) -> bool:
-        """Compare as functions where the conditions can be evaluated, else case by case."""
+        """Compare two values by cases: as functions if their conditions can be evaluated, else case
+        by case.
+        """
         if not has(gold, "word", *COLLECTIONS) and not has(answer, "word", *COLLECTIONS):
             return self.numbers(gold, answer)
         with suppress(Undecided):
@@ -372,7 +377,7 @@ class Comparer:
         return self.ruled("cases", verdict)
 
     def lists(self, gold: Node, answer: Node) -> bool:
-        """Compare bare lists and sets: order is free unless one side is a tuple or names parts."""
+        """Compare lists and sets; the order matters only if one side is a tuple or names its parts."""
         if gold.kind == "tuple" or answer.kind == "tuple":
             pair, other = (gold, answer) if gold.kind == "tuple" else (answer, gold)
             if len(other.args) == 1 and other.args[0].kind == "tuple":
@@ -399,7 +404,7 @@ class Comparer:
         ]
         if len(fractional_parts) == 1 and len(one) == len(two):
             return self.ruled("set", False)
-        # the answer gives one value in two forms
+        # one side states a single value in two forms
         if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):
             return all(self.same(a, b) for a in one for b in two)
         if len(one) == len(two) and views.counts_apart(one) != views.counts_apart(two):
@@ -412,7 +417,7 @@ class Comparer:
         return self.ruled("set", not is_counted or self.as_often(one, two))
 
     def as_often(self, one: tuple[Node, ...], two: tuple[Node, ...]) -> bool:
-        """Return whether values are repeated alike on two sides that have the same ones."""
+        """Return whether two sides with the same values also repeat them equally often."""
         if len(one) != len(two):
             return False
         if len(one) == len({*one}) == len({*two}):
@@ -427,9 +432,9 @@ class Comparer:
         return True
 
     def unordered(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
-        """Return whether each member has an equal one on the other side.
+        """Return whether each member has an equal member on the other side.
 
-        Many members are compared as exact numbers only.
+        If there are many members, only exact numbers are compared.
         """
         common = set(one) & set(two)
         left = tuple(node for node in dict.fromkeys(one) if node not in common)
@@ -502,7 +507,8 @@ class Comparer:
             return self.ratios(gold, answer)
         if "based" in kinds:
             return self.ruled("base", views.same_numeral(gold, answer))
-        if "degree" in kinds and kinds[0] != kinds[1]:  # left out on one side, or counted in
+        # the sign is missing on one side, or part of the value
+        if "degree" in kinds and kinds[0] != kinds[1]:
             bare = [node.args[0] if node.kind == "degree" else node for node in (gold, answer)]
             return self.same(*bare) or self.ruled("degrees", self.numbers(gold, answer))
         letters = [node.text.upper() for node in (gold, answer) if node.kind == "symbol"]
@@ -511,12 +517,14 @@ class Comparer:
         infinite = [views.infinity(node) for node in (gold, answer)]
         if any(infinite) and not has(gold, *_SYMBOLIC) and not has(answer, *_SYMBOLIC):
             return self.ruled("infinity", infinite[0] == infinite[1])
-        if "percent" in kinds and kinds[0] != kinds[1]:  # 10 % is 0.1, and not 10
+        if "percent" in kinds and kinds[0] != kinds[1]:  # 10 % equals 0.1, not 10
             return self.ruled("percent", self.numbers(gold, answer))
         return self.numbers(gold, answer)
 
     def quantities(self, gold: Node, answer: Node) -> bool:
-        """Compare amounts: units must not contradict; a missing or unknown one is ignored."""
+        """Compare amounts; units must not contradict each other, and a missing or unknown unit is
+        ignored.
+        """
         left = gold.args[0] if gold.kind == "quantity" else gold
         right = answer.args[0] if answer.kind == "quantity" else answer
         one = measure(gold.text) if gold.kind == "quantity" else None
@@ -537,7 +545,7 @@ class Comparer:
         return self.same(left, right)
 
     def ratios(self, gold: Node, answer: Node) -> bool:
-        """Compare ratios by proportion, times of day by their digits."""
+        """Compare ratios as proportions, and times of day by their digits."""
         if gold.kind == answer.kind == "ratio":
             if self.each(gold.args, answer.args, "ratio"):
                 return True
@@ -551,7 +559,7 @@ class Comparer:
         return self.ruled("ratio", is_number and self.numbers(quotient(*ratio.args), other))
 
     def numbers(self, gold: Node, answer: Node) -> bool:
-        """Compare expressions by value, where sizes are positive if they are not equal elsewhere."""
+        """Compare expressions by value; if they differ, compare again with sizes positive."""
         undecided: Undecided | None = None
         try:
             if self.settled(gold, answer, frozenset()):
@@ -569,7 +577,7 @@ class Comparer:
         return self.ruled(rule, False)
 
     def settled(self, gold: Node, answer: Node, positive: frozenset[str]) -> bool:
-        """Compare expressions by value; ask sympy where our evaluation does not settle it."""
+        """Compare expressions by value; ask sympy if evaluation does not decide."""
         self.prober.positive = positive
         try:
             return self.evaluated(gold, answer)

@@ -1,4 +1,4 @@
-"""Arbitrary constants: another letter for one, or another shift of one, is the same answer."""
+"""Treat answers as equal if they differ only in the letter or shift of an arbitrary constant."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _INTEGRATION = re.compile(r"[CcKk](?:_\d)?|const")
 _NUMBERED = re.compile(r"[CcKk]_\d")
 _ARBITRARY = re.compile(r"[A-Da-dKk](?:_\d)?|alpha|beta|const")
 _PARAMETERS = frozenset("tskmnruvlj") | {"lambda", "mu"}
-# constants of physics: what they are, and the letter that tells that the other side writes them so
+# Constants of physics with their values, each with a letter that shows that the other side uses it.
 _DEFINED = {
     "hbar": (quotient(symbol("h"), Node("mul", (TWO, PI))), "h"),
     "k": (quotient(number(1), Node("mul", (number(4), PI, symbol("epsilon_0")))), "epsilon_0"),
@@ -35,15 +35,15 @@ _FUNCTIONS = ("y", "u", "w")  # names of an unknown function that are written wi
 
 
 def arbitrary(names: frozenset[str]) -> frozenset[str]:
-    """Return the letters that arbitrary constants have."""
+    """Return the letters that are used for arbitrary constants."""
     return frozenset(name for name in names if _ARBITRARY.fullmatch(name))
 
 
 def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield pairs that are equal if the answers are, but for the choice of their constants.
+    """Yield pairs that are equal if the answers are equal up to the choice of their constants.
 
-    There is none for most answers: a letter is an arbitrary constant only in a solution (y = Cx,
-    f(x) = cx), as a term of its own (x^2 + C), or as one of several numbered coefficients.
+    Most answers give no pair: a letter is an arbitrary constant only in a solution (y = Cx, f(x) =
+    cx), as a term of its own (x^2 + C), or as one of several numbered coefficients.
     """
     one = views.named(gold)
     two = views.named(answer)
@@ -60,7 +60,8 @@ def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
     if left != right or len(left) > 1:
         yield from _renamed(gold, answer, left, right, is_solution)
     yield from _shifted(one.value, two.value)
-    if _terms(one.value) and _terms(two.value):  # no antiderivative has a log of base 10
+    # an antiderivative never has a logarithm of base 10
+    if _terms(one.value) and _terms(two.value):
         natural = _natural(one.value), _natural(two.value)
         if natural != (one.value, two.value):
             yield natural
@@ -72,7 +73,7 @@ def _names_a_function(name: Node | None) -> bool:
 
 
 def _written_out(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield the pair with a constant of physics, which one side names, in the other's letters."""
+    """Yield the pair with a constant of physics written in the letters of the other side."""
     left = variables(gold)
     right = variables(answer)
     for name, (meaning, needed) in _DEFINED.items():
@@ -82,7 +83,9 @@ def _written_out(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _with_one_parameter(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield (t, t+1) and (s, s+1) with one letter: which one runs through a family is free."""
+    """Yield (t, t+1) and (s, s+1) with the same letter, because a family's parameter may have any
+    letter.
+    """
     if gold.kind != "tuple" or answer.kind != "tuple":
         return
     one = variables(gold)
@@ -95,7 +98,7 @@ def _with_one_parameter(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]
 def _renamed(
     gold: Node, answer: Node, left: frozenset[str], right: frozenset[str], is_solution: bool
 ) -> Iterator[tuple[Node, Node]]:
-    """Yield the pair with the constants of the answer named as those of the reference."""
+    """Yield the pair with the answer's constants renamed to those of the reference."""
     exchanged = _ARBITRARY if is_solution else _NUMBERED
     shared = {name for name in left & right if exchanged.fullmatch(name)}
     ours = sorted((left - right) | shared)
@@ -130,14 +133,16 @@ def _are_arbitrary(names: list[str], others: list[str], body: Node, is_solution:
 
 
 def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield the gap of two antiderivatives, and the gap at one point: it may be any constant."""
+    """Yield the difference of two antiderivatives and its value at one point; it may be any
+    constant.
+    """
     for left in _terms(one):
         for right in _terms(two):
             if "C" not in (left, right) and not left[0] == right[0] == "C":
                 continue
             whole = minus(_without(one, left), _without(two, right))
             names = sorted(variables(whole))
-            # a constant next to it needs a function: 2 + C is not an antiderivative
+            # an arbitrary constant must be added to a function: 2 + C is not an antiderivative
             if not names or not variables(_without(one, left)) or not _is_of_functions(names):
                 continue
             point = {name: number(Fraction(1, 2 + at)) for at, name in enumerate(names)}

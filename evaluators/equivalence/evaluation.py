@@ -1,4 +1,4 @@
-"""Evaluation of a tree: exact while numbers stay rational, else with a running error bound."""
+"""Evaluate a tree exactly while numbers stay rational, else with a running error bound."""
 
 import hashlib
 import math
@@ -26,7 +26,7 @@ from atts.evaluators.verdict import (
 
 
 class NotRational(Exception):
-    """The value is not rational as far as these rules see; it can still be approximated."""
+    """These rules cannot show that the value is rational; it can still be approximated."""
 
 
 def digits_in_base(node: Node) -> int:
@@ -39,7 +39,7 @@ def digits_in_base(node: Node) -> int:
 
 
 def rational_power(base: Fraction, exponent: Fraction, limits: Limits) -> Fraction:
-    """Return base ** exponent when rational; odd roots of negative numbers are the real ones.
+    """Return base ** exponent if it is rational; odd roots of negative numbers are the real roots.
 
     Raises Undefined for zero to a negative power, NotRational for irrational roots, TooLarge past
     the bit cap.
@@ -130,7 +130,9 @@ def _mod(args: list[Fraction], limits: Limits) -> Fraction:
 
 
 def remainder(node: Node, modulus: int) -> int | None:
-    """Return a value's remainder with powers reduced as they are computed; None where not whole."""
+    """Return a value's remainder, reducing powers as they are computed; None if the value is not
+    whole.
+    """
     if node.kind == "number" and node.value is not None and node.value.denominator == 1:
         return int(node.value) % modulus
     if node.kind in ("add", "mul"):
@@ -150,7 +152,9 @@ def remainder(node: Node, modulus: int) -> int | None:
 
 
 def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
-    """Return the rule of a function rational at one point alone; a logarithm has none at 0."""
+    """Return the rule of a function that is rational at one point only; a logarithm has no value at
+    0.
+    """
 
     def rule(args: list[Fraction], limits: Limits) -> Fraction:
         if args[0] == at:
@@ -188,7 +192,7 @@ EXACT: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
 
 Number = Any  # an mpf or mpc of the thread's context; mpmath has no types
 NOTHING = -(10**9)  # the magnitude of zero
-MAX_MAGNITUDE = 1 << 24  # bits of exponent past which a value is not computed
+MAX_MAGNITUDE = 1 << 24  # bits of exponent beyond which a value is not computed
 
 _local = threading.local()
 
@@ -202,8 +206,8 @@ def context(bits: int) -> Any:
     return arithmetic
 
 
-# mpmath's cache of constants, shared by all threads, is filled without a lock: once, here, past any
-# precision used
+# all threads share mpmath's cache of constants, which is filled without a lock; so fill it here,
+# once, beyond any precision used
 _CONSTANTS = [+getattr(context(6_500), name) for name in ("pi", "e", "ln2", "ln10")]
 
 
@@ -246,10 +250,10 @@ def magnitude(value: Number) -> int:
 
 
 class Arithmetic:
-    """Arithmetic at one precision; every result carries the error it has gathered.
+    """Arithmetic at one precision; every result has a bound on its accumulated error.
 
-    `spread` is the precision the computation asks for, in bits between the largest and the smallest
-    term. `has_left_reals` says that some intermediate value is not a real number.
+    `spread` is the precision that the computation needs, in bits between the largest and the
+    smallest term. `has_left_reals` says that some intermediate value is not a real number.
     """
 
     def __init__(self, bits: int) -> None:
@@ -259,12 +263,12 @@ class Arithmetic:
         self.has_left_reals = False
 
     def widen(self, bits: int) -> None:
-        """Note how many bits lie between the largest and the smallest magnitude that meet."""
+        """Record how many bits lie between the largest and the smallest magnitude in one operation."""
         if bits > 32:
             self.spread = max(self.spread, bits)
 
     def rounded(self, value: Number, error: int) -> Approx:
-        """Return a value whose inputs' errors amount to `error`, with the rounding added."""
+        """Return a value with the error `error` of its inputs, and add the error of rounding."""
         return Approx(value, max(error, magnitude(value) - self.bits) + 1)
 
     def rational(self, value: Fraction) -> Approx:
@@ -279,14 +283,14 @@ class Arithmetic:
         return self.rounded(left.value * right.value, error + 1)
 
     def inverse(self, item: Approx) -> Approx:
-        """Return the reciprocal; raise Undefined for what may be zero at this precision."""
+        """Return the reciprocal; raise Undefined if the value may be zero at this precision."""
         if item.may_vanish:
             raise Undefined("a division by zero")
         value = 1 / item.value
         return self.rounded(value, item.error + 2 * magnitude(value) + 2)
 
     def rational_power(self, base: Approx, power: Fraction) -> Approx:
-        """Return base ** (p/q), the real root where q is odd."""
+        """Return base ** (p/q), which is the real root if q is odd."""
         if base.may_vanish and power < 0:
             raise Undefined("a division by zero")
         if base.may_vanish and power == 0:
@@ -326,7 +330,7 @@ class Arithmetic:
         return self.rounded(getattr(self.mp, name)(item.value), item.error - item.magnitude + 3)
 
     def sign(self, item: Approx) -> Approx:
-        """Return the sign; raise Undecided where rounding hides it."""
+        """Return the sign; raise Undecided if rounding errors hide it."""
         if item.may_vanish:
             raise Undecided("a sign too close to call")
         return Approx(self.mp.sign(item.value), NOTHING)
@@ -335,7 +339,7 @@ class Arithmetic:
 def _smooth(
     name: str, slope: Callable[[Any, Number], Number]
 ) -> Callable[[Arithmetic, Approx], Approx]:
-    """Return a rule for a function of mpmath, with the derivative its error grows by."""
+    """Return a rule for a function of mpmath, with the derivative by which its error grows."""
 
     def rule(arithmetic: Arithmetic, item: Approx) -> Approx:
         if item.magnitude > 100:
@@ -400,8 +404,8 @@ class Budget:
     """The work that one comparison may do, in evaluation steps weighted by their digits.
 
     Counted work is the same on every machine, so that no verdict depends on the clock. The thread's
-    clock is a last defence, should a cap be missing; it is read seldom, and first after some work,
-    because a reading costs as much as a comparison.
+    clock is a last defence in case a cap is missing. It is read rarely, and only after some work,
+    because reading it costs as much as a comparison.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -411,7 +415,7 @@ class Budget:
         self.spent_since_look = 0
 
     def spend(self, bits: int) -> None:
-        """Count one step on numbers of so many bits; raise TooLarge when the budget is spent."""
+        """Count one step on numbers of `bits` bits; raise TooLarge if the budget is spent."""
         cost = 1 + bits // 256
         self.left -= cost
         if self.left < 0:
@@ -426,7 +430,7 @@ class Budget:
                 raise OutOfTime
 
     def check(self) -> None:
-        """Raise TooLarge when the budget is spent."""
+        """Raise TooLarge if the budget is spent."""
         if self.left < 0:
             raise TooLarge("too much work")
 
@@ -434,8 +438,8 @@ class Budget:
 def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
     """Return the value of the tree with its variables bound by `env`.
 
-    Raises NotRational when rationals do not suffice, Undefined for a division by zero, TooLarge
-    past a cap.
+    Raises NotRational if rationals do not suffice, Undefined for a division by zero, and TooLarge
+    beyond a cap.
     """
     value = Evaluator(0, limits, env).value(node)
     assert isinstance(value, Fraction)
@@ -443,11 +447,11 @@ def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
 
 
 class Evaluator(Arithmetic):
-    """Evaluates trees under one environment, exactly as far as numbers stay rational, else at one
+    """An evaluator of trees under one environment: exact while numbers stay rational, else at one
     precision.
 
-    At a precision of 0 bits an irrational value raises NotRational. Raises Undecided where there is
-    no number.
+    At a precision of 0 bits an irrational value raises NotRational. A tree that is not a number
+    raises Undecided.
     """
 
     def __init__(
@@ -460,7 +464,7 @@ class Evaluator(Arithmetic):
         self.steps = 0
 
     def value(self, node: Node) -> Value:
-        """Return the value of a tree, with its error bound where it is not exact."""
+        """Return the value of a tree, with an error bound if it is not exact."""
         self.steps += 1
         if self.steps > self.limits.steps:
             raise TooLarge("evaluation takes too long")
@@ -474,21 +478,21 @@ class Evaluator(Arithmetic):
             if node.kind in _SMALL and isinstance(result, Fraction):
                 return result
             return self.checked(result)
-        except (ZeroDivisionError, ValueError) as error:  # mpmath's words for a pole
+        except (ZeroDivisionError, ValueError) as error:  # mpmath's message for a pole
             raise Undefined(f"no value: {error}") from error
 
     def size_of(self, result: Value) -> int:
         """Return the bits that a step worked on."""
         if isinstance(result, Fraction):
             return result.numerator.bit_length() + result.denominator.bit_length()
-        return 4 * self.bits  # functions of mpmath cost some multiplications
+        return 4 * self.bits  # a function of mpmath costs several multiplications
 
     def lacking(self, why: str) -> Exception:
-        """Return the error for what has no number: at a precision, or in rational numbers."""
+        """Return the error for a tree without a number: Undecided at a precision, else NotRational."""
         return Undecided(why) if self.bits else NotRational(why)
 
     def checked(self, result: Value) -> Value:
-        """Return the value, approximated when too long; raise for one that is not finite."""
+        """Return the value, approximated if it is too long; raise an error if it is not finite."""
         if isinstance(result, Fraction):
             return result if self.fits(result) else self.approximate(result)
         if not self.mp.isfinite(result.value):
@@ -503,7 +507,7 @@ class Evaluator(Arithmetic):
         return max(value.numerator.bit_length(), value.denominator.bit_length()) <= self.limits.bits
 
     def approximate(self, value: Value) -> Approx:
-        """Return a value as an approximation; raise where everything has to be exact."""
+        """Return a value as an approximation; raise NotRational if everything has to be exact."""
         if isinstance(value, Approx):
             return value
         if not self.bits and self.fits(value):
@@ -530,7 +534,7 @@ class Evaluator(Arithmetic):
         return Approx(+(self.mp.pi if node.text == "pi" else self.mp.e), 3 - self.bits)
 
     def add(self, node: Node) -> Value:
-        """Return a sum, its rational terms added exactly."""
+        """Return a sum; its rational terms are added exactly."""
         whole, terms = self.split(node, operator.add, Fraction(0))
         if not terms:
             return whole
@@ -548,7 +552,7 @@ class Evaluator(Arithmetic):
         return Approx(total, error)
 
     def mul(self, node: Node) -> Value:
-        """Return a product, its rational factors multiplied exactly."""
+        """Return a product; its rational factors are multiplied exactly."""
         whole, factors = self.split(node, operator.mul, Fraction(1))
         total: Value = whole
         for factor in factors if whole else ():
@@ -582,7 +586,7 @@ class Evaluator(Arithmetic):
         return self.power(left, power)
 
     def power(self, base: Value, power: Value) -> Value:
-        """Return base to any power, exact where that is rational."""
+        """Return base to any power, exactly if the result is rational."""
         if isinstance(base, Fraction) and isinstance(power, Fraction):
             try:
                 return rational_power(base, power, self.limits)
@@ -631,7 +635,7 @@ class Evaluator(Arithmetic):
             self.env = {**outer, variable.text: Fraction(index)}
             term = self.value(body)
             if not isinstance(term, Fraction):
-                raise Undecided("a sum of what is not rational")
+                raise Undecided("a sum of terms that are not rational")
             total = total + term if node.text == "sum" else total * term
             if not self.fits(total):
                 raise TooLarge(f"an integer past {self.limits.bits} bits")
@@ -646,7 +650,7 @@ class Evaluator(Arithmetic):
         raise Outside("no case applies")
 
     def holds(self, condition: Node) -> bool:
-        """Return whether a condition is true here; raise Undecided for one not in numbers."""
+        """Return whether a condition is true here; raise Undecided if it is not about numbers."""
         if condition.kind == "list" and condition.text != "mixed":
             parts = (self.holds(part) for part in condition.args)
             return any(parts) if condition.text == "or" else all(parts)
@@ -661,7 +665,7 @@ class Evaluator(Arithmetic):
         )
 
     def compare(self, left: Node, sign: str, right: Node) -> bool:
-        """Return whether two sides stand in this relation; a congruence by its modulus."""
+        """Return whether this relation between two sides is true; a congruence uses its modulus."""
         if right.kind == "congruence" and sign in ("=", "!="):
             turns = self.difference(left, right.args[0]) / self.difference(right.args[1], number(0))
             return (turns.denominator == 1) == (sign == "=")
@@ -670,7 +674,7 @@ class Evaluator(Arithmetic):
         return _ORDERS[sign](self.difference(left, right), 0)
 
     def difference(self, left: Node, right: Node) -> Fraction:
-        """Return a difference as a fraction; an irrational one as its sign alone."""
+        """Return a difference as a fraction, or only its sign if it is irrational."""
         gap = self.value(minus(left, right))
         if isinstance(gap, Fraction):
             return gap
@@ -686,7 +690,7 @@ class Evaluator(Arithmetic):
         return self.rational(Fraction(digest, 1 << 62))
 
     def func(self, node: Node) -> Value:
-        """Return a known function's value, exact for rational arguments where it can be."""
+        """Return a known function's value, exactly for rational arguments if possible."""
         if node.text == "mod":
             modulus = self.value(node.args[1])
             if _is_whole(modulus) and modulus != 0:
@@ -715,13 +719,14 @@ class Evaluator(Arithmetic):
             raise Undecided(f"the function {node.text}")
         size = near[0].magnitude
         if size != NOTHING:
-            # tanh and its like come as near to 1 as 2**-(3 << 2 size): so many bits tell them apart
+            # tanh and similar functions differ from 1 by as little as 2**-(3 << 2 size), so that
+            # many bits are needed
             is_flat = node.text in ("tanh", "coth", "erf") and size > 0
             self.widen(3 << min(2 * size, 20) if is_flat else 2 * abs(size))
         return rule(self, near[0])
 
     def stepped(self, name: str, item: Approx) -> Approx:
-        """Return floor or ceiling; what is within its error of an integer is that integer."""
+        """Return floor or ceiling; a value within its error of an integer counts as that integer."""
         if item.is_complex:
             raise Undecided("a step of a complex number")
         nearest = self.mp.nint(item.value)

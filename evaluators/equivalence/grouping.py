@@ -1,4 +1,4 @@
-"""Classes of equal answers: keyed by their values, compared where keys meet."""
+"""Group equal answers into classes; answers are compared only if they share a key."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,8 +42,9 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import measure, squashed
 from atts.evaluators.verdict import LIMITS, Limits, OutOfTime, Undecided, Undefined
 
-_CROWD = 48  # answers under one loose key past which each is compared with the first few only
-_FEW = 16  # different answers that are all compared with one another, whatever their keys
+# number of answers under one loose key beyond which each is compared with only the first few
+_CROWD = 48
+_FEW = 16  # up to this many different answers are all compared pairwise, whatever their keys
 
 
 def group(
@@ -53,10 +54,10 @@ def group(
 
     None and empty answers abstain.
 
-    Two answers in one class are equal under `equivalent`; equal ones share a class unless that
-    would join answers that differ (10 and 0.1 stay apart when 10 % comes too). The partition does
-    not depend on the order. Time grows nearly linearly: answers are keyed by their values, and only
-    those whose keys meet are compared.
+    Two answers in one class are equal under `equivalent`; equal answers share a class unless that
+    would join answers that differ (10 and 0.1 stay apart even if 10 % is among the answers). The
+    partition does not depend on the order. Time grows nearly linearly: answers get keys from their
+    values, and only answers that share a key are compared.
 
     >>> group(["1/2", "0.5", "2", None, r"\\frac{2}{4}"])
     [0, 0, 1, -1, 0]
@@ -76,14 +77,16 @@ def group(
 
 
 def takes_long(answers: Sequence[str | None], kind: AnswerKind = "math") -> bool:
-    """Return whether `group` would wait for sympy's worker; call it in a thread then."""
+    """Return whether `group` would wait for sympy's worker; if so, call `group` in a thread."""
     with without_asking() as questions:
         group(answers, kind)
     return bool(questions)
 
 
 class _Classes:
-    """One grouping: strong keys first, then comparisons in an order fixed by the texts alone."""
+    """One grouping: by strong keys first, then by comparisons in an order that depends only on the
+    texts.
+    """
 
     def __init__(self, kind: AnswerKind, limits: Limits) -> None:
         self.kind: AnswerKind = kind
@@ -111,7 +114,7 @@ class _Classes:
         return {text: merged[index] for text, index in index_of.items()}
 
     def merge(self, loose: dict[str, list[int]]) -> list[int]:
-        """Join representatives whose loose keys meet and that are equal; keep others apart."""
+        """Join representatives that share a loose key and are equal; keep all others apart."""
         parent = list(range(len(self.texts)))
         inside: dict[int, list[int]] = {index: [index] for index in parent}
         pairs = _pairs(loose)
@@ -139,7 +142,9 @@ class _Classes:
 
 
 def _pairs(loose: dict[str, list[int]]) -> set[tuple[int, int]]:
-    """Return the answers to compare: those of one key, and decimals with what they may round."""
+    """Return the answers to compare: those with the same key, and decimals with values they may
+    round.
+    """
     pairs: set[tuple[int, int]] = set()
     for token, indices in loose.items():
         if token.endswith(">"):
@@ -156,14 +161,14 @@ _NOT_VALUES = (*_COLLECTIONS, "word", "relation", "plusminus", "opaque", "huge",
 
 
 class Keys:
-    """Computes the keys of parsed answers."""
+    """A factory of the keys of parsed answers."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.values: dict[int, tuple[Node, Value]] = {}
 
     def value(self, node: Node) -> Value:
-        """Return the value at a whole point, computed once for each of the last few trees."""
+        """Return the value at an integer point; the values of the last few trees are cached."""
         if id(node) not in self.values:
             if len(self.values) > 60:
                 self.values.clear()
@@ -183,10 +188,10 @@ class Keys:
         return repr(node)
 
     def loose(self, reading: Reading) -> frozenset[str]:
-        """Return keys of which equal answers share one, or are both texts.
+        """Return loose keys: two equal answers share at least one key, or both are texts.
 
-        A key with "<" at its end belongs to a decimal that may be the rounding of what has the same
-        key with ">".
+        A key that ends in "<" belongs to a decimal. The decimal may be the rounding of an answer
+        with the same key but ">" at its end.
         """
         phrases = {reading.squashed, unframed(reading.squashed)} - {""}
         keys = {"text:" + phrase for phrase in phrases}
@@ -197,7 +202,7 @@ class Keys:
         return frozenset(keys)
 
     def tokens(self, node: Node) -> set[str]:
-        """Return the loose keys of one tree that can be computed, without those of roundings."""
+        """Return the loose keys of one tree that can be computed, except those for roundings."""
         keys = set[str]()
         with suppress(Undecided, Undefined, OutOfTime):
             keys.update(self._tokens(bound_alike(node)))
@@ -223,7 +228,7 @@ class Keys:
             yield from self.value_tokens(node)
 
     def value_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the value at a whole point, and those without a sign, unit or base."""
+        """Yield the value at an integer point, and the values without a sign, unit or base."""
         if node.kind in ("percent", "degree", "quantity"):
             yield from self._tokens(node.args[0])
         if node.kind == "quantity" and (unit := measure(node.text)):
@@ -241,7 +246,7 @@ class Keys:
         yield "value:" + written(self.value(value))
         constants = arbitrary(variables(value))
         others = variables(value) - constants
-        if constants and others:  # whatever their letters, and whatever is added
+        if constants and others:  # the key ignores letters of constants and added constants
             prober = Prober(self.limits)
             known = {name: number(1) for name in constants}
             ends = (
@@ -253,7 +258,9 @@ class Keys:
             yield "constants:" + written(prober.value(minus(*ends)))
 
     def near(self, node: Node) -> set[str]:
-        """Return five digits of a decimal and its neighbours, or of a value that one may round."""
+        """Return five digits of a decimal and its neighbours, or of a value that a decimal may
+        round.
+        """
         value = named(node).value
         if value.kind in _COLLECTIONS and value.args:
             return self.nearly_all(_entries(value))
@@ -266,7 +273,9 @@ class Keys:
         return {f"near:{_digits(size + step * unit, 5)}<" for step in (-1, 0, 1)}
 
     def rounded(self, node: Node) -> Any | None:
-        """Return a decimal, or a value that one may round, to full precision; None for neither."""
+        """Return a decimal, or a value that a decimal may round, to full precision; None for other
+        nodes.
+        """
         with suppress(Undecided, Undefined, OutOfTime):
             value = None if variables(node) else self.value(node)
             has_end = isinstance(value, Fraction) and terminates(value)
@@ -275,7 +284,7 @@ class Keys:
         return None
 
     def nearly_all(self, nodes: list[Node]) -> set[str]:
-        """Return three digits of each entry, where some entry may be a rounding or have one."""
+        """Return three digits of each entry, if some entry may be a rounding or may have one."""
         sizes = [(node, self.rounded(node)) for node in nodes[:_MANY]]
         if all(size is None for _, size in sizes):
             return set()
@@ -286,7 +295,9 @@ class Keys:
         return {f"near:{';'.join(shown)}{'<' if has_decimals else '>'}"}
 
     def relation_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the keys of what a relation names or describes, and of an equation up to a factor."""
+        """Yield the keys of the values that a relation names or describes, and of an equation up to
+        a factor.
+        """
         value = named(node).value
         if value.kind != "relation":
             yield from self.tokens(value)
@@ -309,7 +320,9 @@ class Keys:
             yield self.collected(end.value for end in region)
 
     def collection_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the keys of a collection: of its members, and of the only one where it is one."""
+        """Yield the keys of a collection: those of its members together, and those of a single
+        member.
+        """
         inside = members(node) if node.kind in ("list", "set") else _entries(node)
         yield self.collected(inside)
         labels = labelled(node)
@@ -329,7 +342,7 @@ class Keys:
         return min(self.tokens(named(node).value), default="?")
 
 
-_MANY = 40  # entries of a collection that are looked at for roundings
+_MANY = 40  # entries of a collection that are checked for roundings
 
 
 def _digits(value: Any, count: int) -> str:
@@ -343,5 +356,5 @@ def _entries(node: Node) -> list[Node]:
 
 
 def _at(names: frozenset[str], index: int) -> Point:
-    """Return a whole point fixed by the names alone; most functions have a value there."""
+    """Return an integer point that depends only on the names; most functions have a value there."""
     return generic(dict.fromkeys(names, "natural"), index)

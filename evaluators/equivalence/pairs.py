@@ -1,4 +1,4 @@
-"""Verdicts on two answer texts: by their spelling, then by their trees."""
+"""Compare two answer texts by their spelling, then by their trees."""
 
 import re
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ def equivalent(
     """Return whether `answer` is the reference answer `gold`, or any of several.
 
     The verdict is symmetric; the comparison is thread-safe, and bounded in time and memory.
-    `grading` says which numbers may be off and whether units may be missing. No text is evaluated
-    as code. What cannot be decided is "unscored". Raises OptionError for an unknown kind.
+    `grading` says how far numbers may differ and whether units may be missing. No text is evaluated
+    as code. A pair that cannot be decided is "unscored". Raises OptionError for an unknown kind.
 
     >>> equivalent(r"\\frac{1}{2}", "0.5").status
     'equal'
@@ -86,12 +86,12 @@ def equivalent(
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of an answer, as it was read, for people."""
+    """Return the beginning of an answer, as it was read, for messages."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _best(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict on any of several references: equal, else unscored where one is."""
+    """Return the best verdict over several references: equal, else unscored, else different."""
     if not verdicts:
         return Verdict("unscored", "no reference")
     order = ("equal", "unscored", "different")
@@ -105,11 +105,11 @@ def matches_reference(
     *,
     grading: Grading = STRICT,
 ) -> Verdict:
-    """Return the verdict on an answer to a reference, which may be more closely stated.
+    """Return the verdict on an answer, which may be stated more or less closely than its reference.
 
     Where units may be missing, an answer may leave out the reference's percent sign: 28 is accepted
-    for 28 %. The converse is not: 28 % is another answer than 28. An answer may say of which modulus
-    a remainder is: 6 (mod 11) is accepted for 6, but 6 is not for the class 6 (mod 11).
+    for 28 %. The converse is not: 28 % is not accepted for 28. An answer may name the modulus of a
+    remainder: 6 (mod 11) is accepted for 6, but 6 is not accepted for the class 6 (mod 11).
     """
     if not isinstance(reference, str):
         return _best([matches_reference(each, answer, kind, grading=grading) for each in reference])
@@ -129,7 +129,7 @@ def matches_reference(
 
 
 def _is_remainder(reference: str, answer: str) -> bool:
-    """Return whether an answer is the reference, a number, with the modulus that it is less than."""
+    """Return whether an answer is the reference number with a modulus that exceeds the number."""
     one = read(reference, LIMITS).trees
     two = read(answer, LIMITS).trees
     if not one or not two or two[0].kind != "congruence" or one[0].value is None:
@@ -150,7 +150,7 @@ def _unscored(error: Undecided | Undefined) -> Verdict:
 
 
 def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
-    """Return the verdict that the texts alone decide: the same spelling, and choices."""
+    """Return the verdict if the texts alone decide it: they have the same spelling, or are choices."""
     if not one.text:
         return Verdict("unscored", "no reference")
     if not two.text:
@@ -159,7 +159,7 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
         return Verdict("equal", "same text")
     formulas = [_FORMULA.fullmatch(reading.text) for reading in (one, two)]
     if all(formulas) and one.text.lower() == two.text.lower():
-        return Verdict("different", "text")  # CS is a compound, Cs an element
+        return Verdict("different", "text")  # case matters: CS is a compound, Cs an element
     products = [_matrix_product(reading.text) for reading in (one, two)]
     if products[0] is not None and products[1] is not None:
         if "-" in one.text or "-" in two.text:
@@ -200,7 +200,7 @@ def _matrix_product(text: str) -> list[tuple[str, int]] | None:
 
 
 def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> Verdict:
-    """Return equal when any pair of readings is, else what the first pair gives."""
+    """Return equal if any pair of readings is equal, else the verdict on the first pair."""
     first: Verdict | None = None
     has_bold = _BOLD.search(one.text) or _BOLD.search(two.text)
     for gold, answer in product(one.trees, two.trees):
@@ -217,7 +217,7 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
             verdict = _unscored(error)
         except OutOfTime:
             verdict = Verdict("unscored", "time", "the comparison took too long")
-        except RecursionError:  # little of the stack was left to us
+        except RecursionError:  # the caller left little of the stack
             verdict = _unscored(TooLarge("too deep for the stack at hand"))
         if verdict.is_equal:
             return verdict
@@ -228,7 +228,7 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
 
 
 def _are_restated(gold: Node, answer: Node, limits: Limits, policy: Grading) -> bool:
-    """Return whether two answers are equal but for the choice of arbitrary constants."""
+    """Return whether two answers are equal except for the choice of arbitrary constants."""
     for one, two in restated(gold, answer):
         with suppress(Undecided, Undefined, OutOfTime, RecursionError):
             if Comparer(limits, policy).same(one, two):
@@ -237,9 +237,10 @@ def _are_restated(gold: Node, answer: Node, limits: Limits, policy: Grading) -> 
 
 
 def _unread(one: Reading, two: Reading) -> Verdict:
-    """Return the verdict when a side is not an expression.
+    """Return the verdict if one side is not an expression.
 
-    That is the same phrase, or an answer that cannot be the reference.
+    The sides are equal if they are the same phrase, and different if the answer cannot be the
+    reference.
     """
     problem = one.problem or two.problem
     assert problem is not None
@@ -250,7 +251,7 @@ def _unread(one: Reading, two: Reading) -> Verdict:
         return Verdict("different", "malformed", str(problem))
     if type(problem) is Prose and readable.trees:
         return Verdict("different", "prose", str(problem))
-    # names and dates, no sentences
+    # only names and dates, not sentences
     are_short = all(len(reading.squashed.split()) <= _PHRASE for reading in (one, two))
     if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and are_short:
         return Verdict("different", "text")

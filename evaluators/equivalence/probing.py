@@ -1,4 +1,4 @@
-"""Equality of two expressions: exact where rational, else by evaluation at well-chosen points."""
+"""Decide whether two expressions are equal, exactly if rational, else by values at chosen points."""
 
 import math
 import random
@@ -36,21 +36,22 @@ _WHOLE = words("of_integers")
 _STEPS = words("stepping")
 _TURNS = words("turning")
 _SWITCHES = words("switching") | _STEPS | _WHOLE | _NATURAL
-_INDICES = frozenset("nmkjNMK")  # letters that stand for integers where something moves in steps
-# points for expressions without a branch: analytic ones that agree at one generic point agree
+_INDICES = frozenset("nmkjNMK")  # letters that stand for integers in functions that change in steps
+# points for expressions without a branch: analytic expressions that agree at one generic point
+# agree everywhere
 _SMOOTH = 6
 _SCATTERED = 24
 _CONSTANTS = 14
-_SWEEP = 120  # residues of a modulus that are all tried
+_SWEEP = 120  # up to this modulus all residues are tried
 
 
 # ---- points
 
 
 def domains(*nodes: Node) -> dict[str, Domain]:
-    """Return the domain of each variable, by the functions that it is an argument of.
+    """Return the domain of each variable, from the functions that it is an argument of.
 
-    That is real, integer, positive integer or small integer.
+    The domain is real, integer, positive integer or small integer.
     """
     ranks = {name: 0 for node in nodes for name in variables(node)}
     for node in nodes:
@@ -65,7 +66,7 @@ def domains(*nodes: Node) -> dict[str, Domain]:
 
 
 def _demand(node: Node) -> tuple[int, Node]:
-    """Return the rank of the domain that a node asks of the variables in a part of it."""
+    """Return the rank of the domain that a node requires of the variables in one of its parts."""
     if node.kind == "func":
         is_turn = node.text in _TURNS and any(each.text == "pi" for each in node.walk())
         rank = int(node.text in _STEPS or is_turn)
@@ -80,7 +81,7 @@ def _demand(node: Node) -> tuple[int, Node]:
 
 @lru_cache(maxsize=8192)
 def _coordinate(name: str, index: int, domain: Domain) -> Fraction:
-    """Return the value of a variable at a generic point; its name and the index fix it."""
+    """Return the value of a variable at a generic point, which depends on its name and the index."""
     draw = random.Random(f"{name}@{index}")
     if domain == "natural":
         return Fraction(draw.randrange(2, 12) + index)
@@ -103,9 +104,10 @@ def generic(ranges: dict[str, Domain], index: int) -> Point:
 
 
 def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
-    """Yield generic points, then, where either side has branches, scattered and nearby ones.
+    """Yield generic points, then scattered and nearby points if either side has branches.
 
-    Nearby are those around the constants of the expressions and around where they switch.
+    Nearby points are around the constants of the expressions and around the points where they
+    switch.
     """
     ranges = domains(left, right)
     switches = tuple(dict.fromkeys(each for node in (left, right) for each in _switches(node)))
@@ -117,7 +119,7 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
         yield generic(ranges, index)
     constants = tuple(_constants((left, right), limits))
     conditions = [each for node in (left, right) for each in node.walk() if each.kind == "relation"]
-    # counts begin at 0 where a condition speaks of 0
+    # counts begin at 0 if a condition mentions 0
     least = 1 - any(arg.value == 0 for each in conditions for arg in each.args)
     for base in (generic(ranges, 0), generic(ranges, 3))[: len(ranges)]:
         for name, domain in ranges.items():
@@ -139,7 +141,9 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
 
 
 def _switches(node: Node) -> Iterator[Node]:
-    """Yield what decides a branch: arguments of switching functions, radicands, conditions."""
+    """Yield the nodes that decide a branch: arguments of switching functions, radicands,
+    conditions.
+    """
     for each in node.walk():
         if not variables(each):
             continue
@@ -173,7 +177,7 @@ def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
         if value > 3:
             yield Fraction(math.isqrt(int(value)))
     yield from {one / two for one in kept[:6] for two in kept[:6] if one != two}
-    if has_logarithm:  # points at which a logarithm passes a constant
+    if has_logarithm:  # points at which a logarithm crosses a constant
         for base in (math.e, 10):
             for value in kept:
                 if 1 < value < 300:
@@ -193,7 +197,7 @@ def rational(node: Node, limits: Limits, point: Point | None = None) -> Fraction
 
 
 def _marks(switch: Node, name: str, base: Point, limits: Limits) -> Iterator[Fraction]:
-    """Yield where a switch that is linear in the variable passes 0, 1 and -1."""
+    """Yield the points at which a switch that is linear in the variable crosses 0, 1 and -1."""
     if name not in variables(switch):
         return
     first, second, third = (rational(switch, limits, base | {name: Fraction(x)}) for x in range(3))
@@ -234,7 +238,8 @@ def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list
 _BITS = 200
 _MOST_BITS = 6_000
 _ENOUGH = 3  # points with a real value on both sides that must agree
-# what a trace of rounding may leave, and what must remain to call two numbers different
+# the difference that rounding may leave, and the difference from which two numbers are called
+# different
 _SLACK = 12
 _COMPLEX = frozenset({"i", "re", "im", "arg"})  # names that mean that complex numbers are expected
 
@@ -248,27 +253,27 @@ class _AtPoint(NamedTuple):
 
 
 class Prober:
-    """Evaluates within one budget of work, exact first."""
+    """An evaluator with one budget of work, which tries exact arithmetic first."""
 
     def __init__(self, limits: Limits, budget: Budget | None = None) -> None:
         self.limits = limits
         self.budget = budget or Budget(limits)
-        # the variables that stand for sizes: they are positive at every point
+        # the variables that stand for sizes, which are positive at every point
         self.positive = frozenset[str]()
-        # whether what is compared has variables and speaks of no complex numbers
+        # whether the compared expressions have variables and do not mention complex numbers
         self.is_of_reals = False
         self.apart = 0  # points at which one side alone has a value
 
     def value(self, node: Node, env: Environment = NOWHERE, bits: int = _BITS) -> Value:
         """Return the exact value, or an approximation when there is none.
 
-        Raises Undefined where the expression has no value, Undecided past a cap or for what has no
-        number.
+        Raises Undefined if the expression has no value, and Undecided beyond a cap or if it is not
+        a number.
         """
         return self.measured(node, env, bits)[0]
 
     def measured(self, node: Node, env: Environment, bits: int) -> tuple[Value, int, bool]:
-        """Return the value, the bits of precision it asks for, and whether a part is unreal."""
+        """Return the value, the bits of precision that it needs, and whether a part is not real."""
         evaluator = Evaluator(bits, self.limits, env, self.budget)
         value = evaluator.value(node)
         spread = 0 if isinstance(value, Fraction) else evaluator.spread
@@ -277,9 +282,9 @@ class Prober:
     def are_apart(self, env: Environment, *are_outside: bool) -> bool:
         """Return whether two functions of reals are known to be defined at different points.
 
-        A function of reals has no value where a part of it is not real. Single points do not count,
-        nor those at which several variables are negative: the letters of a formula are taken to be
-        of one sign.
+        A function of reals has no value at points where a part of it is not real. Single points do
+        not count, nor do points at which several variables are negative: the letters of a formula
+        are assumed to have one sign.
         """
         is_one_outside = are_outside[0] != are_outside[1]
         if self.is_of_reals and is_one_outside and sum(x < 0 for x in env.values()) < 2:
@@ -289,7 +294,7 @@ class Prober:
     def equal(self, left: Node, right: Node) -> bool:
         """Return whether two expressions have the same value, and are real, at the same points.
 
-        Raises Undecided when too few points can be evaluated or precision does not settle it.
+        Raises Undecided if too few points can be evaluated or the precision does not suffice.
         """
         if not variables(left) and not variables(right):
             return self.compare_at(left, right, {}, sure=True).is_same
@@ -354,9 +359,10 @@ class Prober:
         return True
 
     def compare_at(self, left: Node, right: Node, env: Environment, sure: bool = False) -> _AtPoint:
-        """Compare two values at a point, with more precision where rounding hides the difference.
+        """Compare two values at a point, with more precision if rounding hides the difference.
 
-        With `sure` two computed values are called the same only at more precision as well.
+        With `sure` two computed values are called the same only if they also agree at a higher
+        precision.
         """
         bits = _BITS
         while bits <= _MOST_BITS:
@@ -379,7 +385,7 @@ class Prober:
     def agree(self, first: Value, second: Value, bits: int = _BITS) -> bool:
         """Return whether two values coincide within their errors.
 
-        Raises Undecided when the errors are too wide to say.
+        Raises Undecided if the errors are too large to decide.
         """
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
@@ -400,9 +406,10 @@ class Prober:
         return Evaluator(bits, self.limits).approximate(value)
 
     def proportional(self, left: Node, right: Node) -> int:
-        """Return the sign of the constant c with right = c * left at every point; 0 for none.
+        """Return the sign of the constant c with right = c * left at every point; 0 if there is
+        none.
 
-        Raises Undecided when no point settles it.
+        Raises Undecided if no point decides.
         """
         is_one_zero = False
         for env in points(left, right, self.limits):
@@ -457,7 +464,7 @@ def is_zero(value: Value) -> bool:
 
 
 def written(value: Value) -> str:
-    """Return a value as text: a fraction in lowest terms where it is one, else thirty digits."""
+    """Return a value as text: a fraction in lowest terms if it is rational, else thirty digits."""
     if isinstance(value, Fraction):
         return f"{value.numerator:x}/{value.denominator:x}"
     if is_zero(value):

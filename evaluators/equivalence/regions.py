@@ -1,4 +1,4 @@
-"""Sets of real numbers as their ends in order: intervals, inequalities, unions, set-builders."""
+"""Sets of real numbers, such as intervals and inequalities, stored as a sorted list of their ends."""
 
 import math
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ _REAL_SETS = frozenset({"union", "setminus", "builder"})
 
 
 class End(NamedTuple):
-    """A place on the real line: just before a number, or just after it."""
+    """A position on the real line: just before a number, or just after it."""
 
     value: Node
     after: bool
 
 
 Region = tuple[End, ...]
-"""A set of reals: it begins at the first end, stops at the second, begins again at the third, and
-so on.
+"""A set of reals, which begins at the first end, stops at the second, begins again at the third,
+and so on.
 """
 _LOWEST = End(BELOW, True)
 _HIGHEST = End(INFINITY, False)
@@ -53,7 +53,7 @@ def is_inequality(node: Node) -> bool:
 
 
 def speaks_of_reals(node: Node) -> bool:
-    """Return whether an answer is a set of reals written in more than a pair of brackets."""
+    """Return whether an answer is a set of reals that is not a single interval in brackets."""
     return is_inequality(node) or any(
         each.kind in _REAL_SETS or each.text == "cap" for each in node.walk()
     )
@@ -61,12 +61,12 @@ def speaks_of_reals(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """Works out regions; their ends are compared in numbers where they have no variables."""
+    """A builder of regions; ends without variables are compared as numbers."""
 
     prober: Prober
 
     def region(self, node: Node) -> Region | None:
-        """Return the set of reals a node describes, None when none can be worked out."""
+        """Return the set of reals that a node describes; None if it cannot be computed."""
         try:
             return self._region(node)
         except Undefined:
@@ -107,7 +107,7 @@ class Line:
         return either if not both and node.kind == "list" and not node.text else both
 
     def built(self, member: Node, condition: Node) -> Region | None:
-        """Return {x : condition}; x may be declared real."""
+        """Return the set {x : condition}; x may be declared real."""
         if member.kind == "relation" and member.text == "in" and member.args[1] == REALS:
             member = member.args[0]
         if member.kind != "symbol" or variables(condition) != frozenset({member.text}):
@@ -115,7 +115,7 @@ class Line:
         return self._region(condition)
 
     def whole(self, node: Node) -> Node:
-        """Return the integers that meet a condition, listed; the node itself where they are many."""
+        """Return the list of integers that meet a condition; the node itself if there are many."""
         member, condition = node.args
         is_whole = member.kind == "relation" and member.text == "in"
         if not is_whole or member.args[1].text != "mathbb:Z":
@@ -195,7 +195,7 @@ class Line:
         slope = values[1] - c - curve
         for x, y in zip((3, -5, 11), values[3:], strict=True):
             if curve * x * x + slope * x + c != y:
-                return None  # no polynomial of degree two
+                return None  # not a polynomial of degree at most two
         if not curve and not slope:
             return None
         if not curve:
@@ -245,13 +245,13 @@ class Line:
         return self.order(one.value, two.value) or one.after - two.after
 
     def shared(self, regions: Sequence[Region], least: int) -> Region:
-        """Return the points that at least so many of these sets hold: 1 is their union, all their
-        intersection.
+        """Return the points that are in at least `least` of these sets: their union for 1, their
+        intersection for all.
         """
         stretches = [
             pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)
         ]
-        # ends with variables cannot be put in order: a union of them is kept piece by piece
+        # ends with variables cannot be sorted, so a union of such sets is stored piece by piece
         if least == 1 and any(has(end.value, "symbol") for pair in stretches for end in pair):
             stretches.sort(key=lambda pair: (pair[0] != _LOWEST, pair[1] == _HIGHEST, repr(pair)))
             return tuple(end for pair in stretches for end in pair)
@@ -296,10 +296,10 @@ _MOST_CLASSES = 2_000
 
 
 def same_classes(prober: Prober, one: Family, two: Family) -> bool | None:
-    """Return whether two families of an integer have the same values; None where that is not clear.
+    """Return whether two families of an integer have the same values; None if that is not clear.
 
-    Each is a union of arithmetic progressions, perhaps one for even integers and one for odd ones:
-    with a common period, these are the same if they leave the same remainders.
+    Each family is a union of arithmetic progressions, perhaps one for even and one for odd
+    integers. With a common period, two families are the same if they have the same remainders.
     """
     try:
         sides = [_progressions(prober, each) for each in (one, two)]
@@ -339,7 +339,7 @@ def same_classes(prober: Prober, one: Family, two: Family) -> bool | None:
 
 
 def _progressions(prober: Prober, family: Family) -> list[tuple[Node, Node]]:
-    """Return the starts and steps of a family's progressions; none where it has other values."""
+    """Return the starts and steps of a family's progressions; empty if it has other values."""
     found = list[tuple[Node, Node]]()
     for member in members(family.value):
         value = named(member).value
@@ -372,10 +372,10 @@ def _share(prober: Prober, part: Node, unit: Node) -> Fraction | None:
 
 
 def reparametrised(prober: Prober, one: Family, two: Family) -> Node | None:
-    """Return the second family's value with its parameter written in the first one's.
+    """Return the second family's value with its parameter expressed by the first family's.
 
-    That is a linear change which makes their first entries with a parameter equal; None where it
-    does not map all integers to all integers.
+    The change of parameter is linear and makes their first entries with a parameter equal. The
+    result is None if the change does not map all integers to all integers.
     """
     (name,) = one.names
     (other,) = two.names

@@ -1,4 +1,4 @@
-"""Views of a parsed answer: its names, members, labels, signs, matrix, letter and digits."""
+"""Views of a parsed answer, such as its names, members, labels, signs, matrix and digits."""
 
 import re
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~"
 
 
 class Named(NamedTuple):
-    """A value with the name it was given, if any."""
+    """A value with its name, if it has one."""
 
     name: Node | None
     value: Node
@@ -54,7 +54,7 @@ def unapplied(node: Node, names: frozenset[str]) -> Node:
 
 
 def is_name(node: Node) -> bool:
-    """Return whether a side of an equation only names what is given, as x, f(x), AB, |AB| do."""
+    """Return whether a side of an equation only names a value, such as x, f(x), AB or |AB|."""
     if node.kind in ("symbol", "word"):
         return True
     if node.kind == "call":
@@ -78,7 +78,7 @@ def _is_point(node: Node) -> bool:
 
 
 def named(node: Node) -> Named:
-    """Return x = 5 as 5 named x, 5 + 6 = 11 as 11, any other equation as itself."""
+    """Return x = 5 as 5 named x, 5 + 6 = 11 as 11, and any other equation unchanged."""
     # A(1, 2)
     if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(node.args[0]):
         return Named(*node.args)
@@ -118,7 +118,7 @@ def _of_chain(sides: list[Node]) -> Named:
     if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]):
         if not _mentions(sides[0], sides[1]):
             return Named(sides[1], sides[0])
-    # otherwise it is an equation of its variables
+    # otherwise the node is an equation of its variables
     is_result = (
         (len(sides) > 2 and last <= variables(sides[0]))
         or not any(map(variables, sides))
@@ -134,7 +134,7 @@ def _mentions(node: Node, name: Node) -> bool:
 
 
 def may_name_one(one: Node, two: Node) -> bool:
-    """Return whether two names can be given to one thing."""
+    """Return whether two names can denote the same value."""
     if one.kind != two.kind:
         call, other = (one, two) if one.kind == "call" else (two, one)
         if call.kind != "call" or other.kind != "symbol":
@@ -165,7 +165,7 @@ def shortened(node: Node, other: Node) -> Node:
 
 
 def unbold(node: Node, other: Node) -> Node:
-    """Return bold letters as the other answer has them: under an arrow, or as plain ones."""
+    """Return bold letters as the other answer writes them: under an arrow, or plain."""
     names = [each.text for each in node.walk() if each.text.startswith("bold ")]
     if not names:
         return node
@@ -191,8 +191,8 @@ def stated_value(equation: Node, other: Node) -> Node | None:
     """Return v of an equation `expression = v`, if the other answer is such a value.
 
     m+n = 46, |z| = 5 and N = 25 modulo 1000 state the value that was asked for, in names that the
-    other answer lacks. An equation that is itself an answer is left: one that equals 0, one of a
-    curve in x, y and z, a class of residues of an unknown.
+    other answer lacks. An equation that is itself the answer is not changed: an equation with 0, an
+    equation of a curve in x, y and z, or a class of residues of an unknown.
     """
     if equation.kind == "congruence":
         return equation.args[0] if _is_of_digits(equation) else None
@@ -213,7 +213,7 @@ def stated_value(equation: Node, other: Node) -> Node | None:
 
 
 def _is_of_digits(congruence: Node) -> bool:
-    """Return whether a class asks for the last digits of a number: its modulus is 100 or 1000."""
+    """Return whether a class gives the last digits of a number: its modulus is 100 or 1000."""
     modulus = congruence.args[1].value
     return modulus is not None and re.fullmatch("100+", str(modulus)) is not None
 
@@ -244,7 +244,7 @@ def residue(node: Node) -> Node:
 
 
 def with_terms(node: Node, limit: int) -> Node:
-    """Return 1, 3, ..., 9 with the terms that its dots stand for, if they are evenly spaced."""
+    """Return a list such as 1, 3, ..., 9 with the missing terms, if its terms are evenly spaced."""
     at = [index for index, arg in enumerate(node.args) if arg.text == "…"]
     if node.kind not in ("set", "list") or len(at) != 1:
         return node
@@ -288,7 +288,7 @@ def _is_curve(node: Node, names: frozenset[str]) -> bool:
 
 
 def signs_expanded(node: Node) -> tuple[Node, ...]:
-    """Return the values that +- signs are short for; the -+ of a pair turns with its +-."""
+    """Return the values that +- signs abbreviate; in a pair, -+ has the sign opposite to +-."""
     signs = [each.text for each in node.walk() if each.kind == "plusminus"]
     if len(signs) > 4:
         raise TooLarge("too many double signs")
@@ -327,7 +327,7 @@ def labelled(node: Node) -> dict[Node, Node] | None:
 
 
 def equations(node: Node) -> tuple[Node, ...]:
-    """Return x=y=1 as x=1 and y=1; nothing for any other node."""
+    """Return x=y=1 as x=1 and y=1; an empty result for any other node."""
     *names, value = node.args or (node,)
     is_chain = node.kind == "relation" and {*node.text.split()} == {"="}
     if not is_chain or variables(value) or len(names) < 2:
@@ -338,7 +338,7 @@ def equations(node: Node) -> tuple[Node, ...]:
 
 
 def grouped(node: Node) -> Node:
-    """Return x=1, y=8 or x=2, y=7 as two points of named values; other nodes as they are."""
+    """Return x=1, y=8 or x=2, y=7 as two points of named values; return other nodes unchanged."""
     if node.kind != "list":
         return node
     names = [named(arg).name for arg in node.args]
@@ -353,7 +353,7 @@ def grouped(node: Node) -> Node:
 
 
 class Family(NamedTuple):
-    """A value for each of its parameters, and the set that these are from."""
+    """A family of values: a value that depends on parameters, and the set of these parameters."""
 
     value: Node
     names: tuple[str, ...]
@@ -361,7 +361,7 @@ class Family(NamedTuple):
 
 
 def family(node: Node) -> Family | None:
-    """Return k pi, k in Z, or the set of these, as a family; None for anything else."""
+    """Return "k pi, k in Z", or the set of these values, as a family; None for anything else."""
     if node.kind == "builder":
         values = [node.args[0]]
         home = node.args[1]
@@ -387,9 +387,9 @@ def family(node: Node) -> Family | None:
 
 
 def free(node: Node, other: Node) -> Node:
-    """Return k pi, k in Z as k pi, if the other answer does not say what its integer is.
+    """Return "k pi, k in Z" as k pi, if the other answer does not declare its integer.
 
-    The integer gets the letter that the other answer has for it.
+    The integer gets the letter that it has in the other answer.
     """
     whole = family(node)
     if whole is None or family(other) is not None:
@@ -413,7 +413,7 @@ def free(node: Node, other: Node) -> Node:
 
 
 def implied(node: Node, other: Family) -> Family | None:
-    """Return an answer as a family with the one usual letter that it has, like the other."""
+    """Return an answer as a family of its only usual parameter letter, like the other answer."""
     value = named(node).value if node.kind != "list" else node
     parts = [named(arg).value for arg in value.args] if value.kind == "list" else [value]
     names = frozenset[str]().union(*map(variables, parts))
@@ -431,7 +431,7 @@ def entries(node: Node) -> tuple[Node, ...]:
 
 
 def says_alike(gold: Node, answer: Node) -> bool:
-    """Return whether two phrases are one, or one says more only by its frame: Bob, Bob wins."""
+    """Return whether two phrases are equal, or one only adds a frame, as in "Bob" and "Bob wins"."""
     one = spelt(gold)
     two = spelt(answer)
     if one == two:
@@ -447,7 +447,7 @@ def says_alike(gold: Node, answer: Node) -> bool:
 
 
 def unframed(phrase: str) -> str:
-    """Return a phrase without what may stand around it."""
+    """Return a phrase without its frame."""
     framed = FORMS["framed_phrase"].fullmatch(phrase)
     return framed[1] if framed else phrase
 
@@ -466,7 +466,7 @@ def spelt(node: Node) -> str | None:
 
 
 def letters(node: Node) -> str:
-    """Return the letters of a product of variables or of a name such as AB; empty for others."""
+    """Return the letters of a product of variables or of a name such as AB; empty for other nodes."""
     if node.kind == "symbol" and node.text.isalpha():
         return node.text
     parts = [part.text for part in node.args if part.kind == "symbol" and len(part.text) == 1]
@@ -491,7 +491,7 @@ def bound_alike(node: Node) -> Node:
 
 
 def members(node: Node) -> tuple[Node, ...]:
-    """Return the members of an unordered answer, double signs written out."""
+    """Return the members of an unordered answer, with double signs written out."""
     inside = named(node).value if node.kind == "relation" else node
     if inside.kind in ("list", "set"):
         parts = list[Node]()
@@ -502,7 +502,7 @@ def members(node: Node) -> tuple[Node, ...]:
 
 
 def are_of_one_function(*lists: Node) -> bool:
-    """Return whether lists hold forms of one function alone: f(x)=0 and f(x)=x, or either."""
+    """Return whether two lists contain only forms of one function, such as f(x)=0 and f(x)=x."""
     names = {named(arg).name for node in lists for arg in node.args}
     return len(names) == 1 and all(name is not None and name.kind == "call" for name in names)
 
@@ -517,7 +517,7 @@ def counts_apart(nodes: tuple[Node, ...]) -> bool:
 
 
 def variable_of(node: Node) -> str:
-    """Return the one variable a set of reals is about, empty when it is not named."""
+    """Return the single variable that a set of reals is about; empty if it is not named."""
     names = [] if has(node, "builder") else list(variables(node))
     return names[0] if len(names) == 1 else ""
 
@@ -526,9 +526,9 @@ def variable_of(node: Node) -> str:
 
 
 def matrix(node: Node) -> Node | None:
-    """Return the matrix that is written, perhaps as rows or transposed; None where none is.
+    """Return the matrix that a node writes, perhaps as rows or transposed; None if there is none.
 
-    Raises Undecided for sums, products and powers of matrices, which are sympy's to work out.
+    Raises Undecided for sums, products and powers of matrices, which are left to sympy.
     """
     if node.kind == "matrix":
         return node
@@ -561,7 +561,7 @@ def infinity(node: Node) -> int:
 
 
 def same_numeral(gold: Node, answer: Node) -> bool:
-    """Return whether two numerals with a base are one; a bare number is compared by its digits."""
+    """Return whether two numerals with a base are equal; a plain number is compared by its digits."""
     if gold.kind == answer.kind:
         with suppress(Undefined):
             return digits_in_base(gold) == digits_in_base(answer)
@@ -589,7 +589,7 @@ def progression(node: Node) -> Node | None:
 
 
 def clock(node: Node) -> str | None:
-    """Return the time of day, in 24 hours, that a node is or, as a ratio, could be."""
+    """Return the time of day, in 24 hours, that a node states or, as a ratio, could state."""
     hours, *rest = [arg.text for arg in node.args] if node.kind == "ratio" else node.text.split(":")
     could_be = (
         node.kind == "ratio"
@@ -600,7 +600,7 @@ def clock(node: Node) -> str | None:
 
 
 def mark(node: Node) -> str:
-    """Return the sign a value is measured by: percent, degree, rad, another unit, or nothing."""
+    """Return the sign of a value's measure: percent, degree, rad, another unit, or nothing."""
     if node.kind in ("percent", "degree"):
         return node.kind
     unit = measure(node.text) if node.kind == "quantity" else None
@@ -610,34 +610,34 @@ def mark(node: Node) -> str:
 
 
 def is_unnamed(one: Dimension, two: Dimension) -> bool:
-    """Return whether one side is in square units of no name, the other in squares of a length.
+    """Return whether one side is in unnamed square units and the other in squares of a length.
 
-    The same holds for cubes.
+    Cubes count in the same way.
     """
     pairs = ((one, two), (two, one))
     return any(is_generic(a) and b == (("m", a[0][1]),) for a, b in pairs)
 
 
 def is_part(one: Dimension, two: Dimension) -> bool:
-    """Return whether one side counts more closely what the other does: marbles, red marbles."""
+    """Return whether one side counts the same things more precisely, as in marbles and red marbles."""
     few, many = sorted((one, two), key=len)
     return set(few) < set(many) and all(name.startswith("#") and size == 1 for name, size in many)
 
 
 # ---- sizes
 
-# letters of positions, angles and counts, and those that hardly stand for anything but a size
+# letters of positions, angles and counts, and letters that nearly always stand for a size
 _SIGNED = words("signed_letters")
 _SIZES = words("letters_of_sizes")
 _EVEN = ("abs", "sign", "max", "min", "re", "im", "arg", "floor", "ceil")
 
 
 def sizes(grading: Grading, gold: Node, answer: Node) -> frozenset[str]:
-    """Return the variables that the policy takes for positive sizes; none for most pairs.
+    """Return the variables that the policy assumes to be positive; empty for most pairs.
 
-    By default they are those of a formula with a root or logarithm in which some letter is a size:
-    one of physics (G, rho), a capital or one with an index. Letters of positions, angles and counts
-    are not among them, and a formula with a sign function takes care of signs itself.
+    By default they are the variables of a formula with a root or logarithm in which some letter is
+    a size: a letter of physics (G, rho), a capital, or a letter with an index. Letters of
+    positions, angles and counts are excluded, and so are formulas with a sign function.
     """
     names = variables(gold) | variables(answer)
     if not names or grading.variables == "real":
@@ -657,7 +657,7 @@ def sizes(grading: Grading, gold: Node, answer: Node) -> frozenset[str]:
 
 
 def _depends_on_signs(node: Node) -> bool:
-    """Return whether a node has another form where its variables are positive: a root, say."""
+    """Return whether a node, such as a root, has another form if its variables are positive."""
     if node.kind == "pow":
         power = node.args[1].value
         return bool(variables(node.args[0])) and (power is None or power.denominator != 1)
@@ -675,7 +675,7 @@ def decimal_digits(node: Node) -> int:
 
 
 def is_decimal(node: Node) -> bool:
-    """Return whether a literal has digits enough to be the rounding of another value."""
+    """Return whether a literal has enough digits to be the rounding of another value."""
     return decimal_digits(node) >= 5
 
 
@@ -685,9 +685,9 @@ def terminates(value: Fraction) -> bool:
 
 
 def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
-    """Return whether one is a decimal of enough digits and the other a value it rounds.
+    """Return whether one node is a decimal with enough digits, and rounds the value of the other.
 
-    The other must be a value that no decimal of its kind can be.
+    The other value must not have a finite decimal expansion.
     """
     decimal, other = (gold, answer) if decimal_digits(gold) else (answer, gold)
     value = prober.known(other) if is_decimal(decimal) and not decimal_digits(other) else None
@@ -707,7 +707,7 @@ def policy_for(grading: Grading, gold: Node) -> Grading:
 
 
 def is_near(prober: Prober, gold: Node, answer: Node, grading: Grading) -> bool:
-    """Return whether two numbers are no further apart than the policy tolerates (math.isclose)."""
+    """Return whether the difference of two numbers is within the policy's tolerance (math.isclose)."""
     if not grading.relative and not grading.absolute:
         return False
     one = prober.known(gold)

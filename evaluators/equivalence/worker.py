@@ -16,7 +16,7 @@ sympy: Any = importlib.import_module("sympy")  # imported by name: its types do 
 
 _MEMORY = 3 << 30  # bytes of address space
 _DIGITS = 40
-_CLEARLY = sympy.Float(10) ** -12  # relative difference that no error of quadrature makes
+_CLEARLY = sympy.Float(10) ** -12  # relative difference that is larger than any error of quadrature
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ln": sympy.log,
@@ -52,20 +52,22 @@ class Unknown(Exception):
 
 
 class TimeIsUp(BaseException):
-    """The question took too long; no handler for errors may catch it."""
+    """The question took too long; this is not an Exception, so that no error handler catches it."""
 
 
 class Builder:
-    """Builds sympy objects from trees; a name is one symbol in both."""
+    """A builder of sympy objects from trees; a name gives the same symbol in both trees."""
 
     def __init__(self, *trees: Tree, positive: Sequence[str] = ()) -> None:
         self.assumptions = {name: {"positive": True} for name in positive}
-        self.indefinite = False  # an integral without bounds, up to a constant
+        self.indefinite = False  # an integral without bounds is defined up to a constant
         for tree in trees:
             self.assume(tree)
 
     def assume(self, tree: Tree) -> None:
-        """Note what is said of variables: counts are positive integers, x > 0 is positive."""
+        """Record what the trees say about variables: counts are positive integers, x > 0 is
+        positive.
+        """
         kind, text, _, args = tree
         if kind == "sum":
             self.assumptions[args[1][1]] = {"integer": True}
@@ -82,7 +84,7 @@ class Builder:
         return sympy.Symbol(name, **self.assumptions.get(name, {"real": True}))
 
     def build(self, tree: Tree) -> Any:
-        """Return the sympy object of a tree; raise Unknown for what has none."""
+        """Return the sympy object of a tree; raise Unknown if there is none."""
         kind, text, value, args = tree
         if value and kind == "number":
             return sympy.Rational(value)
@@ -131,7 +133,7 @@ class Builder:
                 raise Unknown(kind)
 
     def region(self, tree: Tree) -> Any:
-        """Return a set; a pair is an interval here, and nowhere else."""
+        """Return a set; only here does a pair mean an interval."""
         kind, text, _, args = tree
         if kind == "tuple" and text in ("()", "[]", "(]", "[)") and len(args) == 2:
             low, high = (self.build(arg) for arg in args)
@@ -198,7 +200,7 @@ class Builder:
 
 
 def _where_it_converges(whole: Any) -> Any:
-    """Return the closed form that a series or integral has where it converges."""
+    """Return the closed form that a series or integral has if it converges."""
     is_conditional = isinstance(whole, sympy.Piecewise) and len(whole.args) == 2
     if is_conditional and whole.args[1][0].has(sympy.Sum, sympy.Integral, sympy.Product):
         return whole.args[0][0]
@@ -261,9 +263,9 @@ def _expressions(left: Any, right: Any) -> bool | None:
     if left in infinite or right in infinite:
         return None if sympy.nan in (left, right) or sympy.zoo in (left, right) else False
     gap = left - right
-    if _has_clear_gap(left, right):  # before any proof is tried: it takes less time
+    if _has_clear_gap(left, right):  # values come before proofs, because they take less time
         return False
-    with suppress(Exception):  # the failure of one method leaves the others
+    with suppress(Exception):  # if one method fails, the others are still tried
         if sympy.simplify(gap) == 0:
             return True
     with suppress(Exception):
@@ -325,7 +327,9 @@ def _time_is_up(*_: object) -> None:
 
 
 def main() -> None:
-    """Answer questions from standard input until it ends; a question has so many seconds."""
+    """Answer questions from standard input until it ends; each question has a time limit in
+    seconds.
+    """
     _limit_memory()
     signal.signal(signal.SIGALRM, _time_is_up)
     print("ready", flush=True)  # noqa: T201  # the protocol's first line

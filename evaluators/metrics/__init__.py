@@ -1,1 +1,1 @@
-"""Metrics: rates, intervals, votes and paired comparisons of runs."""
+"""Metrics of runs: rates, intervals, votes and paired comparisons."""

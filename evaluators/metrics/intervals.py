@@ -14,13 +14,13 @@ from atts.sampling import normal_quantile, student_quantile
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# By so much a share may miss [0, 1]: it may be a sum of floats.
+# A share may be outside [0, 1] by this much, because it may be a sum of floats.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number with its interval and its basis; NaN where it is undefined, with a `note`."""
+    """A number with its interval and sample size; if it is undefined, it is NaN and has a `note`."""
 
     value: float
     low: float
@@ -31,7 +31,8 @@ class Estimate:
     level: float = 0.95
     note: str = ""
     unscored: int = 0  # counted wrong
-    if_right: tuple[float, float, float] | None = None  # value and interval, were they right
+    # value and interval if the unscored ones were correct
+    if_right: tuple[float, float, float] | None = None
 
     def __str__(self) -> str:
         each, rest = divmod(self.n_samples, self.n_problems or 1)
@@ -49,21 +50,25 @@ class Estimate:
 
     @property
     def doubt(self) -> str:
-        """Return a note on what could not be scored, and how much it could change."""
+        """Return a note on how many could not be scored and how much they could change."""
         if self.if_right is None:
             return ""
         value, low, high = self.if_right
-        return f"{self.unscored:,} unscored: {value:.3f} [{low:.3f}, {high:.3f}] were they right"
+        return (
+            f"{self.unscored:,} unscored: {value:.3f} [{low:.3f}, {high:.3f}] if they were correct"
+        )
 
     def brief(self, missing: str = "undefined") -> str:
-        """Return the number with its interval and what is unscored; `missing` for no number."""
+        """Return the number with its interval and a note on unscored ones; `missing` if there is no
+        number.
+        """
         if math.isnan(self.value):
             return missing
         note = f" ({self.doubt})" if self.unscored else ""
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]{note}"
 
     def counted(self) -> str:
-        """Return a share as a count of what was observed: a realised rate needs no interval."""
+        """Return a share with its count; a realised rate is exact, so it has no interval."""
         if math.isnan(self.value):
             return "nothing to count"
         return f"{self.value:.3f} ({self.value * self.n_samples:,.0f} of {self.n_samples:,})"
@@ -73,13 +78,13 @@ class Estimate:
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
     def with_best_case(self, best: "Estimate", unscored: int) -> "Estimate":
-        """Return this estimate with the one that counts the unscored as correct."""
+        """Return this estimate, adding what it would be if the unscored ones were correct."""
         if not unscored:
             return self
         return replace(self, unscored=unscored, if_right=(best.value, best.low, best.high))
 
     def as_json(self) -> dict[str, object]:
-        """Return the fields; NaN becomes None, for strict JSON."""
+        """Return the fields; NaN becomes None, because JSON does not allow NaN."""
         fields: dict[str, object] = asdict(self)
         return {name: None if value != value else value for name, value in fields.items()}
 
@@ -89,13 +94,15 @@ def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> 
 
     The interval is for the population of problems. A NaN makes the estimate undefined.
 
-    :raises OptionError: a value is outside [0, 1], or the level outside (0, 1).
+    :raises OptionError: if a value is outside [0, 1], or the level outside (0, 1).
     """
     array = np.asarray(values, dtype=np.float64)
     check_level(level)
     outside = array[(array < -_ROUNDING) | (array > 1 + _ROUNDING)]
     if outside.size:
-        raise OptionError("values", f"{float(outside[0])!r} is not a share: it is outside [0, 1]")
+        raise OptionError(
+            "values", f"{float(outside[0])!r} is outside [0, 1], so it is not a share"
+        )
     array = np.clip(array, 0.0, 1.0)
     if array.size == 0:
         return undefined_estimate(0, n_samples, level, "no problems")
@@ -107,9 +114,9 @@ def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> 
 
 
 def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
-    """Return the share of correct problems; None, for an unscored one, counts as wrong.
+    """Return the share of correct problems; None marks an unscored problem and counts as wrong.
 
-    The estimate also says what the unscored ones could change.
+    The estimate also says how much the unscored problems could change.
     """
     verdicts = list(right)
     n = len(verdicts)
@@ -121,9 +128,9 @@ def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
 def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) -> Estimate:
     """Return a share over pairs (counted, total), one per problem: Wilson, clustered by problem.
 
-    A problem with a larger total weighs more, unlike in `mean_estimate`.
+    A problem with a larger total has more weight, unlike in `mean_estimate`.
 
-    :raises OptionError: a count is negative or above its total, or the level outside (0, 1).
+    :raises OptionError: if a count is negative or above its total, or the level is outside (0, 1).
     """
     check_level(level)
     pairs = list(counts)
@@ -139,10 +146,10 @@ def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) ->
 def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: float) -> Estimate:
     """Return a ratio of totals over problems, with Wilson's interval at its effective n.
 
-    The effective n is how many independent draws would vary as much as the problems' residuals do,
-    with half a problem all correct and half a problem all wrong added. Without these, intervals
-    near 0 and 1 are too short, as are Student's t and the bootstrap (`scripts/bench statistics`;
-    tests/evaluators/test_intervals.py repeats the edges).
+    The effective n is the number of independent draws that would vary as much as the problems'
+    residuals. Half a problem that is all correct and half a problem that is all wrong are added.
+    Without them, intervals near 0 and 1 are too short, as are those of Student's t and the
+    bootstrap (`scripts/bench statistics`; tests/evaluators/test_intervals.py repeats the edges).
     """
     problems = len(of)
     total = float(of.sum())
@@ -157,7 +164,7 @@ def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: fl
     n: float = problems
     if 0 < value < 1 and problems > 1:
         n = effective_n(moderate, squares / total**2, *range_of_n)
-    # n is a guess from the spread: t, not the normal
+    # the effective n is estimated from the spread, so use t instead of the normal
     freedom = problems - 1 if samples > problems > 1 else math.inf
     low, high = wilson_interval(value, n, reach(freedom, level))
     return Estimate(value, low, high, problems, samples, "wilson", level=level)
@@ -166,8 +173,8 @@ def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: fl
 def effective_n(mean: float, variance: float, units: int, samples: int) -> float:
     """Return how many independent draws would give this variance of the mean.
 
-    That is at least the units and at most the samples. All correct, or all wrong, says nothing
-    about the spread: then the units count, not the samples.
+    The number is at least that of the units and at most that of the samples. If all samples are
+    correct, or all are wrong, the spread is unknown; then the units count.
     """
     if samples <= units or mean in (0.0, 1.0) or math.isnan(variance):
         return float(units)
@@ -176,7 +183,7 @@ def effective_n(mean: float, variance: float, units: int, samples: int) -> float
 
 
 def undefined_estimate(n_problems: int, n_samples: int, level: float, note: str) -> Estimate:
-    """Return an estimate without a number, and the reason in its note."""
+    """Return an estimate without a number, with the reason as its note."""
     return Estimate(
         math.nan, math.nan, math.nan, n_problems, n_samples, "none", level=level, note=note
     )

@@ -18,17 +18,18 @@ from atts.evaluators.metrics.intervals import (
 )
 from atts.sampling import binomial_cdf, binomial_pmf, student_tail
 
-# A difference this many times below its standard deviation is none that problems could show.
+# A difference that is this many times smaller than its standard deviation cannot be shown by any
+# number of problems.
 _MOST_SPREAD = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The second run against the first, problem by problem.
+    """The second run compared with the first, problem by problem.
 
     `p_value` is two-sided and comes from the same statistic as the interval: it is below 1 - level
-    exactly where the interval leaves out 0. `problems_needed` problems would show a difference of
-    this size with 80 % power.
+    exactly if the interval excludes 0. `problems_needed` problems would show a difference of this
+    size with 80 % power.
     """
 
     first: float
@@ -41,7 +42,14 @@ class Comparison:
     problems_needed: int | None
 
     def __str__(self) -> str:
-        need = f"; {self.problems_needed:,} problems would show it" if self.problems_needed else ""
+        need = (
+            (
+                f"; {self.problems_needed:,} problems would show a difference of this size with 80 % "
+                "power"
+            )
+            if self.problems_needed
+            else ""
+        )
         return (
             f"{self.first:.3f} → {self.second:.3f}, difference {self.difference}, "
             f"p = {self.p_value:.3g}; better on {self.better}, worse on {self.worse}, tied on {self.tied}{need}"
@@ -50,14 +58,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class McNemar:
-    """One answer per problem and run: only problems on which the runs disagree count."""
+    """McNemar's exact test of one answer per problem and run; only problems on which the runs
+    disagree count.
+    """
 
     both: int
     first_only: int
     second_only: int
     neither: int
     p_value: float  # exact, two-sided
-    mid_p: float  # less conservative: half the weight of what was seen
+    # the mid-p-value, which is less conservative: the observed outcome has half its weight
+    mid_p: float
 
 
 def compare_runs(
@@ -65,8 +76,9 @@ def compare_runs(
 ) -> Comparison:
     """Compare two values per problem, such as shares of correct samples, in the same order.
 
-    The interval is for the mean difference over problems, and the p-value is of the same statistic;
-    see `difference_estimate`. Raises OptionError for lengths that differ, and for infinite values.
+    The interval is for the mean difference over problems, and the p-value comes from the same
+    statistic; see `difference_estimate`. Raises OptionError if lengths differ or values are
+    infinite.
     """
     a, b = _pairs(first, second)
     check_level(level)
@@ -111,7 +123,7 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
 
 
 def difference_p(delta: Floats) -> float:
-    """Return the two-sided p of a mean difference: Student's t with the interval's error."""
+    """Return the two-sided p-value of a mean difference, by Student's t with the interval's error."""
     if delta.size < 2 or np.isnan(delta).any():
         return 1.0
     mean = float(delta.mean())
@@ -123,13 +135,13 @@ def difference_p(delta: Floats) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values corrected for their number by Holm's method, in the same order.
 
-    With all of them below 0.05 at once, the chance that any true null hypothesis is among those
-    rejected is at most 5 %, whatever depends on what.
+    If the hypotheses with a corrected p-value below 0.05 are rejected, the probability of any false
+    rejection is at most 5 %, however the p-values depend on each other.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
-    known = [1.0 if math.isnan(p) else p for p in p_values]  # no p-value rejects nothing
+    known = [1.0 if math.isnan(p) else p for p in p_values]  # an unknown p-value rejects nothing
     order = sorted(range(len(known)), key=known.__getitem__)
     corrected = [1.0] * len(known)
     largest = 0.0
@@ -142,7 +154,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def problems_needed(
     deviation: float, difference: float, *, power: float = 0.8, level: float = 0.95
 ) -> int:
-    """Return the problems a paired two-sided t test needs to see `difference` with that power.
+    """Return how many problems a paired two-sided t test needs to detect `difference` with `power`.
 
     `deviation` is the standard deviation over problems of the paired difference. Raises OptionError
     for 0.
@@ -152,10 +164,11 @@ def problems_needed(
     if not is_answerable or not 0 < power < 1:
         raise OptionError(
             "difference",
-            f"{difference!r} with deviation {deviation!r}, power {power!r} has no answer",
+            f"a difference of {difference!r} with deviation {deviation!r} and power {power!r} "
+            "cannot be planned for",
         )
     needed = freedom = math.inf
-    for _ in range(51):  # t depends on n; the map contracts
+    for _ in range(51):  # t depends on n, so iterate; the iteration converges
         again = max(
             2.0,
             (reach(freedom, level) + reach(freedom, 2 * power - 1)) ** 2
@@ -171,9 +184,9 @@ def problems_needed(
 def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) -> Estimate:
     """Return the mean of one difference per problem with its interval.
 
-    The interval is Student's, with an error that is right also where few problems differ. Where no
-    problem differs at all, it has the differences that others, too rare to be among these, may make
-    of the mean.
+    The interval is Student's, with an error that is also valid if few problems differ. If no
+    problem differs, the interval contains the mean differences that rare problems, absent from this
+    sample, may cause.
     """
     if delta.size < 2 or np.isnan(delta).any():
         note = "needs two problems" if delta.size < 2 else "undefined for some problem"
@@ -183,7 +196,8 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
     half = reach(delta.size - 1, level) * _error(delta)
     if not delta.any():
         method = "no spread"
-        half = 1 - (1 - level) ** (1 / delta.size)  # a larger share would have shown itself
+        # a larger share of differing problems would probably have been observed
+        half = 1 - (1 - level) ** (1 / delta.size)
     low = mean - half
     high = mean + half
     if np.abs(delta).max() <= 1:  # differences of shares
@@ -193,18 +207,18 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
 
 
 def _error(delta: Floats) -> float:
-    """Return the standard error of a mean difference, moderated as by Agresti and Min.
+    """Return the standard error of a mean difference, with the correction of Agresti and Min.
 
-    It is that of the differences with half a problem won, half a problem lost and a tied one added.
-    The added ones are about as large as the differences seen: a whole answer where each problem has
-    one, and little where each has an average of many samples. A part of their squared mean is left
-    out of their mean square: a quarter where few problems differ and an unseen one would matter,
-    all of it where every problem differs.
+    Half a won problem, half a lost problem and a tied one are added to the differences. The added
+    differences are about as large as the observed ones: a whole answer if each problem has one
+    answer, but little if each has the average of many samples. Part of the squared mean is
+    subtracted from the mean square: a quarter if few problems differ, because an unseen one would
+    matter, and all of it if every problem differs.
     """
     scale = float(np.abs(delta).max())
     if scale == 0:
         return 0.0
-    # squares of very small and very large differences leave the range of floats
+    # the squares of very small or very large differences would be outside the range of floats
     scaled = delta / scale
     moved = scaled[scaled != 0]
     part = max(0.25, 2 * moved.size / scaled.size - 1)
@@ -216,16 +230,18 @@ def _error(delta: Floats) -> float:
 
 
 def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
-    """Return both as arrays; raise OptionError for lengths that differ and for infinite values."""
+    """Return both sides as arrays; raise OptionError if lengths differ or values are infinite."""
     try:
         a = np.asarray(first, dtype=np.float64)
         b = np.asarray(second, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise OptionError("comparison", f"takes one number per problem and run ({error})") from None
+        raise OptionError(
+            "comparison", f"the values must be one number per problem and run ({error})"
+        ) from None
     if a.shape != b.shape or a.ndim != 1:
         raise OptionError(
             "comparison",
-            f"{a.size} values against {b.size}: pairs need one value per problem and run",
+            f"{a.size} values cannot be paired with {b.size}: give one value per problem and run",
         )
     if np.isinf(a).any() or np.isinf(b).any():
         raise OptionError(
@@ -235,21 +251,21 @@ def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
 
 
 Settled = Literal["better", "worse", "alike", "undecided"]
-"""The second run compared with the first; "alike" is within so many points of it."""
+"""The second run compared with the first; "alike" means that they differ by at most some points."""
 
-_STEPS = 200  # candidate differences are this many to the unit
+_STEPS = 200  # number of candidate differences per unit
 _STAKES = np.arange(0.05, 1.0, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """The result of a comparison that looked after every problem."""
+    """The result of a comparison that was tested after every problem."""
 
     settled: Settled
-    problems: int  # until it was settled, or all there were
+    problems: int  # problems compared until it was decided, or all problems
     low: float
     high: float
-    points: float  # differences within so many points count as alike
+    points: float  # differences of at most this many points count as alike
     level: float = 0.95
 
     def __str__(self) -> str:
@@ -259,22 +275,22 @@ class Sequential:
         return f"{result} after {self.problems:,} problems; {interval}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data, with the same in words."""
+        """Return the result as plain data, with its text."""
         return {**asdict(self), "words": str(self)}
 
 
 class ConfidenceSequence:
-    """The mean of differences in [-1, 1], one per problem, from bets against every candidate mean.
+    """A confidence sequence for the mean of differences in [-1, 1], one difference per problem.
 
     Against each candidate m a capital is spread over fixed stakes, and grows by 1 + stake
     (difference - m). Where m is the mean of each next difference, given those before, the capital
     is a martingale: it ever exceeds 1 / (1 - level) with probability at most 1 - level (Ville).
-    Candidates whose capital did are out for good, so the interval holds after every problem at
-    once. Problems must come in an order that does not depend on their results.
+    Candidates whose capital did so are excluded for good, so the interval is valid after all
+    problems simultaneously. Problems must come in an order that does not depend on their results.
     """
 
     def __init__(self, level: float = 0.95) -> None:
-        """Start before the first problem; raise OptionError unless `level` is a probability."""
+        """Create a sequence without problems; raise OptionError unless `level` is in (0, 1)."""
         check_level(level)
         self.problems = 0
         self._bar = -math.log(1 - level)
@@ -287,7 +303,7 @@ class ConfidenceSequence:
     def add(self, difference: float) -> None:
         """Add the next problem's difference.
 
-        :raises OptionError: it is outside [-1, 1].
+        :raises OptionError: if the difference is outside [-1, 1].
         """
         if not -1 <= difference <= 1:
             raise OptionError("difference", f"{difference!r} is outside [-1, 1]")
@@ -303,8 +319,8 @@ class ConfidenceSequence:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Return the range of candidates left, up to the next ones that are excluded."""
-        if not self._means.size:  # has probability 1 - level at most
+        """Return the range of the remaining candidates, up to the nearest excluded ones."""
+        if not self._means.size:  # happens with probability at most 1 - level
             return math.nan, math.nan
         low = max(-1.0, float(self._means[0]) - 1 / _STEPS)
         high = min(1.0, float(self._means[-1]) + 1 / _STEPS)
@@ -326,7 +342,7 @@ class ConfidenceSequence:
 def compare_in_order(
     differences: Iterable[float], points: float = 0.0, level: float = 0.95
 ) -> Sequential:
-    """Look after every problem, and stop at the first that settles the comparison.
+    """Test after every problem, and stop at the first problem that decides the comparison.
 
     >>> str(compare_in_order([1.0] * 20))
     'better, decided after 8 problems; difference in [+0.050, +1.000] (95 % after every problem)'

@@ -1,4 +1,4 @@
-"""Power before a run: the problems and samples that show a difference in accuracy."""
+"""Power analysis before a run: how many problems and samples show a difference in accuracy."""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +11,16 @@ from atts.evaluators.metrics.intervals import reach
 from atts.evaluators.metrics.paired import problems_needed
 
 POINTS = (1.0, 3.0)
-"""Differences in accuracy, in points, for which plans and dry runs print the problems needed."""
+"""The differences in accuracy, in points, for which dry runs print the number of problems needed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class VarianceSplit:
     """The variance of one rollout's correctness, between problems and within them.
 
-    `within` is what more samples of a problem average out; `between` only more problems do. A
-    paired comparison on the same problems is free of `between`.
+    More samples of a problem average out `within`; only more problems average out `between`. A
+    paired comparison on the same problems does not depend on `between`.
     """
 
     between: float
@@ -35,8 +36,8 @@ class VarianceSplit:
     def __str__(self) -> str:
         if math.isnan(self.share_between):
             return (
-                f"no variance: all rollouts of {self.problems:,} problems ended alike, so nothing is "
-                "known of power"
+                f"all rollouts of {self.problems:,} problems ended alike; without variance the "
+                "power is not known"
             )
         return (
             f"{100 * self.share_between:.0f} % of the variance of single rollouts lies between "
@@ -48,7 +49,7 @@ class VarianceSplit:
 def variance_split(correct: Sequence[Sequence[bool]]) -> VarianceSplit | None:
     """Split the variance of correctness; `correct` has one row of samples per problem.
 
-    Both parts are unbiased. None where fewer than two problems have two samples.
+    Both parts are unbiased. The result is None if fewer than two problems have two samples.
     """
     rows = [row for row in correct if len(row) > 1]
     if len(rows) < 2:
@@ -62,11 +63,12 @@ def variance_split(correct: Sequence[Sequence[bool]]) -> VarianceSplit | None:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """Difference that a paired comparison of two methods can show, in accuracy of single rollouts.
+    """The difference in single-rollout accuracy that a paired comparison of two methods can show.
 
-    `needed` has the problems for each difference of `POINTS`; `detectable` is the smallest
-    difference, in points, that the planned problems show with 80 % power. Both assume that the
-    methods differ by the same amount on every problem; if they do not, more problems are needed.
+    `needed` has the number of problems for each difference of `POINTS`; `detectable` is the
+    smallest difference, in points, that the planned problems show with 80 % power. Both assume that
+    the methods differ by the same amount on every problem; if they do not, more problems are
+    needed.
     """
 
     samples: int
@@ -91,19 +93,22 @@ class Power:
 def paired_power(split: VarianceSplit, problems: int, samples: int, spread: float = 0.0) -> Power:
     """Return the power of comparing two methods on the same problems with so many samples each.
 
-    `spread` is the variance over problems of the true difference, 0 where it is not known.
+    `spread` is the variance over problems of the true difference; use 0 if it is not known.
 
-    :raises OptionError: fewer than two problems or one sample, a negative spread, or no variance
-        at all: rollouts that all ended alike tell nothing of others.
+    :raises OptionError: for fewer than two problems or one sample, for a negative spread, or if
+        there is no variance because all rollouts ended alike.
     """
     if problems < 2 or samples < 1:
         raise OptionError(
-            "problems", f"{problems} x {samples} compares nothing; give at least 2 x 1"
+            "problems",
+            f"{problems} problems x {samples} samples are too few to compare; give at least 2 x 1",
         )
     variance = spread + 2 * split.within / samples
     if not spread >= 0 or not variance > 0:
         raise OptionError(
-            "variance", f"{variance:g} between paired samples; power needs rollouts that differ"
+            "variance",
+            f"the variance between paired samples is {variance:g}; power needs rollouts that "
+            "differ",
         )
     deviation = math.sqrt(variance)
     freedom = problems - 1
@@ -116,9 +121,10 @@ def paired_power(split: VarianceSplit, problems: int, samples: int, spread: floa
 def difference_spread(
     first: Sequence[Sequence[bool]], second: Sequence[Sequence[bool]]
 ) -> float | None:
-    """Return the variance over problems of the true difference, sampling taken out; None if unknown.
+    """Return the variance over problems of the true difference, without sampling noise; None if
+    unknown.
 
-    Rows are the same problems in the same order.
+    The rows of both runs are the same problems in the same order.
     """
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if len(a) > 1 and len(b) > 1]
     if len(pairs) < 2:

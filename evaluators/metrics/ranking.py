@@ -18,7 +18,7 @@ from atts.evaluators.metrics.intervals import (
 
 @dataclass(frozen=True, slots=True)
 class LabelledChunk:
-    """A chunk's score (larger is worse) and whether its rollout ended wrong."""
+    """A chunk's score (larger is worse), and whether its rollout was wrong."""
 
     question: Hashable
     score: float
@@ -26,10 +26,11 @@ class LabelledChunk:
 
 
 def within_question_auroc(chunks: Sequence[LabelledChunk], *, level: float = 0.95) -> Estimate:
-    """Return the chance that the chunk of a wrong rollout scores worse than that of a correct one.
+    """Return the probability that a chunk of a wrong rollout scores worse than one of a correct
+    rollout.
 
-    Only pairs of one question count, ties for one half; 0.5 is a coin. The interval is over
-    questions, so chunks of one question, and of one rollout, stay together.
+    Only pairs within a question count, and a tie counts as one half; a coin has 0.5. The interval
+    is over questions, so the chunks of one question or rollout stay together.
     """
     wins: list[float] = []
     pairs: list[float] = []
@@ -45,13 +46,14 @@ def within_question_auroc(chunks: Sequence[LabelledChunk], *, level: float = 0.9
 def gain_over_coin(
     chunks: Sequence[LabelledChunk], rate: float, *, level: float = 0.95
 ) -> Estimate:
-    """Return how much more of the wrong rollouts' chunks the score escalates than a coin does.
+    """Return how many more of the wrong rollouts' chunks the score escalates than a coin, as a
+    share.
 
-    In each question the worst `rate` of the chunks escalate; a coin of this rate catches the share
-    `rate` of the wrong ones. The difference of both shares is 0 for a score that knows nothing. A
-    chunk at the boundary, and chunks of equal scores, count in part.
+    In each question the worst `rate` of the chunks escalate; a coin of this rate escalates the
+    share `rate` of the wrong rollouts' chunks. The difference of the two shares is 0 for an
+    uninformative score. A chunk at the boundary, and chunks with equal scores, count in part.
 
-    :raises OptionError: the rate is outside [0, 1].
+    :raises OptionError: if the rate is outside [0, 1].
     """
     if not 0 <= rate <= 1:
         raise OptionError("rate", f"{rate!r} is outside [0, 1]")
@@ -67,7 +69,7 @@ def gain_over_coin(
 def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
     """Return the scores of wrong and of correct rollouts, for questions that have both.
 
-    A score that is not a number ranks worst, as a gate takes it.
+    A score that is not a number ranks worst, because a gate escalates it.
     """
     wrong: dict[Hashable, list[float]] = {}
     right: dict[Hashable, list[float]] = {}
@@ -84,7 +86,9 @@ def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
 
 
 def _share_escalated(wrong: Floats, right: Floats, rate: float) -> float:
-    """Return how many of the wrong ones are among the worst `rate` of all, ties in part."""
+    """Return how many of the wrong scores are among the worst `rate` of all scores; ties count in
+    part.
+    """
     both = np.concatenate([wrong, right])
     left = rate * len(both)
     count = 0.0
@@ -109,14 +113,15 @@ def _ratio(
 ) -> Estimate:
     """Return a ratio of sums over questions, with a t interval over questions.
 
-    One question of the usual weight at `centre`, where a score that knows nothing is, is added to
-    the variance: without it a few questions that agree by chance have an interval of no width.
-    Questions weigh by their pairs, so the degrees of freedom are those of the effective number.
+    One question of average weight is added to the variance at `centre`, the value of an
+    uninformative score: without it, a few questions that agree by chance would give an interval
+    without width. Questions are weighted by their pairs, so the degrees of freedom come from the
+    effective number of questions.
     """
     check_level(level)
     count = len(parts)
     if count < 2:
-        note = "needs two questions with both wrong and correct rollouts"
+        note = "two questions with both wrong and correct rollouts are needed"
         return undefined_estimate(count, samples, level, note)
     numerator = np.asarray(parts, np.float64)
     weights = np.asarray(wholes, np.float64)

@@ -1,4 +1,4 @@
-"""Rates of graded samples, exact per problem: pass@k, votes by class, and a run's scorecard."""
+"""Rates of graded samples, such as pass@k and maj@k, and a run's scorecard."""
 
 import math
 from collections import Counter, defaultdict
@@ -17,16 +17,16 @@ from atts.sampling import binomial_pmf, hypergeometric_tail
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Per problem: `n` samples, `c` of them right."""
+    """For each problem, the number of samples `n` and the number of correct samples `c`."""
 
     n: Ints
     c: Ints
 
 
 def count(correct: Sequence[Sequence[bool | None]]) -> Counts:
-    """Count the samples and the correct ones per problem; None is an unknown one.
+    """Count the samples and the correct samples per problem; None marks an unknown verdict.
 
-    Only samples that are present count, never the configured number.
+    Only samples that are present count, not the configured number.
     """
     n = np.array([len(row) for row in correct], dtype=np.int64)
     c = np.array([sum(bool(one) for one in row) for row in correct], dtype=np.int64)
@@ -34,7 +34,10 @@ def count(correct: Sequence[Sequence[bool | None]]) -> Counts:
 
 
 def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
-    """Return the chance per problem that one of k samples is correct, unbiased; NaN where n < k.
+    """Return an unbiased estimate, per problem, of the probability that any of k samples is
+    correct.
+
+    It is NaN if n < k.
 
     Samples are drawn without replacement.
 
@@ -45,15 +48,15 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
 
 
 def pass_hat_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
-    """Return pass^k: the chance that all of k samples are correct; NaN where n < k."""
+    """Return pass^k, the probability that all of k samples are correct; NaN if n < k."""
     return g_pass_at_k(n, c, k, 1.0)
 
 
 def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
-    """Return G-pass@k: the chance that a share tau of k samples, at least one, is correct.
+    """Return G-pass@k, the probability that a share tau of k samples, and at least one, is correct.
 
-    tau near 0 is pass@k, tau = 1 is pass^k; NaN where n < k. Raises OptionError for a tau outside
-    [0, 1], a k below 1 and impossible counts.
+    For tau near 0 it is pass@k, for tau = 1 it is pass^k, and it is NaN if n < k. Raises
+    OptionError for a tau outside [0, 1], a k below 1 and impossible counts.
     """
     if not 0 <= tau <= 1:
         raise OptionError("tau", f"{tau!r} is not between 0 and 1")
@@ -62,21 +65,23 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
     counts = np.atleast_1d(n)
     right = np.atleast_1d(c)
     if (right > counts).any() or (right < 0).any():
-        raise OptionError("c", "there are more right samples than samples, or fewer than none")
-    # exact: 0.28 * 25 is 7.000000000000001 in floats
+        raise OptionError(
+            "c", "the number of correct samples is negative or larger than the number of samples"
+        )
+    # exact fractions, because 0.28 * 25 is 7.000000000000001 in floats
     least = max(1, math.ceil(Fraction(str(tau)) * k))
     return hypergeometric_tail(least, counts, right, k)
 
 
 def avg_at_n(counts: Counts) -> Floats:
-    """Return the share of correct samples per problem (pass@1); NaN where there is no sample."""
+    """Return the share of correct samples per problem (pass@1); NaN if there is no sample."""
     return np.where(counts.n > 0, counts.c / np.maximum(counts.n, 1), np.nan)
 
 
 def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
     """Return the mean of per-problem values with its interval; `n` are the samples per problem.
 
-    Problems whose value is NaN (too few samples) make it undefined.
+    A problem whose value is NaN (too few samples) makes the mean undefined.
     """
     array = np.asarray(values, dtype=np.float64)
     counts = np.asarray(n, dtype=np.int64)
@@ -90,7 +95,9 @@ def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """One problem's samples in a vote: sizes and values of the classes, and samples without one."""
+    """One problem's samples in a vote: the sizes and values of the classes, and the number of
+    samples without a class.
+    """
 
     sizes: tuple[int, ...]
     values: tuple[float, ...]
@@ -98,12 +105,12 @@ class Votes:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples, those without an answer included."""
+        """Return the number of samples, including those without an answer."""
         return sum(self.sizes) + self.blanks
 
 
 def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | None]) -> Votes:
-    """Return the classes with their value, the share of their members judged correct.
+    """Return the classes with their values; a value is the share of members that are correct.
 
     None counts as wrong; a sample without a label does not vote.
     """
@@ -121,9 +128,9 @@ def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | No
 
 
 def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
-    """Return the chance per problem that the majority of k samples is correct; NaN for fewer.
+    """Return the probability, per problem, that the majority of k samples is correct; NaN if n < k.
 
-    Samples are drawn without replacement. A tie goes to each of the tied with equal chance; a draw
+    Samples are drawn without replacement. Each tied class wins with equal probability; a draw
     without any answer is wrong. The order in which samples finished does not matter.
     """
     if k < 1:
@@ -147,7 +154,9 @@ def _whole(problem: Votes) -> float:
 
 
 def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
-    """Sum over classes the value times the chance to win, for problems with n > k samples each."""
+    """Return the sum over classes of value times probability to win, for problems with n > k
+    samples.
+    """
     rows = [
         (at, label)
         for at, problem in enumerate(group)
@@ -156,7 +165,7 @@ def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
     ]
     of = [group[at] for at, _ in rows]
     sizes = np.array([group[at].sizes[label] for at, label in rows], dtype=np.int64)
-    # how many rival classes have each size
+    # the number of rival classes of each size
     rivals = np.array(
         [np.bincount(problem.sizes, minlength=n + 1) for problem in of], np.float64
     ).reshape(-1, n + 1)
@@ -176,20 +185,21 @@ def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
 def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floats:
     """Return per row the expected share of a win over k of n samples.
 
-    The row's class has `sizes` of the n samples. The share is 1/(1 + rivals tied), 0 if one has
-    more.
+    The row's class has `sizes` of the n samples. The share is 1 / (1 + tied rivals), or 0 if a
+    rival has more samples.
 
-    Exact, and no subset is enumerated: for the row's class drawn j times, the rivals' generating
-    function is taken at roots of unity; 1/(ties + 1) is the integral of w^ties over [0, 1], which
-    Gauss-Legendre nodes give exactly. Draws are binomial with chance k/n per sample, conditioned on
-    k in all: the same distribution, and no number overflows.
+    The result is exact, but no subset is enumerated. If the row's class is drawn j times, the
+    rivals' generating function is evaluated at roots of unity; 1 / (ties + 1) is the integral of
+    w^ties over [0, 1], which Gauss-Legendre nodes give exactly. Draws are binomial with probability
+    k/n per sample, conditioned on k draws in total. That is the same distribution, but its numbers
+    do not overflow.
     """
     chance = k / n
     # a real polynomial of degree <= n is known from half of the n + 1 roots; the rest are
     # conjugates
     roots = np.exp(-2j * np.pi * np.arange((n + 1) // 2 + 1) / (n + 1))
     rival_sizes = np.flatnonzero(rivals.any(axis=0))
-    # per rival size, of fewer than j draws
+    # for each rival size, of fewer than j draws
     below = np.zeros((rival_sizes.size, roots.size), dtype=np.complex128)
     quiet = silent[:, None] * np.log(1 - chance + chance * roots)[None, :]
     result = np.zeros(sizes.size)
@@ -201,8 +211,8 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
         spectrum = np.zeros((rows.size, roots.size), dtype=np.complex128)
         for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
             factors = below + node * exactly
-            # where a factor is 0 its product must be 0, but 0 of such factors must be 1: so not
-            # minus infinity
+            # a product with a zero factor must be 0, but a product of no factors must be 1, so the
+            # logarithm must not be minus infinity
             logs = np.log(np.where(np.abs(factors) < 1e-200, 1e-200, factors))
             spectrum += weight * np.exp(rivals[np.ix_(rows, rival_sizes)] @ logs + quiet[rows])
         result[rows] += (
@@ -212,13 +222,13 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
 
 
 SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
-"""A sample was graded, cut at a limit, had no answer, is undecided, or its grader timed out."""
+"""The status of a sample: graded, cut at a limit, without an answer, unscored, or timed out."""
 
 
 def status_of(
     answer: str | None, finish: str | None, verdict: str | None, rule: str
 ) -> SampleStatus:
-    """Return the status of a sample that ended by `finish`; `rule` is the grader's."""
+    """Return the status of a sample that ended for the reason `finish`; `rule` decided its verdict."""
     if answer is None:
         return "cut" if finish in ("turns", "tokens") else "no answer"
     if verdict == "unscored":
@@ -230,8 +240,8 @@ def status_of(
 class Samples:
     """One problem's samples: correct or not (None: unknown), class in the vote, status.
 
-    `labels` come from grouping by equivalence, None where there is no answer; without them there is
-    no vote. Raises OptionError when the lengths differ.
+    `labels` come from grouping by equivalence and are None for samples without an answer; without
+    labels there is no vote. Raises OptionError if the lengths differ.
     """
 
     problem: str
@@ -251,7 +261,7 @@ class Samples:
 
 
 class GradedSample(Protocol):
-    """A sample that ran to its end, as `samples_of` takes it.
+    """A finished sample, as an argument of `samples_of`.
 
     It has an answer (or None), the reason it ended, a verdict ("correct", "wrong" or "unscored";
     None if it was not graded) and the rule of the grader.
@@ -268,11 +278,11 @@ class GradedSample(Protocol):
 
 
 Grouper = Callable[[Sequence[str]], Sequence[int]]
-"""Gives each of some texts the class of its equals."""
+"""A function that gives each text the number of its class of equal texts."""
 
 
 def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) -> Samples | None:
-    """Return one problem's samples for `score`; None without any, or with an ungraded one."""
+    """Return one problem's samples for `score`; None if there are none, or one is not graded."""
     if not samples or any(one.verdict is None for one in samples):
         return None
     return Samples(
@@ -284,7 +294,9 @@ def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) ->
 
 
 def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int | None, ...]:
-    """Return a class per answer, None without one; each different text is compared once."""
+    """Return the class of each answer; None if there is no answer. Each different text is compared
+    once.
+    """
     texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
     classes = dict(zip(texts, group(texts), strict=True))
     return tuple(None if answer is None else classes[answer] for answer in answers)
@@ -292,7 +304,7 @@ def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int |
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Number of samples behind a rate, and how many of them are not graded, and why."""
+    """The number of samples behind a rate, and how many of them were not graded for which reason."""
 
     problems: int
     samples: int
@@ -320,7 +332,7 @@ class Scorecard:
 
 
 def coverage(problems: Sequence[Samples]) -> Coverage:
-    """Count each status; a sample without one is unscored if it has no verdict."""
+    """Count each status; a sample without a status counts as unscored if it has no verdict."""
     seen = Counter[SampleStatus]()
     for problem in problems:
         if problem.statuses:
@@ -343,8 +355,8 @@ def score(
     """Return pass@1, and for every k pass@k, maj@k, pass^k and G-pass@k at one half.
 
     All are unbiased, with intervals over problems. `ks` defaults to the powers of two up to the
-    fewest samples of a problem, and that number itself. Unscored samples count as wrong, and the
-    rate says what they could change.
+    fewest samples of a problem, and that number itself. Unscored samples count as wrong, and each
+    rate says how much they could change.
     """
     counts = count([problem.correct for problem in problems])
     fewest = int(counts.n.min(initial=10**9)) if problems else 0

@@ -1,1 +1,1 @@
-"""Syntax of answers: text is cleaned, tokenised and parsed into a small tree, never executed."""
+"""The syntax of answers: text is cleaned, tokenised and parsed into a small tree, never executed."""

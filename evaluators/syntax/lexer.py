@@ -1,4 +1,4 @@
-"""Lexer of cleaned text: it tells words, functions, units and variables apart."""
+"""The lexer of cleaned text, which distinguishes words, functions, units and variables."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ Mode = Literal["maths", "text"]
 
 
 class Token(NamedTuple):
-    """A piece of the answer; `tight` when nothing is between it and the piece before."""
+    """A token of the answer; `tight` if nothing is between it and the token before."""
 
     kind: TokenKind
     text: str
@@ -24,7 +24,7 @@ class Token(NamedTuple):
 
 
 END = Token("end", "")
-# kinds of token a factor can begin with
+# kinds of token with which a factor can begin
 STARTS = frozenset({"number", "symbol", "command", "function", "open"})
 SIGNS = ("+", "-", "pm", "mp")
 
@@ -65,8 +65,8 @@ _ANY_CASE: dict[str, tuple[TokenKind, str]] = {
 def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:
     """Yield the tokens of a cleaned answer, without an end mark.
 
-    Where letters of a formula may be units, the tokens that take them for units come second. Raises
-    Malformed for unknown commands and unclosed text, TooLarge past the token limit.
+    If letters of a formula may be units, two token lists are yielded; the second reads them as
+    units. Raises Malformed for unknown commands and unclosed text, TooLarge past the token limit.
     """
     for loose in (False, True):
         lexer = _Lexer(limits, loose)
@@ -77,19 +77,19 @@ def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:
 
 
 class _Lexer:
-    """One pass over the text; text macros are entered recursively, to a bounded depth."""
+    """One pass over the text; text macros are read recursively, to a bounded depth."""
 
     def __init__(self, limits: Limits, loose: bool = False) -> None:
         self.limits = limits
-        # whether letters in a formula that are the symbol of a unit are taken for one
+        # whether letters in a formula that could be a unit's symbol are read as the unit
         self.loose = loose
         self.saw_loose = False
-        self.has_ended = False  # the rest of the line is a reason
+        self.has_ended = False  # the rest of the line gives a reason
         self.tokens: list[Token] = []
         self.gap = True
 
     def add(self, kind: TokenKind, text: str) -> None:
-        """Append a token; raise TooLarge past the limit."""
+        """Append a token; raise TooLarge beyond the limit."""
         if len(self.tokens) >= self.limits.tokens:
             raise TooLarge(f"more than {self.limits.tokens} tokens")
         self.tokens.append(Token(kind, text, not self.gap))
@@ -146,17 +146,17 @@ class _Lexer:
         if unit is None:
             return None
         phrase, end = unit
-        if text[end:].lstrip(" }").startswith("_"):  # the H of 2 H_2O
+        if text[end:].lstrip(" }").startswith("_"):  # not a unit, such as the H of 2 H_2O
             return None
         first, _, rest = phrase.partition(" ")
-        # bare letters of a formula: "5 m" may be metres or a product
+        # plain letters of a formula are ambiguous: "5 m" may be metres or a product
         if mode == "maths" and text[start] != "\\" and first in SYMBOLS and len(first) < 4:
             if not _FREE.match(text, end) or self._is_in_root():
                 return None
             is_word = first in vocabulary.ATTACHED or (len(first) > 2 and vocabulary.is_word(first))
             if rest[:1] == "^" and len(first) == 1 and not self.after("number"):
                 return None
-            is_part = self.gap and FORMS["amount"].match(text, end)  # 7 h 4 min
+            is_part = self.gap and FORMS["amount"].match(text, end)  # as in 7 h 4 min
             is_doubtful = len(first) == 1 or (first.islower() and not is_word)
             is_product = bool(rest) and all(
                 len(part) == 1 and part != "/" for part in phrase.split()
@@ -176,7 +176,7 @@ class _Lexer:
         return end
 
     def _is_in_root(self) -> bool:
-        """Return whether the innermost open brace is that of a root: 3mg is a product there."""
+        """Return whether the innermost open brace belongs to a root, in which 3mg is a product."""
         depth = 0
         for at in range(len(self.tokens) - 1, 0, -1):
             text = self.tokens[at].text
@@ -188,11 +188,11 @@ class _Lexer:
         return False
 
     def other(self, char: str) -> None:
-        """Take a character that no other rule reads."""
+        """Read a character that no other rule reads."""
         if char == "\\":
             raise Malformed("a backslash with nothing after it")
         if char == "." and self.after("number"):
-            raise Undecided("a full stop after a number")
+            raise Undecided("the full stop ends a sentence after a number")
         if char in "~@#.":
             self.gap = True
         else:
@@ -232,7 +232,7 @@ class _Lexer:
     def text_macro(self, name: str, text: str, position: int, depth: int) -> int:
         """Add the content of a text macro; return the position after it."""
         if not OPENING.match(text, position):
-            return position  # \rm 5, \bf x: the switch is dropped
+            return position  # a font switch, as in \rm 5 or \bf x, is dropped
         content, after = _group(text, position)
         inside = content.strip()
         is_letter = len(inside) == 1 and inside.isalpha() and inside.isascii()
@@ -277,8 +277,8 @@ class _Lexer:
         elif mode == "text" or (self._is_word(run) and not (len(run) == 2 and ahead[:1] == "^")):
             self.add("word", run)
         else:
-            # factors side by side; a known function at their start, or a root or pi after one
-            # letter, stays whole
+            # The letters are factors side by side; a known function at their start, or a root or pi
+            # after one letter, stays whole.
             for piece in _FACTORS.findall(run):
                 self.letters(piece, "maths")
 
@@ -312,8 +312,8 @@ def _group(text: str, position: int) -> tuple[str, int]:
 def paired_bars(tokens: list[Token]) -> list[Token]:
     """Return the tokens with every | turned into an opening or closing bracket.
 
-    A bar with no value before it opens; of two between values the first closes; any other closes an
-    open one.
+    A bar without a value before it opens. Of two bars between values the first closes. Any other
+    bar closes an open one.
     """
     if not any(token.text == "|" for token in tokens):
         return tokens
@@ -343,7 +343,7 @@ def paired_bars(tokens: list[Token]) -> list[Token]:
 
 
 def _parts_a_set(tokens: list[Token], index: int) -> bool:
-    """Return whether a bar is alone in its braces, as in {x | x > 0}."""
+    """Return whether a bar is the only one in its braces, as in {x | x > 0}."""
     near = range(max(index - 39, 0), min(index + 200, len(tokens)))
     braces = [at for at in near if tokens[at].text in ("\\{", "\\}")]
     before = [at for at in braces if at < index]

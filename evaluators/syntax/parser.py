@@ -1,4 +1,4 @@
-"""Parser of answers: recursive descent over tokens, bounded in depth and linear in length."""
+"""The parser of answers: recursive descent over tokens, bounded in depth and linear in length."""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -30,7 +30,7 @@ _RELATIONS = frozenset(
 )
 _RELATION_SPELLINGS = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
-"""What ^ may raise without being an exponent."""
+"""Symbols after ^ that are not an exponent."""
 _CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",), "⟨": "⟩"}
 _INFIX: dict[str, Callable[[Node, Node], Node]] = {
     "over": quotient,
@@ -41,14 +41,15 @@ _BLOCK_ENDS = frozenset({"rfloor", "rceil"})
 
 _CALLABLE = frozenset("fghFGH")
 _MAYBE_CALLABLE = frozenset("pquPQRSTVNMIABCDEKLXYZW")
-# functions named by a letter, and what they may be of: other letters make a product
+# functions whose name is a letter, with the arguments they may have; with other letters they are a
+# product
 _SPECIAL = {"zeta": frozenset("s"), "Gamma": frozenset("nsxzt")}
 _INVERSES = {
     name: f"arc{name}"
     for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
 }
 _MANY_ARGUMENTS = frozenset({"max", "min", "gcd", "lcm"})
-_MAX_LITERAL = 4000  # digits; Python refuses to convert much longer ones
+_MAX_LITERAL = 4000  # number of digits; Python refuses to convert much longer numbers
 _E = Node("constant", text="e")
 _I = Node("constant", text="i")
 
@@ -62,7 +63,7 @@ _RAISED = {"squared": TWO, "cubed": number(3, "3")}
 
 
 class Stream:
-    """A token list with a position; nesting is counted against the limits."""
+    """A token list with a position; the depth of nesting is limited."""
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         self.tokens = paired_bars(tokens)
@@ -78,7 +79,7 @@ class Stream:
         return END
 
     def ahead(self, distance: int = 1) -> Token:
-        """Return the token that many positions after the next one."""
+        """Return the token that is `ahead` positions after the next one."""
         index = self.at + distance
         if index < len(self.tokens):
             return self.tokens[index]
@@ -100,13 +101,15 @@ class Stream:
         return self.here.kind in kinds
 
     def took(self, *texts: str) -> str:
-        """Move past one of these signs and return it; return nothing where none is next."""
+        """Move past one of these signs and return it; return "" if none of them is next."""
         if self.is_op(*texts):
             return self.take().text
         return ""
 
     def signed(self, read: Callable[[], Node]) -> Node:
-        """Read the signs here, then what `read` finds; raise TooLarge past the nesting limit."""
+        """Read the signs here, then the node that `read` returns; raise TooLarge beyond the nesting
+        limit.
+        """
         self.depth += 1
         self.within(self.depth, "nested too deeply", self.limits.depth)
         signs = list[str]()
@@ -122,13 +125,13 @@ class Stream:
         return negated(node) if signs.count("-") % 2 else node
 
     def expect(self, kind: str, text: str) -> None:
-        """Move past this token; raise Malformed when another is next."""
+        """Move past this token; raise Malformed if another token is next."""
         token = self.take()
         if token.kind != kind or token.text != text:
             raise Malformed(f"expected {text!r}, found {token.text or 'the end'!r}")
 
     def within(self, count: int, what: str, most: int | None = None) -> None:
-        """Raise TooLarge for more than `most` of something, by default what a list may hold."""
+        """Raise TooLarge for more than `most` items; the default is the limit of a list."""
         if count > (most or self.limits.items):
             raise TooLarge(what)
 
@@ -148,26 +151,26 @@ class Stream:
 
 
 class Parser(Stream):
-    """Recursive descent from lists down to atoms; every method consumes what it reads."""
+    """Recursive descent from lists down to atoms; every method moves past the tokens that it reads."""
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         super().__init__(tokens, limits)
-        self.integrals = 0  # open ones: inside them "dx" is not a product
-        self.sums_over_i = 0  # open ones: inside them "i" is not an imaginary unit
+        self.integrals = 0  # number of open integrals, inside which "dx" is not a product
+        self.sums_over_i = 0  # number of open sums, inside which "i" is not the imaginary unit
         self.in_set = False
-        self.currencies: set[str] = set()  # signs seen before the amount that is being read
+        self.currencies: set[str] = set()  # signs before the amount that is being read
 
     # ---- lists and relations
 
     def answer(self) -> Node:
-        """Parse the whole answer; raise Malformed when something is left over."""
+        """Parse the whole answer; raise Malformed if tokens are left over."""
         node = self.items()
         if self.here.kind != "end":
             raise Malformed(f"{self.here.text!r} does not belong here")
         return node
 
     def items(self) -> Node:
-        """Parse relations between separators; one alone is returned as itself."""
+        """Parse relations between separators; return a single relation without a list."""
         items: list[Node] = []
         links: set[str] = set()
         while True:
@@ -179,7 +182,8 @@ class Parser(Stream):
                 break
             item = self.relation()
             *value, condition = item.args or (item,)
-            if item.kind == "mul" and condition.kind == "relation":  # its condition in brackets
+            # the value's condition in brackets
+            if item.kind == "mul" and condition.kind == "relation":
                 items.append(joined("mul", value))
                 item = condition
             whole = self.taken_together(items[-1], link, item) if items else None
@@ -272,7 +276,7 @@ class Parser(Stream):
         return node
 
     def priced(self, node: Node) -> Node:
-        """Give an amount the currency before it; what follows may be its rate, as in $8 per hour."""
+        """Add the currency before an amount to it; a rate may follow, as in $8 per hour."""
         if len(self.currencies) > 1:
             raise Undecided("several currencies")
         unit = " ".join(self.currencies)
@@ -298,10 +302,10 @@ class Parser(Stream):
             raise Malformed("a ratio without its second part")
         return Node("ratio", tuple(parts))
 
-    # ---- words around a value: neutral ones are skipped, units and counts bind to it
+    # ---- words around a value: neutral words are skipped, units and counts belong to the value
 
     def phrase_after(self, node: Node) -> Node:
-        """Parse what follows a value: unit, modulus, base, remarks, and words that change it."""
+        """Parse everything after a value: unit, modulus, base, remarks, and words that change it."""
         unit = ""
         while True:
             token = self.here
@@ -329,7 +333,7 @@ class Parser(Stream):
                 return Node("quantity", (node,), unit.lstrip("~"), guess)
 
     def word_after(self, node: Node, word: str) -> Node:
-        """Return the value as a word after it changes it; raise for an unknown word."""
+        """Return the value as the word after it changes it; raise Undecided for an unknown word."""
         lower = word.lower()
         if lower == "base" or (lower == "in" and self.here.text == "base"):
             return self.in_base(node)
@@ -389,7 +393,7 @@ class Parser(Stream):
         return Node("aliases", (node, value))
 
     def compound(self, node: Node, unit: str) -> Node:
-        """Add up the parts of 5 feet 3 inches in the unit of the first."""
+        """Add up the parts of an amount such as 5 feet 3 inches, in the unit of the first part."""
         if self.here.kind != "number":
             return node
         whole = joined_quantities(Node("quantity", (node,), unit), self.quantity())
@@ -398,7 +402,7 @@ class Parser(Stream):
         return whole.args[0]
 
     def phrase_before(self) -> Node | None:
-        """Read the words before a value: neutral ones are skipped, labels become its name."""
+        """Read the words before a value: skip neutral words, and make labels its name."""
         phrase: list[str] = []
         while self.is_kind("word", "unit"):
             phrase.append(self.take().text)
@@ -432,7 +436,7 @@ class Parser(Stream):
         for at in range(self.at, min(self.at + 12, len(self.tokens))):
             token = self.tokens[at]
             depth += (token.kind == "open") - (token.kind == "close")
-            if depth < 0:  # the bracket around the words ends: [ABC] = 84
+            if depth < 0:  # the bracket around the words ends, as in [ABC] = 84
                 break
             if token.kind == "op" and token.text in ("=", ":"):
                 return at
@@ -441,7 +445,9 @@ class Parser(Stream):
         return None
 
     def label(self, words: list[str], names: list[str], end: int) -> Node | None:
-        """Return the name that words and symbols give a value; None when they only announce it."""
+        """Return the name that words and symbols give a value; None if they only announce the
+        value.
+        """
         names += [word for word in words if len(word) > 1 and word.isupper()]  # names of figures
         words = [word.lower() for word in words if word not in names]
         known = vocabulary.NEUTRAL | vocabulary.LABELS
@@ -474,7 +480,7 @@ class Parser(Stream):
         while True:
             if self.took("*"):
                 factors.append(self.signed(self.factor))
-            elif product := self.took("cross", "inner"):  # product of vectors, not of numbers
+            elif product := self.took("cross", "inner"):  # a product of vectors, not of numbers
                 pair = (joined("mul", factors), self.signed(self.factor))
                 factors = [_vector_product(product, *pair)]
             elif self.is_op("/"):
@@ -513,8 +519,8 @@ class Parser(Stream):
     def adjacent(self, before: Node) -> tuple[Node, ...]:
         """Read a factor right after another: two factors, or one mixed number.
 
-        What follows is read once: to try it as a fraction and then read it again would double the
-        work at every level of nesting.
+        The factor is read only once, because trying it as a fraction and then reading it again
+        would double the work at every level of nesting.
         """
         is_whole = before.kind == "number" and before.value is not None and "." not in before.text
         if self.here.kind == "number":
@@ -547,7 +553,7 @@ class Parser(Stream):
         return quotient(number(int(top.text), top.text), number(int(bottom.text), bottom.text))
 
     def factor(self) -> Node:
-        """Parse an atom with everything raised, lowered or written after it."""
+        """Parse an atom with its exponents, subscripts and the signs after it."""
         node = self.atom()
         while self.here.kind == "op":
             text = self.here.text
@@ -582,7 +588,7 @@ class Parser(Stream):
         return node
 
     def raised(self, base: Node) -> Node:
-        """Read what follows ^: an exponent, degree sign, prime, or the end of an ordinal."""
+        """Read the part after ^: an exponent, degree sign, prime, or the end of an ordinal."""
         self.take()
         mark = self.here.text.lower()
         length = 1
@@ -660,7 +666,7 @@ class Parser(Stream):
         return Node("tuple", members, opening + token.text)
 
     def atom(self) -> Node:
-        """Parse one atom; raise Malformed where none begins."""
+        """Parse one atom; raise Malformed if none begins here."""
         token = self.here
         if token.kind == "open":
             return self.bracketed()
@@ -753,7 +759,7 @@ class Parser(Stream):
                 raise Undecided(f"the command \\{name}")
 
     def stepped(self, name: str) -> Node:
-        """Parse what is between the signs of a floor or a ceiling."""
+        """Parse the content between the signs of a floor or a ceiling."""
         inside = self.items()
         self.expect("command", "r" + name[1:])
         return function(name[1:], inside)
@@ -761,13 +767,13 @@ class Parser(Stream):
     def argument(self, is_whole: bool = False) -> Node:
         """Parse a macro's argument: a group, or a single digit, letter or macro.
 
-        With `is_whole` a number is taken with all its digits.
+        With `is_whole` all digits of a number belong to it.
         """
         token = self.here
         if token.kind == "number" and is_whole:
             return literal(self.take().text)
         if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
-            # TeX takes one digit: \frac12 is a half
+            # in TeX the argument is one digit: \frac12 is a half
             self.tokens[self.at] = token._replace(text=token.text[1:], tight=True)
             return literal(token.text[0])
         if token.kind in STARTS:
@@ -788,7 +794,7 @@ class Parser(Stream):
     def figure(self, name: str) -> Node:
         """Parse an angle or triangle by its letters.
 
-        An angle in numbers is that of a complex number, after its size.
+        An angle given as a number is the angle of a complex number and follows its size.
         """
         if name == "angle" and self.here.kind == "number":
             return _applied("cis", (self.factor(),), None)
@@ -813,16 +819,17 @@ class Parser(Stream):
         if name in _MANY_ARGUMENTS and len(arguments) == 1:
             if not variables(arguments[0]):
                 raise UnknownWords(f"{name} of 1 values")
-            return Node("call", arguments, name)  # the largest value of an expression
+            # "max" may mean the largest value of an expression
+            return Node("call", arguments, name)
         if name not in _MANY_ARGUMENTS and len(arguments) != 1:
             raise Malformed(f"{name} of {len(arguments)} values")
         node = _applied(name, arguments, base)
         return node if power is None else Node("pow", (node, power))
 
     def arguments(self, name: str) -> tuple[Node, ...]:
-        """Parse what a function is applied to.
+        """Parse the argument of a function.
 
-        That is a bracket, or the product of what follows up to the next function or sign.
+        It is a bracket, or the product of the factors up to the next function or sign.
         """
         token = self.here
         if token.kind != "open":
@@ -832,7 +839,7 @@ class Parser(Stream):
         return inside.args if is_several and token.text != "|" else (inside,)
 
     def argument_in_line(self) -> Node:
-        """Parse the factors that a function without brackets is applied to."""
+        """Parse the factors that are the argument of a function without brackets."""
         factors = [self.factor()]
         while (
             self.starts_factor()
@@ -861,14 +868,14 @@ class Parser(Stream):
         return _arranged(name, [row for row in rows if row])
 
     def bounds(self) -> dict[str, Node]:
-        """Parse what is below a big operator, after "_", and above it, after "^"."""
+        """Parse the bounds of a big operator: the lower after "_", the upper after "^"."""
         bounds = dict[str, Node]()
         while sign := self.took("_", "^"):
             bounds[sign] = self.argument(is_whole=True)
         return bounds
 
     def big_operator(self, name: str) -> Node:
-        """Parse a sum or product with its bounds, or a limit, which is kept as it is."""
+        """Parse a sum or product with its bounds, or a limit, which is not evaluated."""
         is_over_i = "{i=" in "".join(token.text for token in self.tokens[self.at : self.at + 9])
         self.sums_over_i += is_over_i
         bounds = self.bounds()
@@ -885,7 +892,7 @@ class Parser(Stream):
         return Node("sum", (body, *lower.args, upper), name)
 
     def integral(self) -> Node:
-        """Parse an integral, which is kept as it is."""
+        """Parse an integral, which is not evaluated."""
         bounds = self.bounds()
         self.integrals += 1
         body = self.expression()
@@ -913,7 +920,7 @@ class Parser(Stream):
 
 
 def literal(text: str) -> Node:
-    """Return a number token as a leaf; longer ones than can be computed with stay text."""
+    """Return a number token as a leaf; a number that is too long to compute with stays text."""
     mantissa, _, exponent = text.lower().rstrip(".").partition("e")
     if len(mantissa) > _MAX_LITERAL:
         return Node("huge", text=mantissa.lstrip("0") or "0")
@@ -925,7 +932,7 @@ def literal(text: str) -> Node:
 
 
 def unknown(words: Sequence[str]) -> Prose:
-    """Return the error for words that leave no value: denials, or words that are not known."""
+    """Return the error for words that give no value: denials, or unknown words."""
     denials = [word for word in words if word.lower() in vocabulary.NEGATIONS]
     if denials:
         return Prose(f"the word {denials[0]!r}")
@@ -933,14 +940,14 @@ def unknown(words: Sequence[str]) -> Prose:
 
 
 def stated_property(word: str) -> Node:
-    """Return the node for a number that is stated to be even, odd or prime."""
+    """Return the node for a statement that a number is even, odd or prime."""
     if word in ("even", "odd"):
         return Node("congruence", (number(int(word == "odd")), TWO))
     return Node("word", text=word)
 
 
 def joined_quantities(first: Node, second: Node) -> Node | None:
-    """Add two amounts of one kind, the first in the larger unit; return None for other pairs."""
+    """Add two amounts of one dimension if the first has the larger unit; else return None."""
     if first.kind != "quantity" or second.kind != "quantity":
         return None
     one = measure(first.text)
@@ -970,7 +977,7 @@ def _derivative(top: Node, bottom: Node) -> tuple[Node, int] | None:
 
 
 def _vector_product(name: str, left: Node, right: Node) -> Node:
-    """Return a product of two vectors in one order: a x b is -(b x a), but not for nabla."""
+    """Return a product of two vectors in sorted order: b x a becomes -(a x b), except with nabla."""
     if "nabla" in variables(left) or repr(left) <= repr(right):
         return Node("call", (left, right), name)
     turned = Node("call", (right, left), name)
@@ -1015,7 +1022,7 @@ def _arranged(name: str, rows: list[list[Node]]) -> Node:
 
 
 def _case(row: list[Node]) -> list[Node]:
-    """Return the value of a case and its condition, which may be in one cell."""
+    """Return the value and the condition of a case, which may share a cell."""
     parts = row
     if len(row) == 1 and row[0].kind in ("cases", "list"):
         parts = list(row[0].args)
@@ -1025,7 +1032,7 @@ def _case(row: list[Node]) -> list[Node]:
 
 
 def _accented(accent: str, node: Node) -> Node:
-    """Return a marked letter as a variable; a bar over two points is their segment."""
+    """Return a letter with a mark as a variable; a bar over two points means their segment."""
     if accent == "bar" and node.kind == "mul" and all(part.text.isupper() for part in node.args):
         return node
     letters = node.args if node.kind == "mul" else (node,)
@@ -1035,7 +1042,7 @@ def _accented(accent: str, node: Node) -> Node:
 
 
 def _applied(name: str, arguments: tuple[Node, ...], base: Node | None) -> Node:
-    """Return a function of its arguments, spelled by the functions that are computed."""
+    """Return a function of its arguments, expressed by the functions that can be computed."""
     if name in ("log", "lg", "ln"):
         if base is None:
             return function("ln" if name == "ln" else "log", *arguments)

@@ -1,4 +1,4 @@
-"""Readings of an answer: cleaned to one plain LaTeX spelling, then parsed in each way it allows."""
+"""Read an answer: clean it to one plain LaTeX spelling, then parse it in each possible way."""
 
 import re
 import unicodedata
@@ -34,7 +34,8 @@ _PAIRS = {"(": ")", "{": "}"}
 def cleaned(text: str, limits: Limits) -> str:
     """Return one spelling of the answer: ASCII where possible, without sizes, dollars and spacing.
 
-    Commas of thousands are left. Raises TooLarge when more is left than the limits allow.
+    Thousands separators stay. Raises TooLarge if the cleaned answer is longer than the limits
+    allow.
     """
     if len(text) > limits.raw_characters:
         raise TooLarge(f"{len(text)} characters")
@@ -53,7 +54,7 @@ def cleaned(text: str, limits: Limits) -> str:
 
 
 def spaceless(text: str) -> str:
-    """Return the text without spaces, save those that keep words and numbers apart."""
+    """Return the text without spaces, except those that separate words and numbers."""
     return FORMS["idle_blank"].sub("", text.strip())
 
 
@@ -72,8 +73,8 @@ def unwrapped(text: str) -> str:
         return text
     inside = text[depth : len(text) - depth]
     levels = list(accumulate(((char in "({") - (char in ")}") for char in inside), initial=0))
-    # kept: brackets that the inside closes before it opens others, and one pair that may carry
-    # meaning
+    # Brackets stay if the inside closes them before it opens others, and one pair stays if it may
+    # have a meaning.
     drop = depth + min(levels) - 1 if levels[-1] == 0 else 0
     return text[drop : len(text) - drop] if drop > 0 else text
 
@@ -81,7 +82,7 @@ def unwrapped(text: str) -> str:
 def unboxed(text: str) -> str:
     """Return the contents of the boxes in an answer, joined by commas; else the text itself.
 
-    Raises Malformed when its box was cut off.
+    Raises Malformed if a box is cut off.
     """
     if "box" not in text:
         return text
@@ -100,7 +101,7 @@ def _flat(signs: str) -> str:
 
 
 def _plain(text: str) -> Iterator[str]:
-    """Yield characters of Unicode as plain ones; invisible ones are left out."""
+    """Yield plain characters for those of Unicode, without invisible ones."""
     for char in text:
         if " " <= char < "\x7f":
             yield char
@@ -122,7 +123,9 @@ def _plain(text: str) -> Iterator[str]:
 
 
 class Step(NamedTuple):
-    """One replacement, tried only on texts that hold one of its marks, or lack all of them."""
+    """One replacement, which is tried only on texts that contain one of its marks, or lack all of
+    them.
+    """
 
     marks: list[str]
     is_without: bool
@@ -131,19 +134,19 @@ class Step(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The steps of one stage in their order, and which of them each mark calls for."""
+    """The steps of one stage in their order, with the steps that belong to each mark."""
 
     steps: list[Step]
     marks: tuple[str, ...]
     steps_of: dict[str, list[int]]
-    always: list[int]  # those without marks, or for texts without them
+    always: list[int]  # steps without marks, or for texts without their marks
 
 
 def _rewritten(text: str, stage: Stage) -> str:
     """Return the text after the steps of a stage.
 
-    The marks of all steps are looked for at once, which is most of what a short answer takes; as
-    soon as a step has changed the text, the marks of each further step are looked for again.
+    The marks of all steps are searched at once, which is most of the work for a short answer. After
+    a step has changed the text, the marks of each later step are searched again.
     """
     tried = set(stage.always)
     for mark in [mark for mark in stage.marks if mark in text]:
@@ -161,7 +164,7 @@ def _rewritten(text: str, stage: Stage) -> str:
 def _rewritten_from(text: str, steps: list[Step]) -> str:
     for marks, is_without, pattern, put in steps:
         is_tried = is_without or not marks
-        for mark in marks:  # a plain loop: most of an answer's time would go into generators
+        for mark in marks:  # a plain loop, because generators would take most of the time
             if mark in text:
                 is_tried = not is_without
                 break
@@ -171,7 +174,9 @@ def _rewritten_from(text: str, steps: list[Step]) -> str:
 
 
 def _parts(match: re.Match[str]) -> str:
-    """Return (a) 3 (b) 5 as a=3, b=5; the text itself where the marks are not parts of an answer."""
+    """Return (a) 3 (b) 5 as a=3, b=5; return the text unchanged if the marks are not parts of an
+    answer.
+    """
     _, *pieces = FORMS["part"].split(match[0])
     marks = " ".join(pieces[::2])
     values = [piece.strip(" ,;.\n") for piece in pieces[1::2]]
@@ -191,20 +196,22 @@ def _unit_vectors(match: re.Match[str]) -> str:
 
 
 def _vector(match: re.Match[str]) -> str:
-    """Return a sum of unit vectors as its coefficients, two where there is no third."""
+    """Return a sum of unit vectors as its coefficients; two coefficients if there is no third."""
     sizes = {name: f"{size}(1)" for size, name in FORMS["component"].findall(match[0])}
     names = "ijk" if "k" in sizes else "ij"
     return rf"\langle {','.join(sizes.get(name, '0') for name in names)}\rangle"
 
 
 def _classes(match: re.Match[str]) -> str:
-    """Return x = 1, 3 modulo 5 as a congruence each."""
+    """Return x = 1, 3 modulo 5 as one congruence for each value."""
     residues = re.findall(r"-?\d+", match[2])
     return ", ".join(rf"{match[1]} \equiv {residue} {match[3]}" for residue in residues)
 
 
 def _chemistry(match: re.Match[str]) -> str:
-    """Return H2SO4 of mhchem in plain LaTeX: digits after a letter are subscripts."""
+    """Return a formula of mhchem such as H2SO4 in plain LaTeX: digits after a letter are
+    subscripts.
+    """
     formula = re.sub(r"<?->|<=>", r"\\to ", match[1])
     formula = re.sub(r"(?<=[A-Za-z)\]])(\d(?!\d))", r"_\1", formula)
     formula = re.sub(r"(?<=[A-Za-z)\]])(\d+)", r"_{\1}", formula)
@@ -215,7 +222,7 @@ _UPRIGHT_MACRO = re.compile(r"\\(?:mathrm|text|rm)\s*\{((?:[^{}]|\{[^{}]*\}){0,6
 
 
 def _molecule(match: re.Match[str]) -> str:
-    """Return a formula of elements, parts of which are upright, without that type."""
+    """Return a formula of chemical elements without commands for upright type."""
     formula = _UPRIGHT_MACRO.sub(r"\1", match[0]).replace(" ", "")
     return match[0] if "\\" in formula else re.sub(r"\^([+-])", r"^{\1}", formula)
 
@@ -228,17 +235,17 @@ def _plain_formula(match: re.Match[str]) -> str:
 
 
 def _parity(match: re.Match[str]) -> str:
-    """Return all odd integers, or that n is odd, as a class of n."""
+    """Return "all odd integers", or "n is odd", as a class of n."""
     return rf"{match[1] or 'n'} \equiv {1 if match[2] else 0} \pmod{{2}}"
 
 
 def _power(match: re.Match[str]) -> str:
-    """Return all powers of 2 as 2^k."""
+    """Return "all powers of 2" as 2^k."""
     return f"{ {'two': '2', 'three': '3'}.get(match[1].lower(), match[1]) }^k"
 
 
 def _formula(match: re.Match[str]) -> str:
-    """Return a formula of elements without its upright type, if it has indices or a charge."""
+    """Return a formula of chemical elements without upright type, if it has indices or a charge."""
     return match[1] if re.search("[_^]", match[1]) else match[0]
 
 
@@ -253,7 +260,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _going_on(match: re.Match[str]) -> str:
-    """Return 0.1666... as a fraction: a cycle shows when it is there twice, one digit three times."""
+    """Return 0.1666... as a fraction; a cycle must be written twice, a single digit three times."""
     return _repeating(match) if len(match[3] + match[4]) > 2 else match[0]
 
 
@@ -288,7 +295,7 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
 
 
 def _stage(name: str) -> Stage:
-    """Return the steps of a stage as the data file lists them."""
+    """Return the steps of a stage in the order of the data file."""
     steps = list[Step]()
     steps_of = dict[str, list[int]]()
     always = list[int]()
@@ -316,14 +323,16 @@ _LAST = _stage("last")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """An answer cleaned and parsed; no trees means it could not be read, and `problem` says why."""
+    """An answer after cleaning and parsing; without trees it could not be read, and `problem` says
+    why.
+    """
 
     text: str
     trees: tuple[Node, ...]
     problem: Undecided | None = None
-    choice: str = ""  # the letter, when the answer is one choice, perhaps with its text
+    choice: str = ""  # the letter, if the answer is one choice, perhaps with its text
     is_letter: bool = False  # nothing but the letter
-    lettered: bool = False  # the letter with its text, which is read as well
+    lettered: bool = False  # the letter has a text, which is read as well
 
     @property
     def squashed(self) -> str:
@@ -332,7 +341,7 @@ class Reading:
 
 
 def read(text: str, limits: Limits) -> Reading:
-    """Return the answer as trees; the readings of long texts are not kept."""
+    """Return the answer as trees; the readings of long texts are not cached."""
     return _read(text, limits) if len(text) <= 400 else _read.__wrapped__(text, limits)
 
 
@@ -353,15 +362,15 @@ def _read(text: str, limits: Limits) -> Reading:
     except Undecided as problem:
         choice = _CHOICE.match(_MACRO.sub("", plain)) if len(plain) < 400 else None
         return Reading(plain, (), problem, choice[1] if choice else "")
-    except RecursionError:  # little of the stack was left to us
+    except RecursionError:  # the caller left little of the stack
         return Reading(plain, (), TooLarge("too deep for the stack at hand"))
 
 
 def _value_of_choice(bare: str) -> str:
-    """Return the text of a choice with its letter, such as (C) 46; empty for other answers."""
+    """Return the text after the letter of a choice, such as 46 in (C) 46; empty for other answers."""
     match = FORMS["lettered"].fullmatch(bare)
     text = (match[2] or match[4]).strip() if match else ""
-    excess = text.count("}") - text.count("{")  # number of braces that held the letter too
+    excess = text.count("}") - text.count("{")  # number of braces that also contain the letter
     while excess > 0 and text.endswith("}"):
         text = text[:-1]
         excess -= 1
@@ -369,7 +378,7 @@ def _value_of_choice(bare: str) -> str:
 
 
 def _trees_of_either(plain: str, value: str, limits: Limits) -> tuple[Node, ...]:
-    """Return the readings of an answer, and those of its text after the letter of a choice."""
+    """Return the readings of an answer, and the readings of a choice's text without its letter."""
     if not value:
         return tuple(_trees(plain, limits))
     trees = list[Node]()
@@ -385,7 +394,9 @@ def _trees_of_either(plain: str, value: str, limits: Limits) -> tuple[Node, ...]
 
 
 def _trees(plain: str, limits: Limits) -> list[Node]:
-    """Return the readings of a cleaned text: thousands joined, then as written if that differs."""
+    """Return the readings of a cleaned text: first with thousands joined, then as written if that
+    differs.
+    """
     meaning = _in_words(plain, limits) if len(plain) < 240 else None
     if meaning is not None:
         return [meaning]
@@ -394,7 +405,7 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
     joined = FORMS["thousands"].sub(lambda match: match[0].replace(",", ""), joined)
     spellings = [joined] if joined == plain or FORMS["zeros"].search(plain) else [joined, plain]
     below = FORMS["below_slash"].sub(r"/(\1)", joined)
-    if below != joined:  # t/RC is t/(RC) in physics, (t/R)C in a program
+    if below != joined:  # t/RC means t/(RC) in physics, but (t/R)C in a program
         spellings.append(below)
     counted = FORMS["counted"].sub(_as_binomial, joined)
     if counted != joined:
@@ -421,7 +432,7 @@ def _as_binomial(match: re.Match[str]) -> str:
 
 
 def _in_words(plain: str, limits: Limits) -> Node | None:
-    """Return the meaning of an answer in words: a number, set, date, quotient with remainder."""
+    """Return the tree of an answer in words: a number, set, date or quotient with remainder."""
     if FORMS["date"].fullmatch(plain):
         raise UnknownWords("a date whose day and month are not distinguished")
     phrase = FORMS["braces"].sub(" ", _MACRO.sub(" ", plain))
@@ -458,7 +469,7 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
 
 
 def _fixed(words: str) -> str:
-    """Return the one form that a phrase is compared in."""
+    """Return the form in which a phrase is compared."""
     for fixed, form in vocabulary.MEANINGS.items():
         if form.fullmatch(words):
             return fixed

@@ -1,4 +1,4 @@
-"""Expression tree that every answer is parsed into."""
+"""The expression tree into which every answer is parsed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,31 +6,32 @@ from fractions import Fraction
 from typing import Literal
 
 Kind = Literal[
-    # value, text as it is written; an integer literal too long to compute with: text alone
+    # A number has a value, and its text as it is written; an integer literal that is too long to
+    # compute with has only the text.
     "number", "huge",
-    # text; constants are pi, e, i, inf; a clock tells an hour and minutes
+    # These have a text. Constants are pi, e, i and inf; a clock gives an hour and minutes.
     "symbol", "constant", "word", "clock",
     "add", "mul", "pow", "root",  # base and exponent; radicand and index
-    "func", "call",  # a function known to us, or not, applied: its name and its arguments
+    "func", "call",  # a known or an unknown function with its name and arguments
     "plusminus",  # both signs of one argument; text "+" or "-" says which comes first
     "percent", "degree", "quantity",  # kinds with one argument; a quantity's text is its unit
     "based",  # a numeral's digits, and as value its base
     "sum",  # text: sum or prod; args: body, variable, lower, upper
-    "opaque",  # integrals, limits: kept, and not decided on; text: which
+    "opaque",  # integrals and limits, which are not evaluated; the text says which
     # a tuple's text: its brackets, such as "(]"; a list's: "and" or "or" where it is written
     "tuple", "list", "set",
-    "union", "setminus", "builder",  # a builder has a member of a set and its conditions
+    "union", "setminus", "builder",  # a set-builder has a member of the set and its conditions
     "matrix",  # rows, each a tuple
     "relation",  # text: operators joined by a space; args: its sides
     "ratio", "congruence",  # a congruence has a value and its modulus
-    # kinds that hold one value in several forms, or pairs of a value and its condition
+    # kinds with one value in several forms, or with pairs of a value and its condition
     "aliases", "cases",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One vertex: what it is, its children, and its name or value where it has one."""
+    """One node of a tree, with its kind, its children, and its name or value if it has one."""
 
     kind: Kind
     args: tuple["Node", ...] = ()
@@ -38,7 +39,9 @@ class Node:
     value: Fraction | None = None
 
     def walk(self) -> list["Node"]:
-        """Return this node and all below it; iterative, so depth does not matter."""
+        """Return this node and all nodes below it, without recursion, so that the depth does not
+        matter.
+        """
         nodes: list[Node] = []
         stack: list[Node] = [self]
         while stack:
@@ -76,12 +79,12 @@ def symbol(name: str) -> Node:
 
 
 def joined(kind: Kind, parts: Sequence[Node]) -> Node:
-    """Return these parts under one node, or the only one itself."""
+    """Return a node of these parts, or the part itself if there is only one."""
     return parts[0] if len(parts) == 1 else Node(kind, tuple(parts))
 
 
 def negated(node: Node) -> Node:
-    """Return minus the node, folded for literals so that -3 is one leaf."""
+    """Return the negative of the node; a literal such as -3 becomes one leaf."""
     if node.kind == "number" and node.value is not None:
         text = node.text[1:] if node.text.startswith("-") else "-" + node.text
         return Node("number", text=text, value=-node.value)
@@ -111,7 +114,7 @@ def grid(rows: Iterable[Iterable[Node]]) -> Node:
 
 
 def variables(node: Node) -> frozenset[str]:
-    """Return the names of the free variables; those bound by a sum or product are left out."""
+    """Return the names of the free variables, without those bound by a sum or product."""
     names: set[str] = set()
     bound: set[str] = set()
     stack = [node]
@@ -136,7 +139,7 @@ def substituted(node: Node, values: Mapping[str, Node]) -> Node:
 
 
 def canonical(node: Node) -> Node:
-    """Return the tree with sums and products flattened and their parts in one order."""
+    """Return the tree with sums and products flattened and their parts sorted."""
     if not node.args:
         return node
     args = tuple(map(canonical, node.args))

@@ -1,4 +1,4 @@
-"""Vocabulary of answers, read from data files: number words, phrases of one meaning, units."""
+"""The vocabulary of answers, read from data files: number words, synonymous phrases, units."""
 
 import re
 import tomllib
@@ -60,7 +60,7 @@ def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# words after which what precedes them is no longer simply the answer
+# words which change the meaning of the answer before them
 NEGATIONS = words("negations")
 
 LARGE = table("large", dict[str, int])
@@ -69,14 +69,12 @@ _SMALL = {word: value for value, word in enumerate(table("small", str).split())}
 _VALUES = _SMALL | {word: 20 + 10 * index for index, word in enumerate(table("tens", str).split())}
 _NAMED = spelled(table("shares", dict[str, str])).items()
 SHARES = {form: int(count) for share, count in _NAMED for form in (share, f"{share}s")}
-"""Parts of a whole by name: a third is one in three."""
+"""Denominators by the names of fractions: a third is one in three."""
 NEUTRAL = words("neutral")
 LABELS = words("labels")
 APPROXIMATE = words("rough") | words("alike")
 ATTACHED = words("attached")
-"""Letters that, right after a number and last in an answer, are its unit and not a product of
-variables.
-"""
+"""Letters that are a unit, not variables, if they follow a number and end the answer."""
 SETS = table("sets", dict[str, str])
 MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[str, str]).items()}
 
@@ -118,7 +116,7 @@ def number_in_words(text: str) -> Fraction | None:
 
 
 def base(name: str) -> Fraction | None:
-    """Return the base of a numeral by its digits or its name."""
+    """Return the base of a numeral, given as digits or as a name."""
     value = int(name) if name.isdigit() and len(name) < 3 else _BASES.get(name.lower())
     return None if value is None else Fraction(value)
 
@@ -131,7 +129,9 @@ _MONTHS = {
 
 
 def date_in_words(phrase: str) -> str:
-    """Return a date in one fixed form, without a year where none is given; empty for no date."""
+    """Return a date in a fixed form, without a year if none is given; empty if the text is not a
+    date.
+    """
     match = FORMS["date"].fullmatch(phrase.strip().lower())
     if match is None:
         return ""
@@ -158,7 +158,9 @@ def is_word(letters: str) -> bool:
 
 
 def squashed(text: str) -> str:
-    """Return a phrase as it is compared: lower case, without punctuation and leading article."""
+    """Return a phrase in the form for comparison: lower case, without punctuation or leading
+    article.
+    """
     pieces = FORMS["piece"].findall(FORMS["hyphen"].sub(" ", text.lower()))
     if len(pieces) > 1 and pieces[0] in ("a", "an", "the") and pieces[1].isalnum():
         pieces = pieces[1:]
@@ -202,7 +204,7 @@ def _defined(text: str, known: dict[str, Measure]) -> Measure:
 
 
 def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
-    """Return the units by symbol, as written, and by name, in lower case and singular."""
+    """Return two tables of units: by symbol as written, and by name in lower case and singular."""
     symbols: dict[str, Measure] = {
         name: (((name, 1),), Fraction(1)) for name in _DATA.words("bases")
     }
@@ -234,7 +236,9 @@ _IRREGULAR = _DATA.table("irregular", dict[str, str])
 
 @lru_cache(maxsize=2048)
 def entry(word: str) -> Measure | None:
-    """Return the measure of one word; a plural noun counts itself, a counter has no measure."""
+    """Return the measure of one word; a plural noun is a unit by itself, and a counter has no
+    measure.
+    """
     if word in SYMBOLS:
         return SYMBOLS[word]
     lower = word.lower()
@@ -281,7 +285,7 @@ def measure(unit: str) -> Measure | None:
 
 
 def is_generic(dimension: Dimension) -> bool:
-    """Return whether an amount is of squares or cubes of an unnamed length: 5 square units."""
+    """Return whether a unit is a square or cube of an unnamed length, as in 5 square units."""
     return dimension in ((("unit", 2),), (("unit", 3),))
 
 
@@ -296,7 +300,7 @@ def unit_at(text: str, start: int) -> tuple[str, int] | None:
     position = start
     depth = 0
     phrase = list[str]()
-    has_unit = False  # in the current factor
+    has_unit = False  # number of words in the current factor
     longest: tuple[str, int] | None = None
     while True:
         step = _UNITS["step"].match(text, position)

@@ -223,7 +223,7 @@ def test_scores_of_two_questions_are_reported_as_copies() -> None:
 def test_scores_without_questions_give_a_bound_only(tmp_path: Path) -> None:
     """Modes and charts by question are left out, and the effective sample size is a bound."""
     np.save(tmp_path / "s.npy", np.array([1 + n * 37 % 101 / 50 for n in range(200)]))
-    with pytest.raises(CalibrationInputError, match="needs no questions"):
+    with pytest.raises(CalibrationInputError, match="does not need questions"):
         calibration_report(tmp_path / "s.npy", rate_scope="question")
     found = calibration_report(tmp_path / "s.npy")
     assert "Rate by question" not in [chart.title for chart in calibration_charts(found.control)]

@@ -292,7 +292,9 @@ def test_cancelled_rollouts_count_in_no_accuracy(run: Path) -> None:
     alone = next(rate for rate in report.accuracy if rate.name == "pass@1")
     assert spared > 0
     assert alone.estimate.n_samples == 12 * 8 - spared
-    told = f"{spared} rollouts that settled votes cancelled are left out, which favours quick ones"
+    told = (
+        f"{spared} rollouts that settled votes cancelled are left out, which favours fast rollouts"
+    )
     assert told in report.coverage
 
 

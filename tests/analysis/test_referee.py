@@ -217,8 +217,8 @@ def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
         ({"rules": ["betta"]}, "--rules: 'betta' is unknown; did you mean 'beta'"),
         ({"unit": "dollars"}, "--match: the dollars of some rollouts are not known"),
         ({"unit": "euros"}, "--match: 'euros' is unknown"),
-        ({"orders": 0}, "--orders: 0 orders are none"),
-        ({"samples": 1}, "--samples: 1: rules need 2 rollouts or more"),
+        ({"orders": 0}, "--orders: 0 orders are too few"),
+        ({"samples": 1}, "--samples: 1 is too few rollouts for a rule"),
     ],
 )
 def test_unknown_rules_and_unrecorded_units_are_refused(
@@ -296,9 +296,9 @@ def test_the_command_prints_a_row_or_an_object_per_rule(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--rules", "all", "--rate", "0.3"], "--rate: it decides on chunks"),
-        (["--orders", "3"], "--orders: it belongs to --rules"),
-        (["--match", "tokens"], "--match: it belongs to --rules"),
+        (["--rules", "all", "--rate", "0.3"], "--rate: this option decides on chunks"),
+        (["--orders", "3"], "--orders: it needs --rules"),
+        (["--match", "tokens"], "--match: it needs --rules"),
     ],
 )
 def test_rules_refuse_options_of_gates(

@@ -207,18 +207,18 @@ def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> Non
     """The error states the reason before a file is written."""
     stranger: Teacher = Stranger()
     out = tmp_path / "data.jsonl"
-    with pytest.raises(OptionError, match="its tokenizer is not that of the run's models"):
+    with pytest.raises(OptionError, match="its tokenizer differs from that of the run's models"):
         export_run(open_run(recorded), out, ExportOptions("opd"), stranger)
-    with pytest.raises(OptionError, match="only opd has"):
+    with pytest.raises(OptionError, match="only opd does"):
         export_run(open_run(recorded), out, ExportOptions("sft"), stranger)
     for words, problem in (
-        ("llamacpp:http://localhost:1/m", "does not list the likeliest tokens"),
+        ("llamacpp:http://localhost:1/m", "cannot list the most likely tokens"),
         ("vllm:http://localhost:1/m,http://localhost:2/m", "name one server"),
-        ("nothing:x", "names no engine"),
+        ("nothing:x", "is not the address of an engine"),
     ):
         with pytest.raises(OptionError, match=problem), open_teacher(words, 20):
             pass
-    with pytest.raises(OptionError, match="0 tokens are none"), open_teacher("embedded", 0):
+    with pytest.raises(OptionError, match="0 tokens are too few"), open_teacher("embedded", 0):
         pass
     assert not out.exists()
 
@@ -295,15 +295,19 @@ def test_impossible_exports_are_refused(
 ) -> None:
     """Each error names a way out and leaves no file."""
     run = planted(run_import, tmp_path)
-    with pytest.raises(UsageError, match="opd needs a draft and a target, and this run has only t"):
+    with pytest.raises(UsageError, match="opd needs a draft and a target, but this run has only t"):
         read(run, tmp_path, "opd")
-    with pytest.raises(OptionError, match=r"--out: .*data.csv is neither of .jsonl and .parquet"):
+    with pytest.raises(OptionError, match=r"--out: .*data.csv does not end in .jsonl or .parquet"):
         export_run(open_run(run), tmp_path / "data.csv", ExportOptions("sft"))
     ungraded = write_lines(tmp_path / "b.jsonl", [{"question": "1?", "text": "\\boxed{1}"}])
     other = run_import("jsonl", ungraded, tmp_path / "other").directory
-    with pytest.raises(UsageError, match=r"no record can be made of it as sft \(not graded as cor"):
+    with pytest.raises(
+        UsageError, match=r"this run gives no records of kind sft \(not graded as cor"
+    ):
         read(other, tmp_path, "sft")
-    with pytest.raises(UsageError, match=r"as preference \(all correct, or none: 1\)"):
+    with pytest.raises(
+        UsageError, match=r"of kind preference \(all rollouts are correct, or none: 1\)"
+    ):
         read(other, tmp_path, "preference")
     assert command(["export", str(run), "--as", "dpo", "--out", "x.jsonl"]) == 2
     assert "--as: 'dpo' is unknown" in capsys.readouterr().err

@@ -162,7 +162,7 @@ def test_the_lossy_setting_opens_a_variant_within_its_bound(
     assert folders == ["lean", "leaner"]
     said = caplog.messages[0]
     assert (
-        "lean stands in (base/layers.1.mlp as layers.1.mlp): 0.005 nats a token, 10.00 % of 900 "
+        "lean replaces it (base/layers.1.mlp as layers.1.mlp): 0.005 nats a token, 10.00 % of 900 "
         "greedy tokens flip" in said
     )
     assert "accuracy 0.500 to 0.400, -0.100 [-0.300, +0.100] (n = 30, toys)" in said
@@ -186,7 +186,7 @@ def test_a_lossy_variant_opens_only_on_request(pair: Zoo, base: Path) -> None:
     kept(pair)
     words = f"zoo:{pair.directory}"
     refused = {
-        f"{words}/lean": "stands in for 'tuned', at a loss",
+        f"{words}/lean": "replaces 'tuned' with a loss",
         f"{words}/tuned?lossy=.001": r"lean diverges by 0\.005",
         f"{words}/tuned?lossy=little": "not a number",
         f"{words}/base?lossy=1": "nothing was kept",

@@ -421,7 +421,7 @@ def test_scores_repeated_by_siblings_raise_no_alarm() -> None:
     assert not DriftMonitor(stored).events
     assert sum(bool(watched(stored, whole(stored, seed)).events) for seed in range(10)) <= 1
     warnings = " ".join(examine(stored, 0.4).warnings)
-    assert "siblings that wrote the same chunk" in warnings
+    assert "rollouts wrote the same chunk" in warnings
     assert "worth about" in warnings
 
 
@@ -465,7 +465,7 @@ def test_repeated_scores_without_questions_are_an_error() -> None:
 def test_repeats_in_a_file_alone_are_an_error_with_both_explanations() -> None:
     """A file alone cannot tell copies from equal chunks; a run's scores can."""
     stored = alike(2)
-    assert "siblings" in first_alarm(stored).events[0].message
+    assert "rollouts wrote the same chunk" in first_alarm(stored).events[0].message
     assert not first_alarm(stored, whole(stored, 0)).events
 
 

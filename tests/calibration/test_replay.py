@@ -236,7 +236,7 @@ def test_files_without_scores_are_refused(tmp_path: Path, atts: Atts) -> None:
         "replay empty.jsonl": "number of records",
         "report empty.jsonl": "number of scores",
         "report binary.jsonl": "not text",
-        "report broken.npy": "no array of plain numbers",
+        "report broken.npy": "an array with one row of plain numbers",
         "report calibrator.json": "a state with its digest",
         "import good.jsonl --out absent/scores.json": "Make its folder",
     }.items():

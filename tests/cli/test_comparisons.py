@@ -135,9 +135,9 @@ def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[
     command = ("eval", "arithmetic[:3]", "--samples", "8", *scripted)
     some = atts(*command, "--out", "runs/some").out
     every = atts(*command, "--early-stop", "none", "--out", "runs/every").out
-    leaning = r"pass@1 .*leaves out \d+ cancelled by settled votes, so it favours quick rollouts"
+    leaning = r"pass@1 .*leaves out \d+ cancelled by settled votes, so it favours fast rollouts"
     assert re.search(leaning, some)
-    assert "favours quick" not in every
+    assert "favours fast" not in every
 
 
 def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_a_plan_reports_the_gain_over_a_coin_and_the_power(recorded: Path, tmp_p
     alone = "\n".join(plan(recorded).notes)
     assert "plan with a run of --method coin --rate 0.3 as well" in alone
     assert "Power: " in alone
-    assert "one run does not tell how the difference varies" in alone
+    assert "one run does not show how the difference varies" in alone
     policy = Policy(samples=5, turns=8, max_tokens=300, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy, rate=0.3, method="coin")
     evaluate_sync(toy_problems(PROBLEMS), setup, directory=tmp_path / "coin")
@@ -406,7 +406,7 @@ def test_a_plan_reports_the_gain_over_a_coin_and_the_power(recorded: Path, tmp_p
     gain = compare(tmp_path / "coin", recorded).single
     assert gain is not None
     assert f"over a coin at rate 0.3: {gain.difference.signed()}" in both
-    assert "the spread of the difference is that between the first two runs" in both
+    assert "the spread of the difference is taken from the first two runs" in both
 
 
 def test_a_plan_reads_runs_at_several_rates(recorded: Path, tmp_path: Path) -> None:
@@ -420,7 +420,7 @@ def test_a_plan_reads_runs_at_several_rates(recorded: Path, tmp_path: Path) -> N
     assert {option.rate for option in found.options} <= {0.3, 0.6}
     assert found.other_rates == ()
     evaluate_sync([Problem("1", "2 + 2?", "4")], setup, directory=tmp_path / "stranger")
-    with pytest.raises(Exception, match="not of the same problems"):
+    with pytest.raises(Exception, match="have different problems"):
         plan([recorded, tmp_path / "stranger"])
 
 

@@ -62,7 +62,7 @@ def test_an_import_takes_ids_and_references_from_a_dataset(atts: Atts, theirs: P
         (("jsonl", "--kind", "maths"), "--kind: 'maths' is unknown"),
         (("jsonl", "--grades", "mine"), "--grades: 'mine' is unknown"),
         (("jsonl", "--column", "text"), "--column: 'text' is not FIELD=COLUMN"),
-        (("jsonl", "--out", "-"), "--out: '-' names no directory"),
+        (("jsonl", "--out", "-"), "--out: '-' is not a directory"),
         (("jsonl", "--column", "text=no"), "line 1: it has no column 'no'; it has prompt, out, price"),
     ],
 )  # fmt: skip

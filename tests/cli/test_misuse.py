@@ -243,7 +243,7 @@ CASES = [
         text("mine.jsonl", b'{"text": "\xe9"}'),
     ),
     Case("unknown engine", "eval --draft vlm:http://a", USAGE, ("vlm", "'vllm'")),
-    Case("engine without a model", "eval --draft hf:", USAGE, ("hf:", "which model")),
+    Case("engine without a model", "eval --draft hf:", USAGE, ("hf:", "does not name a model")),
     Case(
         "engine with an unknown setting",
         f"eval {RUN} --draft embedded?devise=cpu",
@@ -278,7 +278,7 @@ CASES = [
         "speculation by a draft on a server",
         "eval --draft vllm:http://127.0.0.1:9/M --set speculate=draft",
         USAGE,
-        ("speculate", "take another draft"),
+        ("speculate", "use another draft"),
     ),
     Case(
         "drafter on a server",
@@ -410,7 +410,7 @@ CASES = [
         "comparison of strangers",
         "compare runs/atts other.jsonl",
         USAGE,
-        ("no problem is in both",),
+        ("no problem in common",),
         text("other.jsonl", '{"id": "x", "correct": true}'),
     ),
     Case(
@@ -437,7 +437,7 @@ CASES = [
         "promise that is none",
         f"eval {RUN} --abstain 10 --labelled runs/atts",
         USAGE,
-        ("'10'", ".1@.9"),
+        ("'10'", "0.1@0.9"),
     ),
     Case(
         "labels of no run",
@@ -495,7 +495,7 @@ CASES = [
         "decision by a shard",
         f"eval {RUN} --compare-to runs/atts --stop-when decided --shard 1/2",
         USAGE,
-        ("shard", "leave one out"),
+        ("shard", "leave one"),
     ),
     Case(
         "points of nothing",
@@ -583,7 +583,7 @@ CASES = [
         "questions that are not known",
         f"calibration report {SCORES} --rate-scope question",
         USAGE,
-        ("mode", "name none", "aci"),
+        ("mode", "does not need questions", "aci"),
         SCORED,
     ),
     Case(
@@ -672,7 +672,7 @@ CASES = [
         "sweep over what a flag sets",
         "sweep --over rate=.1 --rate .2",
         USAGE,
-        ("rate", "leave one out"),
+        ("rate", "leave one"),
     ),
     Case("sweep over a broken list", "sweep --over draft=[a", USAGE, ("--over", "JSON list")),
     Case("sweep over an unknown method", "sweep --over method=atss", USAGE, ("atss", "'atts'")),
@@ -705,13 +705,13 @@ CASES = [
         "sweep onto a run",
         "sweep --draft scripted --target scripted --out runs/atts",
         DISK,
-        ("it holds a run",),
+        ("it is the directory of a run",),
     ),
     Case(
         "sweep onto a damaged set",
         "sweep --draft scripted --target scripted --out set",
         DISK,
-        ("sweep.json", "not a set of runs"),
+        ("sweep.json", "does not describe a set of runs"),
         text("set/sweep.json", "{"),
     ),
     Case("following no run", "report nope --follow", DISK, ("nope", "no run")),

@@ -201,7 +201,7 @@ def test_a_dry_run_names_the_proposer(atts: Callable[..., Any]) -> None:
     named = atts("eval", "arithmetic[:1]", "--set", "speculate=pearl", "--dry-run")
     assert "by the draft (speculate pearl)" in named.out
     own = atts("eval", "arithmetic[:1]", "--target", "embedded?k=3", "--dry-run")
-    assert "as the target's own words say" in own.out
+    assert "as the target's address says" in own.out
 
 
 def test_the_key_does_not_change_an_engine_object() -> None:
@@ -211,5 +211,5 @@ def test_the_key_does_not_change_an_engine_object() -> None:
 
     own = LocalEngine(path("target"))
     assert build_engines("embedded", own)[1] is own
-    with pytest.raises(OptionError, match="own options"):
+    with pytest.raises(OptionError, match="engine's options"):
         build_engines("embedded", own, "suffix")

@@ -150,14 +150,14 @@ def message(action: Callable[[], object]) -> str:
         ),
         ("x.jsonl", b"", ["no rows"]),
         ("x.jsonl", b"\n \n", ["no rows"]),
-        ("x.json", b'{"a": 1}', ["no list of rows"]),
+        ("x.json", b'{"a": 1}', ["does not contain a list of rows"]),
         ("x.json", b"{", ["not JSON"]),
         ("x.csv", b"problem,answer\n", ["no rows"]),
         ("x.csv", b"problem,answer\np,1,2\n", ["line 2", "more fields"]),
         ("x.csv", b'problem,answer\n"p,1\n', ["line 1", "unexpected end"]),
         ("x.parquet", b"no parquet", ["not a Parquet file"]),
         ("x.jsonl.gz", b"no gzip", ["cannot be read"]),
-        ("x.txt", b"p", ["not a kind of file", ".jsonl"]),
+        ("x.txt", b"p", ["not of a kind that atts reads", ".jsonl"]),
         (
             "x.jsonl",
             b'{"problme": "p", "answer": "1"}\n',
@@ -231,7 +231,7 @@ def test_repeated_texts_are_noted(tmp_path: Path) -> None:
     """Repeated texts are not an error, because their ids differ."""
     rows = [{"problem": "same  text", "answer": "1"}, {"problem": "Same text", "answer": "1"}]
     assert load_dataset(write_jsonl(tmp_path / "x.jsonl", rows)).notes == (
-        "1 problems repeat another's text",
+        "1 problems have the same text as another problem",
     )
 
 
@@ -371,7 +371,7 @@ def test_filters_then_draw_then_slice() -> None:
         (Selection(subjects=("Geometry",)), "Known: A, B"),
         (Selection(sample=11), "cannot draw 11 of 10"),
         (Selection(sample=0), "cannot draw 0 of 10"),
-        (Selection(start=10), "nothing is left of 10 problems by slice [10:]"),
+        (Selection(start=10), "none of 10 problems matches the selection (slice [10:])"),
     ],
 )
 def test_a_selection_that_selects_nothing_says_why(selection: Selection, says: str) -> None:

@@ -99,7 +99,9 @@ def test_math100_is_refused_from_a_part_of_math500(tmp_path: Path, shared_data: 
     """In a part of MATH-500 the indices of the hundred would name other problems."""
     lines = (shared_data / "benchmarks" / "math500.jsonl").read_text().splitlines()[:499]
     (tmp_path / "part.jsonl").write_text("\n".join(lines))
-    with pytest.raises(DatasetError, match="drawn from 500 problems in order, this source has 499"):
+    with pytest.raises(
+        DatasetError, match="drawn from 500 problems in order, but this source has 499"
+    ):
         load_dataset("math100", options=LoadOptions(file=tmp_path / "part.jsonl"))
 
 
@@ -341,7 +343,7 @@ def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
         ("aime25/0", "I", "70"),
         ("aime25/1", "II", "336"),
     ]
-    assert "AIME 2025 has 30 problems, this source 2" in found.notes
+    assert "AIME 2025 has 30 problems, but this source has 2" in found.notes
 
 
 def test_a_copy_without_an_optional_column_loads_with_a_note(tmp_path: Path) -> None:
@@ -349,10 +351,10 @@ def test_a_copy_without_an_optional_column_loads_with_a_note(tmp_path: Path) -> 
     hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "answer": "1"}])})
     found = cached("aime25", tmp_path)
     assert found.problems[0].id == "aime25/0"
-    assert "column 'id' of this copy is gone" in found.notes
+    assert "this copy does not have column 'id' any more" in found.notes
     hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "id": "1"}])})
     with pytest.raises(
-        DatasetError, match="column 'answer' is not there. Columns found: problem, id"
+        DatasetError, match="there is no column 'answer'. Columns found: problem, id"
     ):
         cached("aime25", tmp_path)
 
@@ -465,7 +467,7 @@ def test_an_uncached_benchmark_says_how_to_get_it(
         DatasetError, match="hf download --repo-type dataset HuggingFaceH4/MATH-500"
     ):
         load_dataset("math500", options=LoadOptions(cache=tmp_path))
-    with pytest.raises(DatasetError, match="not a name of a hub dataset"):
+    with pytest.raises(DatasetError, match="not the name of a hub dataset"):
         cached("hub:-bad-/..name", tmp_path)
 
 
@@ -567,7 +569,11 @@ def test_a_missing_dataset_is_fetched_once(tmp_path: Path, hub: list[str]) -> No
             "main",
             "gated; accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa",
         ),
-        ("hub:math-ai/aime25", "nothing", "the hub has no revision 'nothing'"),
+        (
+            "hub:math-ai/aime25",
+            "nothing",
+            "the hub does not have revision 'nothing' of this dataset",
+        ),
         ("hub:no/such", "main", "could not be fetched"),
     ],
 )
@@ -609,5 +615,5 @@ def test_only_the_slice_of_a_benchmark_is_generated(monkeypatch: pytest.MonkeyPa
     load_dataset("arithmetic[2:5]", Selection(seed=77))
     load_dataset("arithmetic[2:5]", Selection(seed=77))
     assert asked == [5]
-    with pytest.raises(DatasetError, match="nothing is left of 4 problems"):
+    with pytest.raises(DatasetError, match="none of 4 problems matches the selection"):
         load_dataset("arithmetic[9:]", Selection(sample=4, seed=77))

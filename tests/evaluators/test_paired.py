@@ -144,7 +144,7 @@ def test_a_comparison_prints_rates_difference_and_counts() -> None:
         "difference 0.075 [",
         "p = ",
         "better on 10, worse on 5, tied on 5",
-        "problems would show it",
+        "problems would show a difference of this size",
     ):
         assert part in words
 

@@ -223,7 +223,7 @@ class _Trap:
     ("private", "words"),
     [
         (packed(_Trap()), "instead of a text"),
-        (packed([1, 2]), "no text"),
+        (packed([1, 2]), "not text"),
         ("not packed", "cannot be unpacked"),
         ([{"input": "1"}], "without input or output"),
     ],

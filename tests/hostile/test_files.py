@@ -143,7 +143,7 @@ def test_a_run_needs_a_directory(
     monkeypatch.chdir(tmp_path)
     for out in ("-", ""):
         assert run(["eval", "arithmetic[:1]", *SCRIPTED, "--out", out]) == 2
-        assert "names no directory" in capsys.readouterr().err
+        assert "is not a directory" in capsys.readouterr().err
     assert run(["merge", str(recorded / "run"), "--out", "-"]) == 2
     assert not os.listdir()
 

@@ -208,7 +208,7 @@ def test_matharena_rows_are_imported_by_model(tmp_path: Path, run_import: Import
     rows = [arena_row(model, 3, n, "7" if n else "None") for model in "ab" for n in range(2)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     with pytest.raises(
-        OptionError, match=r"--model: .* 2 models, choose one: 'a' \(2\), 'b' \(2\)"
+        OptionError, match=r"--model: .* 2 models; choose one: 'a' \(2\), 'b' \(2\)"
     ):
         run_import("matharena", path)
     made = run_import("matharena", path, model="b")
@@ -279,7 +279,7 @@ def test_a_pickle_is_refused(tmp_path: Path, run_import: Import) -> None:
     path.parent.mkdir()
     path.write_bytes(b"\x80\x04.")
     for given in (path, path.parent):
-        with pytest.raises(DatasetError, match="is a pickle, and reading a pickle runs whatever"):
+        with pytest.raises(DatasetError, match="is a pickle, and reading a pickle runs any code"):
             run_import("deepconf", given)
 
 
@@ -303,12 +303,18 @@ def test_columns_are_mapped_or_guessed(tmp_path: Path, run_import: Import) -> No
     ("columns", "problem"),
     [
         ({"question": "Q", "text": "out"}, "line 1: it has no column 'out'; it has Q, a, b"),
-        ({"question": "Q"}, "line 1: no column holds the text; name it with --column text=NAME"),
+        (
+            {"question": "Q"},
+            "line 1: it has no known column for the text; name one with --column text=NAME",
+        ),
         (
             {"question": "Q", "text": "a", "answer": "b"},
             r"lists are of different lengths \(a: 2, b: 1\)",
         ),
-        ({"question": "Q", "text": "a", "score.x": "Q"}, "line 1: its column 'Q' holds no number"),
+        (
+            {"question": "Q", "text": "a", "score.x": "Q"},
+            "line 1: its column 'Q' does not contain a number",
+        ),
     ],
 )
 def test_a_missing_column_is_refused(

@@ -138,7 +138,9 @@ def test_a_file_that_is_not_a_manifest_is_refused(tmp_path: Path, text: str) -> 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path, schema: int) -> None:
     """Its other contents do not matter."""
     (tmp_path / "m").write_text(json.dumps({"schema": schema, "unheard": "of"}))
-    with pytest.raises(JournalVersion, match=f"schema {schema}, this version knows {SCHEMA}"):
+    with pytest.raises(
+        JournalVersion, match=f"schema {schema}, but this version knows only {SCHEMA}"
+    ):
         load_manifest(tmp_path / "m")
 
 

@@ -186,9 +186,9 @@ def test_engines_that_cannot_draw_while_scoring_are_refused() -> None:
     blind = _spec(ScriptedEngine("target", capabilities=BLIND))
     check_engines(policy, gate, able, able)
     refusals = {
-        "does not draw while it scores": (able, blind),
-        "rounds what it scores": (able, replace(able, rounds_scores=True)),
-        "cannot go on with a stream": (blind, able),
+        "cannot draw tokens while it scores": (able, blind),
+        "rounds its scores": (able, replace(able, rounds_scores=True)),
+        "cannot continue the target's stream of random draws": (blind, able),
         "its tokenizer is not the target's": (replace(able, tokenizer="other"), able),
     }
     for words, (draft, target) in refusals.items():

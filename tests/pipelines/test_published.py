@@ -119,8 +119,8 @@ def test_only_first_turns_are_stored_and_unknown_questions_accepted() -> None:
     assert conditional.pools == {"a": (1.0, 2.0), "b": (9.0,)}
     strange = conditional.decide(Features("c"), 100.0)
     assert not strange.escalate
-    assert "no stored score of this question" in strange.why
-    with pytest.raises(OptionError, match="none names its question"):
+    assert "no stored score for this question" in strange.why
+    with pytest.raises(OptionError, match="none of them names its question"):
         gate_of("paper-conditional", StoredScores.of([1.0, 2.0]))
 
 

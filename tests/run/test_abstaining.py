@@ -72,7 +72,7 @@ def test_labels_of_other_settings_or_of_the_same_problems_are_refused(labelled: 
         evaluate_sync(NEW, replace(setup, policy=Policy(samples=5)))
     with pytest.raises(FingerprintError, match="configuration.rate"):
         evaluate_sync(NEW, replace(setup, rate=0.3))
-    with pytest.raises(OptionError, match="label others"):
+    with pytest.raises(OptionError, match="label other problems"):
         evaluate_sync(toy_problems(40, 1), setup)
     assert evaluate_sync(NEW[:1], replace(setup, seed=4)).status == "finished"
 
@@ -80,7 +80,7 @@ def test_labels_of_other_settings_or_of_the_same_problems_are_refused(labelled: 
 @pytest.mark.parametrize("text", ["x", "2@.9", ".1@1", ".1@", "@.9", "-.1", "nan@.9"])
 def test_a_malformed_guarantee_is_refused(labelled: Path, text: str) -> None:
     """The error shows the correct form before anything runs."""
-    with pytest.raises(OptionError, match=r"such as \.1@\.9"):
+    with pytest.raises(OptionError, match=r"RISK@PROBABILITY; 0\.1@0\.9"):
         evaluate_sync(NEW, abstaining(labelled, text))
 
 
@@ -90,17 +90,17 @@ def test_too_few_labelled_problems_are_refused_with_the_number_needed(
     """Unfinished runs, runs that withheld answers, and one setting without the other are refused
     too.
     """
-    with pytest.raises(OptionError, match="about .* labelled problems like these would do"):
+    with pytest.raises(OptionError, match="about .* labelled problems like these are needed"):
         evaluate_sync(NEW, abstaining(labelled, ".02@.9"))
     half: dict[str, Any] = {"directory": tmp_path / "half"}
     evaluate_sync(NEW, SETUP, **half)
     journal = tmp_path / "half/journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[: len(lines) // 2]))
-    with pytest.raises(OptionError, match="are not over"):
+    with pytest.raises(OptionError, match="are not finished"):
         evaluate_sync(NEW, abstaining(tmp_path / "half"))
     evaluate_sync(NEW, abstaining(labelled), directory=tmp_path / "withheld")
-    with pytest.raises(OptionError, match="withheld answers itself"):
+    with pytest.raises(OptionError, match="abstained as well"):
         evaluate_sync(NEW, abstaining(tmp_path / "withheld"))
     with pytest.raises(OptionError, match="need each other"):
         evaluate_sync(NEW, replace(SETUP, abstain=".1"))

@@ -199,12 +199,12 @@ def test_trouble_is_shown() -> None:
             Drifted("exchangeability", 0.001, 80),
             CallFailed("p", "k", "draft", "EngineTimeout", "draft", "late"),
             OutcomeReached("p", "failed", None, ()),
-            Warned("interrupted", "asked to end: 3 calls in flight"),
+            Warned("interrupted", "ending: 3 calls in flight"),
             Warned("other", "not about ending"),
         ]
     )
     assert (found.alarms, found.failed_calls, found.failed, found.state) == (1, 1, 1, "draining")
-    assert found.note == "asked to end: 3 calls in flight"
+    assert found.note == "ending: 3 calls in flight"
 
 
 class Watched:

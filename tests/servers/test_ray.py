@@ -108,7 +108,7 @@ async def test_a_dead_actor_loses_no_request(cluster: Any) -> None:
 async def test_errors_keep_their_kind_on_the_way_back(cluster: Any) -> None:
     """An error of the engine in the actor is raised in the caller, with its message."""
     async with RayEngine(_small, options=RayOptions(cpus=0.5)) as engine:
-        with pytest.raises(ContextOverflow, match="the context holds"):
+        with pytest.raises(ContextOverflow, match="but the context has only"):
             await engine.actors[0]._ask("sample", SampleRequest(PROMPT, 500))  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(OptionError, match="no setting of a local engine"):
         await RayEngine(

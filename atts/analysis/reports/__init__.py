@@ -1,1 +1,1 @@
-"""Reports on recorded runs: their numbers, tables, charts and pages."""
+"""Reports on recorded runs, with their numbers, tables, charts and pages."""

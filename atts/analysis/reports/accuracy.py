@@ -1,4 +1,4 @@
-"""Accuracy, spending, baselines and frontier of a report."""
+"""Compute a report's accuracies, costs, comparisons with baselines and cost-accuracy frontier."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from atts.ledger import PRICES, money_of, recorded_prices
 
 
 def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
-    """Return the problems whose every rollout has a verdict, in the form of the metrics.
+    """Return the problems in which every rollout has a verdict, as arguments for the metrics.
 
-    Censored rollouts are left out: what they would have answered is unknown, and to call them wrong
-    would make the better method look worse.
+    Censored rollouts are left out: their answers are unknown, and counting them as wrong would make
+    a better method look worse.
     """
     by_problem = (
         samples_of(
@@ -46,7 +46,7 @@ def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
 
 
 def answered(data: RunData) -> tuple[NamedRate, ...]:
-    """Return the share of answers that an abstaining run gave, and how many of these are wrong."""
+    """Return the share of problems that an abstaining run answered, and how many answers are wrong."""
     promise = data.run.setting("abstain")
     if promise is None:
         return ()
@@ -65,11 +65,11 @@ def answered(data: RunData) -> tuple[NamedRate, ...]:
 
 
 def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]:
-    """Return the accuracies, the run's own vote first, and a sentence on what they rest on."""
+    """Return the accuracies, starting with the run's vote, and a sentence on their basis."""
     with_verdict = [one for one in problems if one.brief.verdict is not None]
     if not with_verdict:
         return (), "nothing was graded: no problem has a reference answer"
-    own = NamedRate("vote", _accuracy(with_verdict), "the answer each problem settled on")
+    own = NamedRate("vote", _accuracy(with_verdict), "the answer that each problem's vote chose")
     samples = graded(with_verdict)
     if not samples:
         return (own,), f"{len(with_verdict):,} problems"
@@ -78,7 +78,10 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
         sample.verdict for one in with_verdict for sample in one.brief.samples if sample.is_censored
     )
     counts = (
-        (left_out["spared"], "that settled votes cancelled are left out, which favours quick ones"),
+        (
+            left_out["spared"],
+            "that settled votes cancelled are left out, which favours fast rollouts",
+        ),
         (left_out["lost"], "that failed are left out"),
     )
     notes = (f"; {count:,} rollouts {what}" for count, what in counts if count)
@@ -120,7 +123,7 @@ def spend(data: RunData) -> Spend:
 
 
 def baseline(own: RunData, other: RunData) -> Baseline | None:
-    """Compare the run with another on the problems both graded; None if there are none."""
+    """Compare the run with another on the problems graded in both; None if there are none."""
     common = [name for name in _graded_names(own) if name in _graded_names(other)]
     if not common:
         return None
@@ -197,12 +200,12 @@ def _ratio(part: float, whole: float, without: float) -> float:
 
 
 def frontier(data: RunData, others: Sequence[RunData]) -> tuple[FrontierPoint, ...]:
-    """Return the run itself, votes of fewer rollouts and of fewer turns, and other runs.
+    """Return the points of the run, of votes of fewer rollouts or fewer turns, and of other runs.
 
-    Fewer rollouts and fewer turns are on the policy of the run: a rollout never depends on its
-    siblings, or on turns to come. They cost what that many whole rollouts cost on average, and what
-    was written in those turns; the run itself costs what it really did, votes that ended early
-    included.
+    The run's rollouts also serve votes of fewer rollouts or turns, because a rollout never depends
+    on its siblings or on later turns. The cost of fewer rollouts is the mean cost of that many
+    complete rollouts; the cost of fewer turns is that of the tokens written in them. The run has
+    its real cost, including votes that ended early.
     """
     known = [one for one in data.problems.values() if one.brief.verdict is not None]
     return (
@@ -250,7 +253,7 @@ def _whole_run(data: RunData, name: str) -> list[FrontierPoint]:
 
 
 def _fewer_turns(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
-    """Return the point of votes on the answers within so many turns."""
+    """Return the point of the vote after so many turns."""
     longest = max((rollout.turns for one in problems for rollout in one.rollouts), default=0)
     return [
         _cut(problems, 1 << power) for power in range(longest.bit_length()) if 1 << power < longest
@@ -269,7 +272,7 @@ def _cut(problems: Sequence[ProblemFacts], turns: int) -> FrontierPoint:
 def _vote_within(one: ProblemFacts, turns: int) -> float | None:
     """Return the vote's accuracy after so many turns; ties count as their mean.
 
-    None where all that might have answered by then was stopped before.
+    It is None if all rollouts that might have answered by then were stopped earlier.
     """
     within = [rollout.brief for rollout in one.rollouts if rollout.turns <= turns]
     samples = [brief for brief in within if brief.answer is not None]

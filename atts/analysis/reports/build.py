@@ -48,14 +48,14 @@ from atts.journal import COMPARED, Json
 from atts.pipelines import summarise_combinations
 
 _SLICES = 240
-_LANES = 12  # per engine that are drawn
-_PIXELS = 900  # calls closer than one of these are drawn as one
+_LANES = 12  # lanes drawn per engine
+_PIXELS = 900  # parts of the run's time; calls within one of them are drawn as one call
 
 
 def timing(nodes: Sequence[CallSpan], calls: int | None = None) -> TimeBreakdown | None:
-    """Take the run's time apart by its task graph; None if no call was timed.
+    """Return the run's time by stage, from its task graph; None if no call was timed.
 
-    `calls` counts all calls of a run, of which `nodes` are the first.
+    `calls` is the number of all calls of a run; `nodes` has the first of them.
     """
     if not nodes:
         return None
@@ -114,7 +114,7 @@ def _occupancy(
     if not seconds:
         return ()
     edges = np.linspace(0, seconds, _SLICES + 1)
-    # the integral up to t of what is open is the sum over intervals of min(t, end) - min(t, start)
+    # the integral up to t of the number of open intervals is the sum of min(t, end) - min(t, start)
     totals = _sum_min(ends, edges) - _sum_min(starts, edges)
     return tuple(float(value) for value in np.diff(totals) / (seconds / _SLICES))
 
@@ -137,10 +137,11 @@ def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
 def _segments(
     nodes: Sequence[CallSpan], begin: float, seconds: float
 ) -> tuple[tuple[int, str, float, float], ...]:
-    """Put calls, in order of their starts, on the lowest free lane; of each lane, neighbours of one
-    stage within a pixel become one segment.
+    """Put calls, in order of their starts, on the lowest free lane, and return the segments of the
+    lanes.
 
-    Lanes beyond those drawn are left out: a call goes there when these are busy.
+    Neighbouring calls of one stage within a pixel become one segment. Calls that start while all
+    drawn lanes are busy are left out.
     """
     pixel = seconds / _PIXELS
     drawn: list[tuple[int, str, float, float]] = []
@@ -167,28 +168,28 @@ def _segments(
 
 
 def _peak(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
-    """Return the most calls at once; a call ends before another starts at the same moment.
+    """Return the largest number of calls at once; if a call ends when another starts, they do not
+    overlap.
 
     >>> _peak(np.array([0.0, 1.0, 1.0, 2.0]), np.array([2.0, 1.0, 3.0, 3.0]))
     2
     """
     over = np.searchsorted(np.sort(ends), starts, "right")
-    # among those are calls without length that start at this very moment, but later in line: not
-    # over yet
+    # these include calls of length 0 that start at the same moment but come later in order; they
+    # are not finished yet
     instant = np.concatenate([[0], np.cumsum(starts == ends)])
     later = instant[np.searchsorted(starts, starts, "right")] - instant[:-1]
     return int((np.arange(1, len(starts) + 1) - over + later).max())
 
 
 PAGE_BYTES = 16 * 2**20
-"""The most that the pages of all problems take in the file; their texts are shortened to stay below
-it.
+"""The most bytes that the pages of all problems take in the file; their texts are shortened to fit.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltReport:
-    """The numbers, and the pages that HTML alone can show."""
+    """The numbers, with the pages that only HTML can show."""
 
     report: RunReport
     pages: Pages
@@ -196,10 +197,11 @@ class BuiltReport:
 
 @contextmanager
 def _no_garbage_collection() -> Generator[None]:
-    """Turn the garbage collector off. Nothing here holds a cycle, and to search a million values
-    for one again and again takes a tenth of the time.
+    """Turn the garbage collector off inside the context.
 
-    What was read is let go inside, so that it is not looked through once more at the end.
+    Nothing here has reference cycles, and searching a million values for them repeatedly takes a
+    tenth of the time. The data are released inside, so that the collector does not search them at
+    the end.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -270,7 +272,7 @@ def _facts(data: RunData) -> RunFacts:
 
 
 def _what(data: RunData) -> str:
-    """Return the method, the dataset and the models in one line, as far as the run names them."""
+    """Return the method, the dataset and the models in one line, if the run names them."""
     manifest = data.run.manifest
     named = manifest.settings.get("dataset")
     parts = [method(data) if named is None else f"{method(data)} on {named.value}"]
@@ -282,7 +284,7 @@ def _what(data: RunData) -> str:
 
 
 def _model(engine: Mapping[str, Json] | None) -> str:
-    if engine is None:  # the method asks the other model alone
+    if engine is None:  # the method uses only the other model
         return "not used"
     return f"{engine.get('model', '?')} ({engine.get('engine', '?')})"
 
@@ -292,7 +294,7 @@ def _settings(data: RunData) -> list[tuple[str, str, str]]:
     given = data.run.manifest.settings
     for name, setting in data.run.manifest.configuration.items():
         if name in given or (name == "policy" and given):
-            continue  # reported below, key by key, with who set it
+            continue  # these are reported below with their origin
         parts = (
             setting.value.items() if isinstance(setting.value, Mapping) else [("", setting.value)]
         )
@@ -307,7 +309,7 @@ def _settings(data: RunData) -> list[tuple[str, str, str]]:
 
 
 def _setting(value: Json) -> str:
-    """Return a value on one line; thousands of stored scores are cut."""
+    """Return a value on one line; a long list, such as of stored scores, is shortened."""
     return shorten(value if isinstance(value, str) else json.dumps(value), 200)
 
 
@@ -341,7 +343,7 @@ def _verdict(
     if calibration is not None:
         points.append(_rate_point(calibration))
     points.extend(("good", caveat.text) for caveat in warnings if caveat.code == COMPARED)
-    # A green tick above a warning that says "read with care" would contradict it.
+    # A green tick above a warning that says "read with care" would contradict the warning.
     weighing = [caveat for caveat in warnings if caveat.standing != "good"]
     points.extend((caveat.standing, caveat.sentence) for caveat in weighing)
     return RunVerdict(worst_of(points), "; ".join(text for _, text in points[:3]), tuple(points))

@@ -46,7 +46,7 @@ _SPAN = "{} to {}"
 def calibration_headline(
     kind: str, health: Health, control: RateControl, labelled: LabelledScores | None
 ) -> Headline:
-    """Say the result to readers who do not know conformal prediction."""
+    """Return the result for readers who do not know conformal prediction."""
     numbers = (
         _gain(labelled),
         _auroc(labelled),
@@ -58,7 +58,7 @@ def calibration_headline(
 
 
 def calibration_points(kind: str, health: Health, control: RateControl) -> tuple[Point, ...]:
-    """Return the points against the calibration, worst first."""
+    """Return the points for and against the calibration, worst first."""
     points = list[Point]()
     check = control.check()
     if kind == "run" and check is not None and check.standing != "held":
@@ -150,7 +150,10 @@ _LABELS: Mapping[LabelSource, str] = {
 
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
     """Return the first number of the report: whether the score is better than a coin."""
-    what = "gain over a coin: more of the wrong rollouts' chunks escalated at the same rate"
+    what = (
+        "gain over a coin: additional share of the wrong rollouts' chunks that escalates at the "
+        "same rate"
+    )
     if labelled is None:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
     if math.isnan(labelled.gain.value):
@@ -200,10 +203,11 @@ Label = bool | None
 
 @dataclass(frozen=True, slots=True)
 class CalibrationReport:
-    """Contents of a calibration, its promise, and the observations that contradict the promise.
+    """The contents of a calibration report: its guarantee, and observations that contradict the
+    guarantee.
 
-    `control` is what a run's gate did, or what a fresh calibrator would do with the scores one by
-    one in their order.
+    `control` describes the decisions of a run's gate, or those of a fresh calibrator on the scores
+    in their order.
     """
 
     source: str
@@ -220,7 +224,7 @@ class CalibrationReport:
 
     @property
     def promise(self) -> StatedGuarantee:
-        """Return the guarantee with its numbers, and what voids it."""
+        """Return the guarantee with its numbers, and the conditions that void it."""
         return self.control.promise
 
 
@@ -234,7 +238,7 @@ def calibration_of_run(directory: Path, scores: StoredScores) -> CalibrationRepo
     control = realised_rate(data)
     if control is None:
         raise CalibrationInputError(
-            "number of decisions", 0, "at least one: a gate that asks for scores"
+            "number of decisions", 0, "at least one decision of a gate that requests scores"
         )
     rate = control.nominal if control.nominal is not None else control.rate.value
     labels, source = _labels_of_run(data)
@@ -254,17 +258,19 @@ def calibration_of_scores(
 ) -> CalibrationReport:
     """Report the decisions that scores would get at this rate, one by one in their order.
 
-    A `calibrator` that was made from them states its own guarantee.
+    A `calibrator` that was made from these scores states its guarantee.
 
     :raises CalibrationInputError: there are no scores, or the mode needs questions and these have
         none.
     """
     if mode in ("question", "question-turn") and not scores.clustered:
         raise CalibrationInputError(
-            "mode", mode, "one that needs no questions, for these scores name none: aci, turn"
+            "mode",
+            mode,
+            "a scope that does not need questions, which these scores lack: aci or turn",
         )
     told = calibrator or Calibrator(rate, mode, seed=seed, stored=scores)
-    # such a mode learns nothing live, so it is shown with the scores that it starts from
+    # such a mode learns nothing from the run, so it is shown with the scores from which it starts
     start = scores if mode == "split" else ()
     options: dict[str, Any] = {"scale": scores.scale, "stored": start, "by_length": told.by_length}
     done = replay_scores(_rows(scores), rate, mode, seed, **options)
@@ -301,16 +307,16 @@ def _made(
 
 
 def _rows(scores: StoredScores) -> list[dict[str, object]]:
-    """Return the records in their order; a score whose question is not known is one of its own."""
+    """Return the records in their order; a score without a question counts as a question by itself."""
     rows = enumerate(scores.records(), 1)
     return [{**row, "question": row["question"] or f"score {place}"} for place, row in rows]
 
 
 def _labels_of_run(data: RunData) -> tuple[list[tuple[GateStep, bool]], LabelSource]:
-    """Return the chunks that were kept, with whether their rollouts were correct.
+    """Return the chunks that were accepted, with whether their rollouts were correct.
 
-    Escalated chunks are left out: what the target wrote decided how their rollouts ended. Without a
-    single verdict a rollout counts as correct if it agrees with the vote of its problem.
+    Escalated chunks are left out, because the target's text affected how their rollouts ended. If
+    there are no verdicts, a rollout counts as correct if it agrees with the vote of its problem.
     """
     ends = {
         (name, rollout.brief.sample): rollout.brief.verdict == "correct"
@@ -351,7 +357,7 @@ _ENDINGS: dict[str, CalibrationFormat] = {
 
 
 def calibration_format(format: str | None, out: Path | None) -> CalibrationFormat:
-    """Return the named format, else that of the file's ending, else HTML.
+    """Return the named format, else the format of the file's suffix, else HTML.
 
     :raises OptionError: there is no such format.
     """
@@ -391,7 +397,7 @@ def render_calibration(report: CalibrationReport, format: CalibrationFormat) -> 
 def save_calibration(
     report: CalibrationReport, format: CalibrationFormat, out: Path
 ) -> Sequence[Path]:
-    """Write the report, or a folder of its figures; what was written.
+    """Write the report, or a folder of its figures; return what was written.
 
     :raises StorageError: the disk refuses.
     :raises UsageError: nothing here can draw PNG.
@@ -403,19 +409,17 @@ def save_calibration(
 
 
 def calibration_figures(report: CalibrationReport) -> list[Chart]:
-    """Return every picture of the report once."""
+    """Return every chart of the report once."""
     labelled = [] if report.labelled is None else [labelled_chart(report.labelled)]
     return [*calibration_charts(report.control), *labelled]
 
 
 def _first(report: CalibrationReport) -> Chart:
-    """Return the picture of the first screen."""
+    """Return the chart of the first screen."""
     asked = "" if report.control.nominal is None else " The dashed line is the nominal rate."
     caption = (
         "The thick line is the share of chunks escalated so far, the thin one that of the latest "
-        f"{report.control.window} chunks.{asked} "
-        f"The grey band is "
-        "where fair coins would be."
+        f"{report.control.window} chunks.{asked} The grey band contains 95 % of independent coins."
     )
     return replace(
         over_time_chart(report.control), title="Share of chunks escalated", caption=caption

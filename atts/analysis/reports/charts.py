@@ -22,27 +22,28 @@ from atts.analysis.reports.tables import ReportTable
 from atts.calibration import coin_band
 
 Data = tuple[Sequence[str], Iterable[Sequence[object]]]
-"""The columns and rows of what a chart shows."""
+"""The numbers that a chart shows, as columns and rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture, what it shows in words, and the numbers it shows."""
+    """A chart with its description and its numbers."""
 
     title: str
     caption: str
     picture: str
     data: ReportTable
     wide: bool = False
-    # the class that has the colour, and what it stands for
+    # the class with the colour, and its meaning
     legend: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(
         cls, title: str, caption: str, plot: Plot, marks: Iterable[str], data: Data, label: str = ""
     ) -> Chart:
-        """Build a chart from a plot and its marks. `label` is read to people who cannot see the
-        plot; the default is the title.
+        """Build a chart from a plot and its marks.
+
+        Screen readers read `label` to people who cannot see the plot; its default is the title.
         """
         columns, rows = data
         return cls(
@@ -51,8 +52,8 @@ class Chart:
 
 
 def calibration_charts(control: RateControl) -> list[Chart]:
-    """Draw rate by turn, by question and over time, p-values and drift, as far as the run has
-    numbers for them.
+    """Draw the charts of the rate by turn, by question and over time, of p-values and of drift, if
+    the run has numbers for them.
     """
     charts = [_by_turn(control), over_time_chart(control)]
     if control.questions > 1 and control.decisions > control.questions:
@@ -83,7 +84,10 @@ def _by_turn(control: RateControl) -> Chart:
         marks.append(
             plot.line([(-0.5, control.nominal), (len(shown) - 0.5, control.nominal)], "nominal")
         )
-        words += " The grey band holds all turns at once with 95 % if every decision were a coin of the nominal rate."
+        words += (
+            " If every decision were a coin of the nominal rate, the grey band would contain all "
+            "turns with 95 % probability."
+        )
     return Chart.of(
         "Rate by turn", words, plot, marks, _group_data(control.turns), "Realised rate by turn"
     )
@@ -107,11 +111,11 @@ _MOST_DOTS = 1000  # questions that a chart draws
 
 
 def _by_question(control: RateControl) -> Chart:
-    """Draw one dot per question in order of its rate, with the band that a rule that ignores the
-    question would fill.
+    """Draw one dot per question in order of rates, with the band of a rule that ignores the
+    question.
     """
     everything = sorted(control.by_question, key=lambda group: (group.share, group.name))
-    # dots of many questions are thinned out by rank, which leaves the picture the same
+    # dots of many questions are thinned out by rank, which does not change the picture
     step = -(-len(everything) // _MOST_DOTS) or 1
     ordered = everything[::step]
     plot = Plot(
@@ -166,7 +170,10 @@ def over_time_chart(control: RateControl) -> Chart:
         )
     )
     marks.append(plot.line([(m.decisions, m.share) for m in moments], "main"))
-    words = f"Thick: all decisions so far; thin: the latest {control.window}. Band: where that many fair coins stay (95 %)."
+    words = (
+        f"Thick: all decisions so far; thin: the latest {control.window}. Band: 95 % of as many "
+        "fair coins are inside."
+    )
     rows = [
         (m.decisions, m.share, m.low, m.high, m.rolling)
         for m in moments[:: max(1, len(moments) // 20)]
@@ -176,7 +183,7 @@ def over_time_chart(control: RateControl) -> Chart:
 
 
 def reliability_chart(found: Uniformity) -> Chart:
-    """Draw the rate that p-values give over the nominal rate."""
+    """Draw the rate that the p-values give at each nominal rate."""
     plot = Plot(Axis(0, 1, "nominal rate"), Axis(0, 1, "rate these p-values give"))
     curve = [(1 - p, 1 - share) for p, share in reversed(found.curve)]
     grid = [asked for asked, _ in curve]
@@ -188,15 +195,12 @@ def reliability_chart(found: Uniformity) -> Chart:
         plot.line(curve, "main"),
     ]
     words = (
-        f"On the dashed line the realised rate equals the nominal rate: the p-values are "
-        f"uniform. Largest "
-        f"distance from it {found.distance:.3f}, {'inside' if found.inside else 'OUTSIDE'} the "
-        f"simultaneous 95 % band "
-        f"±{found.band:.3f}, for {found.n:,} p-values worth about {found.effective:,.0f} "
-        f"independent ones. Feedback on "
-        f"what was decided makes up for p-values that are not; so where a mode has feedback this "
-        f"describes, and the "
-        f"guarantee does not rest on it."
+        "On the dashed line the realised rate equals the nominal rate: the p-values are uniform. "
+        f"Largest distance from it {found.distance:.3f}, "
+        f"{'inside' if found.inside else 'OUTSIDE'} the simultaneous 95 % band ±{found.band:.3f}, "
+        f"for {found.n:,} p-values worth about {found.effective:,.0f} independent ones. Feedback "
+        "corrects the rate if the p-values are not uniform, so for a mode with feedback the "
+        "guarantee does not depend on this chart."
     )
     data = ("nominal rate", "rate these p-values give"), curve[::5]
     return Chart.of(
@@ -226,10 +230,9 @@ def _p_histogram(found: Uniformity) -> Chart:
     ]  # fmt: skip
     marks.append(plot.line([(0, found.n / bins), (1, found.n / bins)], "nominal"))
     words = (
-        "Near 1 is worse than the scores it was compared with. The dashed line is what uniform "
-        "p-values would give, "
-        f"the grey band where all bars stay with 95 % if they are, for {found.effective:,.0f} "
-        f"independent ones."
+        "A p-value near 1 belongs to a chunk that is worse than the scores before it. Uniform "
+        "p-values would give the dashed line; with 95 % probability all their bars are inside "
+        f"the grey band, for {found.effective:,.0f} independent ones."
     )
     rows = [(n / bins, (n + 1) / bins, count, low, high) for n, count in enumerate(found.counts)]
     columns = ("from", "to", "decisions", "band from", "band to")
@@ -252,9 +255,9 @@ def labelled_chart(found: LabelledScores) -> Chart:
     if not math.isnan(found.auroc.value):
         words = (
             "If scores find wrong rollouts, chunks with larger p-values come from fewer correct "
-            "ones. Of two chunks of one question, one of a wrong and one of a correct rollout, the "
-            f"wrong one's score is worse with chance {found.auroc.brief()} (0.5 is a coin), over "
-            f"{found.labelled:,} chunks. Whiskers are 95 % intervals over questions."
+            "ones. For a chunk of a wrong and one of a correct rollout of the same question, the "
+            f"first has the worse score with probability {found.auroc.brief()} (0.5 is a coin), "
+            f"over {found.labelled:,} chunks. Whiskers are 95 % intervals over questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
     columns = ("p-value from", "to", "answers that are correct", "chunks")
@@ -278,11 +281,10 @@ def _drift(found: DriftTest) -> Chart:
     ]
     said = "reached it" if found.peak >= found.alarm else "stayed below it"
     words = (
-        f"A martingale bets that later questions score otherwise than earlier ones. Were they "
-        f"exchangeable, its wealth "
-        f"would ever reach the upper line ({10**found.alarm:,.0f} times the first) with "
-        f"probability 1 %. "
-        f"It {said}: {10 ** min(found.peak, 9):,.1f} times at its peak."
+        "A martingale bets that later questions score differently from earlier ones. If the "
+        "questions were exchangeable, its capital would ever reach the upper line "
+        f"({10**found.alarm:,.0f} times the first) with probability 1 %. It {said}: "
+        f"{10 ** min(found.peak, 9):,.1f} times at its peak."
     )
     step = max(1, len(found.path) // 20)
     rows = [(n + 1, found.path[n]) for n in range(0, len(found.path), step)]
@@ -292,7 +294,7 @@ def _drift(found: DriftTest) -> Chart:
 
 
 def timeline_chart(found: TimeBreakdown) -> Chart:
-    """Prepare the timeline of all engines, which the page's template draws."""
+    """Return the data of the timeline of all engines, which the page's template draws."""
     columns = (
         "engine",
         "most at once",
@@ -345,11 +347,12 @@ _PLACES = (
     (8, 30),
     (-8, 30),
 )
-"""Where words may stand, the best first: how far right of the point (negative: they end left of
-it), how far below.
+"""Possible positions of a label, the best first: pixels to the right of its point (negative: the
+label ends to the left of the point) and below it.
 """
 
-_FLOOR = 0.02  # errors below it are not distinguished: the axis ends at accuracy 1
+# error rates below this are not distinguished, so that the axis can end at accuracy 1
+_FLOOR = 0.02
 _ROUND = (
     1.0,
     0.0,
@@ -373,19 +376,18 @@ _ROUND = (
     0.92,
 )
 Box = tuple[float, float, float, float]
-"""Left, right, top, bottom."""
+"""The left, right, top and bottom of a rectangle."""
 
 
 def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
-    """Draw accuracy against the tokens that the target wrote: of runs, of fewer rollouts and of
-    fewer turns.
+    """Draw accuracy against the target's tokens for whole runs, for fewer rollouts and for fewer
+    turns.
     """
     caption = (
         "Whiskers are 95 % intervals over problems. Votes of fewer rollouts are averages over all "
-        "choices among those "
-        "recorded, at what so many whole rollouts cost; whole runs at what they really cost, votes "
-        "that ended early "
-        "included. The axis is stretched towards 1, where runs differ by few answers."
+        "choices among the recorded ones, with the mean cost of that many complete rollouts. "
+        "Whole runs have their real cost, including votes that ended early. The axis is stretched "
+        "towards 1, where runs differ by few answers."
     )
     kinds = {"own" if point.label == THIS_RUN else point.kind for point in points}
     legend = tuple(entry for entry in _LEGEND if entry[0] in kinds)
@@ -395,7 +397,7 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
 
 
 def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
-    """Draw this run and those it is compared with; None if none is graded."""
+    """Draw this run and the runs it is compared with; None if none of them is graded."""
     runs = [point for point in points if point.kind == "run"]
     if not runs:
         return None
@@ -409,11 +411,11 @@ def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
 
 @dataclass(frozen=True, slots=True)
 class PlainAxis(Axis):
-    """An axis of accuracies from below the lowest whisker to above the highest one."""
+    """An axis of accuracies, from below the lowest whisker to above the highest one."""
 
     @staticmethod
     def place(accuracy: float) -> float:
-        """Return the accuracy itself: it is its own place on this axis."""
+        """Return the accuracy unchanged, because this axis is linear."""
         return accuracy
 
     @classmethod
@@ -427,11 +429,11 @@ class PlainAxis(Axis):
 
 @dataclass(frozen=True, slots=True)
 class StretchedAxis(PlainAxis):
-    """An axis on which halving the errors is the same step everywhere but at its very end."""
+    """An axis on which halving the error rate is the same distance everywhere except at its end."""
 
     @staticmethod
     def place(accuracy: float) -> float:
-        """Return the logarithm of the errors, a floor under them, upside down.
+        """Return minus the logarithm of the error rate, which is bounded below by a floor.
 
         >>> round(StretchedAxis.place(0.96) - StretchedAxis.place(0.9), 2), round(StretchedAxis.place(1) - 0, 2)
         (0.3, 1.7)
@@ -439,7 +441,7 @@ class StretchedAxis(PlainAxis):
         return -math.log10(1 + _FLOOR - accuracy)
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Return the roundest accuracies that have room next to each other."""
+        """Return round accuracies for the ticks that fit next to each other."""
         chosen = list[float]()
         for accuracy in _ROUND:
             place = self.place(accuracy)
@@ -450,7 +452,7 @@ class StretchedAxis(PlainAxis):
         return sorted(chosen)
 
     def written(self, value: float) -> str:
-        """Return the accuracy at a place."""
+        """Return the accuracy at a position of the axis."""
         return f"{round(1 + _FLOOR - 10**-value, 6):g}"
 
     def _room(self, about: int) -> float:
@@ -490,7 +492,7 @@ def _drawn(
 def _marks(
     plot: Plot, points: Sequence[FrontierPoint], up: Callable[[float], float]
 ) -> Iterator[str]:
-    """Yield whiskers, lines and dots, then the labels over them."""
+    """Yield whiskers, lines and dots, then the labels on top of them."""
     for p in points:
         yield plot.line([(p.cost, up(p.accuracy.low)), (p.cost, up(p.accuracy.high))], "whisker")
     for kind in ("samples", "turns"):
@@ -508,8 +510,8 @@ def _marks(
 def _labels(
     plot: Plot, points: Sequence[FrontierPoint], places: Mapping[FrontierPoint, tuple[float, float]]
 ) -> Iterator[str]:
-    """Yield labels that cover nothing and begin as near as possible to their own point; a point
-    without room has only its tooltip.
+    """Yield labels that cover nothing and are as near as possible to their points; a point without
+    room for a label has only a tooltip.
     """
     dots = [plot.at(*places[p]) for p in points]
     taken = [(x - 6, x + 6, y - 6, y + 6) for x, y in dots]

@@ -1,4 +1,4 @@
-"""The first screen of a report: its headline and its caveats."""
+"""The first screen of a report, with its headline and its caveats."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from atts.evaluators import Estimate
 from atts.journal import COMPARED, FinishedProblem, truncation
 
 _SHOWN = 5
-_LARGE = 0.05  # the share of rollouts from which a flag weighs
+_LARGE = 0.05  # share of rollouts from which a flag counts as a caveat
 
 
 def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...]:
-    """Return every warning about the numbers, worst first."""
+    """Return all caveats about the numbers, worst first."""
     unsorted = [
         *_session(data),
         *_truncation(data),
@@ -45,8 +45,8 @@ def _session(data: RunData) -> Iterator[Caveat]:
     is_decided = COMPARED in data.state.said and not data.state.open
     if planned is not None and done < planned and not is_decided:
         text = (
-            f"problems of {planned:,} are not finished: every number is about the {done:,} that "
-            "are, which are the quick ones"
+            f"of {planned:,} problems are not finished: every number is about the {done:,} "
+            "finished ones, which favours fast problems"
         )
         yield Caveat("unfinished", "bad", planned - done, text)
     killed = data.state.killed + (data.state.ended is None)
@@ -59,7 +59,7 @@ def _session(data: RunData) -> Iterator[Caveat]:
 
 
 def _truncation(data: RunData) -> Iterator[Caveat]:
-    """Yield the sentence about cut rollouts, which the command line prints as well."""
+    """Yield the caveat about cut rollouts, which the command line prints as well."""
     truncated = truncation([one.brief for one in data.problems.values()], data.run.manifest)
     if truncated.cut:
         places = [
@@ -170,7 +170,9 @@ def headline(
 
 
 def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
-    """Yield the gain over each coin that the run is compared with: whether its score helps at all."""
+    """Yield the gain over each coin that the run is compared with, which shows whether its score
+    helps.
+    """
     for other in baselines:
         if other.method == "coin":
             what = "gain over a coin, in accuracy of the vote"
@@ -179,7 +181,7 @@ def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
 
 
 def right_of(estimate: Estimate) -> str:
-    """Return a share of problems as counts.
+    """Return a share of problems as a count of correct ones.
 
     >>> right_of(Estimate(0.95, 0.835, 0.986, 40, 40, "wilson"))
     '38 of 40'
@@ -188,7 +190,7 @@ def right_of(estimate: Estimate) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share in per cent, without a decimal that says nothing.
+    """Return a share in percent, without needless decimals.
 
     >>> percent(0.163), percent(1.0), percent(0.0), percent(0.0004), percent(0.9996)
     ('16.3 %', '100 %', '0 %', '< 0.1 %', '> 99.9 %')
@@ -199,7 +201,7 @@ def percent(share: float) -> str:
 
 
 def span(estimate: Estimate) -> str:
-    """Return the interval of a share in words."""
+    """Return the text of the interval of a share."""
     return f"95 % interval {percent(estimate.low)} to {percent(estimate.high)}"
 
 
@@ -218,7 +220,7 @@ def _text(cost: Spend) -> str:
 
 
 def _beside(other: Baseline) -> str:
-    """Compare with the first other run, in the same words."""
+    """Return a sentence that compares the run with the first other run."""
     ratio = other.target_token_ratio
     said = f"the vote of {other.name} is correct on {right_of(other.other)}"
     if math.isnan(ratio):

@@ -16,11 +16,11 @@ from atts.evaluators import Estimate
 from atts.pipelines import CombineSummary
 
 Standing = Literal["good", "care", "bad"]
-"""Nothing to hold against it; read with care; do not rely on it."""
+"""The standing of a point: nothing against the numbers, read with care, or do not rely on them."""
 
 
 Point = tuple[Standing, str]
-"""Something that speaks for or against the numbers."""
+"""A point that speaks for or against the numbers."""
 
 
 def worst_of(points: Iterable[Point]) -> Standing:
@@ -31,7 +31,7 @@ def worst_of(points: Iterable[Point]) -> Standing:
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """The report in one line, and the points it rests on."""
+    """The overall standing of a report, and the points behind it."""
 
     standing: Standing
     line: str
@@ -40,7 +40,7 @@ class RunVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ShownNumber:
-    """A number of the first screen: as people read it, what it is of, and what stands behind it."""
+    """A number of the first screen: its text, its meaning, and the details behind it."""
 
     value: str
     what: str
@@ -49,7 +49,7 @@ class ShownNumber:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The result in one sentence, and the few numbers behind it."""
+    """The result in one sentence, with the few numbers behind it."""
 
     sentence: str
     numbers: tuple[ShownNumber, ...]
@@ -78,7 +78,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class NamedRate:
-    """One named rate with its interval, and what it means."""
+    """A rate with its name, its interval and its meaning."""
 
     name: str
     estimate: Estimate
@@ -87,7 +87,7 @@ class NamedRate:
 
 @dataclass(frozen=True, slots=True)
 class Spend:
-    """Cost of the run; the per-problem numbers are means over finished problems."""
+    """The cost of the run; the numbers per problem are means over finished problems."""
 
     usage: Usage
     target_share: float
@@ -102,8 +102,8 @@ class Spend:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """This run compared with another one, on the problems that both have; ratios are this run over
-    the other.
+    """This run compared with another one, on their common problems; ratios are this run over the
+    other.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Baseline:
     own: Estimate
     other: Estimate
     difference: Estimate  # this run - the other
-    p_value: float  # corrected by Holm's method where there are several others
+    p_value: float  # corrected by Holm's method if there are several others
     problems_needed: int | None
     token_ratio: float
     target_token_ratio: float
@@ -123,8 +123,8 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class GroupRate:
-    """Decisions of one turn or question; `low` and `high` are where a fair coin of the nominal rate
-    would stay.
+    """The decisions of one turn or question; a fair coin of the nominal rate would stay between
+    `low` and `high`.
     """
 
     name: str
@@ -146,8 +146,8 @@ class GroupRate:
 
 @dataclass(frozen=True, slots=True)
 class RatePoint:
-    """The rate after so many decisions, of all and of the latest window, with the coin's band for
-    each.
+    """The rate after a number of decisions, over all of them and over the latest window, each with
+    a coin's band.
     """
 
     decisions: int
@@ -159,14 +159,14 @@ class RatePoint:
 
 @dataclass(frozen=True, slots=True)
 class Uniformity:
-    """Distance of p-values from uniformity, and the simultaneous band that `effective` draws allow."""
+    """The distance of p-values from uniformity, with the simultaneous band for `effective` draws."""
 
     n: int
     effective: float
     distance: float
     band: float
     counts: tuple[int, ...]  # in equal bins of [0, 1]
-    curve: tuple[tuple[float, float], ...]  # p, share of p-values at or below it
+    curve: tuple[tuple[float, float], ...]  # pairs of p and the share of p-values at or below p
 
     @property
     def inside(self) -> bool:
@@ -176,7 +176,7 @@ class Uniformity:
 
 @dataclass(frozen=True, slots=True)
 class DriftTest:
-    """A martingale betting that later questions score otherwise than earlier ones; values are log10
+    """A martingale that bets on a difference between later and earlier questions; values are log10
     of its capital.
     """
 
@@ -188,7 +188,7 @@ class DriftTest:
 
 @dataclass(frozen=True, slots=True)
 class DriftAlarm:
-    """A drift alarm of the run itself."""
+    """A drift alarm that the run raised."""
 
     kind: str
     scores: int
@@ -199,7 +199,7 @@ class DriftAlarm:
 
 @dataclass(frozen=True, slots=True)
 class StatedGuarantee:
-    """A promise, what voids it, and how that was found out."""
+    """A guarantee, the conditions that void it, and how it was checked."""
 
     mode: str
     guarantee: str
@@ -209,7 +209,9 @@ class StatedGuarantee:
 
 @dataclass(frozen=True, slots=True)
 class RateControl:
-    """Realised rate compared with the nominal one; `nominal` is None if the gate promises no rate."""
+    """The realised rate compared with the nominal rate; `nominal` is None if the gate guarantees no
+    rate.
+    """
 
     nominal: float | None
     decisions: int
@@ -232,7 +234,7 @@ class RateControl:
     metrics: Mapping[str, float]
 
     def check(self) -> RateCheck | None:
-        """Judge the realised rate by its bands; None if no rate was promised."""
+        """Compare the realised rate with its bands; None if no rate was promised."""
         if self.nominal is None:
             return None
         return check_rate(
@@ -241,12 +243,12 @@ class RateControl:
 
 
 THIS_RUN = "this run"
-"""Its label among those it is compared with."""
+"""The run's label among the runs it is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """One place of the cost-accuracy plane: fewer rollouts, fewer turns, or a whole run."""
+    """One point of the cost-accuracy plane: fewer rollouts, fewer turns, or a whole run."""
 
     label: str
     kind: Literal["samples", "turns", "run"]
@@ -257,7 +259,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Seconds of one stage, summed over its nodes."""
+    """The seconds of one stage, summed over its calls."""
 
     name: str
     nodes: int
@@ -268,11 +270,10 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class EngineLanes:
-    """One engine over the run: calls in flight and waiting per slice of time, and its first lanes
-    as segments.
+    """One engine over time: its calls in flight and waiting per slice of time, and its first lanes.
 
-    A segment is (lane, stage, start, end) in seconds since the run began, calls closer than a pixel
-    drawn as one.
+    A segment of a lane is (lane, stage, start, end) in seconds since the run began; calls within a
+    pixel share a segment.
     """
 
     engine: str
@@ -291,7 +292,7 @@ class TimeBreakdown:
     """Time by stage, from the task graph."""
 
     seconds: float
-    nodes: int  # calls that were measured: the first ones, of more than a report holds
+    nodes: int  # calls that were measured; a report reads only the first calls of a large run
     calls: int
     stages: tuple[StageSeconds, ...]
     engines: tuple[EngineLanes, ...]
@@ -305,7 +306,7 @@ class TimeBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class Caveat:
-    """Something to know before believing the numbers, with where to look."""
+    """A caveat to know before trusting the numbers, with examples to look at."""
 
     code: str
     standing: Standing
@@ -315,7 +316,7 @@ class Caveat:
 
     @property
     def sentence(self) -> str:
-        """Return the count and the text; some texts begin with the count already."""
+        """Return the text with its count, unless the text already begins with the count."""
         count = f"{self.count:,}"
         return self.text if self.text.startswith(f"{count} of ") else f"{count} {self.text}"
 
@@ -343,12 +344,12 @@ class ProblemRow:
     flags: tuple[str, ...]
     why: str
     question: str  # its first words
-    is_shown: bool = True  # on a page, which may have room for some problems only
+    is_shown: bool = True  # whether a page shows the problem; a page may have room for only some
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A run as its report tells it."""
+    """The contents of a report on a run."""
 
     run: RunFacts
     headline: Headline
@@ -368,7 +369,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class GateWords:
-    """Promise of a gate without a calibrator, and what voids it."""
+    """The guarantee of a gate without a calibrator, and the conditions that void it."""
 
     guarantee: str
     voided_by: str
@@ -376,7 +377,7 @@ class GateWords:
 
 @dataclass(frozen=True, slots=True)
 class CaveatWords:
-    """Weight and text of a caveat."""
+    """The standing and the text of a caveat."""
 
     standing: Standing
     text: str

@@ -1,4 +1,4 @@
-"""The pages of single problems in a report, shortened to fit."""
+"""The pages of single problems in a report, which are shortened to fit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from atts.core import Outcome, Rollout, Turn
 from atts.files import jsonable
 from atts.journal import FinishedProblem, FinishedSample
 
-_LIMITS = (4000, 1500, 600, 240, 80, 0)  # characters of a chunk that are kept, the more the better
-_FEWEST = 40  # problems a budget is shared by when their number is not known
+# possible limits for the characters of a chunk; the largest that fits is used
+_LIMITS = (4000, 1500, 600, 240, 80, 0)
+_FEWEST = 40  # assumed number of problems that share a budget if their number is not known
 MOST = 5000
-"""Problems that a page shows; a browser sorts and filters so many rows without a pause."""
+"""The most problems that a page shows; a browser sorts and filters this many rows without a delay.
+"""
 
 
 class Pages:
@@ -24,23 +26,23 @@ class Pages:
     """
 
     def __init__(self, budget: int, problems: int) -> None:
-        """Create pages of at most `budget` bytes for all of `problems` together (0: their number is
-        not known).
+        """Create pages of at most `budget` bytes in total for `problems` problems; 0 if the number
+        is not known.
         """
         self._each = budget // max(min(problems, MOST), _FEWEST)
         self._packed: dict[str, str] = {}
-        # pages so far: of problems that a reader looks for first, and of others
+        # number of pages so far, for problems that a reader looks for first and for others
         self._counts = {True: 0, False: 0}
-        self.shortened = 0  # pages whose texts were cut to fit
-        # the shortest cut so far, in characters per chunk; set where something was cut
+        self.shortened = 0  # number of pages whose texts were cut to fit
+        # the smallest limit so far, in characters per chunk, if a text was cut
         self.limit = _LIMITS[0]
 
     def add(
         self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem
     ) -> None:
-        """Keep this problem's story, as whole as its share of the budget allows.
+        """Store this problem's page, with texts as long as its share of the budget allows.
 
-        Nothing is kept where that is none, or where the page is full of such problems.
+        Nothing is stored if no share is left, or if enough problems of this kind are stored.
         """
         is_wanted = looked_for(brief.verdict, flags.values())
         if not self._each or self._counts[is_wanted] >= MOST:
@@ -63,9 +65,9 @@ class Pages:
         self._packed[outcome.problem.id] = packed
 
     def shown(self, problems: Sequence[tuple[str, bool]]) -> Collection[str]:
-        """Choose the problems to show, of which each comes with whether a reader looks for it first.
+        """Choose the problems to show, each with whether a reader looks for it first.
 
-        Of more than a page holds, those are chosen that have a page.
+        If there are too many, problems that have a page are chosen.
         """
         names = [name for name, _ in problems]
         if len(problems) <= MOST:
@@ -85,10 +87,12 @@ def looked_for(verdict: str | None, flags: Iterable[tuple[str, ...]]) -> bool:
 
 
 def pack(story: Mapping[str, Any]) -> str:
-    """Return the story as base64 of raw deflate, which a browser unpacks by itself."""
+    """Return the data as base64 of raw deflate, which a browser can unpack."""
     try:
         text = _plain(story)
-    except ValueError:  # a number JSON has no word for: rare, and looking for it is slow
+    # a number that JSON cannot write, such as NaN; it is rare, and searching for it first would be
+    # slow
+    except ValueError:
         text = _plain(jsonable(story))
     squeezer = zlib.compressobj(6, zlib.DEFLATED, -15)
     body = squeezer.compress(text.encode("utf-8", "replace")) + squeezer.flush()
@@ -162,7 +166,7 @@ def _chunks(turn: Turn, limit: int) -> Iterator[list[Any]]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return the text, its middle left out if it has more than `limit` characters.
+    """Return the text, without its middle if it has more than `limit` characters.
 
     >>> shorten("one two three four", 12)
     'one tw … [6 characters] … e four'

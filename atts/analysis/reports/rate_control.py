@@ -1,4 +1,4 @@
-"""The realised rate of a run, compared with the nominal one and with the guarantee."""
+"""Compare the realised rate of a run with the nominal rate and with the guarantee."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ from atts.sampling import Seed, uniforms
 
 _RELIABILITY_BINS = 5
 LabelSource = Literal["verdicts", "votes"]
-"""What says whether a rollout is correct: verdicts on its answer, or agreement with the vote."""
+"""How a rollout is known to be correct: by verdicts on its answer, or by agreement with the vote.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RightBin:
-    """Chunks whose p-values lie between `low` and `high`, and how many of their answers are right."""
+    """The chunks with p-values between `low` and `high`, and how many of their answers are correct."""
 
     low: float
     high: float
@@ -68,11 +69,11 @@ class RightBin:
 
 @dataclass(frozen=True, slots=True)
 class LabelledScores:
-    """Share of correct rollouts by score, from chunks that the draft wrote.
+    """The share of correct rollouts by score, from chunks that the draft wrote.
 
-    `gain` is how much more of the wrong rollouts' chunks the score escalates at the nominal rate
-    than a coin does; `auroc` is the chance that the chunk of a wrong rollout scores worse than that
-    of a correct one. Both compare chunks of one question.
+    `gain` is the additional share of wrong rollouts' chunks that the score escalates, compared with
+    a coin of the nominal rate. `auroc` is the probability that a chunk of a wrong rollout scores
+    worse than one of a correct rollout. Both compare chunks within a question.
     """
 
     labelled: int
@@ -88,7 +89,7 @@ def labelled_scores(
     source: LabelSource = "verdicts",
     scale: Scale | None = None,
 ) -> LabelledScores | None:
-    """Compare scores with whether their rollouts were correct; None where no chunk is labelled."""
+    """Compare scores with whether their rollouts were correct; None if no chunk is labelled."""
     known = sorted(
         ((step.decision.p, right, step) for step, right in labels if step.decision.p is not None),
         key=itemgetter(0),
@@ -118,7 +119,7 @@ def _bin(rows: Sequence[tuple[float, bool, GateStep]]) -> RightBin:
     return RightBin(rows[0][0], rows[-1][0], share_estimate(counts.values()))
 
 
-_TRIAL = 300  # steps by which the mode is recognised
+_TRIAL = 300  # number of steps by which the mode is recognised
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +131,10 @@ class _Match:
 
 
 def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
-    """Return the guarantee in words, with the run's numbers and what voided it.
+    """Return the text of the guarantee, with the run's numbers and the conditions that void it.
 
-    Where a model computed in bfloat16, what cannot be repeated to the token is said too.
+    If a model computed in bfloat16, the text also says that a repetition may differ in single
+    tokens.
     """
     stated = _of_gate(data, nominal)
     rounded = repeats_in_words(data.run.manifest.engines)
@@ -142,7 +144,9 @@ def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
 
 
 def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
-    """Say what a repetition of the run may change, by the engines that round; "" if none does."""
+    """Return a note on what a repetition of the run may change because engines round; "" if none
+    does.
+    """
     rounding = [
         role for role, engine in engines.items() if str(engine.get("dtype", "")) == "bfloat16"
     ]
@@ -155,7 +159,7 @@ def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
 
 
 def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
-    """Return the promise of the run's gate."""
+    """Return the guarantee of the run's gate."""
     gate = str(data.run.setting("gate") or "unknown")
     own = data.run.setting("promise")
     if isinstance(own, list) and len(own) == 2:
@@ -181,16 +185,15 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
             "without stored scores "
             "takes these decisions",
             "not known either",
-            "no mode reproduces the recorded p-values; a calibrator that started from scores which "
-            "the manifest does "
-            "not name cannot be rebuilt",
+            "no mode reproduces the recorded p-values; a calibrator cannot be rebuilt if the "
+            "manifest does not name its stored scores",
         )
     missing = match.checked - match.same
     audit = (
-        f"{match.same:,} of {match.checked:,} recorded decisions were taken again from the journal "
-        f"alone and came out "
+        f"{match.same:,} of {match.checked:,} recorded decisions were taken again from the "
+        "journal alone and came out  "
         + ("the same" if not missing else f"the same; {missing:,} did not")
-        + ("" if named else "; the mode was recognised by this")
+        + ("" if named else "; this is how the mode was recognised")
     )
     return StatedGuarantee(
         match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit
@@ -198,12 +201,12 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
 
 
 def _has_ranks(data: RunData) -> bool:
-    """Return whether any decision was made by a p-value, as all calibrated decisions are."""
+    """Return whether any decision has a p-value, which all calibrated decisions have."""
     return any(step.decision.p is not None for step in data.steps.between(0, len(data.steps)))
 
 
 def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match | None:
-    """Return the mode whose calibrator takes the journal's decisions again."""
+    """Return the mode whose calibrator reproduces the journal's decisions."""
     best: _Match | None = None
     first = data.steps.between(0, data.parts[1] if len(data.parts) > 1 else len(data.steps))
     for mode in modes:
@@ -216,8 +219,8 @@ def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match |
 
 
 def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
-    """Audit all steps; the steps of a merged run are audited against the calibrator that each run
-    had.
+    """Audit all steps; in a merged run, the steps of each part are audited against that part's
+    calibrator.
     """
     ends = [*data.parts[1:], len(data.steps)]
     whole: _Match | None = None
@@ -262,7 +265,7 @@ def _replayed(
                 same += again.action == decision.action and math.isclose(
                     again.p or 0.0, decision.p, abs_tol=1e-9
                 )
-        except CalibrationInputError:  # scores of another scale than a perplexity's
+        except CalibrationInputError:  # scores on another scale than perplexities
             return None
     return _Match(mode, calibrator, checked, same)
 
@@ -275,7 +278,7 @@ _CURVE = 100  # points of the curve of p-values
 
 
 def realised_rate(data: RunData) -> RateControl | None:
-    """Return all numbers about a run's rate; None if its gate decided nothing."""
+    """Return all numbers about a run's rate; None if its gate took no decisions."""
     done = data.done
     if not done:
         return None
@@ -292,7 +295,7 @@ def rate_control(
     alarms: tuple[DriftAlarm, ...],
     scale: Scale | None = None,
 ) -> RateControl:
-    """Return all numbers that at least one decision gives about the rate."""
+    """Return all numbers about the rate; there must be at least one decision."""
     columns = _columns(done, scale)
     nominal = columns.nominal
     by_question = _groups(columns.questions, columns.escalated)
@@ -320,7 +323,7 @@ def rate_control(
         p_values=_uniformity(columns),
         drift=_drift(columns),
         alarms=alarms,
-        effective=str(summary) if summary else "no decision rests on a score",
+        effective=str(summary) if summary else "no decision is based on a score",
         effective_n=summary.effective if summary else math.nan,
         promise=promise,
         metrics=_metrics(columns),
@@ -329,15 +332,17 @@ def rate_control(
 
 @dataclass(slots=True)
 class _Columns:
-    """The decision on each chunk in columns, without objects: a run may have judged a million."""
+    """The decision on each chunk, stored in columns, because a run may have judged a million
+    chunks.
+    """
 
     questions: list[str] = field(default_factory=list[str])
     turns: array[int] = field(default_factory=lambda: array("I"))
     escalated: bytearray = field(default_factory=bytearray)  # 0 or 1 each
-    # where among them those are that have a score, and how bad each is
+    # indices of the decisions that have a score, and their nonconformities
     judged: array[int] = field(default_factory=lambda: array("I"))
     bad: array[float] = field(default_factory=lambda: array("d"))
-    # places of the decisions with a p-value, and their p-values
+    # indices of the decisions that have a p-value, and their p-values
     ranked: array[int] = field(default_factory=lambda: array("I"))
     p: array[float] = field(default_factory=lambda: array("d"))
     forced: int = 0
@@ -365,7 +370,7 @@ def _columns(done: Sequence[GateStep], scale: Scale | None) -> _Columns:
 
 
 def _nominal(done: Sequence[GateStep]) -> float | None:
-    """Return the rate that most decisions name; a gate without a rate names nan."""
+    """Return the most frequent rate of the decisions; a gate without a rate has NaN."""
     return _most_named(
         Counter(step.decision.rate for step in done if math.isfinite(step.decision.rate))
     )
@@ -386,7 +391,7 @@ def _groups(keys: Sequence[Hashable], flags: Iterable[int]) -> dict[Hashable, by
 def _banded(
     groups: Mapping[Hashable, Sequence[int]], nominal: float | None, prefix: str = ""
 ) -> tuple[GroupRate, ...]:
-    """Return each group with the band that holds for all groups at once."""
+    """Return each group with a band that is valid for all groups simultaneously."""
     level = 1 - (1 - LEVEL) / max(1, len(groups))
     bands = {size: coin_band(size, nominal, level) for size in set(map(len, groups.values()))}
     rows = sorted(groups.items(), key=lambda item: item[0] if isinstance(item[0], int) else 0)
@@ -418,7 +423,7 @@ def _moments(flags: bytearray, nominal: float | None, window: int) -> tuple[Rate
 
 
 def _nonconformity(decision: Decision, scale: Scale | None) -> float:
-    assert decision.score is not None, "only scored decisions are asked about"
+    assert decision.score is not None, "this is only called for decisions with a score"
     likely = PERPLEXITY if decision.score >= 1 else REAL  # perplexities are never below 1
     return (scale or likely).nonconformity(decision.score)
 
@@ -455,8 +460,8 @@ def _drift(columns: _Columns) -> DriftTest | None:
     """Bet on the smoothed rank of each question's mean first-turn score among the questions before
     it.
 
-    Questions are the units because scores of one move together; were they exchangeable, the capital
-    would ever reach 1 / level with probability at most level.
+    Questions are the units because the scores of a question are correlated. If the questions are
+    exchangeable, the capital ever reaches 1 / level with probability at most level.
     """
     first = dict[str, list[float]]()
     for place, nonconformity in zip(columns.judged, columns.bad, strict=True):

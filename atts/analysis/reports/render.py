@@ -1,4 +1,4 @@
-"""A report as HTML, Markdown or JSON."""
+"""Render a report as HTML, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FILE_NAMES: dict[Format, str] = {
 def render(built: BuiltReport, format: Format, problems: str = "") -> str:
     """Return the text of the report.
 
-    `problems` is the file with all problems to which a page links that cannot show them all.
+    `problems` is the file with all problems; a page that cannot show them all links to it.
 
     :raises OptionError: for an unknown format.
     """
@@ -56,12 +56,13 @@ def render(built: BuiltReport, format: Format, problems: str = "") -> str:
 
 
 def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> Path:
-    """Write a report that was built; where it is.
+    """Write a report that was built, and return its path.
 
     :raises StorageError: the disk refuses.
     """
     path = out or Path(built.report.run.directory) / FILE_NAMES[format]
-    # The author of the run directory may have put links into it: they are replaced.
+    # The run directory may contain links that its author made, so links are replaced instead of
+    # followed.
     write = write_atomic if out is None else write_out
     problems = f"{path.stem}.problems.jsonl"
     if format == "html" and _is_large(built):
@@ -77,7 +78,7 @@ def _is_large(built: BuiltReport) -> bool:
 
 
 def as_format(name: str, known: Sequence[F]) -> F:
-    """Return the format of this name, which may be its short one.
+    """Return the format of this name, which may be an abbreviation.
 
     :raises OptionError: there is none.
     """
@@ -109,7 +110,7 @@ def _html(built: BuiltReport, problems: str) -> str:
 
 
 def page(template: str, scripts: Sequence[str], **values: Any) -> str:
-    """Fill in an HTML template, with the pages' style and the scripts that this page may run."""
+    """Fill in an HTML template with the common style and the scripts of this page."""
     script = "".join(map(asset, scripts))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     style = asset("report.css") + asset("charts.css")
@@ -177,7 +178,7 @@ def save_figures(charts: Sequence[Chart], folder: Path, kind: Literal["svg", "pn
 
 
 def standalone(chart: Chart) -> str:
-    """Return the picture as a document of its own, in light colours, without a style sheet."""
+    """Return the chart as an independent SVG document, in light colours, without a style sheet."""
     wide, tall = _size(chart.picture)
     head, _, body = chart.picture.partition(">")
     head = head.replace(
@@ -199,21 +200,22 @@ def _size(picture: str) -> tuple[int, int]:
 
 
 def _light(name: str) -> str:
-    """Return a style sheet without variables, which many programs that draw SVG do not know."""
+    """Return a style sheet without variables, because many programs that draw SVG do not support
+    them.
+    """
     root = asset("report.css").partition(":root{")[2].partition("}")[0]
     colours = dict(re.findall(r"--(\w+):([^;]+)", root)) | {"card": "#fff"}
     return re.sub(r"var\(--(\w+)\)", lambda found: colours[found[1]], asset(name)).replace("\n", "")
 
 
 def _drawer() -> tuple[str, str]:
-    """Return the name and path of a program that makes PNG of SVG."""
+    """Return the name and path of a program that converts SVG to PNG."""
     for name in ("rsvg-convert", "resvg", "inkscape", *_BROWSERS):
         if program := shutil.which(name):
             return name, program
     raise UsageError(
-        "PNG needs a program that draws SVG, and none is installed: install rsvg-convert, resvg, "
-        "inkscape or chromium, "
-        "or take --format svg"
+        "PNG needs a program that draws SVG, but none is installed: install rsvg-convert, resvg, "
+        "inkscape or chromium, or use --format svg"
     )
 
 
@@ -232,7 +234,7 @@ def _png(drawer: tuple[str, str], text: str) -> bytes:
             )
             return out.read_bytes()
         except (OSError, subprocess.SubprocessError) as error:
-            raise UsageError(f"{name} did not draw a PNG ({error}); take --format svg") from error
+            raise UsageError(f"{name} did not draw a PNG ({error}); use --format svg") from error
 
 
 def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[str]:
@@ -248,8 +250,7 @@ def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[st
             f"--export-filename={out}",
             f"--export-dpi={96 * _SCALE}",
         ]
-    # a browser keeps its sandbox wherever the system lets it have one, and reads nothing but the
-    # file written above
+    # a browser uses its sandbox if the system allows one, and reads only the file written above
     return [
         "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", f"--user-data-dir={source.parent / 'p'}",
         f"--force-device-scale-factor={_SCALE}", f"--window-size={size[0]},{size[1]}", f"--screenshot={out}",
@@ -258,7 +259,7 @@ def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[st
 
 
 Rows = Sequence[tuple[str, Mapping[str, int]]]
-"""Models by name: how many models have each of their blocks, by its place."""
+"""For each model by name, how many models have each of its blocks, by position."""
 
 
 def save_sharing(rows: Rows, path: Path) -> None:
@@ -270,12 +271,14 @@ def save_sharing(rows: Rows, path: Path) -> None:
 
 
 def sharing_chart(rows: Rows) -> Chart:
-    """Draw blocks from left to right as a token passes them, and models from top to bottom."""
+    """Draw blocks from left to right, in the order in which a token passes them, and models from
+    top to bottom.
+    """
     most = max([len(parts) for _, parts in rows], default=1)
     across = Axis(
         -0.5,
         most - 0.5,
-        "block, as a token passes them (shared; red: the model's own)",
+        "blocks in the order in which a token passes them (red: only in this model)",
         values="whole",
     )
     plot = Plot(

@@ -1,4 +1,4 @@
-"""Everything a report needs of a run, read from its journal in one pass."""
+"""Read all data that a report needs from a run's journal in one pass."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ from atts.journal import (
 )
 
 AUDIT = 4000
-"""Steps of the gate that a report takes again; after them what was done is enough, where it is
-recorded.
-"""
+"""The number of the gate's steps that a report takes again; later steps are used as recorded."""
 TIMED = 100_000
-"""Calls whose times a report takes apart; more would fill the memory."""
+"""The number of calls whose times a report analyses; more would fill the memory."""
 _KINDS: tuple[type[Event], ...] = (
     *FACTS, Decided, Observed, CallSpan, ProblemSpan, CallFailed, Warned, Drifted,
 )  # fmt: skip
-# characters at the end of a rollout in which an answer that was not extracted would stand
+# characters at the end of a rollout that are searched for an answer that was not extracted
 _TAIL = 300
 
 
@@ -54,10 +52,10 @@ class RolloutFacts:
     decisions: int
     escalated: int
     tokens: int  # written by both models
-    target_tokens: int  # tokens of them that the target wrote
+    target_tokens: int  # tokens of the rollout that the target wrote
     flags: tuple[str, ...]
-    # the tokens that each turn added, by the draft and by the target; numbers without objects, for
-    # a report holds all turns of a run
+    # the tokens that each turn added, by the draft and by the target; plain numbers, because a
+    # report holds all turns of a run
     drafted_by_turn: array[int]
     target_by_turn: array[int]
 
@@ -86,7 +84,7 @@ class ProblemFacts:
 
 @dataclass(slots=True)
 class RunData:
-    """Contents of a run directory; `problems` are the finished ones in the order in which they were
+    """The contents of a run directory; `problems` are the finished ones, in the order in which they
     started.
     """
 
@@ -99,17 +97,17 @@ class RunData:
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
     failed_calls: Counter[str] = field(default_factory=Counter[str])
-    # index at which the steps of each merged run begin
+    # indices at which the steps of each merged run begin
     parts: list[int] = field(default_factory=lambda: [0])
     state: RunState = field(default_factory=RunState)
 
     @property
     def done(self) -> Steps:
-        """Return the action taken on every judged chunk, in order."""
+        """Return the action on every judged chunk, in order."""
         return self.steps.of_kind("observed") or self.steps.of_kind("decided")
 
     def take(self, entry: Entry) -> None:
-        """Take in one entry, in order."""
+        """Add the next entry of the journal."""
         outcome = self.state.apply(entry)
         match entry.event:
             case SessionOpened(session=session) if session in self.run.part_starts:
@@ -148,8 +146,8 @@ class RunData:
 
 
 def read_run_data(directory: Path, page_bytes: int) -> RunData:
-    """Read the journal of a run, alive or over; `page_bytes` is the most that the pages of all
-    problems may take.
+    """Read the journal of a run, finished or not; `page_bytes` is the most bytes for the pages of
+    all problems.
 
     :raises JournalError: there is none, or it cannot be read.
     """

@@ -18,15 +18,15 @@ _BOTTOM = 44
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One direction of a plot: its values, and what they are called."""
+    """One axis of a plot: its values and its label."""
 
     low: float
     high: float
     label: str
-    values: Literal["any", "whole"] = "any"  # there is no turn 2.5
+    values: Literal["any", "whole"] = "any"  # whole numbers only, because a turn 2.5 does not exist
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Round values inside the axis, about so many.
+        """Return about `count` round values inside the axis.
 
         >>> Axis(0, 11, "turn", values="whole").ticks(), Axis(0, 3, "turn", values="whole").ticks()
         ([0.0, 5.0, 10.0], [0.0, 1.0, 2.0, 3.0])
@@ -48,7 +48,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A rectangle of two axes, and where values lie in it."""
+    """A rectangle with two axes, which converts values to pixels."""
 
     x: Axis
     y: Axis
@@ -56,15 +56,15 @@ class Plot:
     height: int = HEIGHT
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Return the pixels of a value, kept inside the frame."""
+        """Return the pixels of a pair of values, clipped to the frame."""
         return self.across(x), self.up(y)
 
     def across(self, x: float) -> float:
-        """Return the pixels from the left."""
+        """Return the horizontal position of a value in pixels from the left."""
         return _LEFT + _part(x, self.x) * (self.width - _LEFT - _RIGHT)
 
     def up(self, y: float) -> float:
-        """Return the pixels from the top."""
+        """Return the vertical position of a value in pixels from the top."""
         return self.height - _BOTTOM - _part(y, self.y) * (self.height - _TOP - _BOTTOM)
 
     def drawn(self, title: str, marks: Iterable[str]) -> str:

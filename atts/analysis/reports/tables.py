@@ -26,8 +26,8 @@ TableKind = Literal["rows", "facts"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Text to read and value to sort by; links are names with their places on the page, if they
-    have one.
+    """A cell of a table, with its text, a value to sort by, and links (a name, and its target on
+    the page if there is one).
     """
 
     text: str
@@ -43,8 +43,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """Named columns, rows, a title; a table of facts has a name and its value in each row, and is
-    not sorted.
+    """A table with a title, named columns and rows; a table of facts has a name and a value per row
+    and is not sortable.
     """
 
     title: str
@@ -66,11 +66,11 @@ class ReportTable:
         )
 
 
-_PROBLEMS = 60  # that a digest shows
+_PROBLEMS = 60  # number of rows that a digest shows
 
 
 def cell(value: object, style: str = "") -> Cell:
-    """Return a value as people read it.
+    """Return a cell with a readable text of a value.
 
     >>> cell(0.25).text, cell(1234567).text, cell(None).text, cell(float("nan")).text
     ('0.250', '1,234,567', '', 'undefined')
@@ -121,7 +121,7 @@ def spend_table(report: RunReport) -> ReportTable:
     rows = [
         ("tokens written by the draft", cell(usage.draft_tokens)),
         ("tokens written by the target", cell(usage.target_tokens)),
-        ("target's share of them", cell(spend.target_share, "%")),
+        ("target's share of written tokens", cell(spend.target_share, "%")),
         ("tokens scored by the target", cell(usage.scored_tokens)),
         (
             "prompt tokens read (draft / target)",
@@ -152,15 +152,18 @@ def combination_table(report: RunReport) -> ReportTable:
             ("what combined", " and ".join(combined.actions) or "the vote on every problem"),
             ("problems whose votes split", f"{combined.split:,} of {combined.problems:,}"),
             ("largest leading share that counts as split, at the end", cell(combined.below)),
-            ("of these, trials in which the vote stood", cell(combined.trials)),
+            ("of these, trials that kept the vote", cell(combined.trials)),
             ("answers changed", cell(combined.changed)),
             ("changed from wrong to correct", cell(combined.gained)),
             ("changed from correct to wrong", cell(combined.lost)),
             ("gain in accuracy [95 % interval]", combined.gain.signed()),
             ("largest possible gain: an oracle on the same problems", cell(combined.ceiling)),
             ("same verdict in both orders", f"{combined.consistent:,} of {combined.pairs:,} pairs"),
-            ("tokens by the target for it", cell(combined.usage.target_tokens)),
-            ("prompt tokens read for it", cell(combined.usage.target_prefill_tokens)),
+            ("tokens by the target for selection or synthesis", cell(combined.usage.target_tokens)),
+            (
+                "prompt tokens read for selection or synthesis",
+                cell(combined.usage.target_prefill_tokens),
+            ),
             ("calls for it", cell(combined.usage.calls)),
         ]
     return ReportTable.of(
@@ -180,7 +183,7 @@ def speculation_table(report: RunReport) -> ReportTable:
     if speculated is not None:
         rows += [
             ("tokens proposed to the target", cell(speculated.proposed)),
-            *([("why none was proposed", speculated.silence)] if speculated.silence else []),
+            *([("why no token was proposed", speculated.silence)] if speculated.silence else []),
             (
                 "of these, accepted",
                 f"{speculated.accepted:,} ({100 * speculated.accepted / max(1, speculated.proposed):.1f} %)",
@@ -190,11 +193,11 @@ def speculation_table(report: RunReport) -> ReportTable:
                 " ".join(f"{x:.2f}" for x in speculated.accepted_share[:16]),
             ),
             (
-                "tokens written by a step with a proposal",
+                "tokens written per step with a proposal",
                 1 + speculated.accepted / max(1, speculated.rounds),
             ),
             (
-                "tokens proposed to a sequence and step, on average",
+                "mean tokens proposed per sequence and step",
                 speculated.chosen / max(1, speculated.choices),
             ),
             ("tokens per second in steps with a proposal: expected, measured", _rates(speculated)),
@@ -251,7 +254,7 @@ def calibration_table(control: RateControl) -> ReportTable:
             "questions",
             control.questions
             if control.questions < control.decisions
-            else "one for each, or not known",
+            else "one for each chunk, or not known",
         ),
         ("forced without a score", control.forced),
         ("effective sample size", control.effective),
@@ -288,19 +291,28 @@ def turn_table(control: RateControl) -> ReportTable:
 
 
 def health_table(health: Health) -> ReportTable:
-    """Return the health of the stored scores, and of a threshold made of them."""
+    """Return the table of the stored scores' health, and of the threshold that they give."""
     rows: list[tuple[object, object]] = [
         ("scores", health.scores),
         ("questions", health.clusters.clusters if health.repeats.clustered else "not known"),
-        ("resemblance within a question (intraclass correlation)", health.clusters.icc),
+        ("correlation within a question (intraclass correlation)", health.clusters.icc),
         ("effective sample size", cell(health.clusters.effective, ",.0f")),
         ("scores that repeat another of their question", cell(health.repeats.within, "%")),
         ("scores that another question has too", cell(health.repeats.across, "%")),
         ("infinite scores", health.infinite),
         ("threshold: escalate above", shown_score(health, health.threshold)),
-        ("long-run rate of the threshold, were scores independent (90 %)", _range(health.long_run)),
-        ("long-run rate of the threshold, as they are (90 %)", _range(health.long_run_clustered)),
-        ("SD of the rate when half the questions judge the other half", health.half_split),
+        (
+            "long-run rate of the threshold, if scores were independent (90 %)",
+            _range(health.long_run),
+        ),
+        (
+            "long-run rate of the threshold, at the effective sample size (90 %)",
+            _range(health.long_run_clustered),
+        ),
+        (
+            "SD of the rate when one half of the questions sets the threshold for the other",
+            health.half_split,
+        ),
     ]
     return ReportTable.of(f"The scores at rate {health.rate:g}", ("what", "value"), rows, "facts")
 
@@ -326,7 +338,7 @@ def threshold_table(health: Health) -> ReportTable:
 
 
 def shown_score(health: Health, score: float) -> str:
-    """Describe a score of this report; "none" where too few scores allow no threshold."""
+    """Return the text of a threshold; "none" if there are too few scores for one."""
     if health.measure == "log":
         return score_words(score, health.score_kind)
     return "none" if math.isinf(score) else f"{score:.4g}"
@@ -366,7 +378,11 @@ def time_table(found: TimeBreakdown) -> ReportTable:
     """Return the numbers of the task graph."""
     rows: list[tuple[object, object, object]] = [
         ("wall seconds", found.seconds, "from the first call to the end of the last one"),
-        ("critical path", found.critical_path, "no schedule and no number of slots ends sooner"),
+        (
+            "critical path",
+            found.critical_path,
+            "lower bound: no schedule or number of slots ends sooner",
+        ),
         ("Tc, arithmetic", found.arithmetic_seconds, "scoring, summed over calls"),
         ("Tm, memory", found.memory_seconds, "decoding, summed over calls"),
         (
@@ -382,7 +398,7 @@ def time_table(found: TimeBreakdown) -> ReportTable:
         ("r = Tc / (Tm + Ts)", found.intensity, "asynchronous arithmetic intensity"),
     ]
     if found.calls > found.nodes:
-        meaning = f"the first of {found.calls:,}; all numbers of this table are about them"
+        meaning = f"the first of {found.calls:,} calls; this table is about them only"
         rows.append(("calls", found.nodes, meaning))
     rows += [
         (f"{engine.engine}: share of time busy", engine.busy_share,
@@ -415,7 +431,7 @@ def stage_table(found: TimeBreakdown) -> ReportTable:
 
 
 def shown_problems(report: RunReport) -> list[tuple[int, ProblemRow]]:
-    """Return the problems that a page shows, with their places among all."""
+    """Return the problems that a page shows, with their indices among all problems."""
     return [(place, row) for place, row in enumerate(report.problems) if row.is_shown]
 
 
@@ -431,7 +447,7 @@ def problem_table(report: RunReport) -> ReportTable:
 
 
 def problem_digest(report: RunReport) -> ReportTable:
-    """Return all problems, or of many those that are not correct."""
+    """Return a table of all problems, or only of incorrect ones if there are many."""
     table = problem_table(report)
     count = len(report.problems)
     if count <= _PROBLEMS:

@@ -152,7 +152,7 @@ class ScoreRequest:
     With `entropies`, each number is minus the entropy of the distribution at that token instead of
     the token's own log-probability: the log-probability that a draw from it has on average.
 
-    With `texts`, a problem and the steps of its solution so far, a reward model beside the target
+    With `texts`, a problem and the steps of its solution so far, a reward model joined with the target
     is asked. Its one number is the logarithm of the chance that the last step is correct; the
     suffix is then the last token of that step.
     """

@@ -37,8 +37,8 @@ block.
 "rate": it scores single-token suffixes among a few likely tokens, which is enough for a one-digit
 rating. "draw": while scoring, it also samples from the distributions that it computes
 (`ScoreRequest.draw`), and it continues a completion that another engine began
-(`SampleRequest.num_begun`). "entropy": it returns the entropy of its distribution at every token
-of a suffix (`ScoreRequest.entropies`). "reward": a reward model is beside it
+(`SampleRequest.num_begun`). "entropy": it returns the entropy of its distribution at every token of
+a suffix (`ScoreRequest.entropies`). "reward": it is joined with a reward model
 (`ScoreRequest.texts`). "thinking": it closes a think block that has used up its budget
 (`SampleRequest.thinking_budget`).
 """

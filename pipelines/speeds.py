@@ -144,7 +144,7 @@ class WriterChoice:
         return excess > self._allowance()
 
     def end(self, begun: BegunChunk, tokens: int, now: float) -> None:
-        """Count a finished chunk of `tokens` tokens, whoever wrote its rest."""
+        """Count a finished chunk of `tokens` tokens, regardless of who wrote its rest."""
         self._pass(now)
         self.in_flight.remove(begun)
         seconds = now - begun.since

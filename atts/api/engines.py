@@ -614,9 +614,9 @@ def _engine_words(engine: str | Engine) -> str:
 
 
 def beside_reward_model(target: Engine, rule: ScoreRule) -> Engine:
-    """Return the target, beside the reward model that the score rule names, if it names one.
+    """Return the target, joined with the reward model that the score rule names, if it names one.
 
-    :raises OptionError: its address names no reward model.
+    :raises OptionError: if the address does not name a reward model.
     """
     if rule.kind != "prm" or not rule.reward:
         return target

@@ -263,7 +263,7 @@ class EngineCalls:
         most = most_of(self._role, call.request, account.prices)
         await account.room(most)
         if log.stop.asked:
-            await anyio.sleep_forever()  # the run was told to end while the call waited for room
+            await anyio.sleep_forever()  # the run was asked to end while the call waited for room
         with account.reserved_now(most) as reservation:
             reply = await self._ask_live(log, call)
             account.count(reply)

@@ -355,7 +355,7 @@ class _Run:
         self._seen = "all"
 
     async def _end_when_asked(self) -> None:
-        """End the graph once the run was told to end and nothing is in flight."""
+        """End the graph once the run was asked to end and nothing is in flight."""
         await self._options.stop.finished()
         self._graph.cancel("interrupted")
 

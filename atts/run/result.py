@@ -98,7 +98,7 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
 """The status of a run: all problems are finished, as many as a comparison needed are finished, it
-was told to end earlier, it ran out of time, some problems failed, or all failed.
+was asked to end earlier, it ran out of time, some problems failed, or all failed.
 """
 INTERRUPTED = 130
 

@@ -43,7 +43,7 @@ class Stop:
 
     @contextmanager
     def counted(self) -> Generator[None, None, None]:
-        """Count work that is finished instead of cut when the run is told to end."""
+        """Count work that is finished instead of cut when the run is asked to end."""
         self.calls += 1
         try:
             yield
@@ -53,7 +53,7 @@ class Stop:
                 self.report()
 
     async def finished(self) -> None:
-        """Wait until the run was told to end, and until nothing is in flight or it was told twice."""
+        """Wait until the run was asked to end, and until nothing is in flight or it was asked twice."""
         while not self.asked or (self.calls and self.asked < 2):
             await self._changed.wait()
 

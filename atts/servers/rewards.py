@@ -253,7 +253,7 @@ async def _models(client: Client) -> list[str]:
 
 
 class RewardedTarget(EngineAround):
-    """A target beside a reward model: requests with a problem and steps are the reward model's."""
+    """A target joined with a reward model, which answers the requests with a problem and steps."""
 
     def __init__(self, target: Engine, rewards: RewardModel) -> None:
         super().__init__(target, "own")

@@ -18,7 +18,7 @@ from atts.serving.background import Responses
 from atts.serving.service import Service
 
 DRAIN_SECONDS = 30
-"""The seconds that requests have to end after the server was told to end."""
+"""The seconds that requests have to end after the server was asked to end."""
 
 
 class _Server(uvicorn.Server):

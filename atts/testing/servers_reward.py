@@ -47,7 +47,7 @@ class RewardServer:
         self.pools = pools
         self.numbers = numbers  # in a row
         self.decode = decode
-        self.bodies: list[dict[str, Any]] = []  # of every call for rewards
+        self.bodies: list[dict[str, Any]] = []  # bodies of every call for rewards
         self._http: ThreadingHTTPServer | None = None
 
     @property

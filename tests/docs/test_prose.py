@@ -87,32 +87,32 @@ CODE = ("atts", "calibration", "evaluators", "pipelines", "examples", "scripts/s
 
 VERBS = set(
     """
-    accept add admit advise alarm align allocate answer append apply arrange ask attend audit
+    accept add admit advise alarm align allocate allow analyse answer append apply arrange ask attend audit
     be begin believe bet bound break bring build
     call cancel capture carry catch certify change charge check choose close combine compare
     compile complete compute configure connect continue convert copy count create cut
-    deal decide delete describe divide do draft draw drop
+    deal decide delete describe discard divide do draft draw drop
     earn edit end escalate escape estimate evaluate evict exchange exempt
     fail feed fill find fit fix flush forget fork free
     gather generate give grade grant group guess
-    halve hand hash have hear hide hold
-    ignore import index install interrupt iterate
+    halve hand handle hash have hear hide hold
+    ignore import index insert install interrupt iterate
     join judge
     keep kill
     learn leave let list listen load lock log look
     make mark measure merge move
     name note number
     open order
-    pack pair parse pass pick pickle place plan plant play poll prepare press print propose protect put
+    pack pair parse pass pick pickle place plan plant play poll prepare press prevent print propose protect put
     queue
     raise rank read rebuild receive record refuse register release remember remove render reorder
-    replace replay report request reserve return rotate round run
-    sample save say score see send serve set shift shorten show shrink simulate sleep solve spend
+    repeat replace replay report request reserve restore return rotate round run
+    sample save say score see send serve set shift shorten show shrink simulate skip sleep solve spend
     split spoil stand start state step stop store submit suggest sum summarise swap sync
     tabulate take tell test time toss train truncate try turn
     undo use
     validate verify
-    wait walk watch work write
+    wait wake walk watch work write
     yield
     """.split()
 )

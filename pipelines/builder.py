@@ -141,7 +141,7 @@ class RolloutBuilder:
         self.score_source = source_of(policy.score)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         self.needs_first_rejected = policy.takeover == "repair" and is_comparable
-        # the target draws its replacement while it scores, where it can
+        # the target draws a replacement while it scores, if it can
         reads_chunks = self.score_source in ("log-probabilities", "judge")
         is_scoring = policy.takeover == "replace" and reads_chunks
         self.draws = is_scoring and "draw" in target.capabilities

@@ -39,10 +39,10 @@ ScoreSource = Literal[
     "continuation",
     "votes",
 ]
-"""What a score is made of: the target's log-probabilities of the chunk, the draft's own, the
-entropy of the draft's distributions, a reward model's chance, a learned judge's prediction, the
-target's answer to a question about the chunk, what the target writes in its place, or the votes of
-a problem's rollouts.
+"""The source of a score: the target's log-probabilities of the chunk, the draft's, the entropy of
+the draft's distributions, a reward model's probability, a learned judge's prediction, the target's
+answer to a question about the chunk, the target's continuation in place of the chunk, or the votes
+of a problem's rollouts.
 """
 _SOURCES: Mapping[ScoreKind, ScoreSource] = {
     "draft": "draft",
@@ -85,22 +85,22 @@ class ScoreRule:
         sum over tokens, so it grows with the length of the chunk.
     draft: one over the probability that the author gave its least likely token. The target reads
         nothing, so the score is free.
-    entropy: the exponential of the mean entropy of the draft's distributions over the chunk: how
-        many next tokens it wavers between. The draft reads its chunk again; the target reads
-        nothing. entropy-worst takes the largest entropy instead of the mean. From a server that
-        lists its likeliest tokens, an entropy is a lower bound.
-    prm: one over the chance that a process reward model gives the chunk. The model is on a server of
-        its own, whose address is `reward`; `separator` stands after each step where the model
-        rewards each.
+    entropy: the exponential of the mean entropy of the draft's distributions over the chunk, which
+        is the effective number of next tokens. The draft reads its chunk again; the target reads
+        nothing. entropy-worst uses the largest entropy instead of the mean. From a server that
+        lists only its most likely tokens, an entropy is a lower bound.
+    prm: one over the probability that a process reward model gives the chunk. The model is on a
+        separate server, whose address is `reward`; if the model rewards each step, `separator`
+        follows each step.
     learned: 2 plus the gain of a takeover that a fitted judge predicts from the log-probabilities of
         both models, the chunk's length and turn, and the agreement of its siblings. `judge` names
         the judge's file.
-    rating: 10 less the target's rating of the chunk from 0 to 9, which takes single tokens after it.
-    verdict: one over the chance that the target calls the chunk correct, asked in both orders.
-    continuation: 2 less the share of words that the chunk's beginning and the target's own
-        continuation have in common. The target writes so much for every chunk.
-    disagreement: the number of a problem's rollouts over the votes for its leading answer. It is
-        the score of whole problems and of nothing else.
+    rating: 10 minus the target's rating of the chunk from 0 to 9, which takes a few tokens.
+    verdict: one over the probability that the target calls the chunk correct, in both orders.
+    continuation: 2 minus the share of words that the chunk's beginning and the target's
+        continuation have in common. The target writes a continuation for every chunk.
+    disagreement: the number of a problem's rollouts over the votes for its leading answer. It is a
+        score of whole problems, not of chunks.
     """
 
     kind: Annotated[ScoreKind, "how log-probabilities become a score"] = "mean"

@@ -121,7 +121,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class FinishedCase:
-    """A finished problem with what its records need."""
+    """A finished problem with the data that its records need."""
 
     outcome: Outcome
     verdicts: Mapping[int, str | None]  # keyed by sample
@@ -235,7 +235,7 @@ def _origin(run: RecordedRun, kind: DataKind) -> dict[str, Any]:
 
 
 def finished_cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[FinishedCase]:
-    """Yield every finished problem; memory holds the open ones."""
+    """Yield every finished problem; only open problems are held in memory."""
     state = RunState()
     kinds = (*FACTS, Measured, *((Scored, CallSpan) if needs_scores else ()))
     scored: Scored | None = None
@@ -268,7 +268,7 @@ Maker = Callable[[FinishedCase, ExportOptions, Exported], Iterator[dict[str, Any
 
 
 def _kept(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[Rollout]:
-    """Yield the rollouts that are exported, by their numbers, and count the others by the reason."""
+    """Yield the rollouts to export, with their numbers, and count the others by the reason."""
     keep = options.keep or ("correct" if options.kind == "sft" else "all")
     for rollout in sorted(case.outcome.rollouts, key=lambda one: one.sample):
         verdict = case.verdicts[rollout.sample]
@@ -343,7 +343,7 @@ def _preference(
 def _verifiers(
     case: FinishedCase, options: ExportOptions, made: Exported
 ) -> Iterator[dict[str, Any]]:
-    """Yield a rollout with its reward, in the fields that `verifiers` saves its own under."""
+    """Yield a rollout with its reward, in the fields in which `verifiers` saves rollouts."""
     problem = case.outcome.problem
     for rollout in _kept(case, options, made):
         facts = _facts(case, rollout)

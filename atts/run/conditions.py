@@ -84,9 +84,10 @@ def check_conditions(
     conditions: Conditions,
     what: Literal["the stored scores", "the judge"] = "the stored scores",
 ) -> str:
-    """Return a warning about the stored scores or the judge that a run uses; "" if they fit it.
+    """Return a warning about the stored scores or the judge that a run uses; "" if they have its
+    conditions.
 
-    What they do not record cannot be checked, which is said as well.
+    The warning also names conditions that they do not record.
 
     :raises FingerprintError: if a recorded condition differs, and `conditions` is "match".
     """
@@ -108,10 +109,8 @@ def check_conditions(
             raise FingerprintError(name, error.differences, advice) from None
         names = ", ".join(name for name, _, _ in error.differences)
         if is_judge:
-            return f"the judge was fitted under other conditions, and taken all the same: {names}"
-        return (
-            f"the stored scores were made under other conditions, and taken all the same: {names}"
-        )
+            return f"the judge was fitted under other conditions but is used anyway: {names}"
+        return f"the stored scores were made under other conditions but are used anyway: {names}"
     if is_judge:
         return ""
     unknown = ", ".join(name for name in now if name not in recorded)

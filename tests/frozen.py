@@ -228,7 +228,7 @@ async def _embedded(kernel: str) -> Any:
     written = dict[str, Any]()
     for role in ("draft", "target"):
         words = f"embedded:{role}?worker=thread&threads=1&kernel={kernel}"
-        async with build_engine(words, role) as engine:  # type: ignore[arg-type]
+        async with build_engine(words, role) as engine:
             for number, problem in enumerate(load_problems("arithmetic", 4)):
                 prompt = tuple(engine.tokenizer.encode(problem.text))
                 for temperature in (0.0, 0.8):

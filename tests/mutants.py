@@ -320,7 +320,7 @@ OTHERS = [
         "return self.stored / self.apart if self.apart else 0.0",
     ),
     *_table(
-        "atts/accel/zoo/chains.py",
+        "atts/accel/zoo/many_models.py",
         "tests/blocks/test_chains.py tests/blocks/test_shared_ranges.py",
         "units <= span.start",
         "units < span.start",

@@ -11,17 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atts.accel.grouped import GroupedDrafter
 from atts.accel.options import MOST_PROPOSED, OVERLAPPED, LoopPlan
 from atts.accel.overlap.drafter import BRANCH_SLOTS, InlineTransport, OverlappedDrafter
 from atts.accel.overlap.mirror import EXIT_FILE, ExitAdapter, ExitModel, Exits, StreamHeads
 from atts.accel.overlap.process import DrafterProcess, DraftSetup
 from atts.accel.overlap.schemes import GUESSING, AdaptiveDrafting
-from atts.accel.speculate.drafter import DraftedRows, DraftedSlots, ModelDrafter
+from atts.accel.speculate.drafter import DraftedRows, DraftedSlots, GroupedDrafter, ModelDrafter
 from atts.accel.speculate.goodput import GoodputLengths
 from atts.accel.speculate.proposers import BestProposer, HintProposer, SuffixProposer
-from atts.accel.zoo.chains import ChainModel, SharedLoop, shared_kernels
-from atts.accel.zoo.many_models import Chain, ZooLoader
+from atts.accel.zoo.many_models import Chain, ChainModel, SharedLoop, ZooLoader, shared_kernels
 from atts.accel.zoo.slots import SharingScheduler, SlotLedger
 from atts.accel.zoo.stage_line import StageExecutor
 from atts.accel.zoo.staged_loop import StagedLoop, StagedModel, StagedScheduler

@@ -46,13 +46,6 @@ from atts.journal.events import (
     feature_numbers,
     recorded_features,
 )
-from atts.journal.finished import (
-    FinishedProblem,
-    FinishedSample,
-    Truncation,
-    is_censored,
-    truncation,
-)
 from atts.journal.lines import Journal, JournalOptions, LineWriter, read_entries
 from atts.journal.manifest import (
     Json,
@@ -66,11 +59,16 @@ from atts.journal.manifest import (
 from atts.journal.shared_replies import REPLIES, SharedReplies, SharedReply, reply_key, run_number
 from atts.journal.state import (
     FACTS,
+    FinishedProblem,
+    FinishedSample,
     OpenProblem,
     RunClock,
     RunState,
+    Truncation,
+    is_censored,
     judged,
     read_outcomes,
+    truncation,
 )
 
 __all__ = [

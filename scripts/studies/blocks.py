@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from atts.accel import Zoo, accelerated
 from atts.accel.engine import PlannedLoop
 from atts.accel.options import LoopPlan
-from atts.accel.zoo.chains import ChainModel
+from atts.accel.zoo.many_models import ChainModel
 from atts.accel.zoo.placement import Demand, Instance, dispatched, placed
 from atts.accel.zoo.shared_worker import AddModel
 from atts.concurrency import collect

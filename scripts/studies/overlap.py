@@ -23,9 +23,9 @@ from anyio.from_thread import start_blocking_portal
 from torch import Tensor
 
 from atts.accel import build
-from atts.accel.grouped import Calibration, GroupedDrafter
+from atts.accel.overlap.drafter import OutcomeCache
 from atts.accel.overlap.mirror import ExitAdapter, ExitGuesses, ExitListener, ExitModel
-from atts.accel.overlap.outcomes import OutcomeCache
+from atts.accel.speculate.drafter import Calibration, GroupedDrafter
 from atts.core import SampleRequest, Sampling, TokenIds
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic

@@ -22,7 +22,7 @@ from atts.accel import SpeculationOptions, StageOptions, Zoo, accelerated
 from atts.accel.engine import PlannedLoop
 from atts.accel.options import LoopPlan
 from atts.accel.zoo import shared_worker
-from atts.accel.zoo.chains import ChainModel
+from atts.accel.zoo.many_models import ChainModel
 from atts.accel.zoo.shared_worker import AddModel
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.errors import EngineUnavailable, ZooError

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from atts.accel import Zoo
-from atts.accel.zoo.chains import ChainModel
+from atts.accel.zoo.many_models import ChainModel
 from atts.accel.zoo.shared_worker import AddModel
 from atts.accel.zoo.slots import Lineage, SharingScheduler, SlotLedger
 from atts.core import SampleRequest, Sampling, ScoreRequest

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from atts.accel import Zoo
-from atts.accel.zoo.chains import ChainModel
+from atts.accel.zoo.many_models import ChainModel
 from atts.accel.zoo.shared_worker import AddModel
 from atts.accel.zoo.slots import Lineage, SlotLedger, divergence_point
 from atts.core import SampleRequest, Sampling, ScoreRequest

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from atts.accel import SpeculationOptions
-from atts.accel.grouped import GroupedDrafter, GroupedModel
-from atts.accel.speculate.drafter import ModelDrafter
+from atts.accel.speculate.drafter import GroupedDrafter, GroupedModel, ModelDrafter
 from atts.core import ScoreRequest
 from atts.errors import OptionError
 from atts.local import devices, grouping

@@ -16,9 +16,14 @@ import pytest
 import torch
 
 from atts.accel import SpeculationOptions
-from atts.accel.overlap.drafter import BranchWriter, InlineTransport, OverlappedDrafter, Work
+from atts.accel.overlap.drafter import (
+    BranchWriter,
+    InlineTransport,
+    OverlappedDrafter,
+    PlaceLaw,
+    Work,
+)
 from atts.accel.overlap.mirror import ExitModel
-from atts.accel.overlap.outcomes import PlaceLaw
 from atts.core import SampleRequest, Sampling
 from atts.errors import OptionError
 from atts.local.cpu.model import NativeModel
@@ -360,7 +365,7 @@ BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "the pending tail is returned": ("atts.local.proposals.Proposals.settle", tail_returned, "text"),
     "PEARL's numbers by place": ("atts.local.loop.StepLoop._sample", seeded_by_place, "text"),
     "a branch of another outcome is served": (
-        "atts.accel.overlap.outcomes.OutcomeCache.select",
+        "atts.accel.overlap.drafter.OutcomeCache.select",
         served_another,
         "branches",
     ),

@@ -11,8 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from atts.accel.overlap.drafter import PATIENCE, InlineTransport, OverlappedDrafter
-from atts.accel.overlap.outcomes import Guessing
+from atts.accel.overlap.drafter import PATIENCE, Guessing, InlineTransport, OverlappedDrafter
 from atts.accel.overlap.process import DrafterProcess
 from atts.accel.overlap.schemes import GUESSING, AdaptiveDrafting
 from atts.core import Sampling

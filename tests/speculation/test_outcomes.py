@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atts.accel.overlap.outcomes import OutcomeCache, PlaceLaw, most_worthwhile, ranked_outcomes
+from atts.accel.overlap.drafter import OutcomeCache, PlaceLaw, most_worthwhile, ranked_outcomes
 
 chance = st.floats(0.0, 1.0)
 

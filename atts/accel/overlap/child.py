@@ -11,9 +11,8 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from atts.accel.overlap.drafter import InlineTransport, OverlappedDrafter
+from atts.accel.overlap.drafter import Guessing, InlineTransport, OverlappedDrafter
 from atts.accel.overlap.mirror import ExitListener
-from atts.accel.overlap.outcomes import Guessing
 from atts.accel.overlap.process import Drafted, DraftedLine, DraftSetup, DraftStep, Order
 from atts.accel.speculate.drafter import DraftedRows, DraftedSlots
 from atts.concurrency import end_with

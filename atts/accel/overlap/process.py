@@ -16,9 +16,8 @@ from time import perf_counter
 from typing import IO, NamedTuple
 
 from atts.accel.options import LoopPlan
-from atts.accel.overlap.drafter import PATIENCE
+from atts.accel.overlap.drafter import PATIENCE, Guessing
 from atts.accel.overlap.mirror import ExitGuesses, ExitListener, Exits
-from atts.accel.overlap.outcomes import Guessing
 from atts.concurrency import python_command
 from atts.core import SampleRequest, TokenIds
 from atts.errors import EngineError

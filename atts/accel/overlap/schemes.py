@@ -6,8 +6,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from atts.accel.overlap.drafter import OverlappedDrafter
-from atts.accel.overlap.outcomes import Guessing
+from atts.accel.overlap.drafter import Guessing, OverlappedDrafter
 from atts.accel.overlap.process import DrafterProcess
 from atts.local.batch import StepPlan
 from atts.local.seams import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -266,3 +267,44 @@ class ModelDrafter(Proposer):
     def _fed_batch(self, fed: list[FedRow]) -> StepBatch:
         rows, positions, tokens, are_last = np.array(fed, dtype=np.int64).T.copy()
         return single_rows(tokens, positions, rows, self._table, are_last)
+
+
+Calibration = Literal["exact", "none"]
+
+
+class GroupedModel(Model, Protocol):
+    """A model that may compute the attentions of a group of layers at once, from the first one's
+    input: not exact.
+    """
+
+    is_grouped: bool
+
+
+class GroupedDrafter(ModelDrafter):
+    """EasySpec's: drafts with attentions of a group that read one input, first and last layer
+    apart.
+
+    Keys and values computed so are used within the round alone: the exact pass over what was
+    accepted and the token after it computes them again and gives the first token of the next round.
+    With calibration "none" they are kept, and their errors pile up: for comparison.
+    """
+
+    calibration: Calibration = "exact"
+
+    def __init__(
+        self, model: GroupedModel, config: ModelConfig, rows: DraftedRows, vocabulary: int
+    ) -> None:
+        super().__init__(model, config, rows, vocabulary)
+        self._groups = model
+
+    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
+        """Forget what the round computed."""
+        if self.calibration == "none":
+            super().settled(key, proposal, accepted)
+
+    def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
+        self._groups.is_grouped = turn > 0
+        try:
+            return super()._draw(batch, asks, turn)
+        finally:
+            self._groups.is_grouped = False

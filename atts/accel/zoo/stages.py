@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.accel.options import StageOptions
-from atts.accel.zoo.chains import adapted_rows, bounds_of
-from atts.accel.zoo.many_models import Layers
+from atts.accel.zoo.many_models import Layers, adapted_rows, bounds_of
 from atts.errors import EngineError, UnsupportedByEngine
 from atts.local.batch import Floats, Ints, StepBatch, part_of
 from atts.local.cache import SlotIds

@@ -674,12 +674,12 @@ class OverlappedDrafter(ModelDrafter):
         self._costs.add(self._condition, len(lines), (perf_counter() - began) / branches[0].most)
 
     def _branches(
-        self, lines: list[DraftLine], own: list[int], laws: list[PlaceLaw]
+        self, lines: list[DraftLine], drawn_tokens: list[int], laws: list[PlaceLaw]
     ) -> tuple[list[DraftBranch], int]:
         """Choose the guesses that are continued, each with slots, and how many tokens each is to
         get.
         """
-        drawn = zip(lines, own, laws, strict=True)
+        drawn = zip(lines, drawn_tokens, laws, strict=True)
         guesses = [
             (guess, line) for line, token, law in drawn for guess in self._guesses(line, token, law)
         ]
@@ -707,15 +707,18 @@ class OverlappedDrafter(ModelDrafter):
         row[start:stop] = slots[: stop - start]
         return branch
 
-    def _guesses(self, line: DraftLine, own: int, law: PlaceLaw) -> list[OutcomeGuess]:
+    def _guesses(self, line: DraftLine, drawn_token: int, law: PlaceLaw) -> list[OutcomeGuess]:
         """Guess that all is accepted and the draft's own token follows; with a fan, guess more
         everywhere.
         """
         chance = prod([place.acceptance for place in (*line.laws, law)])
-        every = OutcomeGuess(len(line.proposal), own, chance)
+        every = OutcomeGuess(len(line.proposal), drawn_token, chance)
         if not self._fan:
             return [every]
-        return [every, *ranked_outcomes((*line.proposal, own), line.exits or (*line.laws, law))]
+        return [
+            every,
+            *ranked_outcomes((*line.proposal, drawn_token), line.exits or (*line.laws, law)),
+        ]
 
     def _worthwhile(self, chances: list[float], lines: int) -> tuple[int, int]:
         """Choose how many guesses are continued, by how many tokens: what fits into a target's

@@ -141,20 +141,24 @@ class ExitModel:
     @torch.inference_mode()
     def _heard(self, listener: ExitListener, batch: StepBatch, x: Tensor) -> ExitGuesses:
         rows = np.repeat(batch.table_rows, np.diff(batch.query_starts))[batch.logit_rows].tolist()
-        found = [(at, *listener.rows[row]) for at, row in enumerate(rows) if row in listener.rows]
-        told: dict[int, list[tuple[list[int], list[float]]]] = {key: [] for _, key, _ in found}
-        if found:
-            adapted = self._adapter(x[[at for at, _, _ in found]], self._eps)
+        heard_rows = [
+            (at, *listener.rows[row]) for at, row in enumerate(rows) if row in listener.rows
+        ]
+        guesses: dict[int, list[tuple[list[int], list[float]]]] = {
+            key: [] for _, key, _ in heard_rows
+        }
+        if heard_rows:
+            adapted = self._adapter(x[[at for at, _, _ in heard_rows]], self._eps)
             logits = self._model.compute_logits(adapted.contiguous())
             settings = batch_sampling(
-                [sampling for _, _, sampling in found], logits.shape[-1], logits.device
+                [sampling for _, _, sampling in heard_rows], logits.shape[-1], logits.device
             )
             best = probabilities(logits, settings).topk(min(_TOLD, logits.shape[-1]), -1)
             for (_, key, _), ids, chances in zip(
-                found, best.indices.tolist(), best.values.tolist(), strict=True
+                heard_rows, best.indices.tolist(), best.values.tolist(), strict=True
             ):
-                told[key].append((ids, chances))
-        return told
+                guesses[key].append((ids, chances))
+        return guesses
 
 
 STREAM_FILE = "heads/streams.safetensors"

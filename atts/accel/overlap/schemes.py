@@ -45,8 +45,8 @@ class _Turn:
         """Return the tokens per second that the scheme would give if every sequence had a proposal.
         Sequences without one wrote one token each.
         """
-        own = (self.tokens - self.sequences) / self.served if self.served else float("inf")
-        return self.sequences * (1 + own) / max(1e-9, self.seconds)
+        extra_tokens = (self.tokens - self.sequences) / self.served if self.served else float("inf")
+        return self.sequences * (1 + extra_tokens) / max(1e-9, self.seconds)
 
 
 @dataclass(slots=True)
@@ -125,11 +125,11 @@ class SchemeControl:
 
     def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
         """Learn what a step wrote in how much time, and how many of its sequences had a proposal."""
-        place = sequences[0].bit_length()
-        self._away = 0 if place == self._place else self._away + 1
+        load_class = sequences[0].bit_length()
+        self._away = 0 if load_class == self._place else self._away + 1
         # a load that goes to and fro is one load
         has_moved = self._place < 0 or self._away >= _SETTLE
-        self._place = place if has_moved else self._place
+        self._place = load_class if has_moved else self._place
         load = self._loads.setdefault(self._place, _Load([_Scheme() for _ in range(self._schemes)]))
         if has_moved:  # the lengths of this step were chosen for another load
             self._away = 0

@@ -159,7 +159,7 @@ class ModelDrafter(Proposer):
             return self._draft_in_turns(asks, first, (rows, following))
         uniforms = [ask.uniforms[: ask.room] for ask in asks]
         drawn = self._drawn_ahead(asks, uniforms, first, (rows, following))
-        return [TokenProposal(tuple(own), _CONFIDENCE) for own in drawn]
+        return [TokenProposal(tuple(tokens), _CONFIDENCE) for tokens in drawn]
 
     def _drawn_ahead(
         self,
@@ -173,10 +173,10 @@ class ModelDrafter(Proposer):
         """
         assert self._native is not None, "it draws for itself"
         rows, following = places
-        counts = np.array([len(own) for own in uniforms])
+        counts = np.array([len(row_uniforms) for row_uniforms in uniforms])
         numbers = np.zeros((counts[0], len(counts)))
-        for place, own in enumerate(uniforms):
-            numbers[: len(own), place] = own
+        for place, row_uniforms in enumerate(uniforms):
+            numbers[: len(row_uniforms), place] = row_uniforms
         ahead = AheadBatch(
             first=first,
             following=single_rows(np.zeros_like(rows), following, rows, self._table),
@@ -185,7 +185,7 @@ class ModelDrafter(Proposer):
             uniforms=numbers,
         )
         drawn = self._native.draw_ahead(ahead, self._table).T.tolist()
-        return [own[:count] for own, count in zip(drawn, counts, strict=True)]
+        return [tokens[:count] for tokens, count in zip(drawn, counts, strict=True)]
 
     def _draft_in_turns(
         self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints]
@@ -199,11 +199,13 @@ class ModelDrafter(Proposer):
             while asks[count - 1].room <= turn:
                 count -= 1
             if turn:
-                tokens = np.array([own[-1] for own in drafted[:count]], dtype=np.int64)
+                tokens = np.array(
+                    [tokens_so_far[-1] for tokens_so_far in drafted[:count]], dtype=np.int64
+                )
                 batch = single_rows(tokens, following[:count] + turn - 1, rows[:count], self._table)
             for place, token in enumerate(self._draw(batch, asks[:count], turn)):
                 drafted[place].append(token)
-        return [TokenProposal(tuple(own), _CONFIDENCE) for own in drafted]
+        return [TokenProposal(tuple(tokens_so_far), _CONFIDENCE) for tokens_so_far in drafted]
 
     def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
         """Draw a token for each."""

@@ -131,16 +131,16 @@ class StepCosts:
         expected = log(seconds) - self._machine if curve is None else log(curve.one(rows))
         return _Cell(rows, expected, _NEW, self._added)
 
-    def _update(self, cell: _Cell, rows: int, found: float) -> None:
+    def _update(self, cell: _Cell, rows: int, observed: float) -> None:
         self._of_machine += self._wandering * self._of_step
         cell.variance = min(_NEW, cell.variance + _AGEING * (self._added - cell.seen))
         variance = self._of_machine + cell.variance + self._of_step
         most = _OUTLYING * sqrt(variance)
-        off = found - self._machine - cell.log
+        off = observed - self._machine - cell.log
         # the few before it were interrupted
         if off < -most and cell.variance > _YOUNG * self._of_step:
             cell.log += off + most
-        surprise = max(-most, min(most, found - self._machine - cell.log))
+        surprise = max(-most, min(most, observed - self._machine - cell.log))
         self._of_step += _LEARNING * self._of_step * (surprise**2 / variance - 1)
         self._machine += self._of_machine / variance * surprise
         self._of_machine -= self._of_machine**2 / variance

@@ -104,9 +104,11 @@ class _Group:
         """Return the earlier places of the text's end, and the length of each match; the longest
         match first.
         """
-        found = self.grams.get(tuple(ids[-_GRAM:]), ())
+        earlier_places = self.grams.get(tuple(ids[-_GRAM:]), ())
         matches = [
-            (_match(text, end, ids), text, end) for text, end in reversed(found) if end < len(text)
+            (_match(text, end, ids), text, end)
+            for text, end in reversed(earlier_places)
+            if end < len(text)
         ]
         return sorted(matches, key=lambda match: -match[0])
 
@@ -163,7 +165,7 @@ class SuffixProposer(Proposer):
             return NOTHING
         length = places[0][0]
         tokens = _continued(
-            [(text, end) for found, text, end in places if found == length],
+            [(text, end) for match_length, text, end in places if match_length == length],
             min(ask.room, 2 * length),
         )
         self._matched[ask.key] = length
@@ -215,7 +217,8 @@ class BestProposer(Proposer):
             )
             for place, proposal in zip(open_places, proposed, strict=True):
                 if proposal.tokens and proposal.confidence >= best[place].confidence:
-                    best[place], self._chosen[asks[place].key] = proposal, proposer
+                    best[place] = proposal
+                    self._chosen[asks[place].key] = proposer
             open_places = [place for place in open_places if best[place].confidence < self._enough]
         return best
 

@@ -50,7 +50,7 @@ def likenesses(
 
     The model's own blocks are in memory at once, as float32, and of the others one after the other.
     """
-    own = {
+    own_blocks = {
         block.digest: _read(zoo, block.digest)
         for block in model.blocks
         if _kind(block.place) in _KINDS
@@ -69,8 +69,8 @@ def likenesses(
         ]
         shape, theirs = _read(zoo, digest) if alike and _kind(place) in _KINDS else ("", None)
         for mine in alike:
-            if theirs is not None and own[mine.digest][0] == shape:
-                both = _nearness(own[mine.digest][1], theirs)
+            if theirs is not None and own_blocks[mine.digest][0] == shape:
+                both = _nearness(own_blocks[mine.digest][1], theirs)
                 similarities.append(BlockSimilarity(mine.place, digest, f"{name}/{place}", *both))
     most, apart = limits
     near = sorted(

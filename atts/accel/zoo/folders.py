@@ -88,13 +88,13 @@ def completed(
     own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int
 ) -> Block:
     """Complete the part of a model's weights in `own` by its base's."""
-    found = dict[str, tuple[str, StoredTensor]]()
+    weights = dict[str, tuple[str, StoredTensor]]()
     for tensors in (base, *(file.tensors for file in own)):
         for name, tensor in tensors.items():
             layer = _LAYER.fullmatch(name)
             if tensors is not base or layer is None or int(layer[1]) < num_layers:
-                found[name.removeprefix("model.")] = name, tensor
-    return _block("weights", {name: (name, tensor) for name, tensor in found.values()})
+                weights[name.removeprefix("model.")] = name, tensor
+    return _block("weights", {name: (name, tensor) for name, tensor in weights.values()})
 
 
 def whole_block(place: str, file: WeightFile) -> Block:

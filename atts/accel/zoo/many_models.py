@@ -102,11 +102,11 @@ class ManyModels(Generic[M]):
 
     def _alike(self, unit: int) -> Ints:
         """Return for each model, by its number, one that has the same unit."""
-        found = np.zeros(1 + max(self._chains), dtype=np.int64)
-        known = dict[str, int]()
-        for at, chain in self._chains.items():
-            found[at] = known.setdefault(chain.units[unit], at)
-        return found
+        representatives = np.zeros(1 + max(self._chains), dtype=np.int64)
+        first_with = dict[str, int]()  # keyed by a unit's name
+        for number, chain in self._chains.items():
+            representatives[number] = first_with.setdefault(chain.units[unit], number)
+        return representatives
 
     def _relate(self, number: int, chain: Chain[M], divide: OnSplit) -> None:
         """See that a model can be run with the others."""
@@ -143,11 +143,15 @@ class ManyModels(Generic[M]):
         kept = torch.empty(len(kept_rows), self._configs[0].model.vocabulary)
         for model, rows in self._by_head(hidden):
             mine = np.isin(asked, rows)
-            own = [tokens[row] for row in rows]
-            found, logits = model.score(
-                hidden[rows, :-1].contiguous(), own, rows.searchsorted(asked[mine]).tolist()
+            scored_tokens = [tokens[row] for row in rows]
+            # the last column of a row names its model
+            scores, logits = model.score(
+                hidden[rows, :-1].contiguous(),
+                scored_tokens,
+                rows.searchsorted(asked[mine]).tolist(),
             )
-            values[rows], kept[mine.nonzero()[0]] = found, logits
+            values[rows] = scores
+            kept[mine.nonzero()[0]] = logits
         return values.tolist(), kept
 
     def _by_head(self, hidden: Tensor) -> list[tuple[M, Ints]]:
@@ -251,13 +255,15 @@ def key_names(
     shape: ModelConfig, weights: Weights, ropes: Many[str], deltas: Many[LowRank | None]
 ) -> tuple[str, ...]:
     """Name what makes each layer's keys and values: rotation, norms, its rows of the first product."""
-    asked = shape.num_heads * shape.head_dim
-    found = list[str]()  # rows of queries, before those of keys and values
+    query_rows = shape.num_heads * shape.head_dim  # they come before those of keys and values
+    names = list[str]()
     for rope, layer, low in zip(ropes, weights.layers, deltas[::4], strict=True):
-        own = [None if part is None else part[asked:] for part in (layer.qkv, layer.qkv_bias)]
-        added = low and replace(low, up=low.up[asked:])
-        found.append(f"{rope} {content_name(added, layer.norm, layer.key_norm, *own)}")
-    return tuple(found)
+        keys_and_values = [
+            None if part is None else part[query_rows:] for part in (layer.qkv, layer.qkv_bias)
+        ]
+        added = low and replace(low, up=low.up[query_rows:])
+        names.append(f"{rope} {content_name(added, layer.norm, layer.key_norm, *keys_and_values)}")
+    return tuple(names)
 
 
 def content_name(low: LowRank | None, *tensors: Tensor | None) -> str:
@@ -370,10 +376,11 @@ class _Ready(NamedTuple):
     def fill(self) -> None:
         """Take over what is new where sequences write one token each."""
         given, table = self.given
-        own = self.batch
+        batch = self.batch
+        # in place: the prepared step holds pointers to these arrays
         for name in ("tokens", "positions", "context_lens"):
-            getattr(own, name)[:] = getattr(given, name)[self.order[0]]
-        own.slots[:] = table[:, own.table_rows, own.context_lens - 1]
+            getattr(batch, name)[:] = getattr(given, name)[self.order[0]]
+        batch.slots[:] = table[:, batch.table_rows, batch.context_lens - 1]
 
 
 class ChainModel(ManyModels[NativeModel]):
@@ -471,14 +478,15 @@ class ChainModel(ManyModels[NativeModel]):
         """Order a batch by chains, with slots of all columns; return also where its logit rows are
         then.
         """
-        found, rows, _ = picked(batch, order)
-        where = found.logit_rows
-        counts = np.diff(found.query_starts)
-        places = np.arange(len(rows)) + (found.context_lens - found.query_starts[1:]).repeat(counts)
-        slots = table[:, found.table_rows.repeat(counts), places].astype(np.int64, order="C")
-        logit_rows = np.sort(where)
-        found = replace(found, slots=slots, logit_rows=logit_rows, num_single=0)
-        return found, found.logit_rows.searchsorted(where)
+        ordered, rows, _ = picked(batch, order)
+        counts = np.diff(ordered.query_starts)
+        before = ordered.context_lens - ordered.query_starts[1:]
+        places = np.arange(len(rows)) + before.repeat(counts)
+        slots = table[:, ordered.table_rows.repeat(counts), places].astype(np.int64, order="C")
+        asked_rows = ordered.logit_rows
+        logit_rows = np.sort(asked_rows)
+        ordered = replace(ordered, slots=slots, logit_rows=logit_rows, num_single=0)
+        return ordered, logit_rows.searchsorted(asked_rows)
 
     def _layout(self, batch: StepBatch, units: Ints, table: SlotIds) -> _Layout:
         """Return the layout of a step; it is the same as long as each sequence writes one token."""
@@ -526,8 +534,8 @@ class ChainModel(ManyModels[NativeModel]):
         passed = np.concatenate(arrays)
         counts = passed[:, 2] - passed[:, 1]
         rows = passed[:, 6] - passed[:, 5]
-        found = [(keeping, array) for (keeping, _), array in zip(runs, arrays, strict=True)]
-        return _Layout(keepings, found, adapted, owners, int(counts.sum()), int(counts @ rows))
+        calls = [(keeping, array) for (keeping, _), array in zip(runs, arrays, strict=True)]
+        return _Layout(keepings, calls, adapted, owners, int(counts.sum()), int(counts @ rows))
 
     def _keeping(self, unit: int, batch: StepBatch, units: Ints) -> _Keeping:
         """Keep states of rows computed among many, unless their sequence is computed from there on."""

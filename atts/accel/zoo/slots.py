@@ -108,12 +108,12 @@ class SlotLedger(SlotAllocator):
 
         What needs memory comes first: where that ends, or `divide` breaks, all is as it was.
         """
-        found = {
+        divergences = {
             (a, b): divergence_point(chains[a], chains[b]) for a in chains for b in chains if a != b
         }
         # keyed by number of layers: a unit whose whole part can continue there
         units = dict[int, int]()
-        for layers, unit in found.values():
+        for layers, unit in divergences.values():
             if layers:
                 units[layers] = min(unit, units.get(layers, unit))
         starts = (
@@ -126,7 +126,7 @@ class SlotLedger(SlotAllocator):
         places = {units[n]: bisect_right(starts, n - 1) - 1 for n in sorted(units, reverse=True)}
         kept = {unit: self._kept(unit, column, parents[column]) for unit, column in places.items()}
         kin: dict[int, list[Relative]] = {chain: [] for chain in chains}
-        for (chain, other), (layers, _) in found.items():
+        for (chain, other), (layers, _) in divergences.items():
             if layers:
                 kin[chain].append(Relative(other, layers, units[layers]))
         divide(parents)
@@ -181,12 +181,12 @@ class SlotLedger(SlotAllocator):
         return 1 + self.column_of(kin.layers - 1)
 
     def _hold(self, slots: SlotIds) -> SlotIds:
-        own = [column.allocate(len(slots)) for column in self._columns[slots.shape[1] :]]
-        found = np.column_stack([slots, *own]).astype(np.int32)
-        for at, column in enumerate(found.T):
+        added_columns = [column.allocate(len(slots)) for column in self._columns[slots.shape[1] :]]
+        all_columns = np.column_stack([slots, *added_columns]).astype(np.int32)
+        for at, column in enumerate(all_columns.T):
             self.holders[at, column] += 1
         self._count()
-        return found
+        return all_columns
 
     def allocate(self, count: int) -> SlotIds:
         """Hand out new slots in every column: [count, columns]."""

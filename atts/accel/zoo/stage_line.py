@@ -121,8 +121,8 @@ class KvResidency:
     def has(self, worker: int, batch: StepBatch, table: SlotIds) -> NDArray[np.bool_]:
         """Say of which entries of a batch a worker has all that was before."""
         step = self._lacking(batch, table)
-        found: NDArray[np.bool_] = ~step.lacks[worker].any(axis=1)[step.entries]
-        return found
+        has_all: NDArray[np.bool_] = ~step.lacks[worker].any(axis=1)[step.entries]
+        return has_all
 
     def divided(
         self,
@@ -145,16 +145,18 @@ class KvResidency:
         missing = step.lacks.sum(-1)
         is_lost = np.logical_and.reduce(step.lacks).any(axis=1).tolist()
         for at in np.argsort(-step.fed, kind="stable").tolist():
-            own = int(step.fed[at]), not is_lost[at]
+            fed = int(step.fed[at])
+            is_there = not is_lost[at]
             instances = [
-                costs.instance(one, own, int(missing[one, at]), waits[one]) for one in workers
+                costs.instance(one, (fed, is_there), int(missing[one, at]), waits[one])
+                for one in workers
             ]
             best = dispatched(instances)
-            chosen[at], found = workers[best], instances[best]
-            waits[workers[best]], is_moved[at] = (
-                found.cost - found.hop,
-                found.move <= found.recompute,
-            )
+            worker = workers[best]
+            instance = instances[best]
+            chosen[at] = worker
+            waits[worker] = instance.cost - instance.hop
+            is_moved[at] = instance.move <= instance.recompute
         return [
             self._share(one, step, chosen == one, is_moved, bring)
             for one in workers
@@ -453,17 +455,17 @@ class StageExecutor:
                 del self.ranges[held.setup.name]
                 self._let_go(held, held.holders.copy())
 
-    def _fill(self, held: LayerRange) -> None:
+    def _fill(self, layer_range: LayerRange) -> None:
         """Have the homes of a range load it that do not hold it."""
-        for home in held.homes:
-            if home not in held.holders and not held.loading[home]:
-                held.join(self.nodes[home], list(held.members.values()))
+        for home in layer_range.homes:
+            if home not in layer_range.holders and not layer_range.loading[home]:
+                layer_range.join(self.nodes[home], list(layer_range.members.values()))
 
-    def _let_go(self, held: LayerRange, numbers: set[int]) -> None:
+    def _let_go(self, layer_range: LayerRange, numbers: set[int]) -> None:
         """Take a range from some workers."""
         for number in numbers:
-            held.leave(number)
-            self.nodes[number].ask(Leave(held.setup.name), lambda answer: None)
+            layer_range.leave(number)
+            self.nodes[number].ask(Leave(layer_range.setup.name), lambda answer: None)
 
     def _placed(self) -> dict[str, list[int]]:
         """Place ranges by `placement.placed`, in as little room in each worker as will do."""

@@ -213,10 +213,12 @@ class RayStage:
     def ready(actors: Sequence[Any], seconds: float | None) -> list[RayStage]:
         """Wait as for processes; return which of those that were asked have answered or are gone."""
         asked = {actor._answer: actor for actor in actors if actor._answer is not None}
-        found, _ = _ray("").wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
-        if asked and not found:
-            found, _ = _ray("").wait([*asked], timeout=seconds)
-        return [asked[answer] for answer in found]
+        answered, _ = (
+            _ray("").wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
+        )
+        if asked and not answered:
+            answered, _ = _ray("").wait([*asked], timeout=seconds)
+        return [asked[answer] for answer in answered]
 
 
 def _ray(name: str) -> Any:
@@ -323,9 +325,9 @@ class WorkerHandle:
         used = np.unique(batch.table_rows)
         longest = int(batch.context_lens.max())
         rows, columns = (table[used, :longest] != self._table[used, :longest]).nonzero()
-        found = used[rows], columns, table[used[rows], columns]
-        self._table[found[:2]] = found[2]
-        return found
+        changes = used[rows], columns, table[used[rows], columns]
+        self._table[changes[:2]] = changes[2]
+        return changes
 
     def _lose(self, error: EngineUnavailable) -> None:
         self.error = error.with_traceback(None)  # its frames would keep who asked

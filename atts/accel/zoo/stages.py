@@ -121,10 +121,10 @@ class StageModel:
         """Return the keys and values there."""
         return self.cache[:, :, torch.from_numpy(slots)].view(torch.uint8).numpy(force=True)
 
-    def take(self, slots: Ints, held: Held) -> None:
+    def take(self, slots: Ints, contents: Held) -> None:
         """Take keys and values from elsewhere."""
         self.cache[:, :, torch.from_numpy(slots)] = (
-            torch.from_numpy(held).view(self.cache.dtype).to(self.cache)
+            torch.from_numpy(contents).view(self.cache.dtype).to(self.cache)
         )
 
     def run(self, batch: StepBatch, table: SlotIds, rows: Floats) -> Floats:
@@ -201,42 +201,42 @@ class StageServer:
         """Hold a range for all of these models, or none of it."""
         name = setups[0].name
         try:
-            held = self._held.get(name) or self._build(setups[0])
+            stage = self._held.get(name) or self._build(setups[0])
             for setup in setups:
-                held.join(setup)
+                stage.join(setup)
         except EngineError as error:
             return FailureReply.of(error)
-        self._held[name] = held
+        self._held[name] = stage
         return None
 
     def _visited(self, visit: StageCall) -> StageReply:
         if self._table.shape != visit.shape:
             self._table = np.zeros(visit.shape, dtype=np.int32)
         self._table[visit.news[:2]] = visit.news[2]
-        found = list[Floats]()
+        outputs = list[Floats]()
         seconds = list[float]()
         for step in visit.steps:
             began = perf_counter()
-            held = self._held[step.name]
+            stage = self._held[step.name]
             try:
-                found.append(self._run(held, step, visit))
+                outputs.append(self._run(stage, step, visit))
             except MemoryError:
-                return StageReply(MemoryError(f"{held.setup} cannot allocate memory"), seconds)
+                return StageReply(MemoryError(f"{stage.setup} cannot allocate memory"), seconds)
             except Exception as error:  # noqa: BLE001  raised where the step began
                 return StageReply(
-                    RuntimeError(f"{held.setup}: {type(error).__name__}: {error}"), seconds
+                    RuntimeError(f"{stage.setup}: {type(error).__name__}: {error}"), seconds
                 )
             seconds.append(perf_counter() - began)
-        return StageReply(found, seconds)
+        return StageReply(outputs, seconds)
 
-    def _run(self, held: StageModel, step: RangeStep, visit: StageCall) -> Floats:
+    def _run(self, stage: StageModel, step: RangeStep, visit: StageCall) -> Floats:
         batch, at, _ = part_of(visit.batch, step.entries)
         for slots, brought in step.brought:
-            held.take(slots, brought)
+            stage.take(slots, brought)
         for earlier, fed in step.again:
-            held.run(earlier, self._table, fed)
-        rows = held.run(batch, self._table, visit.rows[at])
-        if not held.setup.is_last:
+            stage.run(earlier, self._table, fed)
+        rows = stage.run(batch, self._table, visit.rows[at])
+        if not stage.setup.is_last:
             visit.rows[at] = rows
         return rows
 

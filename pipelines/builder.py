@@ -216,7 +216,7 @@ class RolloutBuilder:
     def drop_ahead(self) -> None:
         """Discard the chunk that was written ahead, because the rollout now has a different prefix."""
         if self._ahead is not None:
-            self.count(Usage(wasted_tokens=self._ahead.tokens))
+            self.usage += Usage(wasted_tokens=self._ahead.tokens)
             self._unassigned = max(0, self._unassigned - self._ahead.tokens)
         self._ahead = None
 
@@ -247,7 +247,7 @@ class RolloutBuilder:
             self.spend("target", request, completion)
             return self.written("target", completion)
         drawn = len(beginning.ids)
-        self.count(Usage(target_tokens=drawn, drawn_tokens=drawn))
+        self.usage += Usage(target_tokens=drawn, drawn_tokens=drawn)
         self._unassigned += drawn
         rest: Completion | None = None
         if beginning.ended is None:
@@ -308,7 +308,7 @@ class RolloutBuilder:
         scored_tokens = self.usage.scored_tokens - self.rollout.usage.scored_tokens
         if discarded:
             wasted = sum(chunk.tokens for chunk in discarded) - saved
-            self.count(Usage(wasted_tokens=wasted))
+            self.usage += Usage(wasted_tokens=wasted)
         turn = Turn(
             self.turn,
             tuple(chunks),
@@ -466,7 +466,7 @@ class RolloutBuilder:
     def waste_unfinished(self) -> None:
         """Count the cost of the turn that was not completed; the tokens written in it are wasted."""
         if self._unassigned:
-            self.count(Usage(wasted_tokens=self._unassigned))
+            self.usage += Usage(wasted_tokens=self._unassigned)
         self._ahead = None
         self._unassigned = 0
         self.rollout = replace(self.rollout, usage=self.usage)
@@ -527,13 +527,9 @@ class RolloutBuilder:
         read = max(0, len(request.ids) - completion.cached_tokens)
         self._unassigned += new
         if role == "draft":
-            self.count(Usage(draft_tokens=new, draft_prefill_tokens=read, calls=1))
+            self.usage += Usage(draft_tokens=new, draft_prefill_tokens=read, calls=1)
         else:
-            self.count(Usage(target_tokens=new, target_prefill_tokens=read, calls=1))
-
-    def count(self, usage: Usage) -> None:
-        """Add to the cost of this rollout."""
-        self.usage += usage
+            self.usage += Usage(target_tokens=new, target_prefill_tokens=read, calls=1)
 
 
 # Prompts and chunks in the token ids of both models.

@@ -94,7 +94,7 @@ async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
         )
         if begun is not None:
             builder.context.writers.wrote(begun, len(more.ids), anyio.current_time())
-    builder.count(Usage(wasted_tokens=wasted))
+    builder.usage += Usage(wasted_tokens=wasted)
     return builder.written("target", continued(beginning, finished, builder.target))
 
 
@@ -134,8 +134,8 @@ async def _scored(
     lengths.accepted += accepted
     lengths.tested += min(accepted + 1, len(drafted))
     read = max(0, len(rest.ids) - scores.cached_tokens)
-    builder.count(Usage(target_tokens=len(drawn), drawn_tokens=len(drawn)))
-    builder.count(Usage(scored_tokens=len(drafted), target_prefill_tokens=read, calls=1))
+    builder.usage += Usage(target_tokens=len(drawn), drawn_tokens=len(drawn))
+    builder.usage += Usage(scored_tokens=len(drafted), target_prefill_tokens=read, calls=1)
     return scores
 
 

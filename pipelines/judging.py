@@ -278,7 +278,7 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
         return replace(proposal, flaw=_excuse(error))
     # the suffix counts as scored, not as read
     read = max(0, len(request.prefix) - scores.cached_tokens)
-    builder.count(Usage(scored_tokens=len(request.suffix), target_prefill_tokens=read, calls=1))
+    builder.usage += Usage(scored_tokens=len(request.suffix), target_prefill_tokens=read, calls=1)
     if source == "judge":
         score = _learned_score(builder, proposal, scores.logprobs)
     else:
@@ -321,7 +321,7 @@ async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     except EngineError as error:
         return replace(proposal, flaw=_excuse(error))
     read = max(0, len(request.prefix) + len(request.suffix) - scores.cached_tokens)
-    builder.count(Usage(draft_prefill_tokens=read, calls=1))
+    builder.usage += Usage(draft_prefill_tokens=read, calls=1)
     return replace(proposal, score=score_of(builder.score_rule, scores.logprobs, chunk))
 
 
@@ -343,7 +343,7 @@ async def _reward(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
         scores = await builder.target.score(request)
     except EngineError as error:
         return replace(proposal, flaw=_excuse(error))
-    builder.count(Usage(scored_tokens=len(chunk.target_ids), calls=1))
+    builder.usage += Usage(scored_tokens=len(chunk.target_ids), calls=1)
     return replace(proposal, score=score_of(builder.score_rule, scores.logprobs, chunk))
 
 
@@ -367,7 +367,7 @@ async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     # the target reads the chunk once, and each question after it
     calls = sum(map(len, answers))
     read = len(proposal.chunk.target_ids)
-    builder.count(Usage(scored_tokens=calls, target_prefill_tokens=read, calls=calls))
+    builder.usage += Usage(scored_tokens=calls, target_prefill_tokens=read, calls=calls)
     score = verdict_score(answers) if is_verdict else rating_score(answers)
     if math.isnan(score):
         return replace(proposal, flaw="the target gives none of the expected words any probability")
@@ -408,13 +408,11 @@ async def _ask_in_text(
         return replace(proposal, flaw=_excuse(error))
     written = sum(len(reply.ids) for reply in replies)
     read = len(proposal.chunk.target_ids)
-    builder.count(
-        Usage(
-            target_tokens=written,
-            wasted_tokens=written,
-            target_prefill_tokens=read,
-            calls=len(replies),
-        )
+    builder.usage += Usage(
+        target_tokens=written,
+        wasted_tokens=written,
+        target_prefill_tokens=read,
+        calls=len(replies),
     )
     each = len(replies) // len(questions)
     counts = [
@@ -447,8 +445,8 @@ async def _compare_continuation(builder: RolloutBuilder, proposal: Proposal) -> 
         return replace(proposal, flaw=_excuse(error))
     written = len(own.ids)
     read = max(0, len(request.ids) - own.cached_tokens)
-    builder.count(
-        Usage(target_tokens=written, wasted_tokens=written, target_prefill_tokens=read, calls=1)
+    builder.usage += Usage(
+        target_tokens=written, wasted_tokens=written, target_prefill_tokens=read, calls=1
     )
     return replace(proposal, score=continuation_score(proposal.chunk.text, own.text))
 

@@ -43,10 +43,10 @@ FOLDERS = {
     ),
 }
 # A few more than counted, because one or two calls depend on whether a queue is empty.
-FUNCTIONS = 103
+FUNCTIONS = 102
 FILES = 21
-CALLS = 147
-CHANGES = 70  # a call into another file than the call before
+CALLS = 145
+CHANGES = 69  # a call into another file than the call before
 LINES = 5
 
 

@@ -84,7 +84,8 @@ class Sequence:
     def begin_scores(self, known: list[float]) -> None:
         """Score from the first token on of which the log-probability is not known."""
         assert isinstance(self.request, ScoreRequest), "only given ids are scored"
-        self.logprobs, self.first_scored = known, len(self.request.prefix) + len(known)
+        self.logprobs = known
+        self.first_scored = len(self.request.prefix) + len(known)
 
 
 def new_sequence(

@@ -398,7 +398,8 @@ class OverlappedDrafter(ModelDrafter):
         self._all_exits = exits
         rows, width = drafted.table.shape
         self._table = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
-        self._first_row, self._last = rows, min(width, self._context)
+        self._first_row = rows  # of the branches; sequences have the rows before
+        self._last = min(width, self._context)
         self._first_slot = drafted.slots.num_slots
         self._spare = SlotAllocator(BRANCH_SLOTS)
         self._job: DraftJob | None = None

@@ -181,7 +181,9 @@ class DrafterProcess(Proposer):
         if answer.error:
             raise RuntimeError(answer.error)
         self._is_open = self._is_late = False
-        self._lines, self.stats = answer.lines, replace(answer.stats, late=self.stats.late)
+        self._lines = answer.lines
+        # only this side knows which answers came too late
+        self.stats = replace(answer.stats, late=self.stats.late)
         return True
 
     def _served(self, ask: Ask) -> TokenProposal:

@@ -148,7 +148,9 @@ def divergence(one: Path, other: Path, texts: Sequence[tuple[TokenIds, int]]) ->
     :raises ModelLoadError: the weights of one cannot be used.
     """
     longest = max(len(ids) for ids, _ in texts)
-    tokens, nats, flips = (0, 0.0, 0)
+    tokens = 0
+    nats = 0.0
+    flips = 0
     models = [_model(folder, longest) for folder in (one, other)]
     for ids, given in texts:
         mine, theirs = (_laws(model, ids)[given - 1 : -1] for model in models)

@@ -49,7 +49,8 @@ class WeightFile:
         self._whole = stack.enter_context(mmap(file.fileno(), 0, access=ACCESS_READ))
         view = stack.enter_context(memoryview(self._whole))
         start = _LENGTH + int.from_bytes(self._whole[:_LENGTH], "little")
-        self.name, self.header = path.name, self._whole[_LENGTH:start].decode()
+        self.name = path.name
+        self.header = self._whole[_LENGTH:start].decode()
         self.tensors = {
             name: StoredTensor(
                 said["dtype"], said["shape"], stack.enter_context(view[start + begin : start + end])

@@ -68,10 +68,10 @@ class SharedWorker:
         self._deliver = deliver
         depth = self._depth(config)
         key = self._zoo, self._replica, depth, self._shape(config)
-        alone, config = config, self._share(config, depth)
+        shared = self._share(config, depth)
         with _HOSTS_LOCK:
             try:
-                host = _HOSTS[key] = _HOSTS.get(key) or _Host(config)
+                host = _HOSTS[key] = _HOSTS.get(key) or _Host(shared)
             except OSError as error:
                 advice = "End other processes, or write ?worker=thread behind the engine's name"
                 raise EngineUnavailable(
@@ -82,13 +82,14 @@ class SharedWorker:
             ready = host.start()
             if ready.takes_models or host.members[0] is self:
                 self._host = host
-                self._chain = host.chain_of(config)
+                self._chain = host.chain_of(shared)
                 return ready
         finally:
             if self._host is None:
                 host.leave(self)
+        # models that cannot join have a loop of their own, as if there were no others
         self._own = new_worker(config.options.worker)
-        return self._own.open(alone, deliver)
+        return self._own.open(config, deliver)
 
     def _depth(self, config: WorkerConfig) -> int:
         """Return the layers of the zoo's deepest model that can join; the loop's cache is for all

@@ -170,7 +170,8 @@ class KvResidency:
         begins = np.full(len(rows), table.shape[1])
         whose = np.zeros((len(rows), 3), dtype=np.int64)
         np.minimum.at(begins, entries, firsts)
-        whose[:, 0], whose[entries, 1] = rows, batch.positions[batch.query_starts[:-1]] - firsts
+        whose[:, 0] = rows
+        whose[entries, 1] = batch.positions[batch.query_starts[:-1]] - firsts
         if len(batch.models):
             whose[entries, 2] = batch.models
         slots = table[rows, : max(1, int(begins.max()))].astype(np.int64)

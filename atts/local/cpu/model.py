@@ -268,7 +268,8 @@ class NativeModel:
 
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: LayerHook) -> Tensor:
         x = _floats(len(batch.tokens), hidden.shape[1])
-        middle, last = (1 + 2 * tap.layers, self._step.last_unit)
+        middle = 1 + 2 * tap.layers  # the embedding is unit 0, and each layer has two
+        last = self._step.last_unit
         self.through(batch, table, (x, hidden), (0, middle))
         tap.receive(torch.from_numpy(x[batch.logit_rows]))
         self.through(batch, table, (x, hidden), (middle, last))

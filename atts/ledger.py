@@ -10,7 +10,7 @@ import os
 import tomllib
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
@@ -106,6 +106,11 @@ class Caps:
 
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) is not None for field in fields(self))
+
+    @property
+    def limits_calls(self) -> bool:
+        """Return True if a call may be refused; seconds pass without calls."""
+        return replace(self, max_seconds=None) != Caps()
 
     def as_json(self) -> dict[str, Any]:
         """Return the limits that are set."""
@@ -318,17 +323,18 @@ class Account:
         self.written = 0  # tokens, by both models
         self.cached = 0  # tokens of prompts that a cache had
         self.limit = ""  # the cap that refused a call
-        self._inside = inside
         self._file: LedgerFile | None = file
         if file is None and inside is not None:
             self._file = inside._file
-        self._settled = anyio.Event()
+        self._outer: tuple[Account, ...] = () if inside is None else inside.accounts
+        self._may_refuse = self.caps.limits_calls
+        self._settled: anyio.Event | None = None  # made by who waits
         self._refused: anyio.Event | None = None
 
     @property
     def accounts(self) -> tuple[Account, ...]:
         """Return this account and the accounts that contain it."""
-        return (self,) if self._inside is None else (self, *self._inside.accounts)
+        return (self, *self._outer)
 
     @contextmanager
     def _reservation(self, most: Amount) -> Generator[_Reservation]:
@@ -344,8 +350,9 @@ class Account:
                 account.spent += reservation.taken
                 if not reservation.is_answered:
                     account.unanswered += reservation.taken
-                account._settled.set()
-                account._settled = anyio.Event()
+                if account._settled is not None:
+                    account._settled.set()
+                    account._settled = None
                 account._report()
             if self._file is not None and number is not None:
                 is_answered = reservation.is_answered
@@ -371,6 +378,8 @@ class Account:
         :raises LimitReached: if the call, with all spending and reservations, would exceed a cap.
         """
         for account in self.accounts:
+            if not account._may_refuse:
+                continue
             limit = account.caps.exceeded_by(account.spent + account.reserved + most)
             if limit:
                 raise LimitReached(limit, "a cap does not allow another call")
@@ -385,6 +394,8 @@ class Account:
         while True:
             tight: Account | None = None
             for account in self.accounts:
+                if not account._may_refuse:
+                    continue
                 limit = account.caps.exceeded_by(account.spent + most)
                 if limit:
                     self.limit = self.limit or limit
@@ -394,6 +405,8 @@ class Account:
                     tight = account
             if tight is None:
                 return
+            if tight._settled is None:
+                tight._settled = anyio.Event()
             await tight._settled.wait()
 
     async def exhausted(self, seconds: float = 0.0) -> str:

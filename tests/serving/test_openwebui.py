@@ -31,8 +31,10 @@ async def sent_again(client: Client, recorded: dict[str, Any]) -> dict[str, Any]
     lines = response.text.split("\n\n")
     if response.headers["content-type"].startswith("text/event-stream"):
         assert lines[-2:] == ["data: [DONE]", ""]
-        return json.loads(lines[-3].removeprefix("data: "))
-    return response.json()
+        last: dict[str, Any] = json.loads(lines[-3].removeprefix("data: "))
+        return last
+    whole: dict[str, Any] = response.json()
+    return whole
 
 
 @pytest.mark.parametrize("recorded", TRAFFIC, ids=lambda one: one["kind"].replace(" ", "-"))

@@ -13,7 +13,7 @@ import pytest
 
 from atts.api import Setup, solve
 from atts.concurrency import task_group
-from atts.core import Completion, Problem, SampleRequest
+from atts.core import Completion, Problem, Role, SampleRequest
 from atts.errors import OptionError
 from atts.ledger import LEDGER, Account, Amount, Caps, Price, read_ledger
 from atts.serving import POLICIES, ServeOptions
@@ -105,8 +105,8 @@ def test_a_stream_says_what_a_whole_reply_says(seed: int) -> None:
 class HeldEngine(ScriptedEngine):
     """An engine whose calls end only once the test lets them."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, role: Role) -> None:
+        super().__init__(role)
         self.begun = anyio.Event()
         self.release = anyio.Event()
 

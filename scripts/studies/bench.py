@@ -104,6 +104,10 @@ STUDIES = {
     "referee": Study(
         "rival stopping rules on recorded rollouts of a real pair", "referee:study", 0, 4
     ),
+    "real-speed": Study(
+        "decoding of a real pair: plain, with every proposer, by transformers and llama.cpp",
+        "real_speed:study",
+    ),
     "real-pair-losses": Study(
         "what proposals and method exact lose or save on a real pair, in turn with the target alone",
         "real_pair:study_losses",

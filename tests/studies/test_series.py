@@ -73,6 +73,7 @@ def test_all_and_quick_run_known_studies_each_once() -> None:
         "judges",
         "real-pair",
         "real-pair-losses",
+        "real-speed",
         "serve-soak",
     }
     assert sum(step.seconds for step in everything) < 60 * 60

@@ -1,0 +1,79 @@
+"""The checks of `scripts/test servers pair`, on servers that speak vLLM's dialect."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.core import Role
+from atts.local import LocalEngine, LocalOptions
+from atts.models import path
+from atts.testing.servers import DialectServer
+
+real_vllm: Any = pytest.importorskip("tests.servers.real_vllm", reason="needs a checkout")
+pytestmark = pytest.mark.checkout
+
+
+def served(role: Role) -> LocalEngine:
+    """Open an embedded model as a server does, for several runs at once."""
+    return LocalEngine(path(role), name=role, options=LocalOptions(worker="thread"))
+
+
+@pytest.mark.slow
+def test_the_page_of_two_servers_can_be_followed(tmp_path: Path) -> None:
+    """Each command of the page ends well on two servers, and a killed run is finished."""
+    roles: tuple[Role, ...] = ("draft", "target")
+    with ExitStack() as stack:
+        addresses = {}
+        for role in roles:
+            server = DialectServer(partial(served, role), "vllm", model=role)
+            url = stack.enter_context(server).url
+            addresses[role] = real_vllm.Served(role, url, path(role)).address
+        problems = real_vllm.problem_file(tmp_path)
+        found = list(real_vllm.followed(addresses, problems, tmp_path))
+    assert [(what, seen) for what, seen, holds in found if holds != "yes"] == []
+    assert [what for what, *_ in found][-1] == "kill -9 and resume"
+
+
+def test_a_command_that_fails_is_told_from_one_that_ends_well(tmp_path: Path) -> None:
+    """A check of a command needs its exit code and its output."""
+    what, seen, holds = real_vllm.of_command("report", "report", str(tmp_path / "none"))
+    assert (what, holds) == ("report", "no")
+    assert "exit code" in seen
+    assert real_vllm.of_command("pairs", "pairs")[2] == "yes"
+
+
+def test_a_servers_children_end_with_it(tmp_path: Path) -> None:
+    """A worker that a server has started is ended too, also where it ignores the polite signal."""
+    code = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "work = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print(1, flush=True); time.sleep(600)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', work], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(600)"
+    )
+    log = tmp_path / "log"
+    with log.open("wb") as said:
+        words = [sys.executable, "-c", code]
+        with real_vllm._process(words, said, dict(os.environ)):
+            while not (pid := log.read_text().strip()):
+                time.sleep(0.02)
+            assert Path("/proc", pid).exists()
+    state = Path("/proc", pid, "stat")
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.02)
+
+
+def test_cores_are_divided_or_left_to_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers get different cores if there are two."""
+    monkeypatch.setattr(real_vllm.os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    assert real_vllm.cores_of(2) == ["4,5", "6,7"]
+    monkeypatch.setattr(real_vllm.os, "sched_getaffinity", lambda _: {3})
+    assert real_vllm.cores_of(2) == ["auto", "auto"]

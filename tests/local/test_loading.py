@@ -1,4 +1,4 @@
-"""Tests of memory while a model loads."""
+"""Tests of loading: memory stays bounded, and bfloat16 weights are recognised."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 import anyio
 import pytest
+import torch
 from torch import Tensor
 
 from atts.core import SampleRequest, Sampling, TokenIds
 from atts.local import LocalEngine, LocalOptions, loader
+from atts.local.cpu.weights import is_bfloat16
 from atts.models import path
 from atts.sampling import Seed
 
@@ -48,3 +50,13 @@ def test_layers_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts("native") == on_torch
     assert len(alive) == 8
     assert most <= 2
+
+
+def test_a_matrix_is_bfloat16_only_if_every_number_is() -> None:
+    """One number in the last row decides, also in a matrix that does not lie in one piece."""
+    matrix = torch.randn(5000, 7).bfloat16().float()
+    assert is_bfloat16(matrix)
+    assert is_bfloat16(matrix.T)
+    matrix[4999, 6] = 1.0000001
+    assert not is_bfloat16(matrix)
+    assert not is_bfloat16(matrix.T)

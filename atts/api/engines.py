@@ -488,9 +488,10 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     models end their answers themselves, and each cut costs another request. Base models, which
     continue after an answer, are still cut.
 
-    A model in a folder reasons if its chat template has marks for reasoning. For other models the
-    name decides. A model counts as reasoning unless its name says that it answers directly: a
-    rollout that is cut is useless, but a limit that is too high costs nothing.
+    A model in a folder reasons if its chat template has marks for reasoning. So does a model on a
+    server whose address names the folder of its tokenizer. For other models the name decides. A
+    model counts as reasoning unless its name says that it answers directly: a rollout that is cut
+    is useless, but a limit that is too high costs nothing.
 
     >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
     (512, 16000)
@@ -572,6 +573,15 @@ def _folder_of(scheme: str, model: str) -> Path | None:
         return None
 
 
+def _tokenizer_folder(settings: str) -> Path | None:
+    """Return the folder that the words of an engine on a server name as its tokenizer's."""
+    for name in parse_qs(settings).get("tokenizer", ()):
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+    return None
+
+
 def _context_of_folder(folder: Path) -> Iterator[int]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -583,12 +593,12 @@ def _context_of_folder(folder: Path) -> Iterator[int]:
 
 
 def _model_budget(engine: str | Engine) -> Budget:
-    words = _engine_words(engine).removeprefix("ray:").partition("?")[0]
+    words, _, settings = _engine_words(engine).removeprefix("ray:").partition("?")
     scheme, _, model = words.partition(":")
     if scheme in ("embedded", "scripted"):
         return SMALL
     # The scheme is not part of a model's name: "chat:" is the kind of server, not of model.
-    folder = _folder_of(scheme, model)
+    folder = _folder_of(scheme, model) or _tokenizer_folder(settings)
     template = template_of(folder) if folder is not None else None
     if template is not None:
         return REASONING if _REASONING_TEMPLATE.search(template) else INSTRUCT

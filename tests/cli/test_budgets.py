@@ -410,6 +410,19 @@ def test_a_chat_template_shows_whether_a_model_reasons(
     assert (whole.draft_tokens, whole.stop) == (4096, ())
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_folder_of_a_servers_tokenizer_shows_whether_its_model_reasons(
+    template: str, tmp_path: Path
+) -> None:
+    """The served name says nothing, so the template of the folder in the address decides."""
+    (tmp_path / "chat_template.jinja").write_text(template)
+    model = f"vllm:http://gpu:8000/target?in_flight=8&tokenizer={tmp_path}"
+    bounds = Setup(draft=model, target=model).run_policy.bounds()
+    assert bounds.max_tokens == TEMPLATES[template]
+    other = "vllm:http://gpu:8000/target?tokenizer=owner/model"
+    assert Setup(draft=other, target=other).run_policy.bounds().max_tokens == 16_000
+
+
 def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str, ...]) -> None:
     """The warning names the setting to change, and a run with several chunks per rollout prints
     none.

@@ -74,12 +74,12 @@ def test_a_servers_short_context_lowers_unset_lengths(serve: Serve, tmp_path: Pa
     result = evaluate_sync("arithmetic[:1]", setup, directory=tmp_path / "run")
     context = min(int(str(engine["context_length"])) for engine in result.manifest.engines.values())
     policy = open_run(tmp_path / "run").policy
-    assert setup.run_policy.max_tokens == 16_000
+    assert setup.run_policy.max_tokens == 4096
     room = context - context // 4  # the rest of the context is for the problem
-    assert policy["max_tokens"] == room < 16_000
+    assert policy["max_tokens"] == room < 4096
     assert policy["turns"] * policy["chunking"]["draft_tokens"] >= policy["max_tokens"]
     told = [str(entry.event) for entry in open_run(tmp_path / "run").entries({Warned})]
-    assert any(f"rollouts get {room:,} tokens instead of 16,000" in text for text in told)
+    assert any(f"rollouts get {room:,} tokens instead of 4,096" in text for text in told)
     assert evaluate_sync("arithmetic[:1]", setup, directory=tmp_path / "run").status == "finished"
 
 

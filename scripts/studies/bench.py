@@ -185,6 +185,12 @@ STUDIES = {
         0,
         110,
     ),
+    "field": Study(
+        "methods at equal cost: accuracy against what real pairs' tokens would cost",
+        "field:study",
+        0,
+        180,
+    ),
     "ablations": Study(
         "one choice at a time: which defaults win", "methods:study_ablations", 0, 190, smallest=True
     ),

@@ -252,6 +252,8 @@ class Options:
 class Chart:
     """The columns of a table that are drawn: `x` across, `y` up, one line per value of `by`.
 
+    Around each line lies a band between the columns `low` and `high`, if they are named.
+
     With a `value`, cells of that column's colour instead, a panel per value of `by`, the column
     `note` written in them.
     """
@@ -263,6 +265,8 @@ class Chart:
     y_scaling: Scaling = "linear"
     value: str = ""
     note: str = ""
+    low: str = ""
+    high: str = ""
 
 
 @dataclass(frozen=True, slots=True)

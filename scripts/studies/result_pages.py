@@ -188,6 +188,11 @@ def draw(table: Table) -> str:
     )
     plot = Plot(_across(chart, across), _up(chart, up), _WIDTH, _HEIGHT)
     marks = list[str]()
+    bands = _bands(chart, rows)
+    for number, name in enumerate(lines):
+        if name in bands:
+            xs, lows, highs = zip(*bands[name], strict=True)
+            marks.append(_band(plot, xs, lows, highs, f"s{number}"))
     for number, (name, points) in enumerate(lines.items()):
         marks.append(plot.line(points, f"s{number}"))
         if len(points) <= _CROWDED:
@@ -225,6 +230,32 @@ def _series(
         if x is not None and y is not None:
             lines.setdefault(name, []).append((x, y))
     return {name: sorted(points) for name, points in lines.items()}
+
+
+def _bands(
+    chart: Chart, rows: Iterable[Mapping[str, Cell]]
+) -> Mapping[str, list[tuple[float, float, float]]]:
+    """Return the band around each line, as places across with the ends of an interval."""
+    bands: dict[str, list[tuple[float, float, float]]] = {}
+    if not chart.low:
+        return bands
+    for cells in rows:
+        x = _scaled(cells[chart.x], chart.x_scaling)
+        low = _scaled(cells[chart.low], chart.y_scaling)
+        high = _scaled(cells[chart.high], chart.y_scaling)
+        if x is not None and low is not None and high is not None:
+            bands.setdefault(str(cells[chart.by]), []).append((x, low, high))
+    return {name: sorted(points) for name, points in bands.items()}
+
+
+def _band(
+    plot: Plot, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], kind: str
+) -> str:
+    """Return the area of a band; that of a single point is a stroke."""
+    if len(xs) == 1:
+        return plot.line([(xs[0], lows[0]), (xs[0], highs[0])], kind)
+    area = plot.band(xs, lows, highs)
+    return area.replace('class="band"', f'class="area {kind}"')
 
 
 def _scaled(value: Cell, scaling: Scaling) -> float | None:
@@ -265,6 +296,7 @@ def _styles(count: int) -> list[str]:
     ]
     rules = [
         f".line.s{at}{{stroke:{c};stroke-dasharray:{d}}}.dot.s{at}{{fill:{c}}}"
+        f".area.s{at}{{fill:{c};fill-opacity:.13}}"
         for at, c, d in kinds
     ]
     return [f"<style>{''.join(rules)}</style>"]
@@ -301,6 +333,7 @@ _ON_THE_PAIR = {
     "overlap",
     "against",
     "frontier",
+    "field",
     "ablations",
     "models",
     "local",

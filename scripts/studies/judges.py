@@ -468,8 +468,8 @@ def learned(measured: Sequence[tuple[BankProblem, Mapping[str, Any]]], gains: Fl
         share = max(map(given.count, given)) / len(given) if given else None
         known = judge_features(chunk.target, chunk.draft, chunk.index, share)
         others = takeover_scores(problem, takeover)
-        names = ("verdict on the step, both orders", "rating 0 to 9", "draft entropy, mean")
-        rows.append([*known, *(others.get(name, 0.0) for name in names)])
+        asked = ("verdict on the step, both orders", "rating 0 to 9", "draft entropy, mean")
+        rows.append([*known, *(others.get(name, 0.0) for name in asked)])
     names = tuple(str(index) for index in range(len(rows[0])))
     problems = [problem.name for problem, _ in measured]
     return np.array(cross_validated(Examples(names, rows, gains.tolist(), problems)))
@@ -643,6 +643,40 @@ def cascade_table(
         "spends as many target tokens escalates some more of them.",
         chart=Chart("target tokens", "accuracy", "arm"),
     )
+
+
+def simulated(draft: float, target: float, count: int = 400, seed: int = 0) -> list[BankProblem]:
+    """Return problems on which agreement knows: drafts that are unsure scatter over five answers.
+
+    `draft` and `target` are the mean accuracies of single rollouts. A problem's own accuracies rise
+    and fall together, from 0 to 1, as those of real pairs do.
+    """
+    random = np.random.default_rng(seed)
+    problems: list[BankProblem] = []
+    for index in range(count):
+        ease = random.random()
+        chances = [ease ** (1 / share - 1) for share in (draft, target)]  # the mean is the share
+        rollouts: list[list[dict[str, Any]]] = []
+        for chance, number in zip(chances, (8, 4), strict=True):
+            some: list[dict[str, Any]] = []
+            for _ in range(number):
+                is_right = bool(random.random() < chance)
+                answer = "1" if is_right else str(2 + int(random.integers(5)))
+                some.append({"answer": answer, "correct": is_right, "tokens": 300})
+            rollouts.append(some)
+        problems.append(BankProblem(f"p{index}", "simulated", rollouts[0], rollouts[1]))
+    return problems
+
+
+def simulated_classes() -> list[Table]:
+    """Return the comparison of classes on simulated problems of a weak and of a strong draft."""
+    tables: list[Table] = []
+    for name, draft, target in (("a weak draft", 0.2, 0.45), ("a strong draft", 0.6, 0.8)):
+        table = classes_table(simulated(draft, target))
+        title = f"Classes of problems, simulated: {name}"
+        notes = (f"{table.notes[0]} Mean accuracies {draft} and {target}.",)
+        tables.append(replace(table, title=title, notes=notes))
+    return tables
 
 
 def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:

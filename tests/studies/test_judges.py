@@ -194,6 +194,16 @@ def test_classes_of_problems_are_compared_at_equal_target_rollouts() -> None:
     assert [row[5] for row in rows.values()] == [12, 10, 12, 12, 12]
 
 
+def test_simulated_problems_have_the_accuracies_that_were_asked_for() -> None:
+    """Single rollouts are correct as often as said, and a problem's models rise and fall together."""
+    problems = judges.simulated(0.2, 0.45, count=1500, seed=4)
+    drafts = [judges._mean([float(one["correct"]) for one in each.drafts]) for each in problems]
+    targets = [judges._mean([float(one["correct"]) for one in each.targets]) for each in problems]
+    assert np.mean(drafts) == pytest.approx(0.2, abs=0.03)
+    assert np.mean(targets) == pytest.approx(0.45, abs=0.03)
+    assert np.corrcoef(drafts, targets)[0, 1] > 0.4
+
+
 def test_a_judge_finds_planted_advantages_on_problems_that_it_never_saw() -> None:
     """The target's doubt marks the chunks at which a takeover gains; with lots instead, none."""
     found = []

@@ -20,6 +20,7 @@ Takeover = Literal["continue", "replace", "repair"]
 Stop = Literal["none", "certain", "likely"]
 AnswerCheck = Literal["stop", "verify"]
 Escalates = Literal["chunk", "rest", "problem"]
+EscalatedVote = Literal["all", "target"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,10 @@ class Policy:
         "what is escalated: a chunk, a chunk and the rest of its rollout, or a problem on which the "
         "draft's rollouts disagree",
     ] = "chunk"
+    escalated_vote: Annotated[
+        EscalatedVote,
+        "whose rollouts vote on an escalated problem: all of them, or the target's alone",
+    ] = "all"
     takeover: Annotated[Takeover, "what becomes of an escalated chunk"] = "replace"
     answers: Annotated[
         AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"
@@ -456,6 +461,8 @@ class Policy:
         if self.combine == "vote":
             for name in COMBINE_KEYS:
                 del fields[name]
+        if self.escalates != "problem":
+            del fields["escalated_vote"]
         if self.score.kind != "prm":
             for name in REWARD_KEYS:
                 fields["score"].pop(name, None)

@@ -176,8 +176,15 @@ class RunningVote:
     def tally(self) -> Tally:
         """Return the tally so far, in order of sample numbers, so that the order of arrival does
         not matter.
+
+        On an escalated problem the target's votes may be the only ones, if it came to an answer.
         """
-        return tally([self._cast[sample] for sample in sorted(self._cast)], self.group)
+        samples = sorted(self._cast)
+        if self.policy.escalates == "problem" and self.policy.escalated_vote == "target":
+            later = self.policy.waves[1]
+            of_target = [sample for sample in samples if sample in later]
+            samples = of_target or samples
+        return tally([self._cast[sample] for sample in samples], self.group)
 
     def add_result(self, result: RolloutResult[Rollout]) -> bool:
         """Count a rollout that ended; return whether the remaining rollouts are unnecessary."""

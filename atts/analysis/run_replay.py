@@ -244,6 +244,12 @@ class _Record:
                     self._is_within.append(
                         self.policy.turns is None or position < self.policy.turns
                     )
+        if self.policy.escalates == "problem" and self.policy.escalated_vote == "target":
+            is_later = [one.sample in self.policy.waves[1] for one in rollouts]
+            answered = [one.answer is not None for one in rollouts]
+            if any(later and answers for later, answers in zip(is_later, answered, strict=True)):
+                # the draft's rollouts have no vote on this problem
+                weights = [w * later for w, later in zip(weights, is_later, strict=True)]
         self.problems[name] = _RecordedProblem(
             outcome.problem,
             outcome.answer,
@@ -445,7 +451,7 @@ def _problem(
         if since is not None:
             rollout = replace(rollout, off_policy_from=since)
         rollouts.append(rollout)
-        if rollout.is_known and rollout.answer is not None:
+        if rollout.is_known and rollout.answer is not None and weight > 0:
             ballots.append(Ballot(rollout.answer, weight))
     return ReplayedProblem(recorded.problem.id, tally(ballots, group), tuple(rollouts))
 

@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from atts.analysis.reports.build import build_report
-from atts.api import Setup, evaluate, evaluate_sync
+from atts.api import Setup, evaluate, evaluate_sync, replay
 from atts.calibration import Calibrator
 from atts.core import Outcome
 from atts.errors import OptionError, UsageError
@@ -21,7 +21,15 @@ from atts.methods import preset
 from atts.pipelines import ConformalGate, Features, FixedGate, Policy, Tally, TopGate
 from atts.pipelines.scores import disagreement
 from atts.run import RunResult
-from atts.testing import Latency, ScriptedEngine, run_virtual, toy_problems
+from atts.testing import (
+    Latency,
+    ScriptedEngine,
+    Skill,
+    ToyModel,
+    ToyTokenizer,
+    run_virtual,
+    toy_problems,
+)
 
 Solve = Callable[..., list[Outcome]]
 
@@ -72,6 +80,41 @@ def test_an_accepted_problem_says_how_many_rollouts_agree(attempt: Solve) -> Non
     outcome = attempt(CASCADE, FixedGate("accept"), problems=1)[0]
     leading = int(max(outcome.votes.values()))
     assert outcome.why == f"{leading} of 4 rollouts agree"
+
+
+def test_the_target_alone_may_vote_on_what_is_escalated(attempt: Solve) -> None:
+    """The rollouts are the same in both cases; only the counted ones differ, by enumeration."""
+    kinds: tuple[Literal["all", "target"], ...] = ("all", "target")
+    policies = {
+        vote: replace(CASCADE, escalated_vote=vote, first_wave=6, samples=8) for vote in kinds
+    }
+    weak = Skill(right=0.45, typical=0.9)  # slips that siblings share
+    found = {
+        vote: attempt(
+            policy,
+            FixedGate("escalate"),
+            problems=40,
+            draft=ScriptedEngine("draft", model=ToyModel(weak, ToyTokenizer())),
+        )
+        for vote, policy in policies.items()
+    }
+    right = dict.fromkeys(found, 0)
+    for one, other in zip(found["all"], found["target"], strict=True):
+        answers = [rollout.answer for rollout in one.rollouts]
+        assert answers == [rollout.answer for rollout in other.rollouts]
+        assert sum(one.votes.values()) == sum(answer is not None for answer in answers)
+        of_target = [answer for answer in answers[6:] if answer is not None]
+        if of_target:
+            assert sum(other.votes.values()) == len(of_target)
+            assert other.answer in of_target
+        else:
+            assert other.votes == one.votes
+        right["all"] += one.answer == one.problem.answer
+        right["target"] += other.answer == other.problem.answer
+    # six drafts that share a slip outvote two target rollouts, which seldom slip
+    assert right["target"] > right["all"]
+    kept = attempt(policies["target"], FixedGate("accept"), problems=5)
+    assert all(len(outcome.rollouts) == 6 and outcome.votes for outcome in kept)
 
 
 @pytest.mark.parametrize("action", ["accept", "escalate"])
@@ -227,3 +270,14 @@ def test_what_a_cascade_waits_for_is_counted_as_edges_between_siblings(tmp_path:
     assert time is not None
     assert time.sibling_edges == escalated * 4 * 4
     assert time.sibling_seconds == 0
+
+
+def test_a_replay_counts_the_votes_that_the_run_counted(tmp_path: Path) -> None:
+    """Where the target's votes alone counted, they do so in a replay that changes nothing."""
+    policy = Policy(samples=8, first_wave=6, escalated_vote="target")
+    setup = Setup("scripted", "scripted", method="cascade", rate=0.5, policy=policy)
+    result = evaluate_sync(toy_problems(12, 5), setup, directory=tmp_path / "run")
+    replayed = replay(tmp_path / "run").replayed
+    recorded = {one.problem: dict(one.votes) for one in result.problems}
+    for problem in replayed.problems:
+        assert sum(problem.tally.counts) == sum(recorded[problem.problem].values())

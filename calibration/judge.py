@@ -25,7 +25,7 @@ _KIND = "atts judge"
 class Examples:
     """Chunks with their features, what a takeover gained at each, and the problem of each."""
 
-    names: tuple[str, ...]  # of the features
+    names: tuple[str, ...]  # names of the features
     features: Sequence[Sequence[float]]
     gains: Sequence[float]
     problems: Sequence[str]
@@ -192,7 +192,7 @@ class _Ridge:
         self.weights = np.linalg.solve(gram, rows.T @ (gains - self.intercept))
 
     def __call__(self, features: Floats) -> Floats:
-        """Predict gains."""
+        """Return predicted gains."""
         predictions: Floats = (features - self.means) / self.scales @ self.weights + self.intercept
         return predictions
 

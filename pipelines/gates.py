@@ -196,8 +196,8 @@ class CoinGate(NonLearningGate):
 class TrialGate(NonLearningGate):
     """A seeded coin per chunk, tossed after the chunk was scored.
 
-    Chance alone decides, so what escalations change can be told apart from which chunks they were;
-    the scores are there to learn from.
+    Chance alone decides, so escalated chunks differ from the others in the takeover only. The scores
+    are there to learn from.
     """
 
     rate: float

@@ -1,4 +1,4 @@
-"""What takeovers changed in a run whose coins chose them: examples for a learned judge."""
+"""Examples for a learned judge: what takeovers changed in a run whose coins chose them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def takeover_examples(run: RecordedRun) -> Examples:
     method = "" if setting is None else str(setting.value)
     if method != TRIAL:
         raise UsageError(
-            f"method {method or '(none)'} chose its chunks by their scores, so what a takeover "
-            f"changed cannot be told from which chunks it was; make a run with --method {TRIAL}"
+            f"method {method or '(none)'} chose its chunks by their scores, so escalated chunks "
+            f"differ in more than the takeover; make a run with --method {TRIAL}"
         )
     agreements: dict[tuple[str, int, int], float | None] = {}
     for event in run.decisions():

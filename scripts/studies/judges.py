@@ -42,7 +42,7 @@ class Chunk:
     draft: Sequence[float]
     target: Sequence[float]
     text_bytes: int
-    entropies: Sequence[float] = ()  # of the draft; none in older banks
+    entropies: Sequence[float] = ()  # the draft's; none in older banks
     entropy_before: float = math.nan  # mean of the chunk before; of the first one its own
 
 

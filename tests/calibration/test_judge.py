@@ -49,7 +49,7 @@ def test_the_gain_over_a_coin_is_what_enumeration_says() -> None:
 
 
 def test_a_judge_without_skill_is_rarely_called_better() -> None:
-    """Of forty judges fitted on noise, at most four have an interval above 0."""
+    """At most four of forty judges fitted on noise have an interval above 0."""
     wrong = sum(
         fit_judge(examples(0.0, problems=20, seed=seed), 0.2).beats_coin for seed in range(40)
     )
@@ -136,7 +136,7 @@ def test_a_judge_is_refused_under_other_conditions(judge_file: Path) -> None:
 
 
 def test_a_run_whose_score_chose_is_no_trial(tmp_path: Path) -> None:
-    """What a takeover changed cannot be told from which chunks it was."""
+    """Chunks that a score chose differ from others in more than the takeover."""
     setup = Setup("scripted", "scripted", policy=POLICY)
     evaluate_sync(toy_problems(2, 5), setup, directory=tmp_path / "run")
     with pytest.raises(UsageError, match="--method trial"):

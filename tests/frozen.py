@@ -88,6 +88,7 @@ def scripted(method: str, **policy: Any) -> Setup:
 
     The order of calls is then the same under every event loop.
     """
+    policy = {"samples": 5, "turns": 12, "chunking": Chunking(12, 12, ()), **policy}
     if method == "deep-conf":
         policy["confidence_stop"] = ConfidenceStop(warmup=3, keep=0.5, window=8)
     # the published rules need scores of earlier runs, one of them by question
@@ -103,7 +104,7 @@ def scripted(method: str, **policy: Any) -> Setup:
         ScriptedEngine("target"),
         method=method,
         rate=0.4,
-        policy=Policy(**{"samples": 5, "turns": 12, "chunking": Chunking(12, 12, ()), **policy}),
+        policy=Policy(**policy),
         stored=earlier if method.startswith("paper-") else (),
         conditions="ignore",
         seed=11,

@@ -454,7 +454,9 @@ def _memory_elsewhere(configuration: Configuration, pair: Pair) -> Check:
         else:
             placement = gpu_placement(pair, kind, tokens, roles=setup.roles)
         if placement is not None:
-            fitting.append(f"{placement.count} x {kind}")
+            is_quantized = isinstance(placement, GpuPlacement) and placement.is_quantized
+            form = " (target in fp8)" if is_quantized else ""
+            fitting.append(f"{placement.count} x {kind}{form}")
     held_by = f"{' or '.join(fitting)} would hold" if fitting else "no usual card holds"
     seen = f"this machine has no GPU; {held_by} {pair.name}"
     return Check("memory", "warn", seen, "Name your card with --card for its shares of memory")

@@ -246,7 +246,8 @@ def test_a_card_that_is_not_here_is_never_ok(
     (guessed,) = memory()
     assert guessed["status"] == "warn"
     assert guessed["seen"] == (
-        "this machine has no GPU; 2 x rtx4090 or 1 x h100 or 1 x h200 would hold r1-1.5b/r1-7b"
+        "this machine has no GPU; 1 x rtx4090 (target in fp8) or 1 x h100 or 1 x h200 would hold "
+        "r1-1.5b/r1-7b"
     )
     assert "--card" in guessed["advice"]
     (named,) = memory("--card", "h100")

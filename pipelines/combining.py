@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -213,17 +213,42 @@ def _halves(
     return tuple(halves)
 
 
-@dataclass(frozen=True, slots=True)
 class RecordedRollouts:
-    """A pipeline that votes and combines again over rollouts that an earlier run recorded."""
+    """A pipeline that votes and combines again over rollouts that an earlier run recorded.
 
-    outcomes: Mapping[str, Outcome]  # keyed by problem
+    It is also the iterable of that run's problems. Memory holds the outcomes of open problems alone:
+    each is read when its problem is, and forgotten with it.
+    """
+
+    def __init__(self, outcomes: Callable[[], Iterable[Outcome]], count: int) -> None:
+        self._outcomes = outcomes
+        self._count = count
+        self._open: dict[str, Outcome] = {}  # keyed by problem
+        self._over = set[str]()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Problem]:
+        """Yield the problems of all complete outcomes."""
+        for outcome in self._outcomes():
+            if not outcome.is_complete:
+                continue
+            name = outcome.problem.id
+            if name not in self._over:
+                self._open[name] = outcome
+            yield outcome.problem
+
+    def forget(self, problem: str) -> None:
+        """Drop the outcome of a problem that is over, now or when it is read."""
+        self._over.add(problem)
+        self._open.pop(problem, None)
 
     async def __call__(
         self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /
     ) -> Outcome:
         """Return the recorded outcome with the answer that this policy gives for its rollouts."""
-        outcome = self.outcomes[problem.id]
+        outcome = self._open.pop(problem.id)
         rollouts = outcome.rollouts
         await context.answers.prepare([rollout.answer for rollout in rollouts])
         cast = [ballot(policy.vote, rollout) for rollout in rollouts]

@@ -12,6 +12,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Generator,
+    Iterator,
     Mapping,
     Sequence,
 )
@@ -660,18 +661,40 @@ def _check_other_directory(run: str | Path, directory: str | Path) -> None:
         )
 
 
-def _complete_outcomes(run: RecordedRun) -> dict[str, Outcome]:
-    """Return the outcomes of a run by problem.
+@dataclass(slots=True)
+class _RecordedProblems:
+    """Numbers of a run's complete problems, found by one pass over its outcomes."""
 
-    :raises OptionError: if a problem is not complete.
-    """
-    outcomes = {one.problem.id: one for one in run.outcomes() if one.is_complete}
-    planned = run.manifest.problems
-    missing = 0 if planned is None else planned - len(outcomes)
-    if missing > 0 or not outcomes:
-        problem = f"{missing} problems of {run.directory} are not complete"
-        raise OptionError("run", f"{problem}; run its command again first")
-    return outcomes
+    count: int = 0
+    samples: int = 0
+    kind: AnswerKind = "math"
+    digest: str = ""
+
+    @classmethod
+    def of(cls, run: RecordedRun) -> _RecordedProblems:
+        """Read every outcome, one after the other.
+
+        :raises OptionError: a problem is not complete.
+        """
+        found = cls()
+
+        def problems() -> Iterator[Problem]:
+            for outcome in run.outcomes():
+                if outcome.is_complete:
+                    if not found.count:
+                        found.kind = outcome.problem.kind
+                    found.count += 1
+                    last = max((rollout.sample for rollout in outcome.rollouts), default=0)
+                    found.samples = max(found.samples, last + 1)
+                    yield outcome.problem
+
+        found.digest = dataset_digest(problems())
+        planned = run.manifest.problems
+        missing = 0 if planned is None else planned - found.count
+        if missing > 0 or not found.count:
+            problem = f"{missing} problems of {run.directory} are not complete"
+            raise OptionError("run", f"{problem}; run its command again first")
+        return found
 
 
 async def combine(
@@ -684,8 +707,8 @@ async def combine(
     """Let a target select or synthesize answers from a recorded run's rollouts if votes split.
 
     The setup's target reads the finalists, as `setup.policy.combine` says; "vote" means "auto"
-    here. With a `directory` the result is a separate run that contains the recorded rollouts; the
-    same call resumes it.
+    here. The recorded run is read twice, and memory holds only open problems. With a `directory`
+    the result is a separate run that contains the recorded rollouts; the same call resumes it.
 
     :raises OptionError: the run is not over, or `directory` is its own.
     :raises JournalError: there is no run, or it cannot be read.
@@ -694,16 +717,15 @@ async def combine(
     source = open_run(Path(run))
     if directory is not None:
         _check_other_directory(run, directory)
-    outcomes = _complete_outcomes(source)
-    problems = [one.problem for one in outcomes.values()]
+    found = _RecordedProblems.of(source)
     kind = setup.policy.combine
     policy = replace(
         setup.policy,
         combine="auto" if kind == "vote" else kind,
-        samples=max(rollout.sample + 1 for one in outcomes.values() for rollout in one.rollouts),
+        samples=found.samples,
     )
     setup = replace(setup, method="target-only", policy=policy)
-    plan = setup.plan(*setup.engines(), problems[0].kind)
+    plan = setup.plan(*setup.engines(), found.kind)
     recorded = {
         name: source.manifest.settings[name]
         for name in ("dataset", "method", PRICES)
@@ -712,14 +734,26 @@ async def combine(
     decisive = {"rollouts_of": Setting(Path(run).name, "atts combine")}
     if "method" in source.manifest.configuration:  # the rollouts' own
         decisive["method"] = source.manifest.configuration["method"]
+    rollouts = RecordedRollouts(source.outcomes, found.count)
+    gate_is_done = plan.on_problem_done
+
+    def is_over(problem: str) -> None:
+        gate_is_done(problem)
+        rollouts.forget(problem)
+
     plan = replace(
         plan,
-        pipeline=RecordedRollouts(outcomes),
+        pipeline=rollouts,
+        on_problem_done=is_over,
         configuration={**plan.configuration, **decisive},
         settings={**plan.settings, **recorded},
     )
-    options = replace(options or RunOptions(), directory=Path(directory) if directory else None)
-    return await run_evaluation(problems, plan, options)
+    options = replace(
+        options or RunOptions(),
+        directory=Path(directory) if directory else None,
+        dataset=found.digest,
+    )
+    return await run_evaluation(rollouts, plan, options)
 
 
 def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
@@ -195,7 +195,8 @@ class RunSpec:
     def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:
         """Return the settings that must not change at a resume; the engines must be open.
 
-        `dataset` is the digest of problems that stream in; a sequence's is computed.
+        `dataset` is the digest of problems that stream in; a sequence's is computed. The problems are
+        counted if they have a length.
 
         :raises UnsupportedByEngine: an engine cannot do what the policy and the gate will ask.
         :raises FingerprintError: the plan abstains by problems that were labelled under other
@@ -203,8 +204,9 @@ class RunSpec:
         """
         check_engines(self.policy, self.gate, self.draft.spec, self.target.spec)
         count = None
-        if isinstance(problems, Sequence):
+        if isinstance(problems, Sized):
             count = len(problems)
+        if isinstance(problems, Sequence):
             dataset = dataset or dataset_digest(problems)
         policy: dict[str, Json] = self.policy.recorded()
         configuration = {

@@ -5,6 +5,7 @@ the answer.
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import atts as library
 from atts.api import Setup
 from atts.errors import OptionError
-from atts.journal import Sampled, open_run
+from atts.importers import FORMATS, import_rollouts
+from atts.journal import JOURNAL, Sampled, open_run
 from atts.pipelines import Policy
 from atts.testing import ScriptedEngine, Selector, toy_problems
 
@@ -176,3 +178,36 @@ def test_the_python_verb_refuses_to_combine_a_run_into_itself(tmp_path: Path) ->
     )
     assert [one.problem for one in combined.problems] == [one.problem for one in result.problems]
     assert combined.combined is not None
+
+
+def peak_of_combining(folder: Path, problems: int) -> tuple[int, int]:
+    """Return the most bytes that Python held while a run was combined, and the run's size."""
+    rows = [
+        json.dumps({"question": f"1 + {number}?", "text": "x" * 40_000, "predicted_answer": "1"})
+        for number in range(problems)
+        for _ in range(3)
+    ]
+    folder.mkdir()
+    (folder / "theirs.jsonl").write_text("\n".join(rows) + "\n")
+
+    async def importing() -> None:
+        await import_rollouts(FORMATS["jsonl"], folder / "theirs.jsonl", folder / "run")
+
+    anyio.run(importing)
+    setup = Setup(target="scripted", policy=Policy(combine="select"), concurrency=2)
+    tracemalloc.start()
+    result = library.combine_sync(folder / "run", setup, directory=folder / "combined")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(result.problems) == problems
+    again = library.combine_sync(folder / "run", setup, directory=folder / "combined")
+    assert again.problems == result.problems
+    return peak, (folder / "run" / JOURNAL).stat().st_size
+
+
+def test_memory_does_not_grow_with_the_recorded_run(tmp_path: Path) -> None:
+    """Eight times the problems add little to the memory: only open problems are held."""
+    peak_of_combining(tmp_path / "warm", 1)
+    few, small = peak_of_combining(tmp_path / "few", 4)
+    many, large = peak_of_combining(tmp_path / "many", 32)
+    assert many - few < (large - small) / 8, (few, many, small, large)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import re
+import struct
 import zipfile
+import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +24,7 @@ from atts.files import open_ordinary
 PICKLES = (".pkl", ".pickle", ".p", ".pt", ".pth", ".joblib")
 PACKED = (".gz", ".zst", ".xz", ".bz2")
 _BLOCK = 1 << 20
+_ZSTANDARD = 93  # its number in zip archives
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +268,52 @@ class _EvalArchive:
         try:
             return self._archive.read(entry)
         except NotImplementedError:
-            raise DatasetError(
-                str(self._path),
-                f"{entry.filename} is compressed in a way that this Python cannot read",
-                "Write it again: inspect log convert --to json FILE --output-dir DIRECTORY",
+            if entry.compress_type != _ZSTANDARD:
+                raise self._unreadable(entry, "in a way that this Python cannot read") from None
+        packed = self._packed(entry)
+        try:
+            data = _unpacked(packed)
+        except ImportError:
+            raise self._unreadable(
+                entry,
+                "with Zstandard, which Python reads from 3.14 on",
+                "Install a reader: pip install pyarrow. Or write",
             ) from None
+        except (OSError, ValueError) as error:
+            raise self._unreadable(entry, f"with Zstandard, and is damaged ({error})") from None
+        if len(data) != entry.file_size or zlib.crc32(data) != entry.CRC:
+            raise self._unreadable(entry, "with Zstandard, and its checksum does not match")
+        return data
+
+    def _packed(self, entry: zipfile.ZipInfo) -> bytes:
+        """Return the bytes of an entry as they are in the archive."""
+        file = self._archive.fp
+        assert file is not None, "the archive is open"
+        file.seek(entry.header_offset)
+        # the lengths of the name and of the extra field, which precede the data
+        name, extra = struct.unpack("<HH", file.read(30)[26:])
+        file.seek(name + extra, 1)
+        return file.read(entry.compress_size)
+
+    def _unreadable(self, entry: zipfile.ZipInfo, why: str, fix: str = "Write") -> DatasetError:
+        command = "inspect log convert --to json FILE --output-dir DIRECTORY"
+        return DatasetError(
+            str(self._path), f"{entry.filename} is compressed {why}", f"{fix} it again: {command}"
+        )
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Unpack frames of Zstandard.
+
+    :raises ImportError: nothing here reads it.
+    """
+    if importlib.util.find_spec("pyarrow") is not None:
+        import pyarrow as arrow
+
+        with arrow.CompressedInputStream(arrow.BufferReader(data), "zstd") as frames:
+            unpacked: bytes = frames.read()
+            return unpacked
+    # inspect_ai brings this one
+    reader = importlib.import_module("zstandard").ZstdDecompressor()
+    with reader.stream_reader(data, read_across_frames=True) as frames:
+        return frames.read()

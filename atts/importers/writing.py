@@ -68,6 +68,7 @@ _WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
     {"equal": "correct", "different": "wrong", "unscored": "unscored"}
 )
 _MOST_OPEN = 128  # files at once
+_FEW_WORDS = 60  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +351,7 @@ class _Reading:
         made = self._made
         made.rollouts += 1
         made.graded += sample.is_correct is not None
-        made.with_answer += bool(sample.answer)
+        made.with_answer += bool(sample.answer) and not _is_whole_text(sample)
         made.with_tokens += sample.tokens is not None
         made.with_seconds += sample.seconds is not None
         made.with_dollars += sample.dollars is not None
@@ -487,11 +488,12 @@ class _ProblemWriter:
 
     def _rollout(self, problem: Problem, sample: ForeignSample, number: int) -> str | None:
         """Write one rollout, and return its answer."""
-        answer = sample.answer
-        if answer is not None:
-            answer = answer.strip() or None
-        elif sample.ended != "failed":
-            answer = extract(sample.text, problem.kind)
+        answer = None if sample.answer is None else sample.answer.strip() or None
+        if sample.ended != "failed" and (sample.answer is None or _is_whole_text(sample)):
+            # a text of few words is an answer by itself
+            answer = extract(sample.text, problem.kind) or (
+                answer if answer and len(answer) <= _FEW_WORDS else None
+            )
         finish = "answer" if answer is not None else _FINISHES[sample.ended]
         ended: Ending = "length" if sample.ended == "length" else "end"
         chunk = Chunk("target", sample.text, sample.ids, sample.ids, ended, sample.logprobs)
@@ -590,6 +592,18 @@ class _ProblemWriter:
         if problem.answer is None:
             return None
         return ("wrong", "no answer") if winner is None else self._own(problem, winner)
+
+
+def _is_whole_text(sample: ForeignSample) -> bool:
+    """Return True if the tool recorded the whole text as the answer.
+
+    Scorers that look for the reference in the text do so, such as `match` and `includes` of inspect_ai;
+    some of them change its case.
+    """
+    if sample.answer is None:
+        return False
+    spoken = sample.text.rpartition("</think>")[2]
+    return sample.answer.strip().casefold() == spoken.strip().casefold()
 
 
 def _usage(sample: ForeignSample) -> Usage:

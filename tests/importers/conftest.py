@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,35 @@ def write_eval(path: Path, samples: Sequence[Mapping[str, Any]]) -> Path:
             archive.writestr(name, json.dumps(sample))
         archive.writestr("summaries.json", "[]")
         archive.writestr("header.json", json.dumps({"version": 2, "status": "success"}))
+    return path
+
+
+def pack_again(path: Path) -> Path:
+    """Pack the entries of an archive with Zstandard, each in two frames, as inspect_ai does."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: it packs the archive")
+    with zipfile.ZipFile(path) as archive:
+        entries = [(entry.filename, archive.read(entry)) for entry in archive.infolist()]
+    # zipfile cannot pack so before Python 3.14: the packed bytes are stored, and the headers changed
+    packed = [
+        b"".join(arrow.compress(part, "zstd", asbytes=True) for part in (data[:9], data[9:]))
+        for _, data in entries
+    ]
+    with zipfile.ZipFile(path, "w") as archive:
+        for (name, _), data in zip(entries, packed, strict=True):
+            archive.writestr(name, data)
+    whole = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        starts = [entry.header_offset for entry in archive.infolist()]
+        central = archive.start_dir
+    for start, (name, data) in zip(starts, entries, strict=True):
+        facts = struct.pack("<L", zlib.crc32(data))
+        size = struct.pack("<L", len(data))
+        for header, offset in ((start, 8), (central, 10)):
+            whole[header + offset : header + offset + 2] = struct.pack("<H", 93)
+            whole[header + offset + 6 : header + offset + 10] = facts
+            whole[header + offset + 14 : header + offset + 18] = size
+        central += 46 + len(name)
+    path.write_bytes(whole)
     return path
 
 

@@ -15,7 +15,13 @@ from atts.errors import DatasetError, OptionError
 from atts.importers import IMPORTED
 from atts.journal import FinishedProblem, Measured, RecordedRun, open_run
 from atts.ledger import PRICES, money_of, recorded_prices
-from tests.importers.conftest import Import, inspect_sample, write_eval, write_lines
+from tests.importers.conftest import (
+    Import,
+    inspect_sample,
+    pack_again,
+    write_eval,
+    write_lines,
+)
 
 
 def read(directory: Path) -> tuple[dict[str, FinishedProblem], dict[str, Outcome], RecordedRun]:
@@ -75,6 +81,62 @@ def test_an_inspect_log_in_json_is_imported(tmp_path: Path, run_import: Import) 
     path = tmp_path / "log.json"
     path.write_text(json.dumps({**log, "reductions": [{"samples": [{"value": 1}]}]}, indent=2))
     check_inspect(run_import("inspect", path).directory)
+
+
+def test_an_eval_archive_compressed_with_zstandard_is_imported(
+    tmp_path: Path, run_import: Import
+) -> None:
+    """Today's logs are compressed in frames of Zstandard: they are read, and damage is an error."""
+    path = pack_again(write_eval(tmp_path / "log.eval", SAMPLES))
+    made = run_import("inspect", path)
+    assert (made.problems, made.rollouts, made.with_seconds) == (2, 3, 3)
+    check_inspect(made.directory)
+    data = path.read_bytes()
+    place = data.index(b"samples/1_epoch_1.json") + len("samples/1_epoch_1.json")
+    for offset in (1, 40):  # within the frame's header, and within its text
+        damaged = bytearray(data)
+        damaged[place + offset] ^= 255
+        path.write_bytes(damaged)
+        with pytest.raises(
+            DatasetError, match=r"samples/1_epoch_1.json is compressed with Zstandard"
+        ):
+            run_import("inspect", path, tmp_path / "damaged")
+
+
+def test_without_a_reader_of_zstandard_the_fix_is_named(
+    tmp_path: Path, run_import: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no package reads it, the message names one, and the way without."""
+    path = pack_again(write_eval(tmp_path / "log.eval", SAMPLES))
+
+    def missing(data: bytes) -> bytes:
+        raise ImportError("zstandard")
+
+    monkeypatch.setattr("atts.importers.records._unpacked", missing)
+    with pytest.raises(DatasetError, match="pip install pyarrow. Or write it again: inspect log"):
+        run_import("inspect", path)
+
+
+def test_an_answer_that_is_the_whole_text_is_extracted(tmp_path: Path, run_import: Import) -> None:
+    """Scorers that search the text record it whole, some in small letters: votes need the answer."""
+    texts = ["Say\nANSWER: 2", "say\nANSWER: 2", "2", "no idea of what this could be about " * 3]
+    samples = [inspect_sample(1, number, text.lower(), "C") for number, text in enumerate(texts, 1)]
+    for sample, text in zip(samples, texts, strict=True):
+        sample["output"]["choices"][0]["message"]["content"] = text
+    made = run_import("inspect", write_eval(tmp_path / "log.eval", samples))
+    assert made.with_answer == 0
+    finished, _, _ = read(made.directory)
+    assert [one.answer for one in finished["1"].samples] == ["2", "2", "2", None]
+    assert finished["1"].answer == "2"
+
+
+def test_a_short_text_is_its_own_answer(tmp_path: Path, run_import: Import) -> None:
+    """A name has no number or box to extract, and is the answer as it is."""
+    sample = inspect_sample(1, 1, "paris", "C")
+    sample["output"]["choices"][0]["message"]["content"] = "Paris"
+    made = run_import("inspect", write_eval(tmp_path / "log.eval", [sample]))
+    finished, _, _ = read(made.directory)
+    assert [one.answer for one in finished["1"].samples] == ["paris"]
 
 
 def test_an_inspect_score_can_be_chosen(tmp_path: Path, run_import: Import) -> None:

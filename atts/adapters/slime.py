@@ -1,0 +1,174 @@
+"""The slime adapter: a draft and a target write a trainer's samples, and the draft's tokens are trained on.
+
+slime calls `generate` for each sample of a rollout:
+
+    --custom-generate-function-path atts.adapters.slime.generate --custom-config-path atts.yaml
+
+where `atts.yaml` has a table `atts` with the settings of `atts config show`: at least `draft` (the
+servers that the trainer updates) and `target`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from anyio.lowlevel import EventLoopToken, current_token
+
+from atts.adapters.replies import Reply, question_of, setup_of
+from atts.api import Session
+from atts.core import Outcome, Rollout, Sampling
+from atts.errors import EngineError, OptionError, UnsupportedByEngine
+
+_STATUS: Mapping[str, str] = {
+    "answer": "COMPLETED",
+    "end": "COMPLETED",
+    "turns": "TRUNCATED",
+    "tokens": "TRUNCATED",
+    "settled": "ABORTED",
+    "cancelled": "ABORTED",
+}
+_NAMES = ("temperature", "top_p", "top_k", "min_p")
+
+
+async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -> Any:
+    """Write one sample by one rollout, and return it with tokens, mask and log-probabilities.
+
+    The mask is 1 where the draft wrote the token; the target's tokens have mask and log-probability
+    0. Log-probabilities are the draft's own, at temperature 1. The end token is not among the tokens.
+    A sample that already has a response is written anew. `sample.prompt` is the question, a text or
+    messages, without a chat template: leave out `--apply-chat-template`.
+
+    :raises OptionError: the settings name no draft or no target, or something unknown.
+    :raises UsageError: the prompt holds no question.
+    """
+    worker = _worker_of(args)
+    system, question = question_of(_turns(sample.prompt))
+    policy = worker.policy(system, sampling_params)
+    try:
+        outcome, weights = await worker.solve(question, policy)
+        rollout = outcome.rollouts[0]
+        facts = {**Reply.of(outcome).facts, "weights": weights}
+    except EngineError as error:
+        sample.status = type(sample).Status.FAILED
+        sample.metadata = {**sample.metadata, "atts": {"error": str(error)}}
+        return sample
+    _fill(sample, rollout)
+    sample.metadata = {**sample.metadata, "atts": facts}
+    return sample
+
+
+class _Worker:
+    """The session that all samples share, and its successors.
+
+    An engine refuses a server whose weights changed. Here that is how training goes: the next
+    session opens on the new weights, and its calibrator starts anew, since the scores that the old
+    one has seen are of another model. Sessions are counted, and each sample names its own.
+    """
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self._setup = setup_of("slime", options)
+        self._number = 0  # of the session that is asked
+        self._sessions = {0: Session(self._setup)}
+        self._asking = Counter[int]()  # samples in flight, keyed by number of the session
+        self._has_answered = False
+
+    def policy(self, system: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the changes of the policy that the trainer's sampling parameters ask for."""
+        given = {name: params[name] for name in _NAMES if params.get(name) is not None}
+        if given.get("top_k", 0) < 0:
+            del given["top_k"]  # all tokens
+        changes: dict[str, Any] = {
+            "samples": 1,
+            "early_stop": "none",
+            "sampling": replace(Sampling(), **given),
+        }
+        if system:
+            changes["system"] = system
+        most = params.get("max_new_tokens")
+        if most:
+            changes["max_tokens"] = most
+        return changes
+
+    async def solve(self, question: str, policy: Mapping[str, Any]) -> tuple[Outcome, int]:
+        """Return the outcome, and the number of the session that made it.
+
+        :raises EngineError: an engine cannot be opened, is lost, or failed.
+        """
+        number = self._number
+        try:
+            return await self._ask(number, question, policy), number
+        except UnsupportedByEngine:
+            if not self._has_answered:
+                raise  # it cannot do its part at all
+        if number == self._number:
+            self._number += 1
+            self._sessions[self._number] = Session(self._setup)
+        await self._close_old()
+        number = self._number
+        return await self._ask(number, question, policy), number
+
+    async def _ask(self, number: int, question: str, policy: Mapping[str, Any]) -> Outcome:
+        self._asking[number] += 1
+        try:
+            outcome = await self._sessions[number].solve(question, policy=policy)
+        finally:
+            self._asking[number] -= 1
+            await self._close_old()
+        self._has_answered = True
+        return outcome
+
+    async def _close_old(self) -> None:
+        """Close the sessions before the latest that no sample waits for."""
+        for number in [*self._sessions]:
+            if number < self._number and not self._asking[number]:
+                await self._sessions.pop(number).aclose()
+
+
+_workers: dict[tuple[EventLoopToken, str], _Worker] = {}
+
+
+def _worker_of(args: Any) -> _Worker:
+    """Return the worker of this event loop and these settings.
+
+    :raises OptionError: the settings name no draft or no target, or something unknown.
+    """
+    options = getattr(args, "atts", None)
+    if not isinstance(options, Mapping) or not {"draft", "target"} <= options.keys():
+        raise OptionError(
+            "--custom-config-path", "its file needs a table 'atts' with 'draft' and 'target'"
+        )
+    given: dict[str, object] = {str(name): value for name, value in options.items()}
+    key = current_token(), repr(sorted(given.items(), key=lambda item: item[0]))
+    if key not in _workers:
+        _workers[key] = _Worker(given)
+    return _workers[key]
+
+
+def _turns(prompt: str | Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
+    if isinstance(prompt, str):
+        return [("user", prompt)]
+    return [(message["role"], message["content"]) for message in prompt]
+
+
+def _fill(sample: Any, rollout: Rollout) -> None:
+    """Write a rollout into a sample, in the draft's tokens."""
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for turn in rollout.turns:
+        for chunk in turn.chunks:
+            count = len(chunk.draft_ids)
+            ids += chunk.draft_ids
+            # what the draft did not write, or reports nothing of, cannot be trained on
+            is_known = chunk.author == "draft" and len(chunk.logprobs) >= count
+            mask += [int(is_known)] * count
+            logprobs += chunk.logprobs[:count] if is_known else [0.0] * count
+    sample.tokens = [*rollout.prompt.draft_ids, *ids]
+    sample.response = rollout.text
+    sample.response_length = len(ids)
+    sample.loss_mask = mask
+    sample.rollout_log_probs = logprobs
+    sample.status = type(sample).Status[_STATUS[rollout.finish or "cancelled"]]

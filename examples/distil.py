@@ -11,6 +11,7 @@ import json
 import random
 import shutil
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +30,7 @@ from atts.models import path as embedded
 from atts.pipelines import ThresholdGate
 
 Record = dict[str, Any]
+Found = dict[str, dict[str, list[float]]]  # by problem and measure
 ON_POLICY = Policy(samples=4, early_stop="none", sampling=Sampling(temperature=1.0))
 
 
@@ -100,9 +102,9 @@ def saved(model: Any, folder: Path) -> str:
     return f"hf:{folder}"
 
 
-def per_problem(model: Any, records: list[Record]) -> dict[str, dict[str, list[float]]]:
+def per_problem(model: Any, records: list[Record]) -> Found:
     """Return divergences, escalations and correct answers by problem."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: Found = defaultdict(lambda: defaultdict(list))
     with torch.inference_mode():
         for batch in batches(records):
             places, mask = divergence(model, batch)
@@ -128,6 +130,46 @@ def interval(pairs: np.ndarray[Any, Any], seed: int = 0) -> tuple[float, float, 
     return float(differences[0]), float(low), float(high)
 
 
+def round_trip(
+    problems: list[Problem], noise: float, epochs: int, seed: int
+) -> tuple[Found, Found]:
+    """Export, train and run again; return what was found before and after the training.
+
+    The even problems are trained on, the odd ones are measured.
+    """
+    torch.manual_seed(seed)
+    kind: Any = AutoModelForCausalLM
+    model = kind.from_pretrained(embedded("draft"), dtype=torch.float32)
+    for weight in model.parameters():
+        if noise and weight.ndim > 1:
+            weight.data += torch.randn_like(weight) * weight.std() * noise
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        draft = saved(model, folder / "before")
+        learned = rollouts(draft, problems[::2], 1e9, seed, folder / "learn")
+        scores = [step["score"] for one in learned for step in one["decisions"]]
+        bar = float(np.quantile([score for score in scores if score is not None], 0.8))
+        first = rollouts(draft, problems[1::2], bar, seed, folder / "first")
+        before = per_problem(model, first)
+        train(model, learned, epochs, seed)
+        draft = saved(model, folder / "after")
+        second = rollouts(draft, problems[1::2], bar, seed, folder / "second")
+        return before, per_problem(model, second)
+
+
+def by_measure(trips: Iterable[tuple[Found, Found]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return a row per problem for each measure, over all trips: sum and count after, sum and count
+    before.
+    """
+    sums: dict[str, dict[str, Any]] = defaultdict(lambda: defaultdict(lambda: np.zeros(4)))
+    for before, after in trips:
+        for name, measures in before.items():
+            for measure, was in measures.items():
+                now = after[name][measure]
+                sums[measure][name] += [sum(now), len(now), sum(was), len(was)]
+    return {measure: np.array(list(rows.values())) for measure, rows in sums.items()}
+
+
 def main(words: list[str] | None = None) -> None:
     """Train once per seed, and print the changes on the problems that were not trained on."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -144,35 +186,11 @@ def main(words: list[str] | None = None) -> None:
     )
     options = parser.parse_args(words)
     problems = list(load_dataset(f"arithmetic[:{options.problems}]").problems)
-    # by measure and problem: sum and count after, sum and count before, over all seeds
-    sums: dict[str, dict[str, Any]] = defaultdict(lambda: defaultdict(lambda: np.zeros(4)))
-    for seed in range(options.seeds):
-        torch.manual_seed(seed)
-        kind: Any = AutoModelForCausalLM
-        model = kind.from_pretrained(embedded("draft"), dtype=torch.float32)
-        for weight in model.parameters():
-            if options.noise and weight.ndim > 1:
-                weight.data += torch.randn_like(weight) * weight.std() * options.noise
-        with TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            draft = saved(model, folder / "before")
-            learned = rollouts(draft, problems[::2], 1e9, seed, folder / "learn")
-            scores = [step["score"] for one in learned for step in one["decisions"]]
-            bar = float(np.quantile([score for score in scores if score is not None], 0.8))
-            first = rollouts(draft, problems[1::2], bar, seed, folder / "first")
-            before = per_problem(model, first)
-            train(model, learned, options.epochs, seed)
-            draft = saved(model, folder / "after")
-            after = per_problem(
-                model, rollouts(draft, problems[1::2], bar, seed, folder / "second")
-            )
-        for name, was in before.items():
-            for measure, values in was.items():
-                now = after[name][measure]
-                sums[measure][name] += [sum(now), len(now), sum(values), len(values)]
+    trips = [
+        round_trip(problems, options.noise, options.epochs, seed) for seed in range(options.seeds)
+    ]
     print(f"{options.problems // 2} problems left out, 4 rollouts of each, seeds: {options.seeds}")
-    for measure, by_problem in sums.items():
-        pairs = np.array(list(by_problem.values()))
+    for measure, pairs in by_measure(trips).items():
         difference, low, high = interval(pairs)
         now, counted, was, counts = pairs.sum(0)
         print(

@@ -108,6 +108,10 @@ STUDIES = {
         "decoding of a real pair: plain, with every proposer, by transformers and llama.cpp",
         "real_speed:study",
     ),
+    "distil": Study(
+        "a draft distilled on the export of a run, minutes of two cores: divergence, escalations",
+        "distil:study",
+    ),
     "real-pair-losses": Study(
         "what proposals and method exact lose or save on a real pair, in turn with the target alone",
         "real_pair:study_losses",

@@ -69,6 +69,7 @@ def test_all_and_quick_run_known_studies_each_once() -> None:
         "gpu",
         "blocks",
         "blocks-real",
+        "distil",
         "hosted",
         "judges",
         "real-pair",

@@ -1,0 +1,46 @@
+"""The study of the round trip makes one table, and continues from the trips it has finished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.studies import distil
+from scripts.studies.harness import Options
+
+pytestmark = pytest.mark.checkout
+
+
+def trip(kl: float, escalated: list[float], correct: list[float]) -> dict[str, Any]:
+    """Return the measures of two problems that are alike."""
+    return {
+        name: {"KL": [kl, kl], "escalated": escalated, "correct": correct} for name in ("a", "b")
+    }
+
+
+def test_the_table_has_both_drafts_and_finished_trips_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Differences are after less before, in points where they are shares."""
+    import examples.distil
+
+    asked: list[tuple[float, int]] = []
+
+    def made(problems: Any, noise: float, epochs: int, seed: int) -> Any:
+        asked.append((noise, seed))
+        return trip(0.3, [1, 0, 0, 0], [1, 0]), trip(0.2, [0, 0, 0, 0], [1, 1])
+
+    monkeypatch.setattr(examples.distil, "round_trip", made)
+    options = Options("default", seed=3, out=tmp_path)
+    (table,) = distil.study(options)
+    assert asked == [(0.08, 3), (0.08, 4), (0.0, 3), (0.0, 4)]
+    shipped = table.rows[1]
+    assert shipped == (
+        *("as shipped", 2, "0.300 to 0.200", "-0.100 [-0.100, -0.100]"),
+        *("25.0 to 0.0", "-25.0 [-25.0, -25.0]", "50.0 to 100.0", "+50.0 [+50.0, +50.0]"),
+    )
+    assert "-25.0 [-25.0, -25.0]" in table.headline
+    assert distil.study(options) == [table]
+    assert len(asked) == 4

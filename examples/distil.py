@@ -133,7 +133,7 @@ def interval(pairs: np.ndarray[Any, Any], seed: int = 0) -> tuple[float, float, 
 def round_trip(
     problems: list[Problem], noise: float, epochs: int, seed: int
 ) -> tuple[Found, Found]:
-    """Export, train and run again; return what was found before and after the training.
+    """Return what was found before and after a training on an export.
 
     The even problems are trained on, the odd ones are measured.
     """

@@ -38,7 +38,7 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
 
     The mask is 1 where the draft wrote the token; the target's tokens have mask and log-probability
     0. Log-probabilities are the draft's own, at temperature 1. The end token is not among the tokens.
-    A sample that already has a response is written anew. `sample.prompt` is the question, a text or
+    A sample that already has a response is written again. `sample.prompt` is the question, a text or
     messages, without a chat template: leave out `--apply-chat-template`.
 
     :raises OptionError: the settings name no draft or no target, or something unknown.
@@ -64,13 +64,13 @@ class _Worker:
     """The session that all samples share, and its successors.
 
     An engine refuses a server whose weights changed. Here that is how training goes: the next
-    session opens on the new weights, and its calibrator starts anew, since the scores that the old
+    session opens on the new weights, and its calibrator starts empty, since the scores that the old
     one has seen are of another model. Sessions are counted, and each sample names its own.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._setup = setup_of("slime", options)
-        self._number = 0  # of the session that is asked
+        self._number = 0  # key of the latest session
         self._sessions = {0: Session(self._setup)}
         self._asking = Counter[int]()  # samples in flight, keyed by number of the session
         self._has_answered = False

@@ -303,7 +303,7 @@ class _EvalArchive:
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Unpack frames of Zstandard.
+    """Return the content of frames of Zstandard.
 
     :raises ImportError: nothing here reads it.
     """

@@ -308,12 +308,12 @@ def _unpacked(data: bytes) -> bytes:
     :raises ImportError: nothing here reads it.
     """
     if importlib.util.find_spec("pyarrow") is not None:
-        import pyarrow as arrow
-
+        arrow = importlib.import_module("pyarrow")
         with arrow.CompressedInputStream(arrow.BufferReader(data), "zstd") as frames:
             unpacked: bytes = frames.read()
-            return unpacked
+        return unpacked
     # inspect_ai brings this one
     reader = importlib.import_module("zstandard").ZstdDecompressor()
     with reader.stream_reader(data, read_across_frames=True) as frames:
-        return frames.read()
+        unpacked = frames.read()
+    return unpacked

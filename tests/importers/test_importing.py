@@ -69,7 +69,7 @@ def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
     """The error says in which item the list ends."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(list(rows(3, 1)))[:-30])
-    with pytest.raises(DatasetError, match="mine.json: it ends within item 3: the file is cut"):
+    with pytest.raises(DatasetError, match="mine.json: it ends within item 3, so the file is cut"):
         run_import("jsonl", path)
 
 

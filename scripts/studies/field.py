@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -89,7 +90,7 @@ def arms(options: Options) -> list[tuple[str, Arm]]:
     samples = (2,) if few else (1, 4, 8)
     made: list[tuple[str, Arm]] = []
 
-    def add(method: str, name: str, m: int, rate: float = 0.2, **changes: object) -> None:
+    def add(method: str, name: str, m: int, rate: float = 0.2, **changes: Any) -> None:
         made.append((method, arm(f"{method} {rate:g} {m}", name, samples=m, rate=rate, **changes)))
 
     for m in (4,) if few else (4, 8, 16):

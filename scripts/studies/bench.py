@@ -18,7 +18,7 @@ from scripts.studies.harness import Effort, Options, Parts, Spent, Table, emit, 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A study's subject, its function, and about how many seconds it takes.
+    """A study with its description, its function and its approximate seconds.
 
     `quick` and `all` leave out a study with 0 seconds at their effort.
     """
@@ -27,7 +27,7 @@ class Study:
     function: str  # MODULE:NAME below scripts.studies; it may be a coroutine function
     quick: int = 0
     default: int = 0
-    # `all` runs its quick grids: the default ones take longest, and decide no more
+    # True: `all` runs the quick grid, because the default grid takes much longer and shows no more
     smallest: bool = False
 
 
@@ -92,7 +92,7 @@ STUDIES = {
     ),
     "blocks-real": Study(
         "a zoo of a real model's relatives, trained here, compared with an engine for each",
-        "real_family:study",
+        "blocks:study_real",
     ),
     "judges": Study(
         "what each score knows of a real pair's mistakes, from a recorded bank", "judges:study"
@@ -179,13 +179,13 @@ STUDIES = {
     ),
     "against": Study(
         "the published implementation and other methods, same work",
-        "methods:study_against",
+        "arms:study_against",
         40,
         120,
     ),
     "frontier": Study(
         "accuracy against arithmetic, live, for methods, rates and numbers of samples",
-        "methods:study_frontier",
+        "arms:study_frontier",
         0,
         110,
     ),
@@ -196,7 +196,7 @@ STUDIES = {
         180,
     ),
     "ablations": Study(
-        "one choice at a time: which defaults win", "methods:study_ablations", 0, 190, smallest=True
+        "one choice at a time: which defaults win", "arms:study_ablations", 0, 190, smallest=True
     ),
     "scale": Study(
         "virtual time: engines with fitted costs, up to 256 samples and 64 replicas",
@@ -280,7 +280,7 @@ def run(name: str, options: Options) -> None:
 def run_all(
     steps: Sequence[Step], seed: int, done: Parts, work: Callable[[Step], bool]
 ) -> list[str]:
-    """Do what is left of a series; the names of steps whose work says that they failed.
+    """Run the unfinished steps of a series, and return the names of failed steps.
 
     What an interrupted series has done is not repeated; once all are done the next series begins
     again, and a step that failed is tried again.

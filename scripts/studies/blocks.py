@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import random
 import shutil
 import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import anyio
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from atts.accel import Zoo, accelerated
 from atts.accel.engine import PlannedLoop
@@ -32,6 +35,7 @@ from atts.accel.zoo.placement import Demand, Instance, dispatched, placed
 from atts.accel.zoo.shared_worker import AddModel
 from atts.concurrency import collect
 from atts.core import SampleRequest, Sampling
+from atts.evaluators.datasets.arithmetic import Exercise, Split, exercises
 from atts.local import LocalOptions
 from atts.local.builder import build_loop
 from atts.local.cpu.model import NativeModel
@@ -42,13 +46,15 @@ from atts.models import path
 from atts.sampling import Seed
 from scripts.studies.harness import Options, Row, Table, children, say
 from scripts.studies.modelled import DRAFT_8B as COST
+from scripts.studies.real_models import MODELS, CannotBeMadeError, folder_of
+from scripts.studies.train import ALPHA, RANK, LowRank
 
 VIRTUAL_TENANTS = 20
 BASES = 3
 MODEL_BYTES = 16.1e9
-ROOM = 72e9  # bytes of weights, and of a GPU for weights, keys and values
+ROOM = 72e9  # bytes of a GPU that weights, keys and values may take
 KV_BYTES = 131_072
-# bytes of a token: keys and values of all layers; the state that blocks pass on
+# bytes of the hidden state of a token, which blocks pass on
 STATE_BYTES = 8_192
 NODE = 4  # GPUs that are joined by a fast link
 FAST = (5e-6, 200e9)
@@ -56,13 +62,13 @@ SLOW = (20e-6, 12.5e9)  # seconds to begin, bytes a second: within a node, betwe
 VIRTUAL_PROMPT = 512
 # mean tokens; both are drawn from exponential distributions, as far as a third of the mean at least
 VIRTUAL_LENGTH = 96
-MOST = 64  # rows of one run of a block
+MOST = 64  # most rows in one run of a block
 Serving = Literal["models", "models, spread", "blocks"]
 Arrivals = Literal["even", "bursts"]
 
 
 class Part(NamedTuple):
-    """Layers that are placed together."""
+    """Layers of a model that are placed on one GPU together."""
 
     name: str
     share: float  # share of a model
@@ -76,7 +82,7 @@ class Request:
     arrived: float
     fed: int  # tokens of the next pass
     left: int  # tokens to write
-    held: int = 0  # tokens whose keys and values there are
+    held: int = 0  # tokens whose keys and values are cached
     at: int = 0  # part of the chain
     server: int = -1
     owners: dict[str, int] = field(default_factory=dict[str, int])
@@ -93,7 +99,7 @@ class Server:
 
 
 class Outcome(NamedTuple):
-    """The results of one way of serving."""
+    """Times, throughput and memory of one way of serving."""
 
     p50: float
     p95: float
@@ -152,9 +158,7 @@ class Cluster:
         self.places = self._placed(serving)
 
     def _placed(self, serving: Serving) -> dict[str, list[int]]:
-        """Place parts by their share of the work: one server per model, or as many as its load asks
-        for.
-        """
+        """Place the parts on servers: one server per model, or replicas where the load needs them."""
         work = dict.fromkeys(self._shares, 0.0)
         transitions = Counter[tuple[str, str]]()
         for request in self._requests:
@@ -223,7 +227,7 @@ class Cluster:
         return 1
 
     def _dispatch(self, request: Request, now: float) -> None:
-        """Let it wait where it is through first."""
+        """Queue a request at the server that will finish its next part first."""
         part = self._chains[request.tenant][request.at]
         places = self.places[part.name]
         server = places[0]
@@ -251,17 +255,16 @@ class Cluster:
         return Instance(wait, self._seconds(part.share, [request]), owns, move, recompute, hop)
 
     def _seconds(self, share: float, batch: Sequence[Request]) -> float:
-        """Return the seconds of one run of a part: its share of a model's step.
+        """Return the seconds of one run of a part, in proportion to its share of the model.
 
-        Prompts are fed, the others decode.
-        """
+        Requests with unread prompts are prefilled; all others decode one token."""
         fed = sum(request.fed for request in batch if request.fed > 1)
         decoding = [request.held for request in batch if request.fed == 1]
         return share * COST.seconds(len(decoding), sum(decoding), fed)
 
     def _start(self, at: int, now: float) -> None:
-        """Run a block for all that wait for it: one late in its chain first, so that many gather
-        before the others.
+        """Run a block for all requests that wait for it. Blocks late in a chain run first, so that
+        larger batches gather at the early ones.
         """
         server = self._servers[at]
         if server.is_busy:
@@ -282,8 +285,8 @@ class Cluster:
 
 
 def capacity(servers: int) -> float:
-    """Return the requests a second that whole models serve at batches of eight with all servers
-    busy: the unit of load.
+    """Return the unit of load: requests per second that whole models serve at batches of eight on
+    busy servers.
     """
     step = COST.seconds(8, 8 * (VIRTUAL_PROMPT + VIRTUAL_LENGTH / 2)) / 8
     return servers / (VIRTUAL_LENGTH * step + COST.prefilled * VIRTUAL_PROMPT)
@@ -341,12 +344,12 @@ def _row(lead: Row, one: Outcome, base: Outcome) -> Row:
 
 
 def _beside(one: Outcome, base: Outcome) -> tuple[float, float]:
-    """Return the relative excess of p95, and of tokens per busy second, of one way over another."""
+    """Return the relative differences of two ways of serving in p95 and in tokens per busy second."""
     return one.p95 / base.p95 - 1, one.tokens_per_busy_second / base.tokens_per_busy_second - 1
 
 
 def _published(options: Options, count: int) -> Table:
-    """Show under which assumptions the paper's -33.5 % and +20.1 % are reached on its 12 GPUs."""
+    """Tabulate under which assumptions the paper's -33.5 % and +20.1 % are reached on 12 GPUs."""
     rows = list[Row]()
     loads = options.pick((0.5,), (0.3, 0.5, 0.7), (0.3, 0.5, 0.7))
     for sharing, skew, load in product((0.5, 0.8, 1.0), (0.0, 1.0), loads):
@@ -391,7 +394,7 @@ _OPTIONS = LocalOptions(device="cpu", kernel="native", kv_tokens=8192, max_batch
 
 
 class Arrival(NamedTuple):
-    """A request: when it comes, its number, and whose it is."""
+    """A request with its arrival time, number and tenant."""
 
     at: float
     number: int
@@ -400,7 +403,7 @@ class Arrival(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The results of some requests: the core's time in all, and each request's from arrival to end."""
+    """The total time of the core, and the time of each request from arrival to end."""
 
     seconds: float
     tokens: int  # written
@@ -416,7 +419,7 @@ class Served(NamedTuple):
 
 
 class Arm:
-    """Loops on one core that take turns, step by step: one for all tenants, or one for each."""
+    """Step loops that take turns on one core: one loop for all tenants, or one for each tenant."""
 
     def __init__(self, zoo: Zoo, *, shares: bool) -> None:
         self._finished = list[int]()
@@ -455,8 +458,7 @@ class Arm:
     def _block_rows(self) -> int:
         """Count the rows that passed a block.
 
-        In an engine for one model each token that is fed passes all blocks.
-        """
+        In an engine for one model, each token passes all blocks."""
         model: Any = self._loops[0]._model
         if isinstance(model, ChainModel):
             return model.unit_rows
@@ -553,7 +555,7 @@ def _adapter(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 
 def arrive(count: int, rate: float, seed: int, prompts: Prompts) -> list[Arrival]:
-    """Return requests at a given rate, each of a random tenant."""
+    """Generate Poisson arrivals at a rate, each from a random tenant."""
     rng = random.Random(seed)
     now = 0.0
     found = list[Arrival]()
@@ -601,7 +603,10 @@ def study(options: Options) -> list[Table]:
                 f"{disk.stored / 1e6:.1f} MB of disk, the folders apart {disk.apart / 1e6:.1f}"
             )
     title = f"{PROMPT} tokens in, {LENGTH} out, {count} requests, clock: processor time of one core"
-    header = "layers shared | prompts | load of four engines | arm | p50 s | p95 s | tokens/s | rows of blocks | in caches"
+    header = (
+        "layers shared | prompts | load of four engines | arm | p50 s | p95 s | tokens/s | rows of blocks"
+        " | in caches"
+    )
     once = f"One and four requests of each of four tenants at once, median of {rounds} rounds"
     return [
         Table.of(
@@ -660,7 +665,7 @@ def _loaded(one: Arm, four: Arm, arrivals: Sequence[Arrival]) -> list[Row]:
 
 
 def memory(options: Options) -> list[Table]:
-    """Measure the megabytes of the shipped family, in one loop and in separate processes.
+    """Measure the memory of the shipped family in one loop and in separate processes.
 
     Read is the proportional share (`Pss`) of the processes that compute, while each engine writes:
     pages that several processes share, of libraries and mapped weights, count once among them.
@@ -681,7 +686,10 @@ def memory(options: Options) -> list[Table]:
             rows.append(
                 (words, len(names), together, alone, f"{100 * (together / alone - 1):+.0f} %")
             )
-    title = f"Memory of a family's processes, MB, most of {rounds} rounds; {_REQUESTS} requests of {_TOKENS} tokens to each"
+    title = (
+        f"Memory of a family's processes, MB, most of {rounds} rounds; {_REQUESTS} requests of {_TOKENS} "
+        "tokens to each"
+    )
     return [Table.of(title, "models | engines | one loop | a process each | to these", rows)]
 
 
@@ -698,8 +706,7 @@ def family(folder: Path) -> Zoo:
 async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
     """Return the memory of the processes at the end of some work.
 
-    Models of one number share a process.
-    """
+    Models with the same process number share a process."""
     async with AsyncExitStack() as stack:
         opened = [
             accelerated(zoo.folder(name), options=_PROCESS, replica=at) for name, at in engines
@@ -717,6 +724,221 @@ async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
 
 
 def resident(process: Path) -> int:
-    """Return kilobytes of memory; pages that processes share count in parts."""
+    """Return the memory of processes in kilobytes, with shared pages divided among them."""
     lines = (process / "smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+MODEL = "REAL_FAMILY"
+"""Environment variable with the key of a model in `real_models`; default smollm2."""
+ADAPTED = ("q_proj", "v_proj")
+OWN_LAYERS = 2
+BATCH = 8
+LONGEST = 128  # tokens of a text
+HELD_OUT = 4  # batches
+RATE = 1e-3  # step size of adapters; whole layers take a tenth
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Generated arithmetic, as the answer alone or as a worked solution."""
+
+    what: str
+    is_worked: bool
+    seed: int
+
+    def told(self, exercise: Exercise) -> str:
+        """Return the text that the model learns to write after a question."""
+        return exercise.solution if self.is_worked else str(exercise.answer)
+
+    def batches(self, tokenizer: Any, split: Split, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Return batches of token ids with labels; the loss ignores positions labelled -100."""
+        found = exercises(split, count * BATCH, self.seed, levels=(1, 2))
+        made: list[tuple[Tensor, Tensor]] = []
+        for first in range(0, len(found), BATCH):
+            ids = torch.zeros(BATCH, LONGEST, dtype=torch.long)
+            labels = torch.full_like(ids, -100)
+            for row, exercise in enumerate(found[first : first + BATCH]):
+                asked = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": exercise.text}],
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+                begin = tokenizer.encode(asked, add_special_tokens=False)
+                rest = tokenizer.encode(self.told(exercise), add_special_tokens=False)
+                text = torch.tensor((begin + rest)[:LONGEST])
+                ids[row, : len(text)] = text
+                labels[row, len(begin) : len(text)] = text[len(begin) :]
+            made.append((ids, labels))
+        return made
+
+
+LESSONS = {
+    "adapter-1": Lesson("adapter of every layer, the answer alone", is_worked=False, seed=1),
+    "adapter-2": Lesson("adapter of every layer, worked solutions", is_worked=True, seed=2),
+    "tuned": Lesson(f"last {OWN_LAYERS} layers, worked solutions", is_worked=True, seed=3),
+}
+
+
+def study_real(options: Options) -> list[Table]:
+    """Train the relatives of a real model, and compare their zoo with an engine for each.
+
+    :raises SystemExit: the model cannot be had.
+    """
+    key = os.environ.get(MODEL, "smollm2")
+    if key not in MODELS:
+        raise SystemExit(f"{MODEL}={key}: expected one of {', '.join(MODELS)}")
+    try:
+        base = folder_of(key)
+    except CannotBeMadeError as error:
+        raise SystemExit(f"the model cannot be had: {error}") from error
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        zoo = Zoo(Path(scratch) / "zoo")
+        zoo.add("base", base)
+        learnt = relatives(base, Path(scratch), zoo, options.pick(2, 40, 200))
+        contents = zoo.show()
+        one, four = (Arm(zoo, shares=shares) for shares in (True, False))
+        speeds, _ = at_once(one, four, options.pick(1, 5, 11))
+    name = MODELS[key].name
+    return [
+        learnt,
+        Table.of(
+            f"Relatives of {name} at once, in one loop and apart",
+            "requests of each | arm | tokens/s | to four engines | weights MB",
+            speeds,
+            f"{', '.join(TENANTS)}; {PROMPT} tokens in, {LENGTH} out; processor time of one core. The "
+            f"zoo takes {contents.stored / 1e6:.1f} MB of disk, the models apart "
+            f"{contents.apart / 1e6:.1f} MB.",
+        ),
+    ]
+
+
+def relatives(base: Path, scratch: Path, zoo: Zoo, steps: int) -> Table:
+    """Train every relative, add it to the zoo, and return what each has learnt."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    rows: list[Row] = []
+    for name, lesson in LESSONS.items():
+        began = time.process_time()
+        is_adapter = name != "tuned"
+        model = opened(base)
+        own = adapted(model) if is_adapter else last_layers(model)
+        held_out = lesson.batches(tokenizer, "test", HELD_OUT)
+        before = loss(model, held_out)
+        train(
+            model, own, lesson.batches(tokenizer, "train", steps), RATE / (1 if is_adapter else 10)
+        )
+        after = loss(model, held_out)
+        folder = scratch / name
+        if is_adapter:
+            save_adapter(model, folder)
+            zoo.add(name, folder, "base")
+        else:
+            save_layers(own, base, folder)
+            zoo.add(name, folder)
+        seconds = time.process_time() - began
+        count = sum(weight.numel() for weight in own.values())
+        say(f"{name}: {before:.3f} to {after:.3f} in {seconds:.0f} s of processor time")
+        rows.append((name, lesson.what, count / 1e6, before, after, round(seconds)))
+    return Table.of(
+        "Relatives trained here",
+        "model | what it is | million weights of its own | loss before, nats a token | after | "
+        "processor seconds",
+        rows,
+        f"{steps} steps of {BATCH} generated problems; adapters of rank {RANK}. The loss is that of "
+        f"{HELD_OUT * BATCH} problems of another split.",
+    )
+
+
+def opened(base: Path) -> Any:
+    """Load the model in float32 with all weights frozen."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for weight in model.parameters():
+        weight.requires_grad = False
+    return model
+
+
+def adapted(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Add an adapter to the adapted matrices of every layer, and return its weights."""
+    torch.manual_seed(0)
+    own: dict[str, nn.Parameter] = {}
+    for name, part in list(model.named_modules()):
+        if name.endswith(ADAPTED) and isinstance(part, nn.Linear):
+            added = LowRank(part.weight)
+            parametrize.register_parametrization(part, "weight", added)
+            own |= {f"{name}.up": added.up, f"{name}.down": added.down}
+    return own
+
+
+def last_layers(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Give the weights of the last layers gradients, and return them."""
+    names = [name for name, _ in model.named_parameters() if name.startswith("model.layers.")]
+    last = max(int(name.split(".")[2]) for name in names)
+    chosen = [f"model.layers.{last - back}." for back in range(OWN_LAYERS)]
+    own = {
+        name: weight for name, weight in model.named_parameters() if name.startswith(tuple(chosen))
+    }
+    for weight in own.values():
+        weight.requires_grad = True
+    return own
+
+
+def train(
+    model: Any,
+    own: Mapping[str, nn.Parameter],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    rate: float,
+) -> None:
+    """Take one step of AdamW on each batch."""
+    optimizer = torch.optim.AdamW(own.values(), lr=rate, weight_decay=0.0)
+    model.train()
+    for ids, labels in batches:
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+@torch.inference_mode()
+def loss(model: Any, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the mean loss per labelled token."""
+    total = 0.0
+    count = 0
+    for ids, labels in batches:
+        learnt = int((labels[:, 1:] != -100).sum())
+        total += float(model(input_ids=ids, labels=labels).loss) * learnt
+        count += learnt
+    return total / count
+
+
+def save_adapter(model: nn.Module, folder: Path) -> None:
+    """Write a trained adapter as peft does."""
+    folder.mkdir()
+    tensors: dict[str, Tensor] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, LowRank):
+            inner = f"base_model.model.{name.removesuffix('.parametrizations.weight.0')}"
+            tensors[f"{inner}.lora_A.weight"] = part.down.detach().contiguous()
+            tensors[f"{inner}.lora_B.weight"] = part.up.detach().contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": list(ADAPTED),
+        "base_model_name_or_path": "base",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def save_layers(own: Mapping[str, nn.Parameter], base: Path, folder: Path) -> None:
+    """Write a copy of the model in which these weights replace the old ones."""
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights = load_file(base / "model.safetensors")
+    for name, weight in own.items():
+        weights[name] = weight.detach().to(weights[name].dtype).contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -58,14 +58,13 @@ from tests.calibration.live_scores import noticed_after
 Records = list[dict[str, Any]]
 ORDERS = ("sim", "lock")
 ARRAY = "ec846181"
-"""The array that the recorded run was calibrated with."""
+"""Name of the score array that calibrated the recorded run."""
 
 
 def study_calibration(options: Options) -> list[Table]:
-    """Measure rates by mode and alarms on recorded scores.
+    """Measure realised rates of each mode, and drift alarms, on recorded scores.
 
-    Without the traces there is nothing to measure.
-    """
+    Return no table if the recorded traces are absent."""
     folder = traces()
     if folder is None:
         return []
@@ -83,7 +82,7 @@ def study_calibration(options: Options) -> list[Table]:
 
 
 def arrivals(folder: Path, order: str) -> Records:
-    """Return the scores of a real run in one of its arrival orders."""
+    """Return the scores of a recorded run in one of several arrival orders."""
     return [
         json.loads(line)
         for line in (folder / f"arrivals_ct0_{order}.jsonl").read_text().splitlines()
@@ -93,8 +92,7 @@ def arrivals(folder: Path, order: str) -> Records:
 def arrays(folder: Path) -> dict[str, StoredScores]:
     """Return every published array by a short name.
 
-    They hold sixteen scores per question, the smoke test's four.
-    """
+    Each has sixteen scores per question; the array of the smoke test has four."""
     found = dict[str, StoredScores]()
     for path in sorted((folder / "calibration").glob("*.npy")):
         name = path.stem.removeprefix("ppls_").replace("_s16_t500_temp0.8", "")
@@ -270,8 +268,7 @@ def _synthetic() -> dict[str, StoredScores]:
 def _sampled(stored: StoredScores, seed: int) -> StoredScores:
     """Draw whole questions with replacement, as many as there are.
 
-    Each is moved by less than shows, so that none repeats another.
-    """
+    A tiny random shift of each question keeps repeated questions distinct."""
     questions = _by_question(stored.scores, stored)
     draw = np.random.default_rng([seed, 1])
     chosen = questions[draw.integers(len(questions), size=len(questions))]
@@ -310,7 +307,7 @@ Turns = Sequence[tuple[float, int]]
 EPSILON = 0.02
 SAMPLES = 16
 TRUTHS = (0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
-_MANY = 20_000  # problems from which a true value is computed
+_MANY = 20_000  # simulated problems whose mean counts as the true value
 
 
 def study_statistics(options: Options) -> list[Table]:
@@ -361,15 +358,14 @@ ACCURACIES: Mapping[str, Callable[[Draw, int | tuple[int, int]], Floats]] = {
     "easy": lambda draw, size: draw.beta(9, 1, size),
     "one in ten undecided": lambda draw, size: np.where(draw.random(size) < 0.1, 0.5, 0.98),
 }
-"""How the accuracy of single rollouts differs over the problems of a made-up benchmark."""
+"""Distributions of the accuracy of single rollouts over the problems of simulated benchmarks."""
 GAINS = (0.0, 0.06)
 
 
 def paired_averages(options: Options) -> Table:
     """Measure coverage and power of the interval of a paired difference of averages.
 
-    The p-value is of the same statistic, so power is also how often it is below 0.05.
-    """
+    Interval and p-value use one statistic, so power is also the share of p-values below 0.05."""
     runs = options.pick(60, 1_500, 4_000)
     rows: list[Row] = []
     for (law, accuracies), gain in product(ACCURACIES.items(), GAINS):
@@ -445,7 +441,7 @@ def rankings(options: Options) -> Table:
 
 
 def _ranked(draw: Draw, questions: int, skill: float) -> list[LabelledChunk]:
-    """Return the labelled chunks of a made-up run."""
+    """Return the labelled chunks of a simulated run."""
     chunks: list[LabelledChunk] = []
     for question in range(questions):
         accuracy = draw.random()
@@ -475,8 +471,8 @@ FORMULAS: Mapping[str, Callable[[Floats], Ends]] = {
     "inspect_ai": lambda values: _around(values, float(stats.t.ppf(0.975, values.size - 1))),
     "lm_eval": lambda values: _around(values, 1.96),
 }
-"""Theirs: standard errors clustered by problem with Student's t; standard errors of the mean, 1.96
-to either side.
+"""Formulas of other tools: standard errors clustered by problem with Student's t, and standard
+errors of the mean times 1.96.
 """
 
 
@@ -551,7 +547,7 @@ RATIOS: Mapping[str, tuple[Callable[[Draw, int], tuple[Floats, Floats]], float]]
     "long tails": (_long_tails, 1.0),
     "second mostly nothing": (_mostly_nothing, 0.3),
 }
-"""What a problem costs in two runs: each law's costs, and the ratio of their means."""
+"""Distributions of the cost of a problem in two runs, with the true ratio of their means."""
 
 LAWS = {
     "as good, 8.5 % lost and won": (0.085, 0.085),
@@ -640,7 +636,7 @@ def _first_chunks(chunks: int, in_flight: int, draw: random.Random) -> list[dict
 
 
 def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> Iterator[T]:
-    """Return steps in the order of their ends, with a fixed number of lines of work at once."""
+    """Return the steps in the order in which they end if a fixed number of rollouts run at once."""
     waiting = enumerate(map(iter, lines))
     going = list[tuple[float, int, T, Iterator[tuple[float, T]]]]()
     now = 0.0
@@ -661,14 +657,12 @@ def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> 
 
 
 GATES = ("counted", "streaming in", "coin")
-"""The default, the same without knowledge of how much of the run is left, and coins of the same
-rate.
-"""
+"""The default gate, the same gate without the run's size, and coins at the same rate."""
 
 
 def small_runs(folder: Path, options: Options) -> Table:
-    """Measure the default mode on recorded rollouts, drawn again for every run, with the run's size
-    known and unknown.
+    """Measure the default mode on resampled recorded rollouts, with and without knowledge of the
+    run's size.
     """
     runs = options.pick(2, 6, 20)
     sizes = ((20, 8), (30, 16), (40, 8), (100, 8))
@@ -740,7 +734,9 @@ def _arrivals(
 def _ended(
     stream: list[dict[str, Any]], rate: float, samples: int, gate: str, seed: int
 ) -> tuple[float, float]:
-    """Return the error of the realised rate, and the share of the worst chunks that escalated."""
+    """Simulate one run, and return the error of its rate and the escalated share of its worst
+    chunks.
+    """
     worst = sorted(range(len(stream)), key=lambda place: -stream[place]["score"])
     worst = worst[: max(1, round(rate * len(stream)))]
     if gate == "coin":
@@ -765,7 +761,8 @@ RATES = (0.1, 0.2, 0.4)
 class WatchedGate(ConformalGate):
     """A conformal gate that keeps its decisions, or makes them by a coin.
 
-    No outcome has those of a chunk that a settled vote cut off.
+    It also keeps decisions on chunks of rollouts that were cancelled when the vote was settled,
+    which no outcome contains.
     """
 
     def __init__(self, calibrator: CalibratorProtocol, name: str, coin: CoinGate) -> None:
@@ -775,10 +772,9 @@ class WatchedGate(ConformalGate):
         self.made: list[tuple[float, bool]] = []  # score, and whether the target took over
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide as the gate of this name does.
+        """Decide with the conformal gate or with a coin, and keep the decision.
 
-        In a run whose problems stream in, the share that is left is unknown.
-        """
+        If problems stream in, the conformal gate does not learn how much of the run is left."""
         if self._name == "coin":
             return self._coin.decide(features, score)
         return super().decide(
@@ -793,9 +789,7 @@ class WatchedGate(ConformalGate):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A run: its decisions, those that escalated, those of its worst chunks that did, and the
-    answers.
-    """
+    """Counts of decisions, escalations and escalated worst chunks of a run, with its answers."""
 
     decisions: int
     escalated: int
@@ -823,8 +817,7 @@ class Ended:
 def study_small_runs(options: Options) -> list[Table]:
     """Run every size, order, rate and seed with both gates in turn.
 
-    Finished runs are kept and not run again.
-    """
+    Finished runs are kept on disk and not run again."""
     parts = Parts(options.file("small-runs.jsonl"))
     sizes = options.pick(SIZES[:1], SIZES[:1], SIZES)
     seeds = options.pick(1, 3, 10)
@@ -855,7 +848,7 @@ async def _run_all(parts: Parts, sizes: Sequence[tuple[int, int]], seeds: int, f
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Replayed setting of a recorded run, and the settings of the live run that has the same."""
+    """A setting to replay on a recorded run, and the settings of the equivalent live run."""
 
     words: Mapping[str, Any]
     live: Arm
@@ -873,7 +866,7 @@ CHANGES: Mapping[str, Change] = {
 
 
 def study_replay(options: Options) -> list[Table]:
-    """Replay recorded runs of the embedded pair, and run live what the replay claims to know."""
+    """Replay recorded runs of the embedded pair, and compare the replays with live runs."""
     parts = Parts(options.file("replays.jsonl"))
     runs = options.pick(1, 10, 40)
     anyio.run(_replay_all, parts, range(options.seed, options.seed + runs))

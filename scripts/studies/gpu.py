@@ -79,8 +79,14 @@ from atts.pipelines import (
 )
 from atts.sampling import Seed
 from scripts.studies.harness import Options, Parts, Row, Table, figure, look, points
-from scripts.studies.local import generated, random_model
-from scripts.studies.padded import padded_folder, random_weights, read_size, shape_of_size
+from scripts.studies.local import (
+    generated,
+    padded_folder,
+    random_model,
+    random_weights,
+    read_size,
+    shape_of_size,
+)
 
 _COPIED = 1 << 32
 _MATRIX = 8192  # bytes and rows: larger than a device's caches

@@ -1,4 +1,4 @@
-"""Measure what the task graph costs, how it scales, and whether it leaves anything idle."""
+"""Measure the processor time of the task graph, its growth with the load, and idle slots."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ _problem_fields = attrgetter(*ProblemSpan.__struct_fields__)
 
 
 class Recording:
-    """A sink that keeps its events in little memory and gives back equal values in the order they
-    came.
+    """An event sink that packs its events into little memory and returns them in order.
 
     Calls are packed into a hundred bytes each: kept as objects, a million of them slow every
     further step, because the garbage collector visits them again and again.
@@ -52,8 +51,8 @@ class Recording:
     __slots__ = ("_codes", "_edges", "_names", "_problems", "_rollouts", "_rows", "others")
 
     def __init__(self) -> None:
-        self.others: list[object] = []  # events that pipelines emit themselves
-        # plain tuples of plain values: the collector soon forgets them
+        self.others: list[object] = []  # events emitted by pipelines
+        # tuples of plain values, which the garbage collector stops tracking
         self._rollouts: list[tuple[Any, ...]] = []
         self._problems: list[tuple[Any, ...]] = []
         self._rows = bytearray()
@@ -149,7 +148,7 @@ class Question:
 
 
 def conserved() -> list[Table]:
-    """Return the table, or none where the recorded traces are not at hand."""
+    """Replay recorded rollouts on limited slots; return no table if the traces are absent."""
     rollouts = recorded_rollouts()
     if rollouts is None:
         say(
@@ -216,7 +215,7 @@ def stages(rollouts: Sequence[Mapping[str, Any]]) -> Questions:
 
 
 async def replayed(questions: Questions, admit: Admit, rollouts: int) -> tuple[float, Recording]:
-    """Return the seconds, and every node, when the graph runs the recorded stages on the slots they had."""
+    """Run the recorded stages through the graph, and return its seconds and nodes."""
     recording = Recording()
     graph = Graph(
         rollouts=rollouts, limits={name: Limit(n) for name, n in SLOTS.items()}, sink=recording
@@ -249,7 +248,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A workload: rollouts in all, slots, and rollouts in flight."""
+    """A workload: the number of rollouts, the slots, and the rollouts in flight."""
 
     backend: str
     rollouts: int
@@ -259,18 +258,18 @@ class Load:
 
 
 def study(options: Options) -> list[Table]:
-    """Measure overhead and flatness, memory with a journal, then the conservation of work."""
+    """Measure the overhead of the graph, its growth, the memory of a journal, and idle slots."""
     return [_overhead(options), _flatness(options), _memory(options), *conserved()]
 
 
 async def answer(turn: int) -> int:
-    """Return the turn after giving way once, as any engine must: an engine without latency."""
+    """Answer after one pass of the event loop, like an engine without latency."""
     await checkpoint()
     return turn
 
 
 async def with_graph(load: Load, sink: Sink | None) -> None:
-    """Run the work as a pipeline would write it."""
+    """Run the work through the task graph, as a pipeline does."""
 
     async def rollout(line: RolloutScope[None]) -> None:
         for turn in range(TURNS):
@@ -329,7 +328,7 @@ WAYS: Mapping[str, Callable[[Load], Awaitable[None]]] = {
 def _microseconds(way: str, load: Load) -> float:
     """Return processor time per rollout, in microseconds."""
     gc.collect()
-    # the collector looks at what this work makes, not again and again at what was imported before
+    # frozen: the garbage collector skips objects from imports, which are not part of this work
     # it
     gc.freeze()
     try:

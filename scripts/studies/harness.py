@@ -32,14 +32,14 @@ class Machine:
     processor: str
     cores: int
     memory_gib: float
-    load: float  # mean number of running processes over the last minute: ours and all others
+    load: float  # mean number of running processes over the last minute, including ours
     copy_gib_per_second: float  # read and write counted once, one core
     matrix_gflops: float  # float32 torch.mm of 512 x 512, one core
-    # one tiny torch operation: what a step pays per operation whatever its size
+    # microseconds of one tiny torch operation, the least cost of any operation
     operation_microseconds: float
     loop_microseconds: float  # microseconds of one pass of an event loop: the least cost of a call
     software: str
-    # marks of the embedded models' weights: numbers made with others are another pair's
+    # hash of the embedded models' weights, to recognise numbers of another pair
     pair: str = ""
 
     def words(self) -> tuple[str, ...]:
@@ -63,8 +63,7 @@ class Machine:
 def look(rounds: int = 15) -> Machine:
     """Measure this machine; under a second if it is idle.
 
-    One thread, as everything else here is measured per core.
-    """
+    One thread computes, because all studies measure per core."""
     import torch
 
     threads = torch.get_num_threads()
@@ -146,8 +145,7 @@ def pair_mark() -> str:
 def pair_name() -> str:
     """Return the hash of the pair for a file's name.
 
-    What was measured with another pair goes to another file.
-    """
+    Measurements of another pair go to another file."""
     return pair_mark().replace(", ", "-").replace(" ", "-")
 
 
@@ -180,9 +178,10 @@ def _loop_seconds(count: int = 2000) -> float:
 
 
 class Parts(dict[str, Any]):
-    """Finished values by name.
+    """Finished values of a study by name, kept on disk.
 
-    With a file, those of earlier sessions and of other processes that write to it count too.
+    With a file, values from earlier sessions and from other processes that write to it are
+    included.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -193,7 +192,7 @@ class Parts(dict[str, Any]):
                 self._recall(line)
 
     def keep(self, name: str, value: Any) -> None:
-        """Write a finished part to disk before anything else begins.
+        """Write a finished part to disk immediately.
 
         `value` is plain JSON.
         """
@@ -204,7 +203,7 @@ class Parts(dict[str, Any]):
             newline = "\n" if written and not written.endswith(b"\n") else ""
             with self._path.open(
                 "ab", buffering=0
-            ) as file:  # a single write keeps lines of other processes out
+            ) as file:  # one write per line, so that lines of several processes do not mix
                 file.write(f"{newline}{json.dumps({'part': name, 'value': value})}\n".encode())
 
     def forget(self) -> None:
@@ -271,15 +270,15 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A result: named columns, rows, and notes that say what a reader must know."""
+    """A result with named columns, rows, and notes for its readers."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = field(default=())
-    chart: Chart | None = None  # drawn from the table's own cells
+    chart: Chart | None = None  # chart drawn from the cells of this table
     shown: Literal["rows", "chart only"] = "rows"  # in Markdown; JSON has everything
-    headline: str = ""  # the study's sentence in BENCHMARKS.md
+    headline: str = ""  # sentence for the summary in BENCHMARKS.md
 
     @classmethod
     def of(cls, title: str, header: str, rows: Iterable[Row], *notes: str, **more: Any) -> Table:
@@ -324,7 +323,7 @@ def _text(cell: Cell) -> str:
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """Return a number with the digits that count; large ones in full, as people write them.
+    """Round a number to significant digits, and write large numbers in full with commas.
 
     >>> figure(0.123456), figure(11_151.7), figure(2713.4, 3), figure(9999.7)
     ('0.1235', '11,150', '2,710', '10,000')
@@ -368,7 +367,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def fixed(self, digits: int = 2) -> str:
-        """Return it with a fixed number of decimals; the median alone if there is one value."""
+        """Format the spread with a fixed number of decimals; only the median if there is one value."""
         median, low, high = (f"{value:.{digits}f}" for value in (self.median, self.low, self.high))
         return median if self.n == 1 else f"{median} [{low}, {high}]"
 
@@ -380,8 +379,8 @@ class Spread:
 def interleaved(
     arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Measure every arm `repeats` times in turn, A B B A, so that a drifting machine hits all
-    alike.
+    """Measure every arm `repeats` times in the order A B B A, so that slow changes of the machine
+    affect all arms alike.
     """
     values: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(-warmup, repeats):
@@ -402,8 +401,8 @@ def beside_best(
 ) -> tuple[list[str], Spread]:
     """Return the best of the named arms, and the spread of its times over another arm's.
 
-    The best is found in every other round and compared in those between, and the other way round:
-    in the rounds that it is found in, the best of several that are alike is better than it is.
+    The best arm is chosen in half of the rounds and compared in the other half, and the reverse. In
+    the rounds that chose it, the best of several equal arms looks better than it is.
     """
     found = list[str]()
     ratios = list[float]()
@@ -433,8 +432,8 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 class Spent:
-    """The time this process and its children used since it was made, and how busy others kept the
-    machine.
+    """Time that this process and its children have used since this object was created, and the load
+    from other processes.
     """
 
     def __init__(self) -> None:
@@ -451,12 +450,11 @@ class Spent:
     def __str__(self) -> str:
         """Return wall and processor seconds in words.
 
-        On a busy machine only the processor seconds mean something.
-        """
+        On a busy machine only the processor seconds are comparable."""
         return f"{self.seconds()['wall']:.0f} s, of processors {self.seconds()['processor']:.0f} s"
 
     def disturbance(self) -> str:
-        """Return how busy other processes kept the machine meanwhile, as a note under a table."""
+        """Return a note about the load from other processes during the measurement."""
         passed = max(time.perf_counter() - self._wall, 1e-9)
         others = max(0.0, (_busy_seconds() - self._all) - (_own_seconds() - self._own)) / passed
         return f"Meanwhile others used {others:.1f} of this machine's {os.cpu_count()} processors."

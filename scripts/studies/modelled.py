@@ -1,4 +1,4 @@
-"""Model engines without a model: what their steps cost, and how long reasoning texts are."""
+"""Simulate engines from fitted costs of their steps and from recorded lengths of reasoning texts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Cost:
         return count * (self.step + self.sequence * batch) + self.cached * grown
 
     def steps_within(self, seconds: float, batch: int, cached: float) -> int:
-        """Return how many such steps have ended after that long."""
+        """Return the number of such steps that end within some seconds."""
         linear = self.step + self.sequence * batch + self.cached * cached - self.cached * batch / 2
         square = self.cached * batch / 2
         if square <= 0:
@@ -95,7 +95,7 @@ class Pair:
 
 _MS = 1e-3
 _OVERHEAD = 1.207 * _MS
-"""Per step in addition to the model, of the same simulator the 8B row comes from."""
+"""Overhead per step, from the same simulator as the 8B row."""
 
 TARGET_70B = Cost(
     18.35 * _MS,
@@ -128,7 +128,7 @@ PAIRS: Mapping[str, Pair] = {
     "1.5B/70B": Pair("1.5B/70B", DRAFT_1B, TARGET_70B, _ROOM_1B, _ROOM_70B),
     "8B/70B": Pair("8B/70B", DRAFT_8B, TARGET_70B, _ROOM_8B, _ROOM_70B),
 }
-"""Each with one H100 for the draft and four for the target."""
+"""Pairs with one H100 for the draft and four for the target."""
 
 
 CHUNK = 500  # tokens of a full chunk in the recorded runs
@@ -139,7 +139,9 @@ _END = 2
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A recorded rollout: tokens until its answer (inf: none came), and its scores along the way."""
+    """A recorded rollout: tokens before its answer (inf without an answer), and the scores of its
+    chunks.
+    """
 
     tokens: float
     starts: tuple[float, ...]  # tokens before each scored chunk
@@ -165,13 +167,13 @@ class Library:
 
 
 def find_library() -> Library:
-    """Return the recorded run if its data is at hand, else a synthetic one that says so."""
+    """Return the recorded run, or a synthetic one, marked as such, if the data is absent."""
     found = recorded_rollouts()
     return synthetic_library() if found is None else read_library(found)
 
 
 def recorded_rollouts(folder: Path | None = None, run: str = "ct0") -> list[dict[str, Any]] | None:
-    """Return the rollouts of one recorded run, turn by turn, if they are at hand."""
+    """Return the rollouts of one recorded run turn by turn; none if the data is absent."""
     folder = folder or traces()
     if folder is None:
         return None
@@ -272,8 +274,7 @@ class NoText:
 
 
 class TraceLaw:
-    """Reasoning as work: a rollout's answer comes after a fixed number of tokens, whichever model
-    writes.
+    """Simulated rollouts: each answers after a fixed number of tokens, whichever model writes them.
 
     How many is drawn per (problem, sample) from the question's recorded rollouts, smoothed (a
     log-normal kernel of Silverman's width), so that 256 samples do not repeat 16. Scores and
@@ -294,11 +295,11 @@ class TraceLaw:
         return EngineSpec(role, f"law of {role}", self.tokenizer.digest, 1 << 24, (_END,), 8)
 
     def problems(self, count: int) -> list[Problem]:
-        """Return problems with the recorded questions' habits, each question equally often."""
+        """Return problems modelled on the recorded questions, equally many for each."""
         return [Problem(f"q{number}", f"q{number}", None, "text") for number in range(count)]
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """Write as much as is asked for, or what is left until the answer."""
+        """Write up to the requested number of tokens, or the rest before the answer."""
         needed, recorded = self.rollout(request.seed.problem, request.seed.sample)
         left = needed - self._written(len(request.ids))
         count = min(
@@ -336,11 +337,11 @@ def _classes(answers: Sequence[str]) -> Sequence[int]:
 
 
 ANSWERS = Answers(lambda text: text or None, _classes)
-"""The answer of a law's text: what was written, if anything."""
+"""Answers of simulated texts: the whole text is the answer."""
 
 
 class Law(Protocol):
-    """The text and the scores that follow from a request alone."""
+    """A source of texts and scores that depend on the request alone."""
 
     @property
     def grain(self) -> int: ...  # real tokens per id: long texts are simulated with fewer ids
@@ -374,8 +375,8 @@ class Load:
 
 @dataclass(slots=True)
 class _Work:
-    """A request on its way: `feed` tokens to prefill, then `write` to decode, after `kept` warm
-    ones.
+    """A request in progress: `kept` cached tokens, `feed` tokens to prefill, then `write` tokens to
+    decode.
     """
 
     rollout: str
@@ -383,7 +384,7 @@ class _Work:
     feed: float
     write: float
     done: anyio.Event = field(default_factory=anyio.Event)
-    ends_at: float = math.inf  # the count of steps at which it has written all
+    ends_at: float = math.inf  # decoding step after which the request is complete
     state: str = "waiting"
 
     @property
@@ -393,14 +394,14 @@ class _Work:
 
 
 class Host:
-    """The processors of a machine, and the one event loop that hands requests to its engines."""
+    """A machine whose single event loop hands requests to its engines."""
 
     def __init__(self) -> None:
         self.at_work = 0
         self._free_at = 0.0
 
     async def hand_over(self, seconds: float, now: float) -> None:
-        """Wait for the event loop's own work on one request, after that on earlier ones."""
+        """Wait until the event loop has handled earlier requests and then this one."""
         self._free_at = max(now, self._free_at) + seconds
         await anyio.sleep(self._free_at - now)
 
@@ -457,7 +458,7 @@ class BatchedEngine:
         return EngineStats(self._requests, steps=self.load.steps, busy_seconds=self.load.busy)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Return a sample of the distribution, after as long as it takes."""
+        """Sample a chunk after the simulated time of the request."""
         check_sample(request, self.spec)
         completion = self.law.write(self.role, request)
         cached = await self._serve(request.rollout, len(request.ids), 0, len(completion.ids))
@@ -470,7 +471,7 @@ class BatchedEngine:
         return Scores(self.law.score(request), cached)
 
     async def recheck(self) -> None:
-        """Open it if it never was: a replica of a pool."""
+        """Open the engine if it is not open, as a pool does with its replicas."""
         await self.__aenter__()
 
     async def __aenter__(self) -> Self:
@@ -491,7 +492,9 @@ class BatchedEngine:
         return None
 
     async def _serve(self, rollout: str, prefix: int, suffix: int, write: int) -> int:
-        """Queue, prefill what is not warm, decode; how many leading ids were warm."""
+        """Queue the request, prefill its uncached ids, decode, and return the number of cached
+        leading ids.
+        """
         if self.cost.call:
             await self._host.hand_over(self.cost.call, self._now())
         grain = self.law.grain
@@ -549,9 +552,7 @@ class BatchedEngine:
                 self.load.busy += self._due - began
 
     async def _pass(self, seconds: float) -> None:
-        """Take a step of that length: it is over when it is due, however late this process wakes
-        up.
-        """
+        """Sleep until the step is due; a late wake-up does not delay the next step."""
         self._due += seconds
         await anyio.sleep(max(0.0, self._due - self._now()))
 
@@ -617,7 +618,7 @@ class BatchedEngine:
         self._wake = wake
         with anyio.move_on_after(max(0.0, self._due + whole - self._now())):
             await wake.wait()
-            # a request came: the step under way is finished, then there is another plan
+            # a request arrived: the current step ends, then a new plan is made
             passed = (self._now() - self._due) / stretch
             steps = min(steps, self.cost.steps_within(passed, batch, cached) + 1)
         await self._pass(stretch * self.cost.steps(steps, batch, cached))
@@ -653,7 +654,7 @@ class BatchedEngine:
         self._evict()
 
     def _evict(self, needed: float = 0.0) -> None:
-        """Make room, least recently used prefixes first."""
+        """Evict the least recently used prefixes until the tokens fit."""
         while self._held + needed + self._warm_tokens > self._room and self._warm:
             _, gone = self._warm.popitem(last=False)
             self._warm_tokens -= gone

@@ -25,8 +25,7 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import EMBEDDED, Embedded, info, path
 from atts.sampling import Seed
 from scripts.studies.harness import Cell, Options, Row, Table, say
-from scripts.studies.train_data import ALARM, Encoder, prompt, wrong_chunk
-from scripts.studies.train_model import Llama, load
+from scripts.studies.train_model import ALARM, Encoder, Llama, load, prompt, wrong_chunk
 
 BOX = re.compile(r"\\boxed\{(-?\d+)\}")
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (?:\d+ [-+] \d+ = )?(\d+)")

@@ -53,8 +53,7 @@ from scripts.studies.harness import (
     say,
     wall_seconds,
 )
-from scripts.studies.local import Lab, asked, send_all, written
-from scripts.studies.padded import padded_folder
+from scripts.studies.local import Lab, asked, padded_folder, send_all, written
 from scripts.studies.result_pages import page
 from scripts.studies.train_proposers import Reader, Text
 
@@ -542,7 +541,10 @@ def published(options: Options) -> Table:
                 verdict,
             )
         )
-    header = "system | published | costs | at acceptance 1 | needs acceptance | devices there | over best serial | verdict"
+    header = (
+        "system | published | costs | at acceptance 1 | needs acceptance | devices there | over best "
+        "serial | verdict"
+    )
     note = (
         "Needs: the acceptance at which the closed form reaches the published figure, all tokens "
         "alike. Acceptances of "

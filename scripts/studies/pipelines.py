@@ -67,21 +67,20 @@ from scripts.studies.harness import (
 EXACT_SAMPLES = 8
 BLOCK = 20
 NEAR = 1e-4
-"""How far a draw may lie from the border between two tokens for rounding to decide which of them it
-is.
+"""A draw at most this far from the border between two tokens may fall on either side by rounding.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """The first position at which two rollouts differ, and how far the draw lies from the border of
-    both tokens.
+    """The first position at which two rollouts differ, with the distance of its draw from the
+    border between the two tokens.
     """
 
     problem: str
     sample: int
     place: int
-    # margin of the uniform number; inf where the two tokens are not neighbours at all
+    # distance of the uniform number from the border; inf if the two tokens share no border
     margin: float
 
 
@@ -116,7 +115,7 @@ async def _run(method: Arm, problems: Sequence[Problem], pair: Pair, seed: int) 
 
 
 def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """Return the numbers of a block."""
+    """Compare one block and return its counts."""
     pairs = [
         pair
         for a, b in zip(exact, alone, strict=True)
@@ -137,7 +136,7 @@ def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> 
 
 
 def _written(line: Rollout) -> tuple[object, ...]:
-    """Return all that a rollout wrote, and how it ended."""
+    """Return the tokens of a rollout and how it ended."""
     return line.ids("target"), line.finish, line.answer
 
 
@@ -152,11 +151,11 @@ def _flip(mine: Rollout, theirs: Rollout, seed: int) -> Flip:
 
 
 def _margin(line: Rollout, place: int, tokens: set[int], seed: int) -> float:
-    """Return how far a position's uniform must move until the draw changes between these tokens."""
+    """Return the distance of a position's uniform number from the border between two tokens."""
     ends = [
         *accumulate((_length(turn) for turn in line.turns), initial=len(line.prompt.target_ids))
     ]
-    # the end itself is drawn in the last turn
+    # the end token is also a draw of the last turn
     at = min(bisect_right(ends, place), len(line.turns)) - 1
     draw = Seed(seed, line.problem, line.sample, line.turns[at].index, "target")
     uniform = float(uniforms(draw, place - ends[at] + 1)[-1])
@@ -177,7 +176,7 @@ def _length(turn: Turn) -> int:
 
 @cache
 def _reference() -> Any:
-    """Return the target in transformers, loaded at the first difference."""
+    """Load the target in transformers when the first difference needs it."""
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
@@ -216,12 +215,10 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
         "Method exact compared with target-only: the same seed, engines of its own for each",
         "what | number",
         rows,
-        "A draw takes the token in whose share of the law a uniform number falls. Scoring reads a "
-        "chunk in one piece, "
-        "decoding token by token: log-probabilities differ by some 1e-5, and a number so near a "
-        "border may fall on its "
-        "other side. The law at a flip is computed by `transformers`; inf: both tokens are not "
-        "neighbours there.",
+        "A draw takes the token whose interval contains a uniform number. Scoring reads a chunk at "
+        "once, decoding reads token by token: their log-probabilities differ by about 1e-5, so a "
+        "number this near a border may fall on either side. `transformers` computes the distribution "
+        "at each difference; inf: the two tokens share no border.",
         headline=f"method exact wrote {total['rollouts'] - len(flips):,} of {total['rollouts']:,} "
         f"rollouts token for "
         f"token as the target alone; the others part at a draw on a border ({near} of "
@@ -232,13 +229,11 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
 TIMED_SAMPLES = 8
 TIMED_ROUNDS = 5
 Rates = Mapping[Literal["draft", "scored", "target"], float]
-"""Seconds a token."""
+"""Seconds per token."""
 
 
 async def timed(options: Options) -> list[Table]:
-    """Time the target alone with one and two threads, and the policy plain, optimistic, and with
-    scores skipped.
-    """
+    """Measure times of the target alone with one and two threads, and of variants of the policy."""
     count = options.pick(4, 20, 100)
     seed = options.seed
     return [
@@ -285,7 +280,7 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         "scored": scoring.seconds / max(1, scoring.tokens),
         "target": base.seconds / max(1, base.total("target")),
     }
-    # seconds of one token that is drafted, scored, or written by the target
+    # seconds per token that is drafted, scored, or written by the target
     drafted, scored, written = rates.values()
     return Table.of(
         f"Time, {how}, {count * TIMED_ROUNDS} problems x {TIMED_SAMPLES} samples, the same vote and early stop "
@@ -337,9 +332,7 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
 
 
 class Rescoring:
-    """The cost of scoring alone: every chunk of the draft's texts, unseen by the target, chunk
-    after chunk.
-    """
+    """Seconds and tokens of scoring alone, for texts that the target has not seen before."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = 0.0
@@ -349,7 +342,7 @@ class Rescoring:
     async def rescore(
         self, name: str, outcomes: Sequence[Outcome], *, schedule: Schedule, target: Engine
     ) -> None:
-        """Score the rollouts of the draft alone as the policy would, and nothing else."""
+        """Score the rollouts of draft-only runs chunk by chunk, as the policy would."""
         if name != "draft-only":
             return
         began = self._now()
@@ -372,17 +365,16 @@ class Rescoring:
 
 
 CLAIMED = {"target-only": RATE, "atts": 0.19}
-"""The default policy, its rate such that what the target writes stays below a fifth: at 0.2 it is
-about that.
+"""Rates of the compared policies. Below a rate of 0.2 the target writes less than a fifth of its
+own tokens.
 """
 ON_AXES = ("draft-only", "target-only", "atts")
 SEQUENTIAL = 4
-"""Samples where turns and tokens are limited."""
+"""Samples per problem in the tables that limit turns and tokens."""
 EPSILON = 0.05
 NET = 0.02
 DELTA = 0.1
-"""Two runs of the target alone differ in a few answers, too: no bound below that can be certified
-by any number.
+"""Two runs of the target alone also differ in a few answers, and no smaller bound can be certified.
 """
 
 
@@ -399,7 +391,7 @@ async def study(options: Options) -> list[Table]:
 
 
 def _ledger(options: Options, name: str) -> Ledger:
-    """Return the ledger of this pair: another pair has another file."""
+    """Return the ledger of the current embedded pair; each pair has a separate file."""
     return Ledger(options.file(f"pipelines-{name}-{options.effort}-{pair_name()}.jsonl"))
 
 
@@ -410,7 +402,7 @@ async def claim(options: Options) -> list[Table]:
     all rollouts.
     """
     ledger = _ledger(options, "claim")
-    # a seed is a whole answer, the next ones make it narrower
+    # one seed already answers the question; more seeds narrow its interval
     seeds = options.pick((0,), (0,), (0, 1, 2))
     grid = Grid(options.pick(20, 160, 2000), seeds, 250, options.pick(20, 40, 50))
     async with Pair() as pair:
@@ -424,7 +416,7 @@ async def claim(options: Options) -> list[Table]:
 
 
 def claimed(ledger: Ledger) -> list[Table]:
-    """Return the tables of all that has been run so far."""
+    """Return the tables of all pieces in the ledger."""
     tables: list[Table] = []
     for samples in sorted({samples for _, samples, _, _ in ledger.pieces}):
         title = "The claim" if not tables else f"The claim at {samples} samples"
@@ -448,8 +440,8 @@ def _headline(ledger: Ledger, m: int) -> str:
 
 
 async def rates(options: Options) -> list[Table]:
-    """Measure how the rate is kept, live, by gates that control it per run, per question, and among
-    like scores only.
+    """Measure the realised rate of three gates that control it per run, per question, or per
+    question and turn.
     """
     grid = Grid(options.pick(20, 100, 1000), (0,), 1000, options.pick(20, 50, 50))
     ledger = _ledger(options, "rates")
@@ -471,14 +463,14 @@ async def rates(options: Options) -> list[Table]:
 
 
 async def every_method(options: Options) -> list[Table]:
-    """Compare every baseline, each as good as its authors would make it."""
+    """Compare every baseline, with the settings that its authors use."""
     grid = Grid(
         options.pick(8, 60, 500), options.pick((0,), (0,), (0, 1, 2)), 500, options.pick(8, 20, 50)
     )
     ledger = _ledger(options, "methods")
     async with Pair() as pair:
-        # turn-0 scores of the draft on calibration problems: what the published rule wants before a
-        # run; by question it wants those of the same questions, which this study does not have
+        # The published rule needs first-chunk scores of calibration problems before a run. Its
+        # variant by question needs scores of the test questions, which this study does not have.
         mean = ScoreRule("mean")
         first = pair.plan(arm("atts", samples=4, turns=1, early_stop="none", score=mean), 10_000)
         outcomes, _ = await run_block(arithmetic("calibration", 40), first)
@@ -495,22 +487,18 @@ async def every_method(options: Options) -> list[Table]:
 _SAMPLES_NOTES = (
     "Live runs, votes stopped as soon as they cannot change; per problem; 95 % intervals over "
     "problems.",
-    "With ties given to whichever comes first, the vote of 2 is no better than 1: monotone is the "
-    "vote of odd numbers "
-    "where the right answer is the most probable one, and on problems where a wrong answer is, "
-    "more samples make it "
-    "worse.",
+    "A tie goes to the answer that came first, so the vote of 2 samples is no better than 1. With odd"
+    " numbers of samples, the vote improves on problems whose most probable answer is correct, and "
+    "gets worse on the others.",
 )
 _LIMIT_NOTE = (
-    f"{SEQUENTIAL} samples; a rollout that is cut has no answer and does not vote, so accuracy "
-    f"cannot fall as the "
-    "limit grows except by chance. The target's own steps are as long as the draft's, so both need "
-    "as many turns."
+    f"{SEQUENTIAL} samples. A rollout that is cut has no vote, so a higher limit lowers accuracy only "
+    "by chance. Chunks of target and draft are equally long, so both need equally many turns."
 )
 
 
 async def axes(options: Options) -> list[Table]:
-    """Measure both axes of scaling: samples per problem, then turns and tokens per rollout."""
+    """Measure votes against samples per problem, and against turns and tokens per rollout."""
     ledger = _ledger(options, "axes")
     count = options.pick(8, 40, 400)
     tables = list[Table]()
@@ -550,9 +538,7 @@ def _limited(name: str, limit: str, step: int) -> Arm:
 
 
 async def certified(options: Options) -> list[Table]:
-    """Earn a certificate from labelled runs, highest rate first, and test the certified gate on new
-    problems.
-    """
+    """Certify rates on labelled runs, highest first, and test the certified gate on new problems."""
     warm, labelled, fresh = options.pick((10, 40, 20), (40, 200, 200), (100, 1000, 1000))
     found = arithmetic("calibration", warm + labelled)
     unseen = arithmetic("test", fresh)
@@ -581,7 +567,8 @@ async def certified(options: Options) -> list[Table]:
             word = "yes" if last.certified else "no"
             rows.append(_certified("calibration", runs[-1].outcomes, rate, last.loss, last.p, word))
             if not last.certified:
-                # a fixed sequence ends at its first failure: lower rates could not be certified
+                # fixed-sequence testing stops at its first failure, so no later rate could be
+                # certified
                 break
         certificate = certify_runs(target, runs, _is_right, EPSILON, DELTA)
         if certificate.chosen is not None:
@@ -632,7 +619,7 @@ def methods(
     *words: str,
     base: str = "target-only",
 ) -> Table:
-    """Return accuracy, tokens, arithmetic and time of every arm relative to the base."""
+    """Tabulate accuracy, tokens, arithmetic and time of every arm relative to the base."""
     alone = ledger.of(base, samples)
     found = {name: ledger.of(name, samples) for name in names}
     problems = {one.problem for one in alone.solved}
@@ -679,8 +666,8 @@ def _method(name: str, one: Sum, alone: Sum) -> Row:
 def scores_asked(
     title: str, ledger: Ledger, names: Sequence[str], samples: int, base: str
 ) -> Table:
-    """Count the tokens drafted, decided on by a score, and read by the target for it, relative to
-    reading them all.
+    """Tabulate how many drafted tokens the target read for scores, compared with scoring every
+    chunk.
     """
     alone = ledger.of(base, samples)
     rows: list[Row] = []
@@ -700,18 +687,15 @@ def scores_asked(
         f"gate | drafted tokens | of chunks decided on by a score | asked of the target | change | "
         f"vote minus {base}, points",
         rows,
-        f"Change: what is asked against asking for the score of every chunk that {base} decides on "
-        f"by one. Of equal "
-        "chunks after equal beginnings the target is asked about one; a rejected one is read again "
-        "where the target "
-        "draws meanwhile. Where no two rollouts write the same, as with chunks of hundreds of "
-        "tokens, only what a gate "
-        "keeps or hands over unscored is spared.",
+        f"Change: tokens that the target scored, compared with scoring every chunk that {base} decides"
+        " on by a score. Equal chunks after equal prefixes are scored once; an escalated chunk is "
+        "read again if the target draws tokens meanwhile. If no two rollouts write the same, as with "
+        "chunks of hundreds of tokens, only decisions without a score save anything.",
     )
 
 
 def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
-    """Return realised rates of a live arm by turn, level and question."""
+    """Tabulate the realised rates of a live arm by turn, level and question."""
     found = ledger.of(arm, samples)
     groups: dict[str, defaultdict[int, list[bool]]] = {
         kind: defaultdict(list) for kind in ("turn", "level", "all")
@@ -740,7 +724,7 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
 
 
 def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
-    """Return the claim in three lines: whether it is met, and by how much."""
+    """Tabulate the three parts of the claim, with whether each is met and by how much."""
     alone = ledger.of("target-only", samples)
     found = ledger.of(arm, samples)
     vote = found.minus(alone, right)
@@ -759,7 +743,7 @@ def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
 
 
 def curve(title: str, found: Mapping[tuple[str, int], Sum], *notes: str) -> Table:
-    """Return accuracy, tokens and time of methods under a growing limit."""
+    """Tabulate accuracy, tokens and time of methods as a limit grows."""
     rows: list[Row] = []
     for (method, limit), one in found.items():
         vote = one.estimate(right)

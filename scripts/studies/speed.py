@@ -38,7 +38,7 @@ from scripts.studies.harness import (
     say,
     tree_seconds,
 )
-from scripts.studies.padded import padded_folder
+from scripts.studies.local import padded_folder
 from scripts.studies.pipelines import Rescoring
 
 AGREEMENT = 0.75

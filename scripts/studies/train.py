@@ -33,28 +33,26 @@ from atts.evaluators.datasets.arithmetic import (
     stream,
 )
 from scripts.studies.models import answer, chunked, first_wrong, generate
-from scripts.studies.train_data import (
+from scripts.studies.train_model import (
     LEVEL_MIX,
     Batch,
     Cursor,
+    Descent,
     Encoder,
     Errors,
+    Linear,
+    Llama,
     Mixture,
+    ModelConfig,
     Piece,
+    Workers,
     batches,
     build_tokenizer,
     conversation,
-    packed,
-    prompt,
-)
-from scripts.studies.train_model import (
-    Descent,
-    Linear,
-    Llama,
-    ModelConfig,
-    Workers,
     descend,
     load,
+    packed,
+    prompt,
     save,
 )
 from scripts.studies.train_proposers import (

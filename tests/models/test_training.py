@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.checkout
-data = pytest.importorskip("scripts.studies.train_data", reason="needs a checkout")
+data = pytest.importorskip("scripts.studies.train_model", reason="needs a checkout")
 pair = pytest.importorskip("scripts.studies.train", reason="needs a checkout")
 scored = pytest.importorskip("scripts.studies.models", reason="needs a checkout")
 family = pytest.importorskip("scripts.studies.train", reason="needs a checkout")

@@ -9,7 +9,7 @@ import pytest
 
 from atts.journal import open_run
 
-methods = pytest.importorskip("scripts.studies.methods", reason="needs a checkout")
+methods = pytest.importorskip("scripts.studies.arms", reason="needs a checkout")
 arms = pytest.importorskip("scripts.studies.arms", reason="needs a checkout")
 
 

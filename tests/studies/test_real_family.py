@@ -13,7 +13,7 @@ from atts.local.model_config import check_model
 from atts.models import path
 from atts.models.stored_blocks import ADAPTER, adapter_file
 
-real_family = pytest.importorskip("scripts.studies.real_family", reason="needs a checkout")
+blocks = pytest.importorskip("scripts.studies.blocks", reason="needs a checkout")
 
 
 def test_relatives_learn_and_share_what_is_not_their_own(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_relatives_learn_and_share_what_is_not_their_own(tmp_path: Path) -> None
     torch.set_num_threads(1)
     zoo = Zoo(tmp_path / "zoo")
     zoo.add("base", path("target"))
-    table = real_family.relatives(path("target"), tmp_path, zoo, 4)
+    table = blocks.relatives(path("target"), tmp_path, zoo, 4)
     assert [row[0] for row in table.rows] == ["adapter-1", "adapter-2", "tuned"]
     assert all(row[4] < row[3] for row in table.rows)
     contents = zoo.show()
@@ -30,12 +30,12 @@ def test_relatives_learn_and_share_what_is_not_their_own(tmp_path: Path) -> None
 
 def test_a_saved_adapter_computes_what_was_trained(tmp_path: Path) -> None:
     """The matrices that the zoo reads back, merged into the base's, are those of training."""
-    model = real_family.opened(path("target"))
-    own = real_family.adapted(model)
+    model = blocks.opened(path("target"))
+    own = blocks.adapted(model)
     with torch.no_grad():
         for number, weight in enumerate(own.values()):
             weight.copy_(torch.full_like(weight, 0.01 * (number + 1)))
-    real_family.save_adapter(model, tmp_path / "adapter")
+    blocks.save_adapter(model, tmp_path / "adapter")
     zoo = Zoo(tmp_path / "zoo")
     zoo.add("base", path("target"))
     zoo.add("adapter", tmp_path / "adapter", "base")
@@ -44,7 +44,7 @@ def test_a_saved_adapter_computes_what_was_trained(tmp_path: Path) -> None:
     file = adapter_file(folder)
     assert file is not None
     read = read_adapter(file, folder / ADAPTER, config, "adapter")
-    base = real_family.opened(path("target"))
+    base = blocks.opened(path("target"))
     for name, low_rank in read.items():
         trained = model.get_submodule(f"model.{name}").weight
         merged = low_rank.added_to(base.get_submodule(f"model.{name}").weight)

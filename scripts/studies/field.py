@@ -16,9 +16,8 @@ from typing import Any
 
 import anyio
 
-from scripts.studies.arms import Arm, Sum, arm, right
+from scripts.studies.arms import Arm, Sum, arm, frontier_run, right
 from scripts.studies.harness import Chart, Options, Row, Table, interval
-from scripts.studies.methods import frontier_run
 from scripts.studies.modelled import DRAFT_1B, DRAFT_8B, TARGET_70B, Cost
 
 BATCH = 64  # sequences that a step decodes

@@ -93,7 +93,7 @@ _MATRIX = 8192  # bytes and rows: larger than a device's caches
 
 
 class OutOfTime(Exception):
-    """The minutes are over; the same command continues."""
+    """Raised when the time limit is reached; the same command continues later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +120,17 @@ TINY = Sizes(
     shapes=("8M",), pairs=(("", "8M"),), vocabulary=512, batches=(2,), generate=(2,), tokens=8, prompt=8, prefix=16,
     chunk=6, requests=3, samples=(2,), questions=1, rollouts=(2,), cache=4096,
 )  # fmt: skip
-"""Of the same parts where only the code is to be tried."""
+"""Small sizes for the same parts, to check that the code runs."""
 
 
 class Lab:
-    """A device, what is known of it, and the cells that are finished, on disk as soon as they are."""
+    """A device with its description and the finished cells, each written to disk immediately."""
 
     def __init__(self, device: str, sizes: Sizes, parts: Parts, until: float) -> None:
         self.device = torch.device(device)
         self.sizes = sizes
         self.parts = parts
-        self._own_until = until  # measured by `time.time`, which the next process has as well
+        self._own_until = until  # by `time.time`, which is the same clock in the next process
         self._until = until
 
     @property
@@ -142,8 +142,7 @@ class Lab:
     def half(self) -> torch.dtype:
         """Return the type of the weights on the device.
 
-        A CPU computes in float32: its speed in bfloat16 says nothing.
-        """
+        A CPU computes in float32, because its speed in bfloat16 is not comparable."""
         return torch.bfloat16 if self.is_cuda else torch.float32
 
     @property
@@ -152,13 +151,13 @@ class Lab:
         return self._own_until - time.time()
 
     def begin(self, share: float) -> None:
-        """Begin a part, which may take that share of the time left."""
+        """Begin a part that may take a share of the remaining time."""
         self._own_until = time.time() + share * (self._until - time.time())
 
     def missing(self, names: Iterable[str], seconds: float) -> list[str]:
         """Return the cells that are not finished.
 
-        `seconds` is about how long it takes until the first of them is.
+        `seconds` is the approximate time until the first of them is finished.
 
         :raises OutOfTime: there are some, and there is not so much left.
         """
@@ -185,7 +184,7 @@ class Lab:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds of one call, with all that it started on the device."""
+        """Return the seconds of one call, including the work that it started on the device."""
         self.synchronize()
         began = time.perf_counter()
         work()
@@ -193,7 +192,7 @@ class Lab:
         return time.perf_counter() - began
 
     def clear(self) -> None:
-        """Give back what nothing refers to any more."""
+        """Free device memory that is no longer referenced."""
         if self.is_cuda:
             gc.collect()
             torch.cuda.empty_cache()
@@ -224,7 +223,7 @@ _STEP_TOKENS = 2048  # tokens of prompts and chunks in one step
 
 
 class Script:
-    """An inbox that hands all orders out at once, and notes when each step begins."""
+    """An inbox that returns all orders at once and records when each step begins."""
 
     def __init__(self, orders: Sequence[SampleRequest | ScoreRequest], first: int) -> None:
         self._orders: list[Command] = [
@@ -233,7 +232,7 @@ class Script:
         self.times: list[float] = []
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return all orders; when they are done, the end."""
+        """Return all orders, then the order to end once they are done."""
         self.times.append(time.perf_counter())
         orders = self._orders
         self._orders = []
@@ -248,14 +247,16 @@ def shape_of(lab: Lab, size: str) -> ModelConfig:
 
 
 class RandomModel:
-    """A model of a published one's sizes with random weights, and a cache for some sequences."""
+    """A model with random weights in the sizes of a published model, with a cache for some
+    sequences.
+    """
 
     def __init__(self, lab: Lab, size: str, graphs: Graphs) -> None:
         sizes = lab.sizes
         config = shape_of(lab, size)
         self.config = config
         weights = random_weights(config, lab.half, lab.device)
-        # a head of zeros would draw tokens at random, and its numbers would be easier on the device
+        # a head of zeros would draw uniform tokens, and zeros take the device less power
         # than others
         weights = replace(weights, head=weights.embedding * config.hidden_size**-0.5)
         per_sequence = max(sizes.prompt + sizes.tokens, sizes.prefix + 3 * sizes.chunk) + 32
@@ -280,8 +281,8 @@ class RandomModel:
         self._request_id = 0
 
     def drive(self, *rounds: Sequence[SampleRequest | ScoreRequest]) -> list[list[float]]:
-        """Serve the rounds one after the other in one loop's cache; when each step of each began,
-        and the end.
+        """Serve rounds one after the other in one loop, and return when each step began and the
+        last one ended.
         """
         rows = rope_rows(self.config, self.slots + 2)
         limits = SchedulerConfig(
@@ -300,7 +301,7 @@ class RandomModel:
 
 
 def _ignore(report: LoopReport) -> None:
-    """Ignore what the loop reports: the loop is timed."""
+    """Ignore replies of the loop, because only its time is measured."""
 
 
 def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -317,8 +318,8 @@ def prompts(count: int, length: int, seed: int) -> list[TokenIds]:
 
 
 def decoding(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
-    """Return the median step of the second half, when all sequences write and every size of step
-    was captured.
+    """Return the median seconds of the later steps, in which all sequences write and all graphs are
+    captured.
     """
     sizes = lab.sizes
     law = Sampling(temperature=0.7)
@@ -354,8 +355,8 @@ def scoring(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
 
 
 def least_step(lab: Lab, config: ModelConfig, batch: int, limits: dict[str, Any]) -> float:
-    """Return the seconds to read weights and cache at the rate of a copy, or to multiply at the
-    rate of a large product.
+    """Return the least possible seconds of a step: reading at the rate of a copy, or multiplying at
+    the rate of a large product.
     """
     context = lab.sizes.prompt + 3 * lab.sizes.tokens / 4
     cache = batch * context * config.kv_floats_per_token * lab.half.itemsize
@@ -364,7 +365,7 @@ def least_step(lab: Lab, config: ModelConfig, batch: int, limits: dict[str, Any]
 
 
 class TheirModel:
-    """The same sizes in transformers, with its own random weights."""
+    """A transformers model of the same sizes with random weights."""
 
     def __init__(self, lab: Lab, size: str) -> None:
         own = shape_of(lab, size)
@@ -414,7 +415,7 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
         **{s: shape_of_size(base, read_size(s)) for s in lab.sizes.shapes},
     }
     for name, config in shapes.items():
-        # a kernel is compiled for each type, width and window: large models need but one type
+        # each type, width and window compiles a kernel; large models need only one type
         is_own = config is base
         for dtype in (torch.float32, torch.bfloat16) if is_own else (torch.bfloat16,):
             cache = torch.zeros(
@@ -444,7 +445,7 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
 
 
 class Texts(NamedTuple):
-    """The texts of a model, and its scores of texts."""
+    """Texts that a model wrote, and its scores of some texts."""
 
     ids: list[TokenIds]
     scores: list[tuple[float, ...]]
@@ -464,9 +465,7 @@ def orders(lab: Lab) -> list[SampleRequest]:
 
 
 def texts_on(lab: Lab, device: str, scored: list[TokenIds] | None = None, **changes: Any) -> Texts:
-    """Return the embedded target's texts on a device, and its scores of the given texts or of its
-    own.
-    """
+    """Run the embedded target on a device: write texts, and score the given texts or these."""
     gathered = changes.pop("kernel", "") == "torch" and device != "cpu"
     plan, config = _config(device, **changes)
     asked = orders(lab)
@@ -545,7 +544,7 @@ def exactness(lab: Lab) -> None:
 
 ARMS = ("target-only", "atts", "exact", "draft-only")
 RATE = 0.2
-_BLOCK = 6  # questions under one number of rollouts before the next
+_BLOCK = 6  # questions asked at one number of rollouts before the next number
 
 
 def folder_of(model: Literal["draft", "target"], pad: str) -> Path:
@@ -606,11 +605,11 @@ class _Calls:
         return self._engine.stats()
 
     async def __aenter__(self) -> Self:
-        """Return this: the pair opens and closes the engine."""
+        """Return this object; the pair opens and closes the engine."""
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Close nothing."""
+        """Close nothing, because the pair owns the engine."""
 
     def recorded_length(self, request: SampleRequest) -> int:
         """Return 0: no call was recorded."""
@@ -627,12 +626,12 @@ class Pair:
     def __init__(self, draft: LocalEngine, target: LocalEngine) -> None:
         self._draft = draft
         self._target = target
-        # each learns from one question for the next
+        # gates learn from one question for the next
         self._gates: dict[tuple[str, int], Gate | RoundGate] = {}
 
     async def answer(self, arm: str, problem: Problem, samples: int, seed: int) -> dict[str, Any]:
-        """Solve one question with its rollouts in parallel, and return the figures and the seconds
-        until the vote.
+        """Solve one question with parallel rollouts, and return its numbers and the seconds until
+        the vote.
         """
         chosen = preset(arm)
         policy = chosen.policy(Policy(samples=samples)).filled(SMALL)
@@ -700,7 +699,7 @@ def _stored() -> StoredScores:
 
 
 _PROBLEM_TOKENS = 2048
-"""The tokens of a problem, at most, when a cache is sized."""
+"""Tokens per problem that a cache has room for."""
 
 
 @asynccontextmanager
@@ -708,7 +707,7 @@ async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
     """Open the pair, padded to these sizes, as a run does: the draft first, with the target's room
     kept.
 
-    On a GPU each cache is what both models' sizes leave; on a processor it is the lab's own.
+    On a GPU the caches take the memory that both models leave; on a processor their size is fixed.
     """
     settings = options(lab, **({"kv_tokens": None} if lab.is_cuda else {}))
     large_folder = folder_of("target", target)
@@ -751,7 +750,9 @@ async def _answer_all(
     warmed = set[int]()
     async with opened(lab, draft, target) as pair:
         for name, (samples, number, arm) in cells.items():
-            if samples not in warmed:  # sizes of steps are captured, kernels compiled
+            if (
+                samples not in warmed
+            ):  # uncounted questions, which capture graphs and compile kernels
                 for each in ARMS:
                     await pair.answer(each, asked[-1], samples, 7)
                 warmed.add(samples)
@@ -828,7 +829,7 @@ def tables(lab: Lab) -> list[Table]:
 
 
 def _found(lab: Lab, kind: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the finished cells of a kind: the rest of their names, and their values."""
+    """Yield the finished cells of a kind, each with the rest of its name and its value."""
     for name, value in lab.parts.items():
         first, *rest = name.split(" | ")
         if first == kind and value:
@@ -1107,11 +1108,11 @@ def jobs(sizes: Sizes) -> dict[str, Job]:
 def run(
     lab: Lab, work: Mapping[str, Job], skipped: list[str], publish: Callable[[], object]
 ) -> tuple[str, list[str]]:
-    """Run job after job, and return the one that broke the device and those that time ran out for.
+    """Run the jobs in order, and return the one that broke the device and those without enough
+    time.
 
-    At first a job may take a third of what is left, so that many parts get some rows; then what is
-    missing is done. A job that fails costs the others nothing: its reason is kept, and the same
-    command tries it again.
+    In a first pass a job may take a third of the remaining time, so that many tables get rows; a
+    second pass completes them. If a job fails, its reason is kept and the others continue; the same command tries it again.
     """
     left = list[str]()
     for share in (1 / 3, 1.0):
@@ -1137,7 +1138,7 @@ def run(
 
 
 def _told(lab: Lab, name: str, trouble: str) -> None:
-    """Keep why a job failed, or that it does no more."""
+    """Keep the reason why a job failed, or None if it works."""
     if lab.parts.get(f"trouble | {name}", "") != trouble:
         lab.parts.keep(f"trouble | {name}", trouble)
         print(
@@ -1160,7 +1161,7 @@ def _is_broken(lab: Lab) -> bool:
 
 
 def publish(lab: Lab, out: Path) -> str:
-    """Write what there is as JSON and as a page; the page."""
+    """Write the finished cells as JSON and as a page, and return the page."""
     device: dict[str, Any] = lab.parts.get("device") or {}
     words = f"{device.get('name', lab.device)}, {device.get('memory', 0) / 1e9:.0f} GB"
     machine = replace(look(1), software=f"{words}; torch {device.get('torch', '')}")

@@ -60,8 +60,7 @@ def opened(folder: Path) -> Any:
 def random_model(dtype: torch.dtype, **sizes: Any) -> Any:
     """Make a Llama of random weights that never ends a text.
 
-    `sizes` are named as in its configuration.
-    """
+    The names of `sizes` are those of LlamaConfig."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     own: dict[str, Any] = {
@@ -89,7 +88,7 @@ def generated(model: Any, ids: Tensor, count: int, **settings: Any) -> Tensor:
 PROMPT = 64
 """Tokens of a prompt in every decoding table."""
 _RANDOM = {"random 20M": (384, 8, 1024), "random 200M": (1024, 14, 2816)}
-"""Width, layers and feed-forward width."""
+"""Width, layers and feed-forward width of the random models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +99,12 @@ class Subject:
     folder: Path
     theirs: Any
     config: ModelConfig
-    is_halves: bool  # its weights are bfloat16 numbers, which the native kernels keep as such
+    is_halves: (
+        bool  # True: the weights are stored as bfloat16, and the native kernels keep this type
+    )
     batches: tuple[int, ...]
     tokens: int  # sampled per sequence
-    # most rounds of a measurement; those of large models take long, and vary less
+    # most rounds of a measurement; fewer for large models, whose rounds are long and vary less
     most_rounds: int = 99
 
     def prompts(self, count: int, length: int, seed: int = 0) -> list[TokenIds]:
@@ -114,8 +115,8 @@ class Subject:
 
     @property
     def attention(self) -> int:
-        """Return the floats of a query or output over all layers: what mixing with one other token
-        costs.
+        """Return the numbers in the queries of one token over all layers, to which the cost of
+        attention is proportional.
         """
         return self.config.num_layers * self.config.num_heads * self.config.head_dim
 
@@ -161,17 +162,16 @@ def _random(folder: Path, width: int, layers: int, inner: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """The effort, and the event loop in which engines work.
+    """The effort of a study, and a portal to the event loop of its engines.
 
-    This thread measures, and asks through the portal.
-    """
+    The calling thread measures, and sends requests through the portal."""
 
     options: Options
     portal: BlockingPortal
 
     @contextmanager
     def engine(self, folder: Path, **changes: Any) -> Generator[LocalEngine]:
-        """Open an engine in a thread, next to what it is compared with."""
+        """Open an engine whose worker is a thread of this process."""
         settings = options_of(**{"worker": "thread", "threads": 1, **changes})
         opened = accelerated(folder, **settings._asdict())
         with self.portal.wrap_async_context_manager(opened) as engine:
@@ -180,14 +180,14 @@ class Lab:
     def send(
         self, engine: LocalEngine, requests: Sequence[SampleRequest] | Sequence[ScoreRequest]
     ) -> int:
-        """Send all at once and wait; the number of tokens that came of it."""
+        """Send all requests at once, wait, and return the number of tokens written."""
         return self.portal.call(send_all, engine, requests)
 
 
 async def send_all(
     engine: LocalEngine, requests: Sequence[SampleRequest] | Sequence[ScoreRequest]
 ) -> int:
-    """Send all at once; the number of tokens that came of it."""
+    """Send all requests at once, and return the number of tokens written."""
 
     async def one(request: SampleRequest | ScoreRequest) -> int:
         if isinstance(request, SampleRequest):
@@ -232,9 +232,7 @@ async def written(
 
 
 class Fresh:
-    """Requests whose prompts were never seen, so that no cache helps; both sides write equally many
-    tokens.
-    """
+    """Requests with unseen prompts, so that no cache helps; both sides write equally many tokens."""
 
     def __init__(
         self,
@@ -273,8 +271,8 @@ class Fresh:
 
 @contextmanager
 def unending(subject: Subject) -> Generator[Path]:
-    """Return the same model without an end token, so that every sequence has the same length on
-    both sides.
+    """Copy the model without its end token, so that all sequences have the same length on both
+    sides.
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / subject.folder.name
@@ -288,9 +286,7 @@ def unending(subject: Subject) -> Generator[Path]:
 
 
 def matrix_seconds(subject: Subject, rows: int, rounds: int = 12) -> float:
-    """Return the least time torch.mm takes for all matrix products of `rows` tokens, weights in
-    their best layout.
-    """
+    """Measure the least time that torch.mm takes for the matrix products of `rows` tokens."""
     config = subject.config
     across = config.num_heads * config.head_dim
     width = config.hidden_size
@@ -313,7 +309,7 @@ def matrix_seconds(subject: Subject, rows: int, rounds: int = 12) -> float:
 CHUNK = 32
 PREFIX = 128
 Rates = dict[tuple[str, int], float]
-"""Tokens a second of decoding alone, by model and batch."""
+"""Decoded tokens per second by model and batch."""
 
 
 def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
@@ -347,11 +343,9 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
         rows,
         f"Prompts of {PROMPT} tokens never seen before; one thread on each side, float32, "
         f"temperature 0.7. "
-        "Decoding alone is the time for all tokens less the time for one. Limits: torch.mm on the "
-        "same shapes, and the "
-        f"bytes of weights and cache over the {traffic / 1e9:.1f} GB/s that a large copy reads and "
-        f"writes; what the "
-        "processor's caches hold is faster than that.",
+        "Decoding: the time for all tokens minus the time for one. Limits: torch.mm on the same "
+        f"shapes, and the bytes of weights and cache divided by the {traffic / 1e9:.1f} GB/s of a "
+        "large copy; data in the processor's caches is faster.",
         spent.disturbance(),
         headline=f"the embedded target writes {rates['target', 16]:,.0f} tokens/s on one core at "
         f"batch 16, {shown[4]} "
@@ -361,7 +355,7 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
 
 
 def _race(lab: Lab, subject: Subject, batch: int) -> dict[str, list[float]]:
-    """Return seconds per round of every arm, in turn.
+    """Measure the seconds of every arm in turn, round by round.
 
     "decode" is the time of all tokens but the first.
     """
@@ -409,7 +403,9 @@ def _memory_traffic(size: int = 1 << 26) -> float:
 
 
 def overheads(subjects: Sequence[Subject], rates: Rates, machine: Machine) -> Table:
-    """Compare their step and ours at batch 1, where the number of operations counts."""
+    """Compare the decoding steps of transformers and atts at batch 1, where the number of
+    operations matters.
+    """
     rows: list[Row] = []
     for subject in subjects:
         count = _operations(subject)
@@ -425,7 +421,7 @@ def overheads(subjects: Sequence[Subject], rates: Rates, machine: Machine) -> Ta
 
 
 def _operations(subject: Subject) -> int:
-    """Count the operations that one of their steps asks torch for, without those inside others."""
+    """Count the torch operations of one step of transformers, without nested ones."""
     ids = torch.tensor(subject.prompts(1, PROMPT))
     with torch.inference_mode():
         cache = subject.theirs(ids, use_cache=True).past_key_values
@@ -436,7 +432,7 @@ def _operations(subject: Subject) -> int:
 
 
 def continuous(lab: Lab, subjects: Sequence[Subject]) -> Table:
-    """Compare with transformers' own continuous batching on requests that come all at once."""
+    """Compare with the continuous batching of transformers on simultaneous requests."""
     rows: list[Row] = []
     count = lab.options.pick(16, 32, 32)
     tokens = count
@@ -465,8 +461,8 @@ def _their_batching(subject: Subject, count: int, tokens: int) -> float:
         max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     prompts = [list(prompt) for prompt in subject.prompts(count, PROMPT)]
-    # without limits it would take most of the machine's memory; the manager stays, so that its
-    # start is not counted
+    # Without limits it takes most of the memory. The manager is kept, so that its start is not
+    # counted.
     room = ContinuousBatchingConfig(
         num_blocks=2 * count * (PROMPT + tokens) // 32, max_batch_tokens=1024
     )
@@ -523,7 +519,7 @@ def _score_seconds(
     """
     bodies = subject.prompts(batch, prefix + CHUNK, seed + 1000)
     warm = [ScoreRequest(ids[:1], ids[1:prefix]) for ids in bodies]
-    gc.collect()  # before the prefixes: it leaves the processor's caches full of other things
+    gc.collect()  # measured before the prefixes are warmed, because it replaces the contents of the processor's caches
     return lab.portal.call(
         _warm_then_timed, engine, warm, [ScoreRequest(ids[:prefix], ids[prefix:]) for ids in bodies]
     )
@@ -534,8 +530,7 @@ async def _warm_then_timed(
 ) -> float:
     """Return the time of the second batch as the event loop sees it.
 
-    How this thread reaches the loop is not the engine's cost.
-    """
+    The clock excludes the portal between the threads, which is no cost of the engine."""
     await send_all(engine, warm)
     began = time.process_time()
     await send_all(engine, requests)
@@ -559,7 +554,7 @@ def warm_prefix(lab: Lab, subject: Subject) -> Table:
                 )
                 after = engine.stats()
                 computed = [s.prefilled_tokens + s.scored_tokens for s in (before, after)]
-                fed[prefix] = computed[1] - computed[0] - 8 * prefix  # less the warming up
+                fed[prefix] = computed[1] - computed[0] - 8 * prefix  # minus the time of warming up
     costs = {
         p: subject.config.matrix_weights + 2 * (p + CHUNK / 2) * subject.attention for p in prefixes
     }
@@ -589,7 +584,9 @@ Work = Callable[[], Future[int]]
 
 def study(options: Options) -> list[Table]:
     """Measure decoding, continuous batching, scoring, and two engines at once."""
-    torch.set_num_threads(1)  # both sides: on a busy machine a second thread mostly waits
+    torch.set_num_threads(
+        1
+    )  # one thread on both sides, because a second one mostly waits on a busy machine
     with tempfile.TemporaryDirectory() as place, start_blocking_portal() as portal:
         lab = Lab(options, portal)
         machine = look()
@@ -655,7 +652,7 @@ def _rounded(exact: Sequence[float], rounded: Sequence[float], faster: Spread) -
 
 
 def _chunks(engine: LocalEngine, prompt: TokenIds, text: TokenIds) -> list[ScoreRequest]:
-    """Return a text's lines, each with the text before it."""
+    """Return each line of a text with the text before it."""
     ends = [
         at
         for at in range(1, len(text))
@@ -684,9 +681,7 @@ def _scored(
 
 
 def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
-    """Measure drafting during the target's work, and each engine during Python work of the caller,
-    all in turn.
-    """
+    """Measure both engines at once, and each engine next to Python work of its caller."""
     say("two engines at once, in threads and in processes")
     arms: dict[str, Callable[[], float]] = {}
     with ExitStack() as stack:
@@ -716,7 +711,7 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
             rounds = zip(*(seen[name] for name in names), strict=True)
             gain = Spread.of([(first + second) / together for first, second, together in rounds])
             first, second, together = (median[name] for name in names)
-            # two cores that do not wait for each other take as long as the slower work
+            # two independent cores take as long as the slower work
             most = (first + second) / max(first, second)
             pairs.append((worker, other, first, second, together, str(gain), most))
         for name in _ALONE:
@@ -768,8 +763,7 @@ def _works(
 def _together(works: list[Work], caller: Literal["waits", "busy"] = "waits") -> float:
     """Return the seconds until all is done, started at once.
 
-    A busy caller computes until then.
-    """
+    With a busy caller, this thread computes in Python meanwhile."""
 
     def run() -> None:
         started = [work() for work in works]
@@ -781,7 +775,7 @@ def _together(works: list[Work], caller: Literal["waits", "busy"] = "waits") -> 
     return wall_seconds(run)
 
 
-# up to so many weights: hidden size, layers, heads, key-value heads, features of a head
+# (largest number of weights, (hidden size, layers, heads, key-value heads, features of a head))
 _SHAPES = (
     (10_000_000, (256, 4, 4, 2, 64)),
     (40_000_000, (512, 6, 8, 4, 64)),
@@ -794,14 +788,14 @@ _SHAPES = (
     (50_000_000_000, (5120, 64, 64, 8, 128)),
     (1_000_000_000_000, (8192, 80, 64, 8, 128)),
 )
-"""Those of published models; the width of the feed-forward blocks is what makes up the size."""
+"""Shapes of published models; the feed-forward width is chosen to reach the wanted size."""
 _STEP = 32  # feed-forward blocks are as wide as a multiple of this
 _SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_POOL = (1 << 20) + 7  # random numbers that matrices are filled from, over and over
+_POOL = (1 << 20) + 7  # random numbers that fill all matrices repeatedly
 
 
 def read_size(words: str) -> int:
-    """Return the number of weights that people write as 1.5B or 512.
+    """Parse a number of weights such as 1.5B or 512.
 
     >>> read_size("1.5B"), read_size("512")
     (1500000000, 512)
@@ -842,10 +836,9 @@ def shape_of_size(model: ModelConfig, size: int, vocabulary: int = 0) -> ModelCo
 
 @cache
 def padded_folder(folder: Path, words: str) -> Path:
-    """Write a model of `words` weights, as 20M, that says what the one in `folder` says.
+    """Pad the model in `folder` to the size in `words`, such as 20M, without changing its outputs.
 
-    Only models of the Llama family whose weights are in one file.
-    """
+    The model must be of the Llama family, with its weights in one file."""
     size = read_size(words)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = load_file(folder / "model.safetensors")
@@ -854,7 +847,8 @@ def padded_folder(folder: Path, words: str) -> Path:
     hidden, layers, *_ = _shape(size)
     assert hidden >= width, "a model is padded to a larger one"
     layers = max(layers, config["num_hidden_layers"])
-    # heads keep their features, for a rotation depends on their number; and how many share keys
+    # Heads keep their number of features, on which rotations depend, and their ratio to key-value
+    # heads.
     group = config["num_attention_heads"] // config["num_key_value_heads"]
     kv_heads = max(config["num_key_value_heads"], hidden // head // group)
     heads = kv_heads * group
@@ -872,7 +866,7 @@ def padded_folder(folder: Path, words: str) -> Path:
         "embed_tokens": (config["vocab_size"], hidden),
         "lm_head": (config["vocab_size"], hidden),
     }
-    # the mean of squares is over more features now, all of them zero
+    # the norm's mean of squares now includes the added zeros, so its weights are scaled
     scale = math.sqrt(width / hidden)
     grown = dict[str, Tensor]()
     for name, tensor in weights.items():
@@ -905,9 +899,7 @@ def padded_folder(folder: Path, words: str) -> Path:
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Return seeded numbers for every matrix but the head, which is zero; layers are made when they
-    are asked for.
-    """
+    """Return seeded random matrices and a zero head; each layer is generated when it is read."""
     generator = torch.Generator(device).manual_seed(config.matrix_weights)
     pool = torch.randn(_POOL, generator=generator, device=device).bfloat16().to(dtype)
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
@@ -923,7 +915,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def _filled(pool: Tensor, rows: int, columns: int, start: int) -> Tensor:
-    """Return a matrix of its own, of about 1 / sqrt(columns), each number one bfloat16 can hold."""
+    """Return a new matrix of numbers near 1 / sqrt(columns) that bfloat16 represents exactly."""
     numbers = pool.roll(start) * 2.0 ** -round(math.log2(columns) / 2)
     matrix = pool.new_empty(rows * columns)
     for part in torch.split(matrix, len(pool)):
@@ -932,7 +924,7 @@ def _filled(pool: Tensor, rows: int, columns: int, start: int) -> Tensor:
 
 
 class _Layers(Sequence[LayerWeights]):
-    """Layers of random numbers, no two alike, each made again when it is asked for."""
+    """Different random layers, each generated again at every access."""
 
     def __init__(self, config: ModelConfig, pool: Tensor) -> None:
         self._config = config

@@ -66,7 +66,7 @@ MODELS = Path(__file__).resolve().parents[2] / "atts" / "models"
 RANK = 8
 ALPHA = 16
 ADAPTED = (3, 4, 5)  # layers that the adapters change
-# layers of the target that the draft is made of; the last one's feed-forward block is its own
+# number of target layers in the draft, which trains the feed-forward block of the last one
 TRUNK = 4
 _BLOCK = 1024
 _TOKENS = 2048  # conversations sorted by length together, and tokens of a step
@@ -144,7 +144,7 @@ class Member:
     steps: int
     rate: float
     exercises: Callable[[str, Random], Iterator[Exercise]]
-    own: str = ""  # pattern of the names of the tensors that are its own; none: it is an adapter
+    own: str = ""  # pattern of the names of trained tensors; "" for an adapter
     retells: bool = False
 
 
@@ -185,10 +185,9 @@ class LowRank(nn.Module):
 
 
 def relative(name: str) -> Relative:
-    """Return a member before it has learned anything.
+    """Return a member before training.
 
-    Only its own weights have gradients.
-    """
+    Only the weights that it will train have gradients."""
     member = MEMBERS[name]
     base = load(MODELS / "target")
     is_draft = name == "draft"
@@ -234,7 +233,7 @@ def learn(name: str, encoder: Encoder, steps: int) -> Relative:
 
 
 def write(name: str, model: Relative, encoder: Encoder, out: Path) -> None:
-    """Save what is the member's own."""
+    """Save the weights in which the member differs from its base."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     if not MEMBERS[name].own:
@@ -266,7 +265,7 @@ def write(name: str, model: Relative, encoder: Encoder, out: Path) -> None:
 
 
 def whole(model: Relative, encoder: Encoder, out: Path) -> dict[str, Tensor]:
-    """Save all of a model, what is added to its matrices merged into them; the saved tensors."""
+    """Save the whole model with its adapter merged, and return the saved tensors."""
     for part in list(model.modules()):
         if parametrize.is_parametrized(part):
             parametrize.remove_parametrizations(part, "weight")
@@ -276,7 +275,9 @@ def whole(model: Relative, encoder: Encoder, out: Path) -> dict[str, Tensor]:
 
 
 def check(name: str, model: Relative, encoder: Encoder, count: int) -> float:
-    """Return the share of new problems of a member's own kind that a model solves at temperature 0."""
+    """Return the share of new problems, of the kind that the member learns, that a model solves at
+    temperature 0.
+    """
     tests = list(islice(MEMBERS[name].exercises("test", Random(77)), count))
     with tempfile.TemporaryDirectory() as place:
         whole(model, encoder, Path(place))
@@ -357,12 +358,13 @@ class Recipe:
 
 
 EASY = (("instructions", 0.35), ("expression", 0.35), ("story", 0.7))
-"""Kinds whose next operation is simply the next one stated are learned first; later there is less
-of them.
+"""Shares of kinds to keep once they are learned: in these, the next operation is the next one
+stated.
 """
 
 LEARNED = (("instructions", 0.5), ("story", 0.4), ("variables", 0.5), ("shopping", 0.6))
-"""What the target can do by then; comparisons and long expressions take longest."""
+"""Shares of kinds to keep late in training; comparisons and long expressions take longest to learn.
+"""
 
 RECIPES: dict[str, Recipe] = {
     "draft": Recipe(
@@ -377,7 +379,8 @@ RECIPES: dict[str, Recipe] = {
         muon_rate=0.01,
         decay=0.1,
     ),
-    # Few errors to correct until solving is learned; then more of them, and the draft's own.
+    # The target sees few planted errors until it solves problems; then more, including recorded
+    # errors of the draft.
     "target": Recipe(
         ModelConfig(
             hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=2, intermediate_size=640
@@ -431,7 +434,7 @@ class Trainer:
         part.replace(self.checkpoint)
 
     def resume(self) -> bool:
-        """Take up a checkpoint if there is one; says whether it did."""
+        """Load a checkpoint if there is one, and return whether there was."""
         if not self.checkpoint.exists():
             return False
         state: dict[str, Any] = torch.load(self.checkpoint, weights_only=True)
@@ -482,7 +485,7 @@ class Trainer:
 
 
 def train(name: str, recipe: Recipe, work: Path, models: Path) -> None:
-    """Train or take up one model until its recipe ends, then save it."""
+    """Train one model, or continue its training, until the recipe ends, then save it."""
     trainer = Trainer(name, recipe, work, Encoder.open(models / name))
     log = partial(_say, work / f"{name}.jsonl")
     if trainer.resume():

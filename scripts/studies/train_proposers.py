@@ -1,6 +1,4 @@
-"""Train what proposes tokens for the embedded target: its exit, the heads of its drafter, a deep
-drafter.
-"""
+"""Train proposers for the embedded target: its early exit, streaming heads and a deep drafter."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ _BATCH = 512
 _PEAK = 0.003
 _WRITTEN_TOKENS = 300
 _TOPS = 1, 3, 8
-_HEADS_TESTED = 0.06  # share of the texts that nothing is learned from
+_HEADS_TESTED = 0.06  # share of the texts kept for tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class States(NamedTuple):
 
 
 class Reader:
-    """A model that reads texts given whole."""
+    """A model that reads whole texts and returns its states."""
 
     def __init__(
         self,
@@ -142,7 +140,7 @@ class Reader:
 
 
 async def write_texts(recipe: HeadsRecipe) -> list[Text]:
-    """Return what the target answers."""
+    """Let the target write a text for every prompt of the recipe."""
     if recipe.prompts is None:
         prompts = [each.text for each in problems("train", recipe.texts)]
     else:
@@ -164,7 +162,7 @@ def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapt
     width = reader.config.hidden_size
     down = (torch.randn(_RANK, width) * width**-0.5).to(reader.device)
     up = torch.zeros(width, _RANK, device=reader.device)
-    # a copy, also where it is float32 already
+    # copied even if it is float32 already
     norm = start.norm.detach().to(torch.float32, copy=True)
     learned = [part.requires_grad_() for part in (norm, down, up)]
     for rows in _descent(learned, len(states.tokens), recipe.steps):
@@ -225,8 +223,7 @@ def _following(states: States) -> Tensor:
 def _descent(parts: list[Tensor], places: int, steps: int) -> Iterator[Tensor]:
     """Yield rows to learn from, step by step.
 
-    Asking for the next applies what was learned of the last.
-    """
+    Advancing the iterator applies the gradients of the last batch."""
     optimizer = torch.optim.AdamW(parts, lr=_PEAK, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _PEAK, total_steps=steps)
     for _ in range(steps):
@@ -266,7 +263,7 @@ def stream_tops(heads: StreamHeads, reader: Reader, states: States) -> str:
 
 
 def train_exit_and_streams(recipe: HeadsRecipe) -> None:
-    """Write texts, train, save next to the models, and say what came of it on texts kept apart."""
+    """Write texts, train the exit and the heads, save them, and print results on test texts."""
     texts = anyio.run(write_texts, recipe)
     kept = max(1, round(_HEADS_TESTED * len(texts)))
     _make_exit(recipe, texts[:kept], texts[kept:])
@@ -331,7 +328,7 @@ _EVEN = 1.6  # factor for the share of steps that are left: rates fall once that
 _MUON = 0.01
 _ADAM = 0.004
 _DECAY = 0.1
-_DRAFTER_TESTED = 0.03  # share of the texts that nothing is learned from
+_DRAFTER_TESTED = 0.03  # share of the texts kept for tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +441,7 @@ def agreement(model: Llama, head: Tensor, found: Sequence[Lesson]) -> tuple[floa
 
 
 def train_deep_drafter(recipe: DrafterRecipe) -> None:
-    """Write texts, train, save a complete folder, and say what came of it on texts kept apart."""
+    """Write texts, train the deep drafter, save its folder, and print results on test texts."""
     torch.set_num_threads(1)
     texts = anyio.run(
         write_texts, HeadsRecipe(recipe.target, recipe.draft, texts=recipe.texts, seed=recipe.seed)

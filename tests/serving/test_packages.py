@@ -67,6 +67,10 @@ one = dict(model="atts/embedded:fast", input="What is 3 + 4?", extra_body={"atts
 client = OpenAI()
 chat = client.chat.completions.create(model="atts/embedded:fast", messages=ask, seed=1)
 answer = chat.choices[0].message.content
+text = client.chat.completions.create(model="draft", messages=ask, seed=1).choices[0].message.content
+stop = text[4:6]
+cut = client.chat.completions.create(model="draft", messages=ask, seed=1, stop=stop).choices[0]
+assert cut.message.content == text[: text.index(stop)] and cut.finish_reason == "stop", (cut, text)
 whole = client.responses.create(**one)
 assert whole.output_text == answer, (whole.output_text, answer)
 assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens

@@ -151,7 +151,7 @@ class Sampled:
 
 
 def study(options: Options) -> list[Table]:
-    """Return every table of docs/models.md but the training record."""
+    """Return the tables of docs/models.md except the training record."""
     torch.set_num_threads(1)
     count = options.pick(50, 200, 1000)
     samples = options.pick(2, 2, 8)
@@ -325,7 +325,7 @@ def _cells(found: Estimate) -> tuple[Cell, ...]:
 
 PROBLEMS = 200
 SEED = 77
-"""Of the split that neither training nor the benchmark draws from."""
+"""Seed of the calibration split, which neither training nor the benchmark uses."""
 _LASTING = ("model", "tokenizer", "weights")
 
 

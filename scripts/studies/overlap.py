@@ -59,7 +59,7 @@ from scripts.studies.train_proposers import Reader, Text
 
 
 def expected_tokens(accepted: float, proposed: int) -> float:
-    """Return the expected tokens of one step: those accepted, and the one after them.
+    """Return the expected tokens of one step: accepted proposals and the token after them.
 
     >>> expected_tokens(0.5, 2)
     1.75
@@ -68,7 +68,7 @@ def expected_tokens(accepted: float, proposed: int) -> float:
 
 
 def serial_speedup(accepted: float, proposed: int, cost_ratio: float) -> float:
-    """Return the speed-up of drafting, then verifying."""
+    """Return the speed-up of serial speculation, which drafts and then verifies."""
     return expected_tokens(accepted, proposed) / (1 + proposed / cost_ratio)
 
 
@@ -137,14 +137,14 @@ class Work(NamedTuple):
 
 @dataclass(slots=True)
 class Device:
-    """Does one piece of work at a time, in the order asked."""
+    """A device that does one piece of work at a time, in the order of requests."""
 
     name: str
     free_at: float = 0.0
     work: list[Work] = field(default_factory=list[Work])
 
     def run(self, ready: float, seconds: float, what: str) -> float:
-        """Return when a piece of work that may begin at `ready` is done."""
+        """Return the time at which work ends that may begin at `ready`."""
         begin = max(ready, self.free_at)
         self.free_at = begin + seconds
         self.work.append(Work(self.name, begin, self.free_at, what))
@@ -203,8 +203,8 @@ def _other(place: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a target step by its rows, of a draft step by its branches, and of a message
-    between both.
+    """Seconds of a target step by rows, of a draft step by branches, and of a message between the
+    devices.
     """
 
     draft: Callable[[int], float]
@@ -225,7 +225,7 @@ class Timeline:
     written: list[int] = field(default_factory=list[int])  # tokens, by step of the target
     hits: int = 0
     guessed: int = 0  # steps before which outcomes were guessed
-    wasted: int = 0  # branches that were not needed
+    wasted: int = 0  # drafted branches that were not used
     seconds: float = 0.0
 
     @property
@@ -859,12 +859,12 @@ _DRAWS = 10  # drafted at a time, and how often in a round
 
 
 def study(options: Options) -> list[Table]:
-    """Return this machine's tables."""
+    """Return the tables measured on this machine."""
     return [*live(options), groups(options)]
 
 
 def study_virtual(options: Options) -> list[Table]:
-    """Return the tables in virtual time, which no machine's load changes."""
+    """Return the tables in virtual time, which do not depend on the load of the machine."""
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out.parent / "acceleration.svg").write_text(drawn(schemes()))
@@ -873,7 +873,9 @@ def study_virtual(options: Options) -> list[Table]:
 
 
 class Oracle(ExitModel):
-    """An exit that knows what will be written, if the same texts are asked for again in this order."""
+    """An ideal early exit, which knows the tokens of earlier rounds that are requested again in the
+    same order.
+    """
 
     texts: ClassVar[list[TokenIds]] = []
 
@@ -890,7 +892,7 @@ class Oracle(ExitModel):
 
 @contextmanager
 def _exit(arm: str) -> Generator[None]:
-    """Give an engine that is opened meanwhile the exit of its arm."""
+    """Give the arm's exit to engines that are opened inside this context."""
     build.__dict__["ExitModel"] = Oracle if "oracle" in arm else ExitModel
     try:
         yield
@@ -981,7 +983,9 @@ def _folder(arm: str, bare: Path) -> Path:
 
 
 def _seconds(lab: Lab, engine: LocalEngine, requests: list[SampleRequest]) -> float:
-    """Return wall seconds of all requests, one after the other: both threads of an arm count."""
+    """Return the wall seconds of all requests, one after the other, because two threads of an arm
+    work at once.
+    """
     return wall_seconds(lambda: [lab.portal.call(send_all, engine, [one]) for one in requests])
 
 

@@ -34,7 +34,7 @@ _MAP_STYLE = (
 _GREEN = (46, 160, 90)
 _RED = (214, 84, 70)
 _PALE = (247, 244, 232)
-_FULL = 3.0  # a factor, or one over it, that has the whole colour
+_FULL = 3.0  # factor (or its inverse) at which the colour is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _cell(x: int, y: int, cell: HeatCell) -> str:
 
 
 def _colour(value: float) -> str:
-    """Return a colour from pale at 1 to the whole colour at a factor of 3 either way."""
+    """Return a colour that is pale at factor 1 and full at 3 (green) or 1/3 (red)."""
     share = min(1.0, abs(math.log(max(value, 1e-9))) / math.log(_FULL))
     ends = _GREEN if value >= 1 else _RED
     return "#" + "".join(
@@ -225,7 +225,7 @@ def _series(
         x = _scaled(cells[chart.x], chart.x_scaling)
         y = _scaled(cells[chart.y], chart.y_scaling)
         by = cells[chart.by] if chart.by else chart.y
-        # numbers say what they count
+        # a number alone would not say what it counts
         name = f"{by} {chart.by}" if isinstance(by, int | float) else str(by)
         if x is not None and y is not None:
             lines.setdefault(name, []).append((x, y))
@@ -314,7 +314,7 @@ def _legend(names: Sequence[str]) -> list[str]:
 
 
 def page(title: str, width: int, height: int, parts: Sequence[str]) -> str:
-    """Return a picture made of SVG parts, in the style of the charts."""
+    """Assemble SVG parts into a picture in the style of the charts."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="chart">'
     return f"{head}<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
@@ -357,7 +357,7 @@ class Record:
     effort: str
     machine: Mapping[str, Any]
     kept: Mapping[str, Kept]
-    spent: Mapping[str, float]  # seconds that the last part took; nothing where it does not say
+    spent: Mapping[str, float]  # seconds of the last part; empty if it did not record them
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -376,7 +376,7 @@ class Record:
         raise KeyError(f"{self.study} has no table {title!r}; it has {list(self.kept)}")
 
     def words(self) -> str:
-        """Describe what the study ran on."""
+        """Describe the machine and effort of the study."""
         machine = self.machine
         is_other = self.study in _ON_THE_PAIR and machine.get("pair") != pair_mark()
         return (
@@ -470,7 +470,7 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 
 def main() -> None:
-    """Fill the pages from a folder of studies; says what no study has filled."""
+    """Fill the pages from a folder of results, and print the parts that no study filled."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=main.__doc__)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "bench")
     records = read(parser.parse_args().runs)
@@ -482,7 +482,7 @@ def main() -> None:
         for words in missing:
             print(f"benchmarks: {page.name}: left as it was: {words}", file=sys.stderr)
     for picture in FOLDER.glob("*.svg"):
-        if picture.name not in texts:  # picture of a table that is no longer shown
+        if picture.name not in texts:  # delete pictures of tables that are no longer shown
             picture.unlink()
 
 

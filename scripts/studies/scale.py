@@ -102,9 +102,7 @@ def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
 
 
 class Tape:
-    """Completions by where they were asked for; log-probabilities by rollout and length of the
-    prefix.
-    """
+    """Recorded completions by request position, and log-probabilities by rollout and prefix length."""
 
     grain = 1
 
@@ -140,7 +138,7 @@ def _place(role: Role, seed: Seed) -> tuple[Role, str, int, int, int]:
 
 
 class TapedEngine(EngineAround):
-    """An engine whose answers are kept; it is opened and closed by the owner of the real one."""
+    """A wrapper that records the answers of an engine, whose owner opens and closes it."""
 
     def __init__(self, engine: Engine, role: Role, tape: Tape) -> None:
         super().__init__(engine, "lent")
@@ -161,7 +159,7 @@ class TapedEngine(EngineAround):
 
 
 class InstantEngine:
-    """A tape as an engine that takes no time: what is left of a run is the pipelines' own work."""
+    """An engine that replays a tape at once, so that a run takes only the time of the pipelines."""
 
     def __init__(self, role: Role, tape: Tape) -> None:
         self._role: Role = role
@@ -239,7 +237,7 @@ PIECES = (
     *(Micro(*sizes, is_scored=True) for sizes in ((4, 64, 16, 4), (16, 64, 16, 3))),
 )
 FOREGROUND = Micro(16, 48, 48)
-"""What each engine does alone and next to the other."""
+"""Pieces of work for each engine, alone and next to the other."""
 
 
 def pieces_of(role: Role) -> tuple[Micro, ...]:
@@ -299,7 +297,7 @@ class Run:
 
 @dataclass(slots=True)
 class Seen:
-    """Everything measured, round by round.
+    """All measurements of a validation, round by round.
 
     `beside` is an engine's work while the other rests, and while it is busy.
     """
@@ -719,7 +717,7 @@ Order = Literal["all together", "question by question", "one request at a time"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A point of the grid: the pair, the method and the sizes of one simulated run."""
+    """A point of the grid: the pair, method and sizes of one simulated run."""
 
     pair: Pair
     method: Method
@@ -775,7 +773,7 @@ class Found:
 
 
 def run_cell(cell: Cell, law: TraceLaw) -> Found:
-    """Run it under virtual time."""
+    """Run a cell in virtual time."""
     return run_virtual(_run, cell, law)
 
 
@@ -800,7 +798,7 @@ async def _run(cell: Cell, law: TraceLaw) -> Found:
         for batch in _batches(cell, law):
             await graph.run(batch, one)
         seconds = graph.stats().seconds
-    # not the wait for a score asked for already
+    # the wait for a score that was requested earlier is not counted
     rounds = [node for node in recording.nodes() if node.stage != HOLD]
     timing = measure(rounds)
     usage = [outcome.usage for outcome in outcomes]
@@ -862,7 +860,7 @@ def _batches(cell: Cell, law: TraceLaw) -> list[list[Problem]]:
 
 
 class Results:
-    """Cells that are done, on disk where a file is given."""
+    """Results of finished cells, kept in a file if one is given."""
 
     def __init__(self, law: TraceLaw, file: Path | None) -> None:
         self._law = law
@@ -872,7 +870,7 @@ class Results:
         return len(self._done)
 
     def get(self, cell: Cell) -> Found:
-        """Return the cell's result, from now or from before."""
+        """Return the result of a cell, and run it if it is missing."""
         key = f"{cell.key()}-{self._law.library.origin[:9]}"
         if key not in self._done:
             self._done.keep(key, asdict(run_cell(cell, self._law)))
@@ -894,8 +892,7 @@ _SCALING = "method | replicas | seconds | tokens/s | speed-up over 1 | efficienc
 def study(options: Options) -> list[Table]:
     """Validate on this machine, then run the grids.
 
-    What an earlier run left in the folder is not repeated.
-    """
+    Results that an earlier run left in the folder are not repeated."""
     law = TraceLaw(find_library(), options.seed)
     results = Results(law, options.file("scale-cells.jsonl"))
     say(f"scale: work from {law.library.origin}; {len(results)} cells are there already")
@@ -995,7 +992,7 @@ class _Grids:
         )
 
     def gains(self) -> Table:
-        """Compare with target-only, and with the rounds of top-B at the same budget."""
+        """Compare atts with target-only, and with top-b at the same share of target tokens."""
         rows = list[Row]()
         parts = list[str]()
         for pair in self.pairs:
@@ -1032,7 +1029,7 @@ class _Grids:
         )
 
     def turns(self) -> Table:
-        """Show how the cost of rounds grows with their number, for few and many samples."""
+        """Tabulate how the cost of synchronised rounds grows with the number of turns."""
         rows: list[Row] = []
         for samples in self.options.pick((16,), (16, 64), (16, 64, 256)):
             for turns in self.options.pick(
@@ -1055,7 +1052,7 @@ class _Grids:
         )
 
     def rates(self) -> Table:
-        """Return speed against the share that escalates."""
+        """Tabulate the speed against the rate."""
         samples = self.options.pick(16, 16, 64)
         rows = list[Row]()
         for pair in self.pairs:
@@ -1087,7 +1084,7 @@ class _Grids:
         )
 
     def replicas(self) -> Table:
-        """Give a fixed amount of work to more and more replicas, until it saturates."""
+        """Tabulate the speed of a fixed evaluation on a growing number of replicas."""
         questions = self.options.pick(16, 50, 500)
         rows = list[_Scaled]()
         for method in self.options.pick(METHODS[:1], ("atts", "top-b", "target-only"), METHODS):
@@ -1112,7 +1109,7 @@ class _Grids:
         )
 
     def growing(self) -> Table:
-        """Give every replica as much work: the rate that a cluster sustains."""
+        """Tabulate the speed if the work grows with the number of replicas."""
         rows: list[_Scaled] = []
         for method in self.options.pick(
             METHODS[:1], ("atts", "target-only"), ("atts", "top-b", "target-only")
@@ -1157,7 +1154,7 @@ class _Grids:
         return rows
 
     def headlines(self) -> Table:
-        """Show which assumptions reach the published factors, with the conditions of each."""
+        """Tabulate which baselines reach the published factors, under which conditions."""
         rows = list[Row]()
         best = dict[str, float]()
         for pair in self.options.pick((SMALL,), (EIGHT, SMALL), (EIGHT, SMALL)):

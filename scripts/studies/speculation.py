@@ -37,15 +37,15 @@ from scripts.studies.speed import noisy
 
 TOKENS = 256
 SAMPLES = 4
-"""Texts on each problem, as many as a vote has at the least."""
+"""Texts per problem."""
 LAW = Sampling(0.7)
 NOISE = {"weaker": 0.25, "weak": 0.32}
-"""Of each matrix' standard deviation, added to the embedded draft's weights."""
+"""Noise added to the draft's weights, in standard deviations of each matrix."""
 
 
 @dataclass
 class Arm:
-    """An engine, and what it wrote in each round."""
+    """An engine and its measurements in each round."""
 
     lab: Lab
     engine: LocalEngine
@@ -148,7 +148,7 @@ def _opened(
         "k=auto, all proposers": {"drafter": str(drafter)},
         "suffix": {"speculate": "suffix"},
     }
-    ways["plain, once more"] = {}  # how far two engines that do the same are apart
+    ways["plain, once more"] = {}  # a second plain engine shows the noise of the measurement
     questions = [problem.text for problem in problems("test", 512, 7 + lab.options.seed)]
     with ExitStack() as stack:
         arms = dict[str, Arm]()

@@ -53,7 +53,7 @@ INSTRUCTIONS = (
     "Solve step by step and write the answer in \\boxed{}.",
 )
 LEVEL_MIX = (1, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5)
-"""Long problems more often: they hold more steps, and are where accuracy is lost."""
+"""Difficulty levels to draw from; long problems are more frequent, because models fail on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def build_tokenizer(folder: Path, seed: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Text to ids in bulk, by the tokenizer file alone."""
+    """A tokenizer that encodes many texts at once, read from its file alone."""
 
     raw: Any
     pad: int
@@ -431,7 +431,7 @@ _FIELDS = {
     "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
 }
-"""What the fields are called in a saved configuration."""
+"""Names of the fields in a saved configuration."""
 
 
 class Norm(nn.Module):
@@ -717,7 +717,7 @@ class Workers:
         )
 
     def backward(self, batches: Sequence[Batch]) -> float:
-        """Leave the whole step's gradients in the model, and return its mean loss per learned
+        """Compute the gradients of a whole step in the model, and return its mean loss per learned
         token.
 
         :raises BrokenProcessPool: a helper died.

@@ -367,7 +367,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def fixed(self, digits: int = 2) -> str:
-        """Format the spread with a fixed number of decimals; only the median if there is one value."""
+        """Return the spread with a fixed number of decimals; only the median if there is one value."""
         median, low, high = (f"{value:.{digits}f}" for value in (self.median, self.low, self.high))
         return median if self.n == 1 else f"{median} [{low}, {high}]"
 

@@ -836,7 +836,7 @@ def shape_of_size(model: ModelConfig, size: int, vocabulary: int = 0) -> ModelCo
 
 @cache
 def padded_folder(folder: Path, words: str) -> Path:
-    """Pad the model in `folder` to the size in `words`, such as 20M, without changing its outputs.
+    """Fill the model in `folder` with zeros to the size in `words`, such as 20M.
 
     The model must be of the Llama family, with its weights in one file."""
     size = read_size(words)

@@ -46,16 +46,16 @@ GROUPS = (2, 4)  # attentions a group, of which a calibration pass chooses
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is written in a round."""
+    """Amounts written in a round."""
 
     texts: int  # one after the other, by each way to speculate
-    tokens: int  # of each text
+    tokens: int  # length of each text
     together: tuple[int, ...]  # rollouts at once, in plain decoding
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one arm wrote in one round, and how long it took."""
+    """Tokens that one arm wrote in one round, with their seconds."""
 
     seconds: float
     processor: float  # seconds, of all processes
@@ -116,7 +116,7 @@ def ways(drafter: str) -> dict[str, SpeculationOptions]:
 
 
 def study(options: Options) -> list[Table]:
-    """Time plain decoding beside other programs, then every way to propose tokens.
+    """Time plain decoding next to other programs, then every way to propose tokens.
 
     :raises SystemExit: neither models nor problems can be had.
     """
@@ -349,7 +349,7 @@ def tables(lab: Lab) -> list[Table]:
 
 
 def together_table(lab: Lab) -> Table:
-    """Return plain decoding beside other programs, by how many rollouts are written at once."""
+    """Return plain decoding next to other programs, by how many rollouts are written at once."""
     own = lab.timings("together|atts")
     rows = list[Row]()
     for name in ["atts", "transformers", *LLAMA_ARMS]:

@@ -70,7 +70,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """How a model is served."""
+    """Settings with which a model is served."""
 
     role: Role
     folder: Path

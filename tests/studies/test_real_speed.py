@@ -43,7 +43,7 @@ def test_a_way_is_compared_with_plain_decoding_in_its_round(lab: Any) -> None:
 def test_what_is_kept_is_not_timed_again_and_what_fails_is_left_out(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round that was interrupted goes on with the arms that are missing."""
+    """A round that was interrupted resumes with the arms that are missing."""
     asked = list[str]()
 
     def timed(name: str) -> Any:

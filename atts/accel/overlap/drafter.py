@@ -398,7 +398,7 @@ class OverlappedDrafter(ModelDrafter):
         self._all_exits = exits
         rows, width = drafted.table.shape
         self._table = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
-        self._first_row = rows  # of the branches; sequences have the rows before
+        self._first_row = rows  # the branches begin here, after the rows of the sequences
         self._last = min(width, self._context)
         self._first_slot = drafted.slots.num_slots
         self._spare = SlotAllocator(BRANCH_SLOTS)

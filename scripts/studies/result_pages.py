@@ -314,7 +314,7 @@ def _legend(names: Sequence[str]) -> list[str]:
 
 
 def page(title: str, width: int, height: int, parts: Sequence[str]) -> str:
-    """Assemble SVG parts into a picture in the style of the charts."""
+    """Join SVG parts into a picture in the style of the charts."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="chart">'
     return f"{head}<style>{_STYLE}</style>{''.join(parts)}</svg>\n"

@@ -388,7 +388,7 @@ def thinking(folder: Path) -> Path:
         ("template", 5, "draft", "fail", "chat template"),
         ("nowhere", 5, "target", "fail", "cannot reach"),
         ("small", 0, "lengths", "warn", "looks too small"),
-        ("think", 0, "templates", "warn", "the template of the draft alone opens"),
+        ("think", 0, "templates", "warn", "only the template of the draft"),
     ],
 )
 def test_each_problem_of_a_server_is_one_line_with_advice(

@@ -149,7 +149,8 @@ def _is_whole(value: Any) -> bool:
 
 def _is_texts(value: Any) -> bool:
     if isinstance(value, list):
-        return all(isinstance(one, str) for one in cast(list[Any], value))
+        texts: list[Any] = value
+        return all(isinstance(text, str) for text in texts)
     return isinstance(value, str)
 
 

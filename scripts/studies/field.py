@@ -103,8 +103,8 @@ def arms(options: Options) -> list[tuple[str, Arm]]:
     for m in () if few else (8, 16):
         add("DeepConf", "deep-conf", m)
     for m in samples:
-        add("ATTS as published (continue)", "atts", m, takeover="continue")
-        add("ATTS, default (replace)", "atts", m)
+        add("ATTS as published", "atts", m, takeover="continue")
+        add("ATTS, default", "atts", m)
     for m in samples[:2]:
         add("exact", "exact", m)
     return made
@@ -163,7 +163,7 @@ def _point(prices: Prices, one: Sum) -> tuple[float, float]:
 
 
 def pareto(points: Mapping[int, tuple[float, float]]) -> set[int]:
-    """Return the names of the points than which none is as cheap and as accurate, and better in one.
+    """Return the names of the Pareto-optimal points: no other is as cheap and as accurate as one of them.
 
     >>> sorted(pareto({1: (1.0, 0.5), 2: (2.0, 0.5), 3: (3.0, 0.9)}))
     [1, 3]

@@ -127,7 +127,7 @@ class _Worker:
                 await self._sessions.pop(number).aclose()
 
 
-_workers: dict[tuple[EventLoopToken, str], _Worker] = {}
+workers: dict[tuple[EventLoopToken, str], _Worker] = {}
 
 
 def _worker_of(args: Any) -> _Worker:
@@ -142,9 +142,9 @@ def _worker_of(args: Any) -> _Worker:
         )
     given: dict[str, object] = {str(name): value for name, value in options.items()}
     key = current_token(), repr(sorted(given.items(), key=lambda item: item[0]))
-    if key not in _workers:
-        _workers[key] = _Worker(given)
-    return _workers[key]
+    if key not in workers:
+        workers[key] = _Worker(given)
+    return workers[key]
 
 
 def _turns(prompt: str | Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:

@@ -90,9 +90,9 @@ def written(
 
 @pytest.fixture(autouse=True)
 def _no_worker_is_left() -> Any:
-    slime._workers.clear()
+    slime.workers.clear()
     yield
-    slime._workers.clear()
+    slime.workers.clear()
 
 
 @pytest.mark.parametrize("make", [Sample, slime_sample])

@@ -171,7 +171,7 @@ def of_pair(python: Path, models: Sequence[str]) -> Iterator[Found]:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atts-servers-")))
         opened = stack.enter_context(serving(python, servers))
-        addresses = {server.role: server.address for server in opened}
+        addresses: dict[Role, str] = {server.role: server.address for server in opened}
         for server in opened:
             words = ["probe", server.url, "--need", "score", "--tokenizer", str(server.folder)]
             yield of_command(f"{server.role}: probe", *words)

@@ -136,6 +136,7 @@ def _shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]
 
 
 _STUDIES_OF = {
+    "frontier": {"frontier", "field"},
     "serving": {"serve"},
     "statistics": {"statistics", "small", "replay"},  # its live counterparts, run by themselves
 }

@@ -1,4 +1,4 @@
-"""Engines on HTTP servers of any known dialect or in the actors of a Ray cluster, alone or as replicas."""
+"""Engines on HTTP servers or in the actors of a Ray cluster, alone or as replicas."""
 
 from atts.servers.addresses import DIALECTS, SCHEMES, ServerAddress, read_server
 from atts.servers.dialect import DraftCounts

@@ -1,6 +1,4 @@
-"""Table of the known dialects, and the addresses that name a server:
-SCHEME:URL[/MODEL][?SETTING=VALUE&...].
-"""
+"""Read addresses of servers, SCHEME:URL[/MODEL][?SETTING=VALUE&...], and list the known dialects."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from atts.servers.options import (
 from atts.servers.sglang import SglangDialect
 from atts.servers.vllm import VllmDialect
 
-# A new dialect is one file and one row here. The order is that in which a server is asked which of
-# them it speaks: SGLang comes first, because its servers answer some of vLLM's paths too.
+# A new dialect is one file and one row here. The order is that in which `auto` tries the dialects.
+# SGLang comes first, because its servers also answer some of vLLM's paths.
 _CLASSES: tuple[type[Dialect], ...] = (
     SglangDialect,
     LlamaCppDialect,
@@ -45,9 +43,9 @@ _SCHEMES: Mapping[str, str] = {
     "server": AUTO,
 }
 SCHEMES = tuple(_SCHEMES)
-"""The words with which an address of a server may begin."""
+"""The schemes with which an address of a server may begin."""
 
-# The option that each setting of an address sets, and how its value is read.
+# The option that each setting of an address sets, with the parser of its value.
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "in_flight": ("in_flight", int),
     "timeout": ("timeout_seconds", float),
@@ -70,7 +68,7 @@ OPENAI_URL_VARIABLE = "OPENAI_BASE_URL"
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """One server as an address names it."""
+    """One server, as parsed from an address."""
 
     url: str
     dialect: str = AUTO
@@ -97,7 +95,7 @@ def read_server(address: str) -> ServerAddress:
 def read_servers(
     scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS
 ) -> list[ServerAddress]:
-    """Read the servers of an address, which are replicas where commas stand between their URLs.
+    """Read the servers of an address; several URLs with commas between them are replicas.
 
     `defaults` are the options that an address does not set.
 
@@ -120,7 +118,7 @@ def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -
     if scheme == "openai" and "://" not in rest.partition("?")[0]:
         return _openai_model(rest, defaults)
     if not is_url(rest):
-        # What may be a password or a key is never shown.
+        # A part that may be a password or a key is never shown.
         shown = rest.rsplit("@", 1)[-1].partition("?")[0]
         raise OptionError(
             "engine", f"{shown!r} is not a URL; write {scheme}:http://HOST:PORT/MODEL"
@@ -151,7 +149,7 @@ def _openai_model(rest: str, defaults: RemoteOptions) -> ServerAddress:
     model, _, query = rest.partition("?")
     settings = _settings(query)
     if not model or _HOST_AND_PORT.fullmatch(rest):
-        # A URL whose scheme was forgotten must not become a model of another host.
+        # A URL without its scheme must not be read as a model of another host.
         raise OptionError(
             "engine", f"{model!r} is not a URL or a model; write openai:http://HOST:PORT/MODEL"
         )
@@ -188,9 +186,9 @@ def _server(
 
 
 def _chat_path(path: str) -> tuple[str, str]:
-    """Divide a path into where the chat API lives and the model, which follows the version.
+    """Divide a path into the path of the chat API and the model, which follows the version.
 
-    Without a version the API lives at "/v1".
+    Without a version the path of the API is "/v1".
 
     >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"), _chat_path("/m")
     (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1', 'm'))
@@ -218,7 +216,7 @@ def _options(
 
 
 def _key(settings: dict[str, str], url: str, dialect: str) -> ApiKey:
-    """Choose where the API key is read from.
+    """Return the source of the API key.
 
     OPENAI_API_KEY is sent only to OpenAI and to the host of OPENAI_BASE_URL: another host might
     keep it.
@@ -245,7 +243,7 @@ def _is_set(variable: str) -> bool:
 
 
 def _host(url: str) -> tuple[str, str]:
-    """Return scheme and host with its port: a key for one must not go to another."""
+    """Return scheme and host with its port, because a key for one host must not be sent to another."""
     try:
         parts = urlsplit(url.strip())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Chat dialect, the API that most hosted models share: text goes in and out."""
+"""The chat dialect, the text API that most hosted models share."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ _ROLES: dict[Speaker, int] = {"system": SYSTEM, "user": USER, "assistant": ASSIS
 _NAMES: dict[int, Speaker] = {number: name for name, number in _ROLES.items()}
 # The most bytes that an id may stand for.
 _LONGEST = 64
-# Pieces about as long as the tokens of common models.
+# A pattern of pieces that are about as long as the tokens of common models.
 _WORD = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL)
 
-# Assumed where the server does not say; an overflow that only the server sees is an error too.
+# The context length that is assumed if the server does not report one; an overflow at the server is
+# an error too.
 CONTEXT = 131_072
 # The most alternatives that servers give for a token.
 ALTERNATIVES = 20
@@ -52,11 +53,11 @@ _CONTINUE = (
 
 
 class TextTokenizer:
-    """Text in pieces of about a token each; the exact tokens are known to the server only.
+    """A tokenizer with pieces of about a token each; only the server knows the exact tokens.
 
-    Any piece is an id and any bytes are a text, so what a server wrote is kept as it was. An id is
-    the number that the piece's bytes make. A conversation keeps its roles: `messages` takes it
-    apart again, for servers that render it themselves.
+    Every piece has an id and all bytes are a text, so a server's text is kept exactly. An id is the
+    number that the piece's bytes form. A conversation keeps its roles: `messages` splits it again,
+    for servers that render it themselves.
 
     >>> tokenizer = TextTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So x = 12345.\\n\\nça va"))
@@ -74,7 +75,7 @@ class TextTokenizer:
         return tuple(map(_id_of, _pieces(text)))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, with ends and roles left out."""
+        """Return the text of `ids`, without ends and roles."""
         return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
@@ -90,11 +91,11 @@ class TextTokenizer:
         return tuple(ids)
 
     def messages(self, ids: TokenIds) -> list[Message]:
-        """Return the conversation again.
+        """Return the conversation from its ids.
 
-        The last message is the assistant's so far, and may be empty.
+        The last message is the assistant's beginning, which may be empty.
         """
-        # Compared before it is looked up: hashing a piece's large number takes longer.
+        # Compare before the look-up, because hashing a piece's large number takes longer.
         starts = [
             position for position, token in enumerate(ids) if token <= ASSISTANT and token in _NAMES
         ]
@@ -110,11 +111,11 @@ class TextTokenizer:
         return messages
 
     def pieces(self, text: str, count: int) -> TokenIds:
-        """Return the ids of a text that is said to have `count` tokens.
+        """Return the ids of a text to which the server counted `count` tokens.
 
-        They are that many, as far as the text's length allows.
+        There are that many ids, if the length of the text allows.
 
-        :raises ValueError: it is longer than that many ids can be.
+        :raises ValueError: if the text is too long for that many ids.
         """
         data = text.encode()
         sizes = [len(piece) for piece in _pieces(text)]
@@ -133,7 +134,7 @@ class TextTokenizer:
 
 
 def _joined(sizes: list[int], count: int) -> list[int]:
-    """Join pieces until there are so many, always the two neighbours that make the shortest one."""
+    """Join pieces until `count` remain, always the two neighbours with the shortest result."""
     sizes = list(sizes)
     following = list(range(1, len(sizes) + 1))
     preceding = list(range(-1, len(sizes) - 1))
@@ -144,7 +145,7 @@ def _joined(sizes: list[int], count: int) -> list[int]:
     while num_pieces > count:
         size, first = heappop(heap)
         second = following[first]
-        # Sizes have changed since, or the piece was joined to the one before it.
+        # The entry is stale: sizes have changed, or the piece was joined to the one before it.
         if not sizes[first] or second == len(sizes) or sizes[first] + sizes[second] != size:
             continue
         sizes[first] = size
@@ -161,7 +162,7 @@ def _joined(sizes: list[int], count: int) -> list[int]:
 
 
 def _halved(sizes: list[int], count: int) -> list[int]:
-    """Halve pieces until there are so many, always the longest one."""
+    """Halve pieces until there are `count`, always the longest one."""
     heap: list[tuple[int, int, int]] = []
     start = 0
     for size in sizes:
@@ -181,13 +182,13 @@ def _pieces(text: str) -> list[bytes]:
     words = [word.encode() for word in _WORD.findall(text)]
     if max(map(len, words), default=0) <= _LONGEST:
         return words
-    # Long runs of spaces or line breaks.
+    # Long runs of spaces or line breaks are too long for one id.
     return [
         word[start : start + _LONGEST] for word in words for start in range(0, len(word), _LONGEST)
     ]
 
 
-# A language has some ten thousand pieces, each of which is met at every turn of every rollout.
+# A cache, because a language has about ten thousand pieces, which occur again in every turn.
 @lru_cache(1 << 16)
 def _id_of(piece: bytes) -> int:
     # The leading byte keeps zeros, and keeps every id above those of ends and roles.
@@ -203,7 +204,7 @@ def _bytes_of(token: int) -> bytes:
 
 
 class TextDialect(Dialect):
-    """A dialect that takes messages and gives text: no ids, no log-probs, nothing to abort."""
+    """A dialect that takes messages and returns text, without ids, log-probs or aborts."""
 
     speaks: Literal["ids", "text"] = "text"
     spare = 0
@@ -226,10 +227,10 @@ class TextDialect(Dialect):
     ) -> RawCompletion:
         """Return a reply as a completion: as many ids as the server counted tokens.
 
-        An end is added where the model ended. Reasoning that came in a field of its own is put
-        before the content as "<think>\\n…\\n</think>\\n\\n", the way models write it that have no
-        such field; what continues such a text continues its reasoning. A reply without any text,
-        whose model reasoned unseen up to its limit, has no ids.
+        An end is added if the model ended. Reasoning from a separate field is put before the
+        content as "<think>\\n…\\n</think>\\n\\n", in the form in which other models write it; what
+        continues such a text continues its reasoning. A reply without any text, whose model
+        reasoned unseen up to its limit, has no ids.
         """
         thought = reasoning if isinstance(reasoning, str) else ""
         if thought:
@@ -243,7 +244,7 @@ class TextDialect(Dialect):
         if finish == "length":
             ids = self._text.pieces(text, request.max_tokens)
             return RawCompletion(ids, (), finish, cached)
-        # One of the tokens that were asked for is the end.
+        # One of the counted tokens is the end.
         most = max(1, request.max_tokens - 1)
         count = min(tokens, most) or min(len(self._text.encode(text)), most)
         ids = (*self._text.pieces(text, count), END)
@@ -251,7 +252,7 @@ class TextDialect(Dialect):
 
 
 def with_reasoning(so_far: str, reasoning: str, content: str) -> str:
-    """Return a reply whose reasoning came apart from its content as one text.
+    """Return a reply with separate reasoning and content as one text.
 
     >>> with_reasoning("", "2 and 2", "4")
     '<think>\\n2 and 2\\n</think>\\n\\n4'
@@ -303,8 +304,8 @@ class _Completion(Struct):
 class ChatDialect(TextDialect, Rater):
     """Any server with /chat/completions; its URL ends where that path begins.
 
-    Stop strings are not sent: these servers do not separate a stop from the model's own end. They
-    are looked for here.
+    Stop strings are not sent, because these servers do not distinguish a stop from the model's own
+    end. They are searched here instead.
     """
 
     name = "chat"
@@ -317,7 +318,7 @@ class ChatDialect(TextDialect, Rater):
         self._is_openrouter = False
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect`; a server that lists no models is believed to have the one that is named."""
+        """See `Dialect`; a server that lists no models is assumed to have the named model."""
         reply = await client.look("/models")
         host = urlsplit(client.url).hostname or ""
         self._is_openai = host == "openai.com" or host.endswith(".openai.com")
@@ -341,8 +342,8 @@ class ChatDialect(TextDialect, Rater):
         body = self._head(request.ids)
         body[self._limit] = request.max_tokens
         body["seed"] = seed_of(request, 31)
-        # Where nothing is sent, other servers sample as the model's authors advise, and OpenAI at
-        # 1; its reasoning models refuse these fields.
+        # Without these fields, other servers sample as the model's authors advise, and OpenAI at
+        # temperature 1; its reasoning models refuse these fields.
         if sampling.temperature != 1.0 or not self._is_openai:
             body["temperature"] = sampling.temperature
         if sampling.top_p != 1.0 or not self._is_openai:
@@ -356,7 +357,8 @@ class ChatDialect(TextDialect, Rater):
             body["top_k"] = sampling.top_k or -1
             body["min_p"] = sampling.min_p
         if self._is_openai and request.rollout:
-            # The requests of one rollout share the longest beginning, so they go to one cache.
+            # The requests of one rollout share the longest beginning, so they should use the same
+            # cache.
             name = request.rollout.encode("utf-8", "surrogatepass")
             body["prompt_cache_key"] = blake2b(name, digest_size=16).hexdigest()
         if request.thinking_budget and self._is_openrouter:
@@ -397,7 +399,7 @@ class ChatDialect(TextDialect, Rater):
         return Call("/chat/completions", body)
 
     def read_ratings(self, reply: bytes) -> dict[str, float]:
-        """See `Rater`; a word with and without a space before it is one word."""
+        """See `Rater`; a word with and without a leading space counts as one word."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         positions = choice.logprobs.content if choice.logprobs else ()
@@ -416,7 +418,8 @@ class ChatDialect(TextDialect, Rater):
 
     @property
     def _limit(self) -> str:
-        # OpenAI's newer models refuse the older word, and other servers know no other.
+        # OpenAI's newer models refuse the older name of this field, but other servers know only
+        # that name.
         return "max_completion_tokens" if self._is_openai else "max_tokens"
 
     def _head(self, ids: TokenIds) -> dict[str, Any]:
@@ -427,9 +430,9 @@ class ChatDialect(TextDialect, Rater):
 def left_open(
     messages: list[Message], prefill: Prefill
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return a conversation whose last message is to be continued, as the server wants it.
+    """Return a conversation whose last message is to be continued, in the server's form.
 
-    In addition to the messages there are flags for the whole request.
+    The result has the messages and flags for the whole request.
     """
     begun = messages[-1].content
     rows: list[dict[str, Any]] = [

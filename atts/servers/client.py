@@ -1,4 +1,4 @@
-"""HTTP client of one server: retries, deadlines, aborts and the errors that statuses stand for."""
+"""The HTTP client of one server, with retries, deadlines, aborts, and errors for statuses."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ _OVERFLOW = (
     "max_model_len",
     "too long",
 )
-# A question about the server costs it no work, so it answers soon or not at all.
+# A question about the server costs it no work, so it answers soon or never.
 _LOOK_SECONDS = 10.0
 _LOOK_BYTES = 16 << 20
-# A reply to a call may have so many bytes in all, and for each token that it is about.
+# The most bytes of a reply to a call: a fixed number, and a number for each token of the call.
 _BASE_BYTES = 1 << 18
 _TOKEN_BYTES = 1 << 10
 _MARK = re.compile(rb'"(?:model|system_fingerprint|weight_version)"\s*:\s*(?:"[^"\\]*"|\d+)')
-# Servers put those names near the beginning or the end of a reply.
+# Servers put these names near the beginning or the end of a reply.
 _MARK_BYTES = 2048
-# A server that has another name in every reply says nothing by it.
+# If every reply has a different name, the name means nothing.
 _MOST_MARKS = 64
-# A Retry-After beyond this is for people, not for a call.
+# A longer Retry-After is too long for a call to wait.
 _LONGEST_WAIT = 30.0
 HIDDEN = b"[API key]"
-# A shorter secret may be a word that replies are made of.
+# A shorter secret may be an ordinary word in replies.
 _SHORTEST_SECRET = 8
 
 
@@ -74,7 +74,9 @@ class Call:
 
 
 class Refused(EngineUnavailable):
-    """The server said "not now"; `wait` is how long it asked to be left alone."""
+    """The server is overloaded; `wait` is the number of seconds after which it accepts requests
+    again.
+    """
 
     def __init__(self, engine: str, problem: str, wait: float) -> None:
         super().__init__(engine, problem, "Try again later, or send less at once")
@@ -83,10 +85,10 @@ class Refused(EngineUnavailable):
 
 @dataclass(slots=True)
 class Traffic:
-    """Counts of what went over the wire, failures included.
+    """The counts of requests and replies, including failures.
 
-    `renamed` replies bore another model or fingerprint than any before them; `uncached` scores had
-    to be asked for a second time, past the server's cache.
+    `renamed` replies had another model or fingerprint than all earlier ones; `uncached` scores were
+    requested again without the server's cache.
     """
 
     attempts: int = 0
@@ -99,17 +101,17 @@ class Traffic:
 
     @property
     def doubts(self) -> int:
-        """Return the number of times that there was reason to ask who answers."""
+        """Return how many times there was a reason to identify the server again."""
         return self.lost + self.renamed
 
 
 class AdaptiveLimit(SlotQueue):
-    """Slots whose number a refusal shrinks, and quiet lets grow back to what was set.
+    """Slots whose number shrinks after a refusal, and grows back to the configured number.
 
-    A stray refusal is forgotten within seconds: growth begins after a second, and doubles the limit
-    every second. Refusals that keep coming mean a real limit: each makes the pause longer and the
-    growth slower, down to 15 seconds and 5 %, so that a busy server is not asked too much all the
-    time. A server error stops growth for a moment, and shrinks nothing.
+    A single refusal has no effect after a few seconds: growth begins after a second, and doubles
+    the limit every second. Repeated refusals mean a real limit: each makes the pause longer and the
+    growth slower, down to 15 seconds and 5 %, so that a busy server is not overloaded all the time.
+    A server error only pauses the growth.
     """
 
     SHRINK = 0.8
@@ -117,8 +119,8 @@ class AdaptiveLimit(SlotQueue):
     SLOWEST_GROWTH = 1.05
     STEP_SECONDS = 1.0
     LONGEST_PAUSE = 15.0
-    # Without a refusal for so long, the next one counts as stray again. It is longer than the
-    # longest pause and the growth that follows it, so that a real limit stays known.
+    # After this time without a refusal, the next one counts as a single refusal again. It is longer
+    # than the longest pause and the growth that follows it, so that a real limit is not forgotten.
     MEMORY_SECONDS = 40.0
 
     __slots__ = (
@@ -144,9 +146,9 @@ class AdaptiveLimit(SlotQueue):
         self._grow_at = -math.inf
 
     def refused(self, sent_at: float, retry_after: float = 0.0) -> None:
-        """Shrink: a request that was sent then was too much for the server.
+        """Shrink the limit, because a request sent at this time was too much for the server.
 
-        Requests that were under way when the limit last shrank say nothing new: a burst of refusals
+        Requests in flight when the limit last shrank are ignored, so that a burst of refusals
         counts once.
         """
         now = self._clock()
@@ -157,7 +159,7 @@ class AdaptiveLimit(SlotQueue):
             else:
                 self._growth = max(self.SLOWEST_GROWTH, math.sqrt(self._growth))
                 self._pause = min(self.LONGEST_PAUSE, 2 * self._pause)
-            # What is in flight may be far below the limit, which then says nothing.
+            # The number in flight may be far below the limit, which then says nothing.
             was_too_much = min(self._limit, max(self.in_use, 1))
             self._set(max(1.0, was_too_much * self.SHRINK))
             self._shrunk_at = now
@@ -165,11 +167,11 @@ class AdaptiveLimit(SlotQueue):
         self._grow_at = max(self._grow_at, now + max(self._pause, retry_after))
 
     def erred(self) -> None:
-        """Stop growth for a moment: the server failed, which is not a reason to send less."""
+        """Pause the growth after a failure of the server, which is not a reason to send less."""
         self._grow_at = max(self._grow_at, self._clock() + self._pause)
 
     def answered(self) -> None:
-        """Let the limit grow if it is time: the server answered well."""
+        """Let the limit grow after a good reply, if the pause is over."""
         if self._limit >= self._most:
             return
         now = self._clock()
@@ -184,7 +186,9 @@ class AdaptiveLimit(SlotQueue):
 
 
 class Client:
-    """An open connection to one server; made inside a running loop, and good for that loop only."""
+    """An open connection to one server, which is made inside a running loop and works only in that
+    loop.
+    """
 
     def __init__(self, name: str, url: str, options: RemoteOptions) -> None:
         self.name = name
@@ -193,7 +197,7 @@ class Client:
         self.traffic = Traffic()
         self._clock = clock()
         self.limit = AdaptiveLimit(options.in_flight, self._clock)
-        # Every request id of this client begins with it.
+        # The prefix of every request id of this client.
         self._prefix = uuid.uuid4().hex[:16]
         self._made = 0
         self._marks = set[bytes]()
@@ -210,12 +214,12 @@ class Client:
         await self._transport.aclose()
 
     async def look(self, path: str, body: dict[str, Any] | None = None) -> HttpReply:
-        """Ask one short question about the server itself, without retries; any status is an answer.
+        """Send one short question about the server, without retries; any status is an answer.
 
-        It is posted where it has a body.
+        It is a POST if it has a body.
 
-        :raises EngineUnavailable: no whole reply came.
-        :raises EngineTimeout: none came in time.
+        :raises EngineUnavailable: if no complete reply came.
+        :raises EngineTimeout: if no reply came in time.
         """
         data = None if body is None else msgspec.json.encode(body)
         try:
@@ -233,14 +237,14 @@ class Client:
         abort: Callable[[str], Call | None],
         tokens: int,
     ) -> T:
-        """Send a request under a fresh id until its reply can be read.
+        """Send a request, with a new id per attempt, until its reply can be read.
 
-        One deadline holds for all attempts. An attempt that was given up, or whose reply was lost
-        on the way, is aborted on the server. `tokens` is how many the request is about, given and
-        wanted: a reply longer than they can account for is not read to its end.
+        All attempts share one deadline. An attempt that was given up, or whose reply was lost, is
+        aborted on the server. `tokens` is the number of tokens in the request and its reply; a
+        reply that is too long for them is not read to its end.
 
-        :raises EngineTimeout: the deadline passed.
-        :raises EngineError: every attempt failed, or the server refused the request for good.
+        :raises EngineTimeout: if the deadline passed.
+        :raises EngineError: if every attempt failed, or the server refused the request for good.
         """
         attempt = 1
         last = ""
@@ -264,12 +268,13 @@ class Client:
     async def _attempt(
         self, make: Callable[[str], Call], abort: Callable[[str], Call | None], most_bytes: int
     ) -> bytes:
-        """Send once; return the body of a reply with status 200.
+        """Send a request once; return the body of a reply with status 200.
 
-        :raises EngineError: another status, or no whole reply.
+        :raises EngineError: for another status, or if no complete reply came.
         """
         self._made += 1
-        # Ids are of one length: SGLang aborts every request whose id begins with the one named.
+        # All ids have the same length, because SGLang aborts every request whose id begins with the
+        # given one.
         rid = f"{self._prefix}{self._made:016x}"
         url, body, headers = self._packed(make(rid))
         if not self.limit.take_nowait():
@@ -293,7 +298,7 @@ class Client:
     async def _send(
         self, url: str, body: bytes | None, headers: Mapping[str, str], most_bytes: int
     ) -> HttpReply:
-        """Return a reply in which no secret of ours is left, whatever the server echoes."""
+        """Return a reply without secrets of atts, even if the server echoes them."""
         try:
             reply = await self._transport.send(url, body, headers, most_bytes)
         except ConnectionLost as lost:
@@ -304,20 +309,22 @@ class Client:
     def _packed(self, call: Call) -> tuple[str, bytes, dict[str, str]]:
         """Return URL, body and headers of a call.
 
-        The body is bytes before the call waits for a slot: thousands wait at once, and the garbage
-        collector visits every object that they keep alive.
+        The body is encoded before the call waits for a slot. Thousands of calls may wait at once,
+        and the garbage collector visits every object that they keep alive.
         """
         headers = {**self._headers, **call.headers} if call.headers else self._headers
         return self.url + call.path, msgspec.json.encode(call.body), headers
 
     async def _abort(self, call: Call | None) -> None:
-        """Ask the server, briefly, to free a request; the connection is closed already."""
+        """Ask the server, with a short time limit, to free a request whose connection is already
+        closed.
+        """
         if call is None:
             return
         self.traffic.aborts += 1
         is_done = False
         with shielded(self.options.cancel_seconds):
-            # A server that is gone has nothing left to abort; the failure is counted below.
+            # If the server is gone, there is nothing to abort; the failure is counted below.
             with suppress(ConnectionLost):
                 data = msgspec.json.encode(call.body)
                 reply = await self._send(self.url + call.path, data, self._headers, _BASE_BYTES)
@@ -326,7 +333,7 @@ class Client:
             self.traffic.aborts_failed += 1
 
     def _judge(self, reply: HttpReply, sent_at: float) -> bytes:
-        """Return the reply's body, or raise the error that its status stands for."""
+        """Return the reply's body, or raise the error for its status."""
         if reply.status == 200:
             self.limit.answered()
             self._recognise(reply.body)
@@ -341,7 +348,9 @@ class Client:
         raise Refused(self.name, f"status {reply.status}: {error_text(reply.body)}", wait)
 
     def _recognise(self, body: bytes) -> None:
-        """Count a reply under another name: the server may be another, though no connection broke."""
+        """Count a reply with another name, because the server may have changed without a broken
+        connection.
+        """
         ends = body
         if len(body) > 2 * _MARK_BYTES:
             ends = body[:_MARK_BYTES] + b"\n" + body[-_MARK_BYTES:]
@@ -352,7 +361,7 @@ class Client:
             self._marks.add(marks)
 
     def refusal(self, reply: HttpReply) -> EngineError:
-        """Return the error of a status that another attempt would meet again."""
+        """Return the error of a status that another attempt would get again."""
         words = error_text(reply.body)
         if reply.status in (401, 403):
             return self._key_refused(reply.status, words)
@@ -387,7 +396,7 @@ class Client:
 
 
 def _seconds(words: str) -> float:
-    """Return a Retry-After in seconds; dates and nonsense count as none."""
+    """Return a Retry-After in seconds; dates and invalid values count as none."""
     try:
         return min(_LONGEST_WAIT, max(0.0, float(words)))
     except ValueError:
@@ -397,7 +406,7 @@ def _seconds(words: str) -> float:
 def redactor(key: str, options: RemoteOptions) -> Callable[[bytes], bytes]:
     r"""Return a function that takes the API key and the proxies' passwords out of a text.
 
-    They are found as they are, and as JSON or URLs escape them.
+    They are found literally, and in the forms in which JSON and URLs escape them.
 
     >>> redactor("sk-12/3456", RemoteOptions())(rb'{"error": "Bearer sk-12\/3456, sk-12%2F3456"}')
     b'{"error": "Bearer [API key], [API key]"}'

@@ -32,26 +32,26 @@ from atts.servers.transport import HttpReply
 T = TypeVar("T")
 LogProbs = Literal["raw", "processed", "none"]
 _KEPT_RATINGS = 256
-_KEPT_ARRIVALS = 65_536  # problems whose order of arrival is remembered
+_KEPT_ARRIVALS = 65_536  # most problems whose order of arrival is stored
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of the server at a URL."""
+    """The identity of the server at a URL."""
 
     engine: str  # kind and major.minor version, such as "vllm 0.33"
     version: str
     model: str
     context_length: int
     tokenizer: str = ""  # source of the server's tokenizer, if the server reports it
-    routes: frozenset[str] = frozenset()  # optional ones that are open
+    routes: frozenset[str] = frozenset()  # optional capabilities that are available
 
 
 @dataclass(frozen=True, slots=True)
 class RawCompletion:
-    """A server's completion before it was checked.
+    """A server's completion before the checks.
 
-    A log-prob is None where the server did not send the raw one.
+    A log-prob is None if the server did not send a raw one.
     """
 
     ids: TokenIds
@@ -72,20 +72,20 @@ class NoVisibleText(EngineError):
 
 
 class Dialect(ABC):
-    """Dialect of one kind of server.
+    """The dialect of one kind of server.
 
     A dialect with `speaks = "ids"` has five parts: `name` with `schemes`, `identify`,
     `sample_call`, `read_sample` and `tokenize`. One that speaks text is a `TextDialect`
     (`atts.servers.chat`) and has no `tokenize`. Methods that read raise ValueError on a reply of
-    another shape, which the engine turns into a BadReply. What only some servers can do is in
+    another shape, which the engine turns into a BadReply. Capabilities of only some servers are in
     `Scorer`, `Forcer` and `Rater`.
     """
 
     name: str
     schemes: tuple[str, ...]
-    """The words with which addresses of such servers begin."""
+    """The schemes with which addresses of such servers begin."""
     found_at: str = ""
-    """A path that only such servers answer with 200; empty where there is none."""
+    """A path that only such servers answer with 200; empty if there is none."""
     speaks: Literal["ids", "text"] = "ids"
     spare: int = 1
     """Positions of the context that the server needs for itself."""
@@ -126,11 +126,11 @@ class Dialect(ABC):
         """Read the reply to `sample_call`."""
 
     def abort(self, rid: str) -> Call | None:
-        """Return the call that frees a request; None where only closing the connection does."""
+        """Return the call that frees a request; None if only closing the connection frees it."""
         return None
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """Ask for the server's own ids of a text, without special tokens.
+        """Request the server's ids of a text, without special tokens.
 
         A dialect that speaks ids overrides this method: the probe compares these ids with those of
         the tokenizer here. It is never called if the dialect speaks text.
@@ -145,22 +145,24 @@ class Dialect(ABC):
         )
 
     async def running(self, client: Client) -> int | None:
-        """Ask how many requests the server is working on; None when it does not say."""
+        """Return how many requests the server is processing; None if it does not report that."""
         return None
 
     async def drafted(self, client: Client) -> DraftCounts | None:
-        """Ask what was proposed and accepted so far; None where the server does not count it."""
+        """Return the numbers of proposed and accepted tokens; None if the server does not count
+        them.
+        """
         return None
 
     async def speculation(self, client: Client) -> str | None:
-        """Ask how the server speculates: "" where it does not, None where it does not say."""
+        """Return how the server speculates: "" if it does not, None if it does not report that."""
         return None
 
     def _priority(self, request: SampleRequest | ScoreRequest) -> dict[str, int]:
         """Return the field for a request's priority, which may be none, in the server's direction.
 
-        Without a priority of its own, a request is sooner the earlier its problem arrived, so that
-        problems end one after the other and few are under way.
+        A request without a priority gets one by the arrival of its problem, so that problems end
+        one after the other and few are open.
         """
         if self._options.priorities != "send":
             return {}
@@ -175,7 +177,7 @@ class Dialect(ABC):
 
     @property
     def closes_thinking(self) -> bool:
-        """Return whether thinking budgets are left to the server."""
+        """Return whether the server enforces thinking budgets."""
         return self._options.thinking == "send"
 
 
@@ -195,23 +197,27 @@ class Scorer(Dialect):
 
 
 class TopScorer(Scorer):
-    """A dialect that also lists the likeliest tokens at every place of a given text."""
+    """A dialect that also lists the most likely tokens at every position of a given text."""
 
     @abstractmethod
     def top_call(self, ids: TokenIds, top: int) -> Call:
-        """Return the call that lists so many tokens at every place."""
+        """Return the call that lists `top` tokens at every position."""
 
     @abstractmethod
     def read_top(self, reply: bytes, ids: TokenIds) -> list[dict[int, float]]:
-        """Read the reply to `top_call`: log-probability by token, at every place but the first."""
+        """Read the reply to `top_call`: log-probability by token, at every position except the
+        first.
+        """
 
 
 class Forcer(Dialect):
-    """A dialect without scores that can be made to write a token, which shows its log-probability."""
+    """A dialect without scores that can be forced to write a token, whose log-probability it then
+    returns.
+    """
 
     @abstractmethod
     def force_call(self, ids: TokenIds, token: int) -> Call:
-        """Return the call that writes this very token."""
+        """Return the call that writes exactly this token."""
 
     @abstractmethod
     def read_forced(self, reply: bytes, token: int) -> float:
@@ -219,7 +225,7 @@ class Forcer(Dialect):
 
 
 class Rater(Dialect):
-    """A dialect that shows the likeliest next tokens: enough for a rating of one digit."""
+    """A dialect that lists the most likely next tokens, which is enough for a rating of one digit."""
 
     @abstractmethod
     def rating_call(self, ids: TokenIds, rid: str) -> Call:
@@ -244,15 +250,15 @@ def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float
 
 
 def seed_of(request: SampleRequest, bits: int) -> int:
-    """Return the request's seed as the server takes it."""
+    """Return the request's seed in the range that the server accepts."""
     return request.seed.key() & ((1 << bits) - 1)
 
 
 def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
-    """Read a 200 as a value of that type.
+    """Read a reply with status 200 as a value of this type.
 
-    :raises ValueError: it is no such value.
-    :raises EngineError: any other status.
+    :raises ValueError: if it is not such a value.
+    :raises EngineError: for any other status.
     """
     if reply.status != 200:
         raise client.refusal(reply)
@@ -260,14 +266,14 @@ def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
 
 
 async def json_at(client: Client, path: str, kind: Any, body: dict[str, Any] | None = None) -> Any:
-    """Ask for the JSON at a path, with a POST where there is a body."""
+    """Request the JSON at a path, with a POST if there is a body."""
     return json_of(client, await client.look(path, body), kind)
 
 
 def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> ModelRow:
-    """Return the row of /v1/models that is meant; the only one when none is named.
+    """Return the row of /v1/models for the named model, or the only row if none is named.
 
-    :raises UnsupportedByEngine: it is not there, or several are and none is named.
+    :raises UnsupportedByEngine: if there is no such row, or there are several and none is named.
     """
     names = [row.id for row in models]
     if wanted:
@@ -277,7 +283,7 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
         raise UnsupportedByEngine(
             client.name, f"{client.url} has no model {wanted!r}", f"It has {', '.join(names)}"
         )
-    # Adapters name their base model as their parent.
+    # Rows of adapters have their base model as parent.
     base = [row for row in models if not row.parent]
     if len(base) != 1:
         raise UnsupportedByEngine(
@@ -287,26 +293,26 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
 
 
 def short_version(version: str) -> str:
-    """Return major.minor of a version."""
+    """Return the major and minor number of a version."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
 async def served_model(client: Client, model: str) -> ModelRow:
-    """Ask for the row of /v1/models that is meant; see `choose_model`."""
+    """Request the row of /v1/models for the model; see `choose_model`."""
     models: ModelRows = await json_at(client, "/v1/models", ModelRows)
     return choose_model(client, models.data, model)
 
 
 async def tokens_of(client: Client, body: dict[str, Any]) -> TokenIds:
-    """Ask for what /tokenize makes of a text."""
+    """Request the ids of a text from /tokenize."""
     tokenized: Tokenized = await json_at(client, "/tokenize", Tokenized, body)
     return tokenized.tokens
 
 
 async def in_queue(client: Client, running: str, waiting: str = "") -> int | None:
-    """Ask for the requests at work and waiting, by the gauges of that name at /metrics.
+    """Return the number of running and waiting requests, from these gauges at /metrics.
 
-    None means that the server has no such gauges.
+    It is None if the server does not have them.
     """
     text = (await client.look("/metrics")).body.decode(errors="replace")
     at_work = metric(text, running)
@@ -317,14 +323,14 @@ async def in_queue(client: Client, running: str, waiting: str = "") -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Tokens that a server proposed and accepted since it started."""
+    """The numbers of tokens that a server proposed and accepted since it started."""
 
     rounds: int  # rounds, each of one sequence
     proposed: int
-    accepted: tuple[int, ...]  # tokens, by their place in the proposal
+    accepted: tuple[int, ...]  # accepted tokens, by their position in the proposal
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
-        """Return the difference to an earlier look."""
+        """Return the difference from an earlier snapshot."""
         before = (*earlier.accepted, *[0] * len(self.accepted))
         return DraftCounts(
             self.rounds - earlier.rounds,
@@ -346,11 +352,12 @@ def metrics_by_place(text: str, name: str) -> tuple[int, ...]:
 
 
 def metric(text: str, name: str) -> int | None:
-    """Return the sum of one gauge or counter in Prometheus' text format; None when it is not there."""
+    """Return the sum of one gauge or counter in Prometheus' text format; None if it is missing."""
     lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
     total = 0
     for line in lines:
-        # Bounded, for a server may say anything: 1e+0999999 takes long to become a number.
+        # The length is bounded, because a server may send anything, and 1e+0999999 takes long to
+        # convert.
         count = re.fullmatch(r"\d{1,15}(\.\d{0,15})?(e\+0\d)?", line.rsplit(" ", 1)[-1])
         if count is None:
             return None
@@ -359,7 +366,7 @@ def metric(text: str, name: str) -> int | None:
 
 
 class DialectClient:
-    """Speaks one dialect over one HTTP client, and checks replies before they count.
+    """A client of one dialect over one HTTP client, which checks all replies.
 
     `hot_convention` says whether the log-probabilities that come with samples at temperatures
     above 0 other than 1 are raw or processed, as the probe measured it.
@@ -379,9 +386,9 @@ class DialectClient:
         self._ratings = _RatingCache(self._rate)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Return a completion as the engine protocol wants it.
+        """Return a completion in the form of the engine protocol.
 
-        :raises BadReply: the reply cannot be true.
+        :raises BadReply: if the reply cannot be correct.
         """
         sampled, length, ended = await self._sampled(request)
         if self.spec.logprobs == "none":
@@ -394,21 +401,21 @@ class DialectClient:
         return Completion(ids, text, ended, logprobs[:length], sampled.cached_tokens)
 
     async def sample_raw(self, request: SampleRequest) -> RawCompletion:
-        """Return a completion as sent, believable as far as it goes."""
+        """Return a completion as the server sent it, after the basic checks."""
         sampled, _, _ = await self._sampled(request)
         return sampled
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the suffix's log-probs; where the server only rates, those of a one-token suffix.
+        """Return the suffix's log-probs; if the server can only rate, those of a one-token suffix.
 
-        :raises UnsupportedByEngine: the server can neither.
-        :raises BadReply: the reply cannot be true.
+        :raises UnsupportedByEngine: if the server can neither score nor rate.
+        :raises BadReply: if the reply cannot be correct.
         """
         if not isinstance(self.dialect, Scorer):
             return await self._rated(request)
         scores = await self._score_once(self.dialect, request, "read")
         if scores is None:
-            # The server scored or wrote this very chunk before, and read it from its cache.
+            # The server scored or wrote exactly this chunk before, and read it from its cache.
             self.client.traffic.uncached += 1
             scores = await self._score_once(self.dialect, request, "skip")
         if scores is None:
@@ -418,10 +425,10 @@ class DialectClient:
     async def top_tokens(
         self, prefix: TokenIds, suffix: TokenIds, top: int
     ) -> list[dict[int, float]]:
-        """Return the likeliest tokens at every place of the suffix, likeliest first.
+        """Return the most likely tokens at every position of the suffix, in order.
 
-        :raises UnsupportedByEngine: the server does not list them.
-        :raises BadReply: the reply cannot be true.
+        :raises UnsupportedByEngine: if the server does not list them.
+        :raises BadReply: if the reply cannot be correct.
         """
         lister = self.dialect
         if not isinstance(lister, TopScorer):
@@ -442,23 +449,23 @@ class DialectClient:
                 kept.append({token: row[token] for token in likeliest})
             return kept
 
-        # each place brings as many log-probabilities as were asked for
+        # each position has as many log-probabilities as were requested
         size = len(ids) * (1 + top)
         return await self.client.ask(
             lambda rid: lister.top_call(ids, top), read, self.dialect.abort, size
         )
 
     async def ratings(self, ids: TokenIds) -> dict[str, float]:
-        """Return the likeliest next words and their log-probs.
+        """Return the most likely next words and their log-probs.
 
-        They are asked for once: one reply holds all ten digits of a rating.
+        They are requested only once, because one reply contains all ten digits of a rating.
 
         :raises UnsupportedByEngine: the server does not show them.
         """
         return await self._ratings.of(ids)
 
     def _sampled(self, request: SampleRequest) -> Awaitable[tuple[RawCompletion, int, Ending]]:
-        """Ask for a completion; return it, the number of its ids that count, and why it ended.
+        """Request a completion; return it, the number of its ids that count, and why it ended.
 
         If the server stopped without a stop string, an end token or a full length, the reply is
         refused and the client sends the request again.
@@ -469,8 +476,8 @@ class DialectClient:
         return self.client.ask(make, read, self.dialect.abort, tokens)
 
     def _sampling(self, request: SampleRequest, rid: str) -> Call:
-        """Make the call, with the model's own ends among the ids that stop it."""
-        # Not `replace`, which takes as long as writing the JSON.
+        """Make the call, with the model's end tokens among its stop ids."""
+        # This does not use `replace`, which takes as long as writing the JSON.
         sent = SampleRequest(
             request.ids,
             request.max_tokens,
@@ -493,7 +500,9 @@ class DialectClient:
     async def _raw(
         self, sampled: RawCompletion, request: SampleRequest, length: int
     ) -> tuple[float, ...]:
-        """Return raw log-probs of the ids that count: as sent where those are raw, else asked for."""
+        """Return raw log-probs of the ids that count: as sent if those are raw, else from a request
+        for scores.
+        """
         sent = sampled.logprobs[:length]
         is_whole = len(sent) == length and None not in sent
         is_processed = self.hot_convention == "processed" and not self._is_raw(request.sampling)
@@ -594,7 +603,7 @@ class DialectClient:
 
 
 class _RatingCache:
-    """Remembers the likeliest next words of a text; callers that ask meanwhile wait for the first."""
+    """A cache of the most likely next words of a text; concurrent callers wait for the first."""
 
     def __init__(self, ask: Callable[[TokenIds], Awaitable[dict[str, float]]]) -> None:
         self._ask = ask
@@ -602,7 +611,7 @@ class _RatingCache:
         self._asking: dict[TokenIds, anyio.Event] = {}
 
     async def of(self, ids: TokenIds) -> dict[str, float]:
-        """Return the words; a caller that fails or is cancelled leaves the question to the next."""
+        """Return the words; if a caller fails or is cancelled, the next caller asks the server."""
         while ids not in self._kept:
             asked = self._asking.get(ids)
             if asked is not None:
@@ -617,9 +626,9 @@ class _RatingCache:
 
 
 def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec) -> None:
-    """Believe ids and log-probs only where they can be true.
+    """Check that ids and log-probs can be correct.
 
-    :raises BadReply: they cannot.
+    :raises BadReply: if they cannot.
     :raises NoVisibleText: the model reasoned up to its limit, and the server shows nothing of it.
     """
     ids = sampled.ids
@@ -645,10 +654,10 @@ def find_end(
 ) -> tuple[int, Ending]:
     """Return the number of ids that belong to the completion, and the reason for its end.
 
-    Servers may run past a stop (several tokens a step) or not know a stop id: what counts is where
-    the text completes one. One that stopped early must have had a reason.
+    Servers may run past a stop (several tokens per step) or not know a stop id, so the end is where
+    the text completes a stop. A server that stopped early must have had a reason.
 
-    :raises BadReply: it stopped, and there is none.
+    :raises BadReply: if the server stopped without a reason.
     """
     ids = sampled.ids
     length = len(ids)
@@ -663,7 +672,7 @@ def find_end(
         return stopped, "delimiter"
     if ended is not None:
         return length, ended
-    # Where text is spoken, a server may count tokens without text, for which no ids stand.
+    # In a text dialect, a server may count tokens without text, which have no ids.
     is_full = len(ids) == request.max_tokens or spec.logprobs == "none"
     if sampled.finish == "length" and is_full:
         return len(ids), "length"
@@ -676,9 +685,9 @@ def find_end(
 
 
 def _stop_length(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> int:
-    """Return the least number of ids whose text holds a stop string; 0 if none does.
+    """Return the smallest number of ids whose text contains a stop string; 0 if there is none.
 
-    It is found by halving, because a text only grows.
+    It is found by bisection, because a text only grows.
     """
 
     def holds(count: int) -> bool:

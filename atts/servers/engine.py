@@ -1,4 +1,6 @@
-"""Engine on one HTTP server, probed when it opens and again when it may have been replaced."""
+"""An engine on one HTTP server, which is probed at its opening and whenever it may have been
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ R = TypeVar("R", SampleRequest, ScoreRequest)
 _log = logging.getLogger("atts.servers")
 _log.addHandler(logging.NullHandler())
 _DEFAULTS = RemoteOptions()
-# Between two looks at a server that was given up: every call asks, and each look takes time.
+# Seconds between two checks of a server that was given up; every call asks, but each check takes
+# time.
 _LOOK_AGAIN_SECONDS = 5.0
 
 
@@ -59,8 +62,8 @@ def server_engine(
 ) -> Engine:
     """Make the engine of the address "SCHEME:REST", not open yet; `docs/servers.md` lists settings.
 
-    Several URLs with commas between them are one pool of replicas. "server" finds out which dialect
-    is spoken. "openai" and "chat" are the chat API, whose URL ends with its version:
+    Several URLs with commas between them are one pool of replicas. "server" detects the dialect.
+    "openai" and "chat" are the chat API, whose URL ends with its version:
     "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", where the key is in that variable.
     `defaults` are the options that an address does not set.
 
@@ -87,11 +90,11 @@ def server_engine(
 
 
 class RemoteEngine(BaseEngine):
-    """A server of any known dialect that keeps the promises of `atts.engine.Engine`.
+    """An engine on a server of any known dialect, which keeps the promises of `atts.engine.Engine`.
 
-    `needs` is what the caller will ask for: a server that cannot do it is refused when it opens,
-    with the reason. The tokenizer is opened here, from the model's folder or name, unless one is
-    given; the server must have the same.
+    `needs` are the capabilities that the caller will use; a server that lacks one is refused at its
+    opening, with the reason. Unless a tokenizer is given, it is loaded from the model's folder or
+    name; the server must have the same one.
 
     :raises OptionError: an unknown dialect, or a URL that is none.
     """
@@ -118,17 +121,17 @@ class RemoteEngine(BaseEngine):
         self._model = model
         self._wanted_tokenizer = tokenizer
         self._needs = needs
-        # Set while it opens.
+        # These are set while the engine opens.
         self._client: Client | None = None
         self._dialect_client: DialectClient | None = None
         self._identity: Identity | None = None
         self._known: Known | None = None
         self._watch: Watch | None = None
-        # Until when the server counts as the one that was opened, and how many of the client's
-        # doubts have been looked into.
+        # The time until which the server counts as unchanged, and the number of the client's doubts
+        # that have been checked.
         self._trusted_until = 0.0
         self._doubts_checked = 0
-        self._unchecked = 0  # answers since the server was last compared with what is known of it
+        self._unchecked = 0  # answers since the server was last compared with its known values
         self._checking = anyio.Lock()
         self._changed: UnsupportedByEngine | None = None
 
@@ -143,11 +146,12 @@ class RemoteEngine(BaseEngine):
         return self._opened().traffic
 
     async def open(self) -> None:
-        """Connect, wait while the server loads, learn who it is, and see it do what is needed.
+        """Connect, wait while the server loads, identify it, and test that it can do what is
+        needed.
 
-        :raises UnsupportedByEngine: it cannot do what is needed.
-        :raises FingerprintError: its tokenizer is another.
-        :raises EngineUnavailable: it cannot be reached.
+        :raises UnsupportedByEngine: if it cannot do what is needed.
+        :raises FingerprintError: if it has another tokenizer.
+        :raises EngineUnavailable: if it cannot be reached.
         """
         self._client = client = Client(self._name, self.url, self.options)
         self._clock = clock()
@@ -176,7 +180,7 @@ class RemoteEngine(BaseEngine):
         return await self._watch.comes_back()
 
     async def recheck(self) -> None:
-        """Ask again who is there, and compare: a server that was restarted may be another.
+        """Identify the server again and compare, because a restarted server may be a different one.
 
         :raises UnsupportedByEngine: it is another engine, version, model or convention than was
             opened.
@@ -191,7 +195,8 @@ class RemoteEngine(BaseEngine):
         assert self._identity is not None, "an open engine was identified"
         client = self._opened()
         requests = self._requests()
-        # Read before the questions: a doubt that arises meanwhile is not answered by them.
+        # This is read before the questions, because they do not answer a doubt that arises in the
+        # meantime.
         doubts = client.traffic.doubts
         await wait_ready(client)
         identity = await identify(client, requests.dialect, self._model)
@@ -209,14 +214,14 @@ class RemoteEngine(BaseEngine):
         try:
             require_unchanged(self._name, self._identity, identity, self._known, seen)
         except UnsupportedByEngine as changed:
-            # For good: what another server answers belongs to another run.
+            # This is final, because answers of another server belong to another run.
             self._changed = changed
             raise
 
     async def _glance(self) -> None:
-        """Look by one request whether the model is still the one that was opened.
+        """Check by one request whether the model is still the one that was opened.
 
-        Its name may be the same, no connection need break, and no silence fall.
+        The model may change without a new name, a broken connection or a pause.
         """
         async with self._checking:
             self._unchecked = 0
@@ -246,14 +251,14 @@ class RemoteEngine(BaseEngine):
         return await self._requests().top_tokens(prefix, suffix, top)
 
     async def _trusted(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
-        """Do the work, sure before and after that the server is still the one that was opened."""
+        """Do the work, and check before and after it that the server has not changed."""
         watch = self._watch
         assert watch is not None, "it is open"
         now = self._clock()
         traffic = self.traffic
         is_first = self._counts.in_flight == 1
         if is_first and now - self._idle_since >= self.options.idle_seconds:
-            # In a silence the server may have been replaced without breaking a connection.
+            # During a pause the server may have been replaced without breaking a connection.
             self._trusted_until = now
         try:
             if now >= self._trusted_until:
@@ -261,8 +266,8 @@ class RemoteEngine(BaseEngine):
             result = await work(request)
             self._unchecked += 1
             if self._unchecked >= self.options.recheck_requests:
-                # One look at a time: if every answer waited for it, no more than
-                # `recheck_requests` would come in the time of a look.
+                # Only one check runs at a time. If every answer waited for it, at most
+                # `recheck_requests` would come during a check.
                 if not self._checking.locked():
                     await self._glance()
         except EngineUnavailable as error:
@@ -272,13 +277,13 @@ class RemoteEngine(BaseEngine):
         watch.seen()
         doubts = traffic.doubts
         if doubts > self._doubts_checked:
-            # A connection broke, or a reply bore another name: this answer counts only if the
-            # server is the same.
+            # A connection broke, or a reply had another name, so this answer counts only if the
+            # server has not changed.
             await self._recheck(doubts)
         return result
 
     async def _recheck(self, doubts: int) -> None:
-        """Let one task check; its answer holds for all that waited, and for the doubts before it."""
+        """Let one task check; its answer counts for all waiting tasks and all earlier doubts."""
         async with self._checking:
             if self._clock() >= self._trusted_until or self._doubts_checked < doubts:
                 await self.recheck()
@@ -304,7 +309,8 @@ class RemoteEngine(BaseEngine):
         return await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
 
     async def _probe(self) -> Known:
-        """See the server do what its kind claims, and take from the spec what it did not do.
+        """Test the capabilities that servers of this kind claim, and remove from the spec those
+        that fail.
 
         :raises UnsupportedByEngine: it does not do what is needed.
         """
@@ -316,7 +322,7 @@ class RemoteEngine(BaseEngine):
         if spec.logprobs == "none":
             convention: LogProbs = "none"
         elif "score" in spec.capabilities:
-            # Raw log-probs are then asked for by scoring.
+            # Raw log-probs are then requested by scoring.
             convention = "raw"
         else:
             convention = known.hot_convention
@@ -382,15 +388,15 @@ async def wait_ready(client: Client) -> None:
 
 
 class Watch:
-    """Waits for a server that was lost, up to `give_up_after` seconds after its loss.
+    """A waiter for a lost server, up to `give_up_after` seconds after its loss.
 
-    Of the calls that ask at once, one looks at the server and the others hear what it saw.
+    If several calls wait, one of them checks the server and the others get its result.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._now = clock()
-        # When it was lost, until it answers a call again.
+        # The time of the loss, until the server answers a call again.
         self._lost_at: float | None = None
         self._looked_at = -math.inf
         self._found_at = -math.inf
@@ -398,7 +404,7 @@ class Watch:
         self.has_given_up = False
 
     def seen(self) -> None:
-        """Note that the server has answered a call."""
+        """Record that the server has answered a call."""
         self._lost_at = None
         self.has_given_up = False
 
@@ -410,7 +416,7 @@ class Watch:
         return EngineUnavailable(self._client.name, problem, advice)
 
     async def comes_back(self) -> bool:
-        """Wait until the server is there; return False once `give_up_after` has passed."""
+        """Wait until the server is back; return False once `give_up_after` seconds have passed."""
         asked_at = self._now()
         async with self._looking:
             if self._found_at >= asked_at:
@@ -438,7 +444,7 @@ class Watch:
         if is_logged:
             self._log("is back after %.0f s", self._found_at - lost_at)
         if self.has_given_up:
-            # It gets the whole time again should it be lost once more.
+            # If it is lost again, it gets the full time again.
             self.seen()
         return True
 
@@ -448,16 +454,17 @@ class Watch:
     async def _is_there(self) -> bool:
         self._looked_at = self._now()
         try:
-            # A server that loads says 503, a gateway before one that is gone says 502 or 504.
+            # A server that is loading replies 503; a gateway before a lost server replies 502 or
+            # 504.
             return (await self._client.look("/health")).status < 500
         except EngineError:
             return False
 
 
 async def find_dialect(client: Client, name: str) -> Dialect:
-    """Return the dialect of that name; "auto" asks the server for a path of each in turn.
+    """Return the dialect of that name; "auto" requests a path of each dialect in turn.
 
-    :raises UnsupportedByEngine: nothing known answers.
+    :raises UnsupportedByEngine: if no known dialect answers.
     """
     if name != AUTO:
         return DIALECTS[name](client.options)
@@ -477,9 +484,9 @@ async def find_dialect(client: Client, name: str) -> Dialect:
 
 
 async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
-    """Ask the server who it is.
+    """Identify the server.
 
-    :raises UnsupportedByEngine: it speaks another dialect, or lacks the model.
+    :raises UnsupportedByEngine: if it has another dialect, or lacks the model.
     """
     try:
         return await dialect.identify(client, model)
@@ -492,7 +499,7 @@ async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
 
 
 def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokenizer) -> EngineSpec:
-    """Describe the server as an engine, before anything was seen of what it claims.
+    """Describe the server as an engine, before its claims are tested.
 
     :raises UnsupportedByEngine: it does not say how long its context is.
     """
@@ -531,7 +538,7 @@ def least_entropy(logprobs: Sequence[float]) -> float:
 
 
 def claimed_by(dialect: Dialect) -> frozenset[Capability]:
-    """Return the most that servers of this dialect can do."""
+    """Return all capabilities that servers of this dialect may have."""
     capabilities: set[Capability] = {"sample"}
     if isinstance(dialect, TopScorer):
         capabilities.add("entropy")
@@ -547,9 +554,9 @@ def claimed_by(dialect: Dialect) -> frozenset[Capability]:
 def require_capabilities(
     name: str, identity: Identity, can: frozenset[Capability], needs: frozenset[Capability]
 ) -> None:
-    """Refuse a kind of server that cannot do what is needed; one that scores can rate.
+    """Check that this kind of server can do what is needed; a server that scores can also rate.
 
-    :raises UnsupportedByEngine: naming what it lacks.
+    :raises UnsupportedByEngine: if not, naming the missing capabilities.
     """
     missing = needs - can
     if "score" in can:
@@ -562,7 +569,7 @@ def require_capabilities(
 
 
 async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name: str) -> Tokenizer:
-    """Return the tokenizer that was given, or load the one that was named, by the user or the server.
+    """Return the given tokenizer, or load the one that the user or the server named.
 
     :raises ModelLoadError: there is none.
     """
@@ -572,7 +579,7 @@ async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name:
 
 
 def _load_tokenizer(model: str, name: str) -> Tokenizer:
-    # transformers is heavy, and servers that take text do without.
+    # transformers is slow to import, and servers that take text do not need it.
     from atts.models.folders import find_tokenizer
     from atts.models.tokenizers import ModelTokenizer
 
@@ -595,7 +602,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """Everything a probe found at a URL; prints as a list."""
+    """The findings of a probe of a URL; printed as a list."""
 
     url: str
     spec: EngineSpec
@@ -606,7 +613,7 @@ class ProbeReport:
         """Return the abilities that pipelines may use: "sample", "score", "rate"."""
         capabilities: set[str] = set(self.spec.capabilities)
         if "score" in capabilities:
-            # What scores a text can rate by one token.
+            # A server that scores texts can also rate by one token.
             capabilities.add("rate")
         return tuple(sorted(capabilities))
 

@@ -1,4 +1,4 @@
-"""Options of an engine on a server: patience, retries, concurrency, proxies and API keys."""
+"""The options of an engine on a server: time limits, retries, concurrency, proxies and API keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ message alone."""
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """The place from which an API key is read when a connection opens; the key is never kept here.
+    """The source from which an API key is read when a connection opens; the key itself is never
+    stored here.
 
     >>> ApiKey(variable="ATTS_NO_SUCH_KEY").read()
     Traceback (most recent call last):
@@ -92,7 +93,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """Patience, retries and load of one server.
+    """The time limits, retries and load of one server.
 
     `timeout_seconds` bounds a call with all its retries; `attempts` counts the first try. At most
     `in_flight` requests are under way at once, fewer after the server says that it is too many.
@@ -120,7 +121,7 @@ class RemoteOptions:
 
     timeout_seconds: float = 600.0
     attempts: int = 3
-    # Before the second attempt; it doubles with each further one.
+    # Seconds before the second attempt, doubled for each further attempt.
     delay_seconds: float = 0.25
     in_flight: int = 4096
     # Thousands of connections at once take a busy machine some seconds.

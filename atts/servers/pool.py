@@ -1,4 +1,6 @@
-"""Pool of alike replicas as one engine: cache-affine routing, circuit breaking, retries elsewhere."""
+"""A pool of equal replicas as one engine, with cache-affine routing, circuit breaking and retries
+on other replicas.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from atts.errors import (
 
 T = TypeVar("T")
 State = Literal["up", "down", "refused"]
-"""down: it failed and is asked again later. refused: it came back as another engine."""
+"""The state of a replica: "down" means that it failed and is tried again later, "refused" that it
+came back as another engine.
+"""
 _BACK_SECONDS = 0.5  # before a failed replica is asked again; doubles with every failure
 _LONGEST_SECONDS = 30.0
 _FAILURES = 3  # time-outs or impossible replies in a row that count as a lost replica
@@ -46,10 +50,10 @@ _SLACK = 8  # requests a replica may have above its fair share before work spill
 
 
 class Replica(Engine, Protocol):
-    """An engine that can be lost and found again."""
+    """An engine that can be lost and can come back."""
 
     async def recheck(self) -> None:
-        """Open it if it never was, or see that it is still the engine that was opened.
+        """Open the engine if it was never opened, else check that it is still the same engine.
 
         :raises EngineUnavailable: it cannot be reached.
         :raises EngineError: it is another.
@@ -59,7 +63,7 @@ class Replica(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The work of one replica: done, failed and under way."""
+    """The requests of one replica: done, failed and in flight."""
 
     name: str
     state: State
@@ -70,7 +74,7 @@ class ReplicaLoad:
 
 
 Prefer = Callable[[Sequence[ReplicaLoad], SampleRequest | ScoreRequest], int]
-"""Which of the replicas that are up a request goes to."""
+"""A function that chooses one of the available replicas for a request."""
 
 
 @dataclass(slots=True)
@@ -91,22 +95,22 @@ class _Member:
 
     @property
     def load(self) -> ReplicaLoad:
-        """Return its work as a value for others."""
+        """Return the numbers of its requests as a value."""
         return ReplicaLoad(
             self.name, self.state, self.in_flight, self.requests, self.failures, self.reason
         )
 
 
 class ReplicaPool:
-    """Engines that are alike, as one engine.
+    """A pool of equal engines that acts as one engine.
 
-    A rollout goes where its name sends it, so that its prefix is cached there, unless that replica
-    is down or has far more to do than the others; or each request where `prefer` says. A replica
-    that is lost is left alone for a while, then checked by one request while the others go
-    elsewhere; the requests it lost are asked again elsewhere, from the ids they carry. One that
+    The name of a rollout chooses its replica, so that its prefix is cached there, unless that
+    replica is down or much busier than the others; with `prefer`, that function chooses for each
+    request. A lost replica is not used for a while, then checked by one request while other
+    requests use other replicas. Its lost requests are repeated on other replicas. A replica that
     comes back as another engine is never used again.
 
-    :raises OptionError: no replica.
+    :raises OptionError: if there is no replica.
     """
 
     def __init__(

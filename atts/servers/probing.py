@@ -1,4 +1,4 @@
-"""Probe of a server: which claims of its dialect hold, and the values by which it is recognised later."""
+"""Probe a server: test the claims of its dialect, and record the values that identify it later."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from atts.servers.dialect import (
     Scorer,
 )
 
-# Nats by which servers that batch differently differ.
+# The difference in nats that different batches may cause.
 TOLERANCE = 0.05
 _TEXTS = ("Let x = 2.\n\nThen 12345 + 678 = 13023.", "\n\n  two  spaces", "naïve \\boxed{42} π")
 _QUESTION = "Start at 17. +5, -8, +11. What is the result?"
-# Models differ most in what they find of mistakes and of sudden changes of subject.
+# Models differ most on mistakes and on sudden changes of subject.
 _MISTAKES = "So only: 17 plus 5 is 23.\n\nSo only: 23 minus 8 is 16.\n\n"
 _FIXED_TEXT = (
     f"{_MISTAKES}So only: 16 plus 11 is 26.\n\n"
@@ -51,7 +51,7 @@ Convention = Literal["raw", "processed", "unknown"]
 
 
 class OtherTokenizer(FingerprintError):
-    """The server reads text as other ids than the tokenizer that was given."""
+    """The server gives other ids for a text than the given tokenizer."""
 
     def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
@@ -65,7 +65,7 @@ class OtherTokenizer(FingerprintError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One claim that was looked at, whether it holds, and the evidence."""
+    """One tested claim, with its result and the evidence."""
 
     name: str
     answer: Answer
@@ -78,7 +78,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The findings of a probe, and the values by which a server is recognised later."""
+    """The findings of a probe, with the values that identify the server later."""
 
     findings: tuple[Finding, ...]
     hot_convention: Literal["raw", "processed"]
@@ -94,7 +94,7 @@ class Known:
 
 
 class Seen(NamedTuple):
-    """The values by which a server is compared with what is known of it."""
+    """The values by which a server is compared with its earlier state."""
 
     values: tuple[float, ...]
     convention: Convention
@@ -102,7 +102,7 @@ class Seen(NamedTuple):
 
 
 class ServerProbe:
-    """Looks at one server by a few cheap calls."""
+    """A probe of one server by a few cheap calls."""
 
     def __init__(self, requests: DialectClient) -> None:
         self._requests = requests
@@ -113,10 +113,10 @@ class ServerProbe:
         self._prompt = self._tokenizer.render([Message("user", _QUESTION)])
 
     async def run(self) -> Known:
-        """Look at everything.
+        """Test everything.
 
-        :raises FingerprintError: the server's tokenizer is another than ours.
-        :raises EngineError: it fails at something without which nothing can be said.
+        :raises FingerprintError: if the server has another tokenizer.
+        :raises EngineError: if the server fails in a test that all others need.
         """
         findings = [Finding("engine", "yes", f"{self._spec.engine}, model {self._spec.model}")]
         if self._dialect.speaks == "text":
@@ -188,7 +188,7 @@ class ServerProbe:
         return SampleRequest(self._prompt, tokens, sampling, Seed(run=seed, purpose="probe"))
 
     async def _look_at_text(self, findings: list[Finding]) -> None:
-        """Look at a server that takes messages and gives text."""
+        """Test a server that takes messages and returns text."""
         seen = "text goes both ways: its tokens are the server's own affair"
         findings.append(Finding("tokenizer", "unknown", seen))
         written = await self._see_text(findings)
@@ -205,7 +205,8 @@ class ServerProbe:
         findings.append(await self._see_abort())
 
     async def _see_text(self, findings: list[Finding]) -> RawCompletion | None:
-        """See the model write; return the text, or None from one that reasons unseen.
+        """Test that the model writes; return the text, or None if the model reasons without showing
+        it.
 
         A model that reasons first shows nothing after a few tokens, and some such models are
         sampled at temperature 1 only.
@@ -228,7 +229,7 @@ class ServerProbe:
         return None
 
     async def _see_answer(self, sampling: Sampling) -> str:
-        """Let the model reason as long as it needs; return what came of it in words."""
+        """Let the model reason as long as it needs; return a text on the result."""
         room = self._spec.context_length - len(self._prompt)
         tokens = min(_REASONING_TOKENS, room)
         while True:
@@ -237,7 +238,7 @@ class ServerProbe:
             except NoVisibleText as error:
                 return f"{error.problem}: give chunks more than {tokens} tokens"
             except ContextOverflow:
-                # A server may not say how small its context is.
+                # A server may not report how small its context is.
                 if tokens <= _TOKENS:
                     raise
                 tokens //= 4
@@ -256,7 +257,7 @@ class ServerProbe:
         return Finding("tokenizer", "yes", f"the server's ids of {len(_TEXTS)} texts are ours")
 
     async def _see_stop(self, ids: TokenIds) -> Finding:
-        """Ask for the greedy text again, with a stop string in the middle of it."""
+        """Request the greedy text again, with a stop string in the middle of it."""
         middle = len(ids) // 2
         stop = self._tokenizer.decode(ids[middle : middle + 1])
         if not stop or "\ufffd" in stop:
@@ -351,7 +352,7 @@ class ServerProbe:
             return "unknown"
         scores = await self._requests.score(ScoreRequest(self._prompt, hot.ids))
         if all(value > -TOLERANCE for value in scores.logprobs):
-            # So sure of itself that heat changes nothing.
+            # The model is so certain that temperature changes nothing.
             return "unknown"
         return "raw" if _distance(scores.logprobs, sampled) <= 2 * TOLERANCE else "processed"
 
@@ -389,9 +390,9 @@ class ServerProbe:
 
 
 def refuse_broken(name: str, findings: tuple[Finding, ...], needs: frozenset[Capability]) -> None:
-    """Refuse a server that was seen not to do what is needed.
+    """Check that a server passed the tests of what is needed.
 
-    :raises UnsupportedByEngine: with every reason.
+    :raises UnsupportedByEngine: if not, with every reason.
     """
     reasons = [
         f"{finding.name}: {finding.seen}"
@@ -411,9 +412,9 @@ def require_unchanged(
     known: Known,
     seen: Seen,
 ) -> None:
-    """Compare a server with the one that was opened, by its words and by what was seen of it.
+    """Compare a server with the one that was opened, by its identity and by the test results.
 
-    :raises UnsupportedByEngine: it is another.
+    :raises UnsupportedByEngine: if they differ.
     """
     changes: list[str] = []
 
@@ -452,10 +453,10 @@ def _known_logprobs(written: RawCompletion) -> tuple[float, ...]:
 
 
 def _distance(left: tuple[float, ...], right: tuple[float, ...]) -> float:
-    """Return the largest difference of two series; infinity where their lengths differ."""
+    """Return the largest difference of two series; infinity if their lengths differ."""
     if len(left) != len(right):
         return math.inf
-    # Equal infinities have no difference.
+    # Equal infinities count as difference 0.
     return max((abs(a - b) for a, b in zip(left, right, strict=True) if a != b), default=0.0)
 
 
@@ -472,11 +473,11 @@ def _first_ids(ids: TokenIds) -> str:
 
 _SAMPLED_TEXTS = 8
 _WARM = Sampling(temperature=0.7)
-# An honest server passes it about once in a million times.
+# A lossless server exceeds this about once in a million times.
 _MOST_DEVIATIONS = 5.0
 # Nats between two tokens that either may be the likeliest one.
 _TIE = 0.1
-# Nats that a token without any mass counts as.
+# The nats that count for a token with probability 0.
 _FLOOR = -30.0
 
 

@@ -1,4 +1,4 @@
-"""Ray engine: a pool of alike engines in the actors of a cluster, one per GPU or per so many cores."""
+"""A Ray engine: a pool of equal engines in the actors of a cluster, one per GPU or number of cores."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _join(name: str, address: str) -> Literal["leave it", "end it"]:
     """Connect to the cluster, or start one here; return what is to become of it afterwards."""
     if _ray().is_initialized():
         return "leave it"
-    # Nothing is reported to anybody.
+    # Ray must not report usage statistics.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
@@ -241,7 +241,7 @@ class ActorReplica(BaseEngine):
                 try:
                     await _result(handle.close.remote())
                 except _ray(".exceptions").RayError:
-                    # It is gone, which is what was wanted.
+                    # The actor is already gone, as intended.
                     pass
             _ray().kill(handle)
 
@@ -315,7 +315,8 @@ class Failure:
 class Host:
     """The object that runs in the actor.
 
-    One task opens and closes the engine, which may hold a task group open in between.
+    The same task opens and closes the engine, because the engine may have a task group open in
+    between.
     """
 
     def __init__(self, make: Callable[[], Engine]) -> None:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Tokens = tuple[Token, ...]
-# A log-probability at or below this is not believed.
+# A log-probability at or below this is treated as invalid.
 LOWEST = -1e6
 # Rounding may lift a log-probability a little above 0.
 HIGHEST = 1e-4
@@ -58,7 +58,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def logprob_of(value: float) -> float:
-    """Return a log-probability as it was meant: JSON's stand-ins for minus infinity are undone."""
+    """Return a log-probability, with JSON's stand-ins for minus infinity converted back."""
     if LOWEST < value <= CLAMPED or value == _MINUS_INFINITY:
         return -math.inf
     return value
@@ -91,7 +91,7 @@ def are_scores(values: Sequence[float]) -> bool:
 def finish_of(word: str | None) -> Literal["stop", "length"]:
     """Return why a server stopped.
 
-    :raises ValueError: for another reason, such as an abort that was not ours.
+    :raises ValueError: for any other reason, such as an abort that atts did not request.
     """
     if word == "stop":
         return "stop"

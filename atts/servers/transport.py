@@ -18,7 +18,7 @@ from atts.servers.options import RemoteOptions
 
 # httpx2's pool is searched linearly: many small ones are faster than one large one.
 SHARDS = 16
-# The body of an error is for people, who read no more.
+# The limit for the body of an error, which only people read.
 ERROR_BYTES = 1 << 16
 # Shorter than the servers' (uvicorn closes after 5), so that they never close first.
 KEEP_ALIVE_SECONDS = 4.0
@@ -34,7 +34,7 @@ class HttpReply:
 
 
 class ConnectionLost(Exception):
-    """No whole reply came; `sent` is whether the server may be at work on the request."""
+    """No complete reply came; `sent` says whether the server may be processing the request."""
 
     def __init__(self, problem: str, *, sent: bool) -> None:
         super().__init__(problem)
@@ -66,7 +66,7 @@ def open_transport(options: RemoteOptions) -> Transport:
 
 
 class AiohttpTransport:
-    """Sends by aiohttp, on asyncio only."""
+    """A transport that sends by aiohttp, on asyncio only."""
 
     def __init__(self, options: RemoteOptions) -> None:
         import aiohttp
@@ -118,7 +118,7 @@ class AiohttpTransport:
 
 
 class HttpxTransport:
-    """Sends by httpx2, in shards, on asyncio and trio."""
+    """A transport that sends by httpx2, in shards, on asyncio and trio."""
 
     def __init__(self, options: RemoteOptions) -> None:
         import httpx2

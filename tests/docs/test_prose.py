@@ -96,14 +96,14 @@ VERBS = set(
     fail feed fill find fit fix flush forget fork free
     gather generate give grade grant group guess
     halve hand handle hash have hear hide hold
-    ignore import index insert install interrupt iterate
+    identify ignore import index insert install interrupt iterate
     join judge
     keep kill
     learn leave let list listen load lock log look
     make mark measure merge move
     name note number
     open order
-    pack pair parse pass pick pickle place plan plant play poll prepare press prevent print propose protect put
+    pack pair parse pass pause pick pickle place plan plant play poll prepare press prevent print propose protect put
     queue
     raise rank read rebuild receive record refuse register release remember remove render reorder
     repeat replace replay report request reserve restore return rotate round run

@@ -192,8 +192,6 @@ STUDIES = {
     "field": Study(
         "methods at equal cost: accuracy against what real pairs' tokens would cost",
         "field:study",
-        0,
-        180,
     ),
     "ablations": Study(
         "one choice at a time: which defaults win", "arms:study_ablations", 0, 190, smallest=True

@@ -70,6 +70,7 @@ def test_all_and_quick_run_known_studies_each_once() -> None:
         "blocks",
         "blocks-real",
         "distil",
+        "field",
         "hosted",
         "judges",
         "real-pair",

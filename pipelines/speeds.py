@@ -15,7 +15,7 @@ _SLOWER = 1.5  # if a token of one chunk took this many times as long, no stretc
 # `_UNSURE` chunks.
 _SURE = 0.4
 _UNSURE = 1.5
-_AFTER_LOSS = 16  # stretches without a try after a chunk or a stretch that was slower
+_AFTER_LOSS = 16  # after a try that was slower, so many stretches pass before the next try
 _LONGEST = 64  # most stretches between two tries
 # drafting stops when it has lost this share of the run's time, and may start again below the second
 # share

@@ -257,8 +257,8 @@ def _speculation(
         return SpeculationOptions(speculate="suffix"), ""
     if not drafter:
         problem = (
-            "lets the run's draft propose, which must be a model of this machine, embedded or "
-            "hf:MODEL"
+            "lets the draft of the run propose tokens, so the draft must be a model of this "
+            "machine: embedded or hf:MODEL"
         )
         raise OptionError(
             "speculate", f"{speculate} {problem}; use another draft, or leave speculate out"

@@ -545,7 +545,7 @@ class Group(Generic[T]):
         if result.status in ("done", "failed") and self.settle(result):
             self.close("settled")
 
-    # admitted together: rounds, and places that are given back together
+    # The methods below admit members together: in rounds, and where places are given back together.
 
     def close_round(self) -> bool:
         """Close the round if no member is missing; those that wait in it continue."""

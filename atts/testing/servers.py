@@ -281,7 +281,7 @@ class ServerCall:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The paths of a dialect; work may fail on demand, questions are always answered."""
+    """The paths of a dialect. Requests for tokens or scores fail on demand; questions about the server do not."""
 
     questions: Mapping[str, Callable[[ServerCall], Any]]
     work: Mapping[str, Callable[[ServerCall], Awaitable[Any]]]

@@ -36,7 +36,7 @@ _WHOLE = words("of_integers")
 _STEPS = words("stepping")
 _TURNS = words("turning")
 _SWITCHES = words("switching") | _STEPS | _WHOLE | _NATURAL
-_INDICES = frozenset("nmkjNMK")  # letters that stand for integers in functions that change in steps
+_INDICES = frozenset("nmkjNMK")  # letters that are usually integers, such as n in floor(n/2)
 # points for expressions without a branch: analytic expressions that agree at one generic point
 # agree everywhere
 _SMOOTH = 6

@@ -695,9 +695,8 @@ def small_runs(folder: Path, options: Options) -> Table:
         rows,
         f"{runs} runs a row, problems of a recorded run drawn with replacement, 64 rollouts in "
         f"flight; times follow "
-        "lengths. Worst: as many chunks with the highest scores as the rate stands for; what is "
-        "not caught of them, "
-        "others got.",
+        "lengths. Worst caught: of the chunks with the highest scores, as many as the rate allows, "
+        "the share that was escalated.",
     )
 
 

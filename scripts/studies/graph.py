@@ -392,8 +392,8 @@ def _flatness(options: Options) -> Table:
         f"same calls, probably "
         "cheaper for touching less memory. The collector of garbage explains a part: without it, "
         "it grows less.",
-        f"With {IN_FLIGHT // 4} in flight it is four waves, and what grows is growth with the "
-        f"number of rollouts.",
+        f"With {IN_FLIGHT // 4} in flight the smallest size runs four waves, so the growth that is "
+        f"left comes from the number of rollouts.",
     )
 
 

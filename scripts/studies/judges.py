@@ -323,7 +323,8 @@ def rollouts_table(problems: Sequence[BankProblem]) -> Table:
         "Incorrect rollouts distinguished from correct ones",
         "score | AUROC within problems | the same, rollouts with an answer | AUROC over all rollouts",
         rows,
-        f"{len(problems)} problems, of which {mixed} have correct and incorrect rollouts. 0.5 knows nothing.",
+        f"{len(problems)} problems, of which {mixed} have correct and incorrect rollouts. "
+        "A score that knows nothing has 0.5.",
     )
 
 

@@ -183,7 +183,7 @@ class GoodputControl:
         load.steps += 1
         load.mixed = load.mixed + 1 if step.others else 0
         if load.trial is None:
-            # other tokens come and go: what pays in the long run is what pays without them
+            # Tokens of other requests come and go, so the lengths are judged by the steps without them.
             is_fit = load.mixed % _MIXED == 0 or not verdict.keys
             if load.rested:
                 self._wake(load, step)
@@ -218,7 +218,8 @@ class GoodputControl:
         forecast = self._forecast(step, rounds, rows)
         if forecast is not None:
             forecast = forecast._replace(is_trial=load.trial is not None, steps=self._unseen)
-        # if most were not asked for in the last step, a drafter had to catch up with them
+        # A step is steady if most of its sequences were in the last step too. Otherwise the drafter
+        # first had to read what it had missed of them, which costs time.
         is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
         self._costs.rest(self._unseen - 1)
         self._costs.add(step.condition, rows, seconds[1])

@@ -48,7 +48,8 @@ class Kept(NamedTuple):
 
     column: int
     states: NDArray[np.float32]  # [slots, width]
-    # computed among many rows: alone, rows attend by other kernels, not to the same bit
+    # True where the state was computed in a batch of many rows. A single row uses another attention
+    # kernel, whose results differ in the last bits.
     is_known: NDArray[np.bool_]
 
 

@@ -18,10 +18,12 @@ from atts.local.sequence import Sequence
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Draws = tuple[Sequence, list[int], list[float]]
-"""Tokens and log-probs at the places that a sequence was computed at."""
+"""The draws of a sequence in one step: its tokens and their log-probabilities, one of each per
+position.
+"""
 MANY = 4
-"""Rows of a sequence in a step from which on all attend by the kernels for many, whatever the
-model; fewer may not.
+"""From this number of rows per sequence and step on, every model attends with the kernels for many
+rows. With fewer rows, a model may attend with other kernels.
 """
 
 
@@ -37,13 +39,14 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Work of one step: `decoding` feed their newest token, `prefills` some given ones, `ready`
-    nothing.
+    """The work of one step: `decoding` sequences feed their newest token, `prefills` feed some
+    given tokens, and `ready` sequences feed nothing.
     """
 
     decoding: list[Sequence]
-    prefills: list[PrefillChunk]  # those of a single token first
-    # all given ids are cached, logits included: sampled from without a forward
+    prefills: list[PrefillChunk]  # chunks of a single token come first
+    # sequences whose given ids and last logits are cached, so they are sampled without a forward
+    # pass
     ready: list[Sequence]
     # proposed tokens after each decoding sequence's newest token; empty when nothing is proposed
     proposals: list[TokenIds]
@@ -54,12 +57,12 @@ class StepPlan:
         return len(self.decoding) + len(self.prefills) + len(self.ready)
 
     def sequences(self) -> list[Sequence]:
-        """Return the sequences that it serves."""
+        """Return the sequences that the step serves."""
         return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
 
     def halves(self) -> Iterator[StepPlan]:
-        """Yield the same work in two steps, nothing proposed; the second without sequences that
-        lost their row.
+        """Yield the same work as two steps without proposals. The second step leaves out the
+        sequences that lost their row during the first one.
         """
         sequences = self.sequences()
         for part in (sequences[: self.size // 2], sequences[self.size // 2 :]):
@@ -77,8 +80,8 @@ class StepPlan:
         return len(self.decoding) + sum(map(len, self.proposals))
 
     def widths(self) -> list[int]:
-        """Count the places at which each sequence that is sampled is computed: ready, decoding,
-        started.
+        """Count the positions at which each sampled sequence is computed, in the order ready,
+        decoding, started.
         """
         spans = [1 + len(proposal) for proposal in self.proposals] or [1] * len(self.decoding)
         return [1] * len(self.ready) + spans + [1] * len(self.started())
@@ -90,7 +93,7 @@ class StepPlan:
                 yield sequence, position, token
 
     def started(self) -> list[Sequence]:
-        """Return sampling sequences whose last given token is fed now."""
+        """Return the sequences to sample whose last given token is fed in this step."""
         return [
             c.sequence
             for c in self.prefills
@@ -98,57 +101,59 @@ class StepPlan:
         ]
 
     def scored(self) -> list[PrefillChunk]:
-        """Return chunks that hold tokens to score."""
+        """Return the chunks that hold tokens to score."""
         return [c for c in self.prefills if c.logits_from < c.stop and c.sequence.is_scoring]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The tokens of this step, sequence after sequence; those that feed a single token come first.
+    """The tokens of one step, sequence after sequence; sequences that feed a single token come
+    first.
 
     Every token's keys and values are written to its slot before any token of the same layer
-    attends, so a sequence may read slots another one fills in the same step.
+    attends. So a sequence may read slots that another sequence fills in the same step.
     """
 
     tokens: Ints  # [tokens]
-    positions: Ints  # [tokens] as rows of the tables of angles
+    positions: Ints  # [tokens] rows of the table of rotary angles
     slots: Ints  # [tokens] where each token's keys and values go
     table_rows: Ints  # [sequences] row of the slot table
-    query_starts: Ints  # [sequences + 1] first token of each sequence
-    context_lens: Ints  # [sequences] positions known after this step
-    num_logits: Ints  # [sequences] how many of each one's tokens need logits: always its last ones
+    query_starts: Ints  # [sequences + 1] index of each sequence's first token
+    context_lens: Ints  # [sequences] number of positions known after this step
+    # [sequences] number of tokens that need logits, always the last tokens of the sequence
+    num_logits: Ints
     num_single: int  # sequences at the front that feed exactly one token
-    logit_rows: Ints  # [logits] tokens whose hidden state is returned
-    # how many tokens, and logit rows, at the end are of chunks that are scored
+    logit_rows: Ints  # [logits] index of each token whose hidden state is returned
+    # number of tokens, and of logit rows, that belong to scored chunks; they come last
     num_scored: tuple[int, int] = (
         0,
         0,
     )
-    # [sequences] of which model each is
-    # [sequences] which of the loop's models each is of, where there are several
+    # [sequences] index of each sequence's model; empty if the loop has a single model
     models: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 class Bursts(Protocol):
-    """Several plain steps in one, where that comes to the same tokens."""
+    """Several plain steps merged into one, used where this gives the same tokens."""
 
     def turns(self, plan: StepPlan) -> int:
         """Return the number of steps that may be merged into one; 1 if they may not be."""
         ...
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
-        """Return the draws of each sequence, equally many for all, and the logits after the first
-        turn.
+        """Return the draws of each sequence and the logits after the first merged step. All
+        sequences get the same number of draws.
         """
         ...
 
 
 def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
-    """Return the plan as arrays; `logit_rows` are the tokens sampled after, then those that score.
+    """Return the plan as arrays. In `logit_rows`, the tokens to sample after come before the tokens
+    that are scored.
 
-    A proposal is fed as rows of one token each that share a row of the slot table: each is computed
-    as if those before it had been fed in earlier steps, to the bit where a kernel computes rows
-    apart.
+    Each token of a proposal is fed as a row of its own, and these rows share a row of the slot
+    table. Each row is computed as if the rows before it had been fed in earlier steps. The results
+    agree to the bit if the kernel computes each row separately.
     """
     fed = list(plan.spans()) if plan.proposals else _newest(plan.decoding)
     if not plan.prefills:
@@ -215,23 +220,25 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
 
 
 def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Pick sequences in the order in which they are: often all of them."""
+    """Pick some sequences of a batch without changing their order; return the batch itself if all
+    of them are picked.
+    """
     if len(entries) < len(batch.table_rows):
         return picked(batch, entries)
     return batch, np.arange(len(batch.tokens)), np.arange(len(batch.logit_rows))
 
 
 _Fed = tuple[Sequence, int, int]
-"""Of a row that decodes: sequence, position and token."""
+"""The sequence, position and token of a decoding row."""
 
 
 def _newest(sequences: list[Sequence]) -> list[_Fed]:
-    """Return rows that feed nothing but the last token there is."""
+    """Return one row per sequence, which feeds the sequence's last token."""
     return [(sequence, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]
 
 
 def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
-    """Return the batch of the common case, one token each, without the bookkeeping of chunks."""
+    """Return the batch of a step in which every sequence feeds one token, which is the common case."""
     numbers = [(s.row, s.rope_row, position, token, s.model) for s, position, token in fed]
     rows, ropes, positions, tokens, models = np.array(numbers, dtype=np.int64).T.copy()
     plain = single_rows(tokens, positions, rows, table)
@@ -239,15 +246,15 @@ def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
 
 
 class StepBatches:
-    """Makes the batches of a loop; steps in which the same sequences feed their last token each
-    fill one batch again.
+    """A maker of the batches of a loop. It fills one batch again as long as the same sequences feed
+    their last token in each step.
     """
 
     def __init__(self) -> None:
         self._kept: tuple[list[Sequence], list[int], StepBatch] | None = None
 
     def of(self, plan: StepPlan, table: SlotIds) -> StepBatch:
-        """Return the plan's batch, to be read before the next one is asked for."""
+        """Return the plan's batch, which is valid until the next call."""
         if plan.proposals or not all(map(is_last, plan.prefills)):
             self._kept = None
             return step_batch(plan, table)
@@ -266,7 +273,9 @@ class StepBatches:
 
 
 def is_last(chunk: PrefillChunk) -> bool:
-    """Return whether it is the last given token alone, sampled after: like one that decodes."""
+    """Return whether the chunk is only the last given token of a sampled sequence, as in a decoding
+    row.
+    """
     sequence, start, stop, first = chunk
     return stop - start == 1 and first == start and not sequence.is_scoring
 
@@ -274,7 +283,7 @@ def is_last(chunk: PrefillChunk) -> bool:
 def single_rows(
     tokens: Ints, positions: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None
 ) -> StepBatch:
-    """Return a batch of rows that feed one token each, all or some of them sampled after."""
+    """Return a batch of rows that feed one token each; by default all of them are sampled after."""
     count = len(tokens)
     starts = np.arange(count + 1)
     return StepBatch(

@@ -32,9 +32,9 @@ from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.seams import HookedModel, Model
 from atts.local.sequence import TokenTable
 
-# before a small model sets its own: what is set counts for new threads too
+# read before a small model lowers the number, because the new number also applies to new threads
 _MOST_THREADS = torch.get_num_threads()
-_LOGITS_BYTES = 64 << 20  # most kept in remembered logits
+_LOGITS_BYTES = 64 << 20  # largest number of bytes that remembered logits take
 _MOST_LOGITS = 4096
 
 Send = Callable[[LoopReport], None]
@@ -44,7 +44,7 @@ MakeModel = Callable[[WorkerConfig, Weights, Tensor], HookedModel]
 def build_loop(
     config: WorkerConfig, send: Send, make_model: MakeModel | None = None
 ) -> tuple[StepLoop, WorkerReady]:
-    """Load the weights, allocate the cache, connect the parts; `make_model` stands in for the
+    """Load the weights, allocate the cache and build the loop; `make_model`, if given, replaces the
     choice of a kernel.
 
     :raises ModelLoadError: the weights cannot be used.
@@ -67,7 +67,9 @@ def build_loop(
 
 
 def whole_weights(config: WorkerConfig, make_model: MakeModel | None) -> Weights:
-    """Load all weights of a model; layers that native kernels may pack are read one by one."""
+    """Load all weights of a model. If the native kernels may pack the layers, each layer is read
+    when it is packed.
+    """
     return load_weights(
         config.folder,
         config.model,
@@ -81,8 +83,8 @@ def whole_weights(config: WorkerConfig, make_model: MakeModel | None) -> Weights
 def whole_model(
     config: WorkerConfig, weights: Weights, cache: Tensor, make_model: MakeModel | None
 ) -> tuple[HookedModel, str]:
-    """Make the model that `make_model` makes, or choose its kernel; say also what its user should
-    know of the choice.
+    """Make the model with `make_model`, or else with the kernel that suits it. Return also a note
+    for the user about this choice.
     """
     if make_model is not None:
         return make_model(config, weights, cache), ""
@@ -90,7 +92,7 @@ def whole_model(
 
 
 def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:
-    """Return the limits on one step, and on a cache of so many slots."""
+    """Return the limits on one step, for a cache with this number of slots."""
     model = config.model
     return SchedulerConfig(
         slots,
@@ -103,7 +105,7 @@ def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:
 
 
 def prefix_tree(config: WorkerConfig) -> PrefixTree:
-    """Return an empty prefix tree, which remembers logits as far as they take little memory."""
+    """Return an empty prefix tree, which remembers logits within a limit on their memory."""
     most = _LOGITS_BYTES // (4 * config.model.vocabulary)
     return PrefixTree(max(1, min(_MOST_LOGITS, most)))
 
@@ -116,8 +118,8 @@ def token_table(config: WorkerConfig) -> TokenTable:
 def choose_model(
     config: WorkerConfig, weights: Weights, cache: Tensor, group: int = 1
 ) -> tuple[NativeModel | TorchModel, str]:
-    """Take native kernels where they can be had and are allowed, else torch; say also what its user
-    should know of that.
+    """Make the model with native kernels if they are available and allowed, else with torch. Return
+    also a note for the user about this choice.
     """
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
     rounds = config.options.scores == "bfloat16"
@@ -159,7 +161,7 @@ def choose_model(
 
 
 def packs_weights(config: WorkerConfig) -> bool:
-    """Return whether the native kernels may be chosen, which pack every layer once."""
+    """Return whether the native kernels may be chosen; these pack every layer once."""
     is_fit = device_of(config).type == "cpu" and dtype_of(config) == torch.float32
     return is_fit and config.options.kernel != "torch"
 
@@ -170,14 +172,14 @@ def threads_of(config: WorkerConfig) -> int:
 
 
 def set_threads(config: WorkerConfig) -> None:
-    """Fix how many threads torch uses; called in the loop's own thread, for OpenMP counts per
-    calling thread.
+    """Fix the number of threads that torch uses. Call this in the loop's own thread, because OpenMP
+    keeps a number for each calling thread.
     """
     torch.set_num_threads(threads_of(config))
 
 
 def share_cores(config: WorkerConfig, model: Model, loops: int) -> None:
-    """Compute with as many threads as are left to one of so many loops."""
+    """Compute with the number of threads that one of `loops` loops gets."""
     shared = replace(config, sharers=loops)
     set_threads(shared)
     model.use_threads(threads_of(shared))

@@ -14,12 +14,13 @@ from torch import Tensor
 from atts.core import Recent, TokenIds
 
 SlotIds = NDArray[np.int32]
-"""Slots of the key-value cache, one token each; a store may give every token several, in columns.
+"""Slots of the key-value cache, one per token. A store may give every token several slots, as
+columns.
 """
 
 
 class SlotAllocator:
-    """A stack of free slots. Slot 0 is never handed out: it stays zero, and padding points at it.
+    """A stack of free slots. Slot 0 is never handed out: it stays zero, and padding refers to it.
 
     >>> allocator = SlotAllocator(4)
     >>> slots = allocator.allocate(3)
@@ -45,18 +46,20 @@ class SlotAllocator:
         return self.num_slots - self._least_free
 
     def new_table(self, rows: int, width: int) -> SlotIds:
-        """Return a table of slots, all 0, for so many sequences of so many tokens: [rows, width]."""
+        """Return a table of slots, [rows, width], for `rows` sequences of `width` tokens; all
+        entries are 0.
+        """
         return np.zeros((rows, width), dtype=np.int32)
 
     def allocate(self, count: int) -> SlotIds:
-        """Hand out `count` slots; the caller has made sure there are as many."""
+        """Hand out `count` slots; the caller must have checked that this many are free."""
         assert count <= self.num_free, "slots must be made free before they are allocated"
         self.num_free -= count
         self._least_free = min(self._least_free, self.num_free)
         return self._stack[self.num_free : self.num_free + count][::-1].copy()
 
     def free(self, runs: Sequence[SlotIds]) -> None:
-        """Take back slots that no sequence reads any more."""
+        """Take back slots that no sequence reads any longer."""
         for run in runs:
             count = len(run)
             assert self.num_free + count <= self.num_slots, "a slot was freed twice"
@@ -66,22 +69,24 @@ class SlotAllocator:
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """A run of tokens that follows its parent's, and the slots that hold it."""
+    """A run of tokens that follows its parent's tokens, with the slots of the run."""
 
     ids: TokenIds
     slots: SlotIds
     parent: PrefixNode | None
-    depth: int  # how many tokens a sequence that ends here has
+    depth: int  # length of a sequence that ends with this node
     children: dict[int, PrefixNode] = field(default_factory=dict[int, "PrefixNode"])
     locks: int = 0  # sequences that read through this node
-    last_used: int = 0  # on the tree's own clock
-    is_idle: bool = False  # among those to be evicted
-    # log-probability of each token where it is known, else NaN
+    last_used: int = 0  # reading of the tree's own clock
+    is_idle: bool = False  # whether the node is in the queue for eviction
+    # log-probability of each token, or NaN if it is not known
     scores: NDArray[np.float32] | None = None
 
 
 class PrefixMatch(NamedTuple):
-    """The longest known prefix of some ids: the node where it ends and the slots along the way."""
+    """The longest prefix of some ids that the cache has: its last node, and the slots of all its
+    tokens.
+    """
 
     node: PrefixNode
     slots: SlotIds
@@ -96,26 +101,28 @@ _NO_SLOTS: SlotIds = np.zeros(0, dtype=np.int32)
 
 
 class PrefixTree:
-    """Token sequences by longest common prefix, exact to the token; nodes in use are locked and
-    stay.
+    """A radix tree of token sequences that share their common prefixes. Nodes in use are locked and
+    are not evicted.
 
-    A node may also keep the logits after its last token: then a sequence that continues there
-    starts without a forward. And it may keep what its tokens scored: four bytes a token, for as
-    long as its slots are kept.
+    A node may also keep the logits after its last token, so that a sequence that continues there
+    starts without a forward pass. A node may also keep the log-probabilities of its tokens, four
+    bytes per token, for as long as it keeps their slots.
     """
 
     def __init__(self, max_logits: int) -> None:
         self.no_slots = _NO_SLOTS  # an empty array of slots: [0], or [0, columns]
         self._root = PrefixNode((), _NO_SLOTS, None, 0, locks=1)
         self._clock = 0
-        self.num_cached = 0  # slots the tree owns
-        self._num_locked = 0  # number of them that a running sequence reads
-        # leaves without locks, and some that were; by last use then
+        self.num_cached = 0  # slots that the tree owns
+        self._num_locked = 0  # number of the tree's slots that a running sequence reads
+        # heap of leaves by their last use; entries that are out of date are sorted out by `evict`
         self._idle: list[tuple[int, int, PrefixNode]] = []
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 
     def root(self, kind: int) -> PrefixNode:
-        """Return the root of the sequences of a kind, which share nothing with those of another."""
+        """Return the root for sequences of one kind, which share nothing with sequences of another
+        kind.
+        """
         if not kind:
             return self._root
         return self._root.children.setdefault(
@@ -128,7 +135,9 @@ class PrefixTree:
         return self.num_cached - self._num_locked
 
     def match(self, ids: TokenIds, limit: int, after: PrefixNode | None = None) -> PrefixMatch:
-        """Find the first `limit` ids, from `after` on; split a node where the match ends inside it."""
+        """Find the longest known prefix of the first `limit` ids, starting at node `after`. The
+        node in which the match ends is split there.
+        """
         self._clock += 1
         node = after or self._root
         at = 0
@@ -149,12 +158,12 @@ class PrefixTree:
         return PrefixMatch(node, runs[0] if len(runs) == 1 else np.concatenate(runs))
 
     def insert(self, ids: TokenIds, slots: SlotIds, after: PrefixNode | None = None) -> PrefixMatch:
-        """Make `ids` known: the node where they end, and the slots of the part that was known
-        before.
+        """Add `ids` to the tree; return the node where they end, and the slots of the part that was
+        known before.
 
-        They follow those of `after`, where it is given: then nothing before it is looked at again.
-        The tree takes the other slots over; the caller reads the known part from the tree's slots
-        and frees its own.
+        If `after` is given, the ids follow that node, and nothing before it is searched again. The
+        tree takes over the slots of the new part. For the known part, the caller reads the tree's
+        slots and frees its own.
         """
         match = self.match(ids, len(ids), after)
         known = match.length
@@ -170,8 +179,8 @@ class PrefixTree:
         return PrefixMatch(leaf, match.slots)
 
     def lock(self, node: PrefixNode, after: PrefixNode | None = None) -> None:
-        """Keep this node and all before it; where `after` is locked already, that lock is moved on
-        to the node.
+        """Lock this node and all nodes before it. If `after` is given, it is locked already, and
+        its lock moves on to `node`.
         """
         step: PrefixNode | None = node
         while step is not after:
@@ -193,8 +202,8 @@ class PrefixTree:
             step = step.parent
 
     def evict(self, count: int) -> list[SlotIds]:
-        """Forget at least `count` unlocked slots if there are as many, those least recently used
-        first.
+        """Evict unlocked nodes, those least recently used first, until `count` slots are free or
+        none are left to evict.
         """
         freed: list[SlotIds] = []
         while count > 0 and self._idle:
@@ -208,19 +217,19 @@ class PrefixTree:
         return freed
 
     def _offer(self, node: PrefixNode) -> None:
-        """Let a leaf without locks be evicted in its turn."""
+        """Queue a node for eviction if it is a leaf without locks."""
         if not (node.children or node.locks or node.is_idle):
             node.is_idle = True
             heappush(self._idle, (node.last_used, id(node), node))
 
     def keep_logits(self, node: PrefixNode, logits: Tensor) -> None:
-        """Remember the logits after this node's last token; the oldest such memory goes when there
-        are too many.
+        """Remember the logits after this node's last token; beyond a limit, the oldest logits are
+        forgotten.
         """
         self._logits[id(node)] = (node, logits)
 
     def logits(self, node: PrefixNode) -> Tensor | None:
-        """Return the logits after this node's last token, if they are still known."""
+        """Return the logits after this node's last token, or None if they are not remembered."""
         kept = self._logits.get(id(node))
         return None if kept is None else kept[1]
 
@@ -254,7 +263,7 @@ class PrefixTree:
         return known
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Yield all of them, those before others first."""
+        """Yield all nodes, each before the nodes that follow it."""
         pending = [self._root]
         while pending:
             yield (node := pending.pop())
@@ -269,8 +278,8 @@ class PrefixTree:
         return leaf.slots
 
     def _split(self, child: PrefixNode, at: int) -> PrefixNode:
-        """Cut a node in two; the lower part stays the same object, so locks on it and its logits
-        stay right.
+        """Cut a node in two. The lower part stays the same object, so its locks and its logits
+        remain valid.
         """
         assert child.parent is not None, "the root has no ids to cut"
         upper = PrefixNode(
@@ -293,12 +302,14 @@ class PrefixTree:
 
 
 def _shared_length(known: TokenIds, ids: TokenIds, start: int, limit: int) -> int:
-    """Count how many of `known` equal `ids` from `start` on, up to `limit`; 1 is known to."""
+    """Count how many of the tokens `known` equal the ids from `start` on, up to `limit`. The first
+    token is known to be equal.
+    """
     most = min(len(known), limit - start)
     if known[:most] == ids[start : start + most]:
         return most
     low = 1
-    high = most  # the first `low` are equal, the first `high` are not
+    high = most  # the first `low` tokens are equal, but not the first `high` ones
     while high - low > 1:
         middle = (low + high) // 2
         if known[low:middle] == ids[start + low : start + middle]:

@@ -17,15 +17,15 @@ from atts.local.worker import Mailbox, broken
 
 
 def main() -> int:
-    """Read the configuration, build the loop, run it until asked to close; the parent's end is this
-    process's end.
+    """Read the configuration, build the loop and run it until it is asked to close. The process
+    also ends when its parent has ended.
     """
     end_with(int(sys.argv[1]))
     from atts.local.builder import build_loop, set_threads  # imports torch
 
     commands = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not end up among the replies
+    os.dup2(2, 1)  # libraries may print, and their output must not mix with the replies
 
     config = pickle.load(commands)
     assert isinstance(config, WorkerConfig), "the first message is the configuration"
@@ -36,7 +36,7 @@ def main() -> int:
         write(replies, FailureReply.of(error))
         return 0
     write(replies, ready)
-    # the loaded models stay: looking through them for garbage takes a tenth of a second at a time
+    # The loaded objects stay until the end. Searching them for garbage would take 0.1 s each time.
     gc.freeze()
     mailbox = Mailbox()
     threading.Thread(target=_read_commands, args=(commands, mailbox), daemon=True).start()
@@ -52,8 +52,9 @@ def main() -> int:
 
 
 def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:
-    """Pass commands on, until the last."""
-    with suppress(*GONE):  # cut off: the parent is gone, and soon so are we
+    """Pass commands on until the one that ends the loop."""
+    # a read that is cut off means that the parent has ended, so this process ends soon
+    with suppress(*GONE):
         while True:
             for command in pickle.load(stream):
                 mailbox.put(command)

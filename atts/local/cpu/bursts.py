@@ -19,18 +19,20 @@ from atts.local.seams import Model
 from atts.local.sequence import Sequence, TokenTable
 
 _MOST_TURNS = 8
-"""A request that comes meanwhile waits for so many turns, which take as long as a step does outside
-of the kernels.
+"""Most steps in one burst. A request that arrives during a burst waits for its end, so the number
+is small.
 """
 _MOST_ROWS = 16
-"""With more, some text or other ends in almost every turn."""
+"""Most sequences in a burst. With more sequences, a text ends in almost every turn."""
 _SMALL = 1_000_000
-"""Weights of the largest model whose steps take longer outside of the kernels than in them."""
+"""Number of weights of the largest model for which bursts pay: its steps spend more time outside
+the kernels than in them.
+"""
 
 
 class MultiStep:
-    """Draws what so many plain steps would: the same tokens, by the same kernels, with the same
-    numbers.
+    """Bursts for native models. A burst draws the same tokens with the same numbers as plain steps,
+    because it uses the same kernels.
     """
 
     def __init__(self, model: NativeModel, scheduler: Scheduler, table: TokenTable) -> None:
@@ -47,15 +49,13 @@ class MultiStep:
 
     @classmethod
     def of(cls, model: Model, scheduler: Scheduler, table: TokenTable) -> MultiStep | None:
-        """Return bursts for a model that gains by them; None for another."""
+        """Return bursts for a model that is faster with them, or None for any other model."""
         if not isinstance(model, NativeModel) or model.config.matrix_weights > _SMALL:
             return None
         return cls(model, scheduler, table)
 
     def turns(self, plan: StepPlan) -> int:
-        """Return the number of steps that may be merged: 1 if a sequence draws from a truncated
-        distribution.
-        """
+        """Return the number of steps to merge; 1 if a sequence draws from a truncated distribution."""
         if plan.size > _MOST_ROWS or plan.ready or not all(map(is_last, plan.prefills)):
             return 1
         sequences = _sequences(plan)
@@ -71,8 +71,8 @@ class MultiStep:
         return most
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
-        """Draw as many tokens for one sequence as for the other; return also the first turn's
-        logits.
+        """Draw the same number of tokens for every sequence; return also the logits of the first
+        turn.
         """
         sequences, temperatures, ends = self._kept
         assert temperatures is not None, "otherwise it is one turn"
@@ -100,7 +100,9 @@ class MultiStep:
         return draws, torch.empty(0) if logits is None else logits[0]
 
     def _settings(self, sequences: list[Sequence]) -> tuple[Tensor | None, NDArray[np.uint8]]:
-        """Return temperatures, None where tokens are filtered, and the tokens that end a burst."""
+        """Return the temperatures, and a mask of the tokens that end a burst. The temperatures are
+        None if bursts cannot draw for these sequences.
+        """
         requests = [each.request for each in sequences if isinstance(each.request, SampleRequest)]
         sampling = batch_sampling(
             [request.sampling for request in requests], self._model.config.vocabulary
@@ -120,7 +122,7 @@ def _sequences(plan: StepPlan) -> list[Sequence]:
 
 
 def _following(batch: StepBatch, table: SlotIds) -> StepBatch:
-    """Return the rows of a second turn."""
+    """Return the rows of the second turn; their tokens are filled in when they are drawn."""
     return single_rows(
         np.zeros_like(batch.tokens), batch.context_lens.copy(), batch.table_rows, table
     )
@@ -129,7 +131,9 @@ def _following(batch: StepBatch, table: SlotIds) -> StepBatch:
 def _ends(
     table: TokenTable, vocabulary: int, stops: tuple[str, ...], ids: TokenIds
 ) -> NDArray[np.uint8]:
-    """Mark tokens after which a text may have ended: end tokens, and last bytes of stop strings."""
+    """Mark the tokens after which a text may end: end tokens, and tokens that contain the last byte
+    of a stop string.
+    """
     is_end = np.zeros(vocabulary, dtype=np.uint8)
     last = {stop.encode()[-1] for stop in stops}
     is_end[[token for token in (*table.end_ids, *ids) if token < vocabulary]] = 1

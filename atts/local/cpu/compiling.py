@@ -24,18 +24,21 @@ from atts.files import replace_file
 from atts.local.model_config import ModelConfig
 
 Build = Callable[[Path], None]
-"""Makes the library at a path in a folder of its own.
+"""A function that builds the library at a path, in a folder of the library's own.
 
 :raises UnsupportedByEngine: it cannot be built.
 :raises OSError: the disk refuses.
 """
 _BUILDING = "atts-build-"
 _STALE_SECONDS = 600.0
-"""Builds take seconds: what is as old as this was left by a process that was killed."""
+"""Age in seconds from which a build folder counts as left behind. A build takes seconds, so the
+process of an older folder was killed.
+"""
 
 
 def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
-    """Return the library of this key, cached or built now, and what was wrong with the cache.
+    """Return the library of this key, from the cache or newly built, and a description of any
+    problem with the cache.
 
     :raises UnsupportedByEngine: it can neither be loaded nor built.
     :raises OSError: no disk takes it.
@@ -54,7 +57,9 @@ def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
 
 
 def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[ctypes.CDLL, str]:
-    """Build in a folder that is gone afterwards: the system's for such things, else in the cache."""
+    """Build in a temporary folder, which is deleted afterwards. It is the system's temporary
+    folder, or else one in the cache.
+    """
     error: OSError | UnsupportedByEngine | None = None
     for place in (None, folder) if folder else (None,):
         try:
@@ -72,9 +77,10 @@ def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[c
 
 
 def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
-    """Return the path to load the library from, and why the cache did not take it, if so.
+    """Store a built library in the cache. Return the path to load it from, and a reason if the
+    cache did not take it.
 
-    Two processes that build at once keep two files, or the same one twice.
+    If two processes build at the same time, two files are kept, or one file is written twice.
     """
     if folder is None:
         return library, ""
@@ -93,7 +99,7 @@ def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
 
 
 def _cache_folder() -> tuple[Path | None, str]:
-    """Return the cache's folder, None where there is none that may be used, and why."""
+    """Return the cache's folder, or None and a reason if there is no folder that may be used."""
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         folder = (root if root.is_absolute() else Path.home() / ".cache") / "atts"
@@ -110,7 +116,9 @@ def _cache_folder() -> tuple[Path | None, str]:
 
 
 def _distrust(path: Path) -> str:
-    """Describe why something is not this user's alone to write; nothing when it is."""
+    """Describe why a path is not safe from changes by other users; return an empty text if it is
+    safe.
+    """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return "is not a plain file"
@@ -122,7 +130,7 @@ def _distrust(path: Path) -> str:
 
 
 def _damage(path: Path, key: str) -> str:
-    """Describe why a file is not what was built; nothing when it is."""
+    """Describe how a file differs from what was built; return an empty text if it does not."""
     try:
         if problem := _distrust(path):
             return problem
@@ -135,7 +143,7 @@ def _damage(path: Path, key: str) -> str:
 
 
 def _stale(folder: Path) -> Iterator[Path]:
-    """Find folders in which a process of this user was killed while it built."""
+    """Find build folders whose process was killed; only folders of this user count."""
     for path in folder.glob(f"{_BUILDING}*"):
         with suppress(OSError):
             if not _distrust(path) and path.lstat().st_mtime < time.time() - _STALE_SECONDS:
@@ -151,15 +159,15 @@ def _digest(data: bytes) -> str:
 
 
 Tuning = Literal["native", "avx2", "generic"]
-"""Whose instructions the compiler may use: all of this processor's, AVX2's, those every one of its
-kind has.
+"""The instructions that the compiler may use: all of this processor, only AVX2, or those of every
+processor of this architecture.
 """
 _SOURCES = Path(__file__).with_name("kernels")
 _FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 _INSTEAD = "Write ?kernel=torch behind the engine's name"
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
-# result, then arguments
+# type of the result, then types of the arguments
 _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None, ...]] = {
     "atts_row_block": (_INT,),
     "atts_has_pairs": (_INT,),
@@ -178,7 +186,9 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None
 
 
 def tunings() -> tuple[Tuning, ...]:
-    """List tunings whose code this processor can run; engines use the first, tests all of them."""
+    """List the tunings whose code runs on this processor, best first. Engines use the first one,
+    and tests use all.
+    """
     has_avx2 = {"avx2", "fma"} <= set(_processor().split())
     return ("native", "avx2", "generic") if has_avx2 else ("native", "generic")
 
@@ -186,7 +196,8 @@ def tunings() -> tuple[Tuning, ...]:
 def native_library(
     engine: str, config: ModelConfig, tuning: Tuning = "native"
 ) -> tuple[ctypes.CDLL, str]:
-    """Return the compiled kernels, cached or built now, and what was wrong with the cache, if so.
+    """Return the compiled kernels, from the cache or newly built, and a description of any problem
+    with the cache.
 
     :raises UnsupportedByEngine: no compiler, a failed build, a head size the kernels do not know,
         or a foreign tuning.
@@ -219,7 +230,7 @@ def native_library(
 
 
 def _compile(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
-    """Compile into a folder of the library's own, the compiler's temporary files included."""
+    """Compile into the library's own folder; the compiler's temporary files go there as well."""
     problem = ""
     sources = [str(source) for source in sorted(_SOURCES.glob("*.c"))]
     environment = {**os.environ, "TMPDIR": str(library.parent)}
@@ -239,10 +250,10 @@ def _compile(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
 
 
 def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
-    """List compiler and linker flags to try: all that is asked for first, then less."""
+    """List the compiler and linker flags to try: all flags first, then fewer of them."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     tuned = {"native": (native,), "avx2": ("-mavx2", "-mfma"), "generic": ()}[tuning]
-    # torch brings its own OpenMP; a second one in the process would make a second set of waiting
+    # torch brings its own OpenMP; a second OpenMP in the process would add a second set of waiting
     # threads
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     threads = [((*tuned, "-fopenmp"), ("-nostdlib", str(bundled[0]), "-lc"))] if bundled else []
@@ -250,7 +261,9 @@ def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
 
 
 def _cache_key(compiler: str, tuning: Tuning) -> str:
-    """Name a build: the source, the flags, the compiler and the processor it was tuned for."""
+    """Return the cache key of a build: the source, the flags, the compiler and the processor that
+    it is tuned for.
+    """
     sources = [source.read_text(encoding="utf-8") for source in sorted(_SOURCES.iterdir())]
     text = repr(
         (sources, _FLAGS, _flag_sets(tuning), compiler, os.stat(compiler).st_mtime, _processor())
@@ -259,7 +272,7 @@ def _cache_key(compiler: str, tuning: Tuning) -> str:
 
 
 def _processor() -> str:
-    """Return the instruction sets of the processor, where the system tells."""
+    """Return the instruction sets of the processor, if the system reports them."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     return next(

@@ -36,7 +36,9 @@ _ARRAYS = tuple(
 
 
 def _address(array: NDArray[Any]) -> int:
-    """Return the value of `array.ctypes.data` in half the time: a small step asks for a dozen."""
+    """Return the same as `array.ctypes.data` in half the time, because a small step calls it a
+    dozen times.
+    """
     return torch.from_numpy(array).data_ptr()
 
 
@@ -59,13 +61,13 @@ def _floats(rows: int, columns: int) -> _Floats:
 
 
 class Segment(ctypes.Structure):
-    """Rows of a step to which an adapter adds, and which of its logit rows they are."""
+    """A range of a step's rows, and of its logit rows, to which one adapter adds its terms."""
 
     _fields_ = [*members("first_row last_row first_logit last_logit", INT), ("deltas", POINTER)]
 
 
 class Adapted(NamedTuple):
-    """Those of a step, and the largest rank of their adapters."""
+    """The segments of a step that have an adapter, and the largest rank of these adapters."""
 
     segments: ctypes.Array[Segment]
     rank: int
@@ -114,24 +116,27 @@ class _Sampling(ctypes.Structure):
 
 
 class AheadBatch(NamedTuple):
-    """Sequences to draw several tokens for, each from its whole distribution; those with the most
-    to draw come first.
+    """Sequences that draw several tokens each, from distributions without truncation. Sequences
+    that draw the most tokens come first.
     """
 
-    first: StepBatch  # what they were not fed yet; the last token of each is sampled after
-    # one row each, where the first token drawn will be fed; it moves on in place
+    # tokens that were not fed yet; the first draw follows the last token of each sequence
+    first: StepBatch
+    # one row per sequence, which feeds the token drawn last; its position is increased in place
     following: StepBatch
-    counts: NDArray[np.int64]  # [turns] how many of them draw
+    counts: NDArray[np.int64]  # [turns] number of sequences that draw in each turn
     temperatures: Tensor  # [sequences] float64
     uniforms: NDArray[np.float64]  # [turns, sequences]
-    ends: NDArray[np.uint8] | None = None  # [vocabulary] tokens whose turn is the last one
+    # [vocabulary] mask of tokens after which no further turn follows
+    ends: NDArray[np.uint8] | None = None
 
 
 class NativeModel:
-    """Runs steps with the C kernels; same cache layout as the torch model, float32 on the CPU only.
+    """A model that runs its steps with the C kernels, in float32 on a CPU. It has the cache layout
+    of the torch model.
 
-    Weights that are bfloat16 numbers anyway are kept as such: half the memory to read, not a bit
-    lost.
+    Weights whose values are bfloat16 numbers are kept in that type: half the memory is read, and
+    nothing is lost.
     """
 
     def __init__(
@@ -148,14 +153,14 @@ class NativeModel:
         group: int = 1,
         rounds_scores: bool = False,
     ) -> None:
-        """Create the model. `allocate` makes the buffers of a step, and may raise MemoryError;
-        `is_grouped` describes `group`.
+        """Create the model. `allocate` makes the buffers of a step, and may raise MemoryError. For
+        `group`, see `is_grouped`.
 
-        With `rounds_scores` rows that are scored are rounded to bfloat16 for products; this
-        processor must have those.
+        With `rounds_scores`, rows that are scored are rounded to bfloat16 before products; the
+        processor must support this.
 
-        Models that share a `packing` share what has equal `keys`: of the embedding, each layer's
-        halves, and the head.
+        Models that share a `packing` store equal parts once. Parts are the embedding, the halves of
+        each layer and the head; `keys` name their contents.
         """
         self._library = library
         self._config = config
@@ -168,7 +173,8 @@ class NativeModel:
         self._rounds_scores = rounds_scores
         self._model = self._weights.exact
         self._grouped = self._weights.grouped
-        self.is_grouped = False  # whether attentions of a group read one input: not exact
+        # whether the attentions of a group read the same input, which is not exact
+        self.is_grouped = False
         self._scratch_floats = int(
             library.atts_scratch_floats(config.head_dim, config.context_length)
         )
@@ -177,7 +183,7 @@ class NativeModel:
         self._sample_scratch = np.empty(config.vocabulary // 4 + 1, dtype=np.float32)
         self._next_items = np.zeros(len(cache), dtype=np.int32)
         self._capacity = 0
-        # the batch and slots whose addresses the step has
+        # batch and slot table whose addresses the step contains
         self._filled: tuple[StepBatch | None, SlotIds | None] = (
             None,
             None,
@@ -206,7 +212,7 @@ class NativeModel:
         return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{halves}"
 
     def use_threads(self, threads: int) -> None:
-        """Compute with so many threads from now on, to the same bits."""
+        """Compute with `threads` threads from now on; the results stay the same to the bit."""
         self._threads = threads
         self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
         self._step.threads = threads
@@ -236,10 +242,11 @@ class NativeModel:
         rows: tuple[_Floats, _Floats],
         adapted: Adapted = _UNADAPTED,
     ) -> _Step:
-        """Prepare a step of which parts are to be run.
+        """Prepare a step that `run` computes in parts.
 
-        `rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer
-        continues alone; both are changed in place. To those of `adapted` adapters add.
+        `rows` holds the states of all tokens and the states of the `logit_rows`; the last layer
+        ends with the latter alone. Both arrays are changed in place. Rows in the segments of
+        `adapted` get the terms of their adapters.
         """
         self._grow_buffers(len(batch.tokens))
         step = _Step.from_buffer_copy(self._step)
@@ -254,10 +261,11 @@ class NativeModel:
         return step
 
     def run(self, step: _Step, parts: Ints) -> None:
-        """Take rows of a prepared step on through units of models: [parts, 11], the numbers of
-        `Part` in `model.h`.
+        """Compute parts of a prepared step: each takes rows through some units of a model. `parts`
+        is [parts, 11], with the fields of `Part` in `model.h`.
 
-        A model's units are its embedding (0), the halves of its layers, its last norm.
+        The units of a model are its embedding (unit 0), two halves of each layer, and its last
+        norm.
         """
         self._library.atts_forward_parts(ctypes.byref(step), _address(parts), len(parts))
 
@@ -283,7 +291,7 @@ class NativeModel:
         units: tuple[int, int],
         adapted: Adapted = _UNADAPTED,
     ) -> None:
-        """Take all rows of a step, and those of its `logit_rows`, on through some units."""
+        """Take all rows of a step, and its `logit_rows`, through some units."""
         step = self.prepare(batch, table, rows, adapted)
         x, hidden = rows
         all_ = 0, len(x), 0, len(batch.table_rows), 0, len(hidden)
@@ -296,12 +304,11 @@ class NativeModel:
         logits: Tensor | None = None,
         logprobs: _Floats | None = None,
     ) -> NDArray[np.int64]:
-        """Draw tokens, [turns, sequences], each after the one before, and feed them to draw the
-        next.
+        """Draw tokens, [turns, sequences]. Each drawn token is fed to draw the next one.
 
-        What they were drawn from is written to `logits`, [turns, sequences, vocabulary], where
-        these are given, and what each is under the raw distribution to `logprobs`, [turns,
-        sequences].
+        If `logits` is given, [turns, sequences, vocabulary], it receives the logits of each draw.
+        If `logprobs` is given, [turns, sequences], it receives the log-probability of each token
+        under the raw distribution.
         """
         count = len(ahead.temperatures)
         vocabulary = self._config.vocabulary
@@ -329,7 +336,7 @@ class NativeModel:
         return tokens[:turns]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return their logits: [logits, vocabulary] float32."""
+        """Return the logits of these hidden states: [logits, vocabulary] float32."""
         rows = len(hidden)
         logits = torch.empty(rows, self._config.vocabulary)
         model = ctypes.byref(self._model)
@@ -339,7 +346,9 @@ class NativeModel:
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score one token a row, a block of rows at a time; return also the logits of some."""
+        """Score one token per row, one block of rows at a time; return also the logits of some
+        rows.
+        """
         vocabulary = self._config.vocabulary
         block = min(len(tokens), self._row_block)
         if len(self._logits) < block:
@@ -367,8 +376,8 @@ class NativeModel:
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token a row; rows that filter tokens are left to torch, and company changes no
-        bit.
+        """Draw one token per row. Rows that filter tokens are left to torch, and a row's result
+        does not depend on the other rows.
         """
         numbers = np.array(uniforms, dtype=np.float64)
         filtered = filtered_rows(sampling, logits.shape[-1])
@@ -391,7 +400,7 @@ class NativeModel:
     def _sample(
         self, logits: Tensor, temperatures: Tensor, numbers: NDArray[np.float64]
     ) -> SampledTokens:
-        """Draw one token a row from its whole distribution."""
+        """Draw one token per row from a distribution without truncation."""
         tokens = torch.empty(len(logits), dtype=torch.int64)
         logprobs = torch.empty(len(logits))
         drawing = self._drawing(logits, temperatures, numbers, tokens)
@@ -402,7 +411,7 @@ class NativeModel:
     def _drawing(
         self, logits: Tensor, temperatures: Tensor, uniforms: NDArray[np.float64], tokens: Tensor
     ) -> _Sampling:
-        """Return the description of draws that the kernels write to `tokens`."""
+        """Describe draws for the kernels, which write the tokens to `tokens`."""
         return _Sampling(
             num_rows=len(temperatures),
             vocabulary=logits.shape[-1],
@@ -425,7 +434,7 @@ class NativeModel:
         return values
 
     def _grow_buffers(self, tokens: int) -> None:
-        """Make buffers for a step of this many tokens; they grow and never shrink."""
+        """Make buffers for a step with this number of tokens. Buffers grow and never shrink."""
         if tokens <= self._capacity:
             return
         config = self._config
@@ -444,7 +453,7 @@ class NativeModel:
         block = min(capacity, self._row_block)
         rows = {"normed": block, "gate_up": block, "pairs": block}
         self._buffers = {}
-        self._capacity = 0  # the old ones first go, then the new ones come
+        self._capacity = 0  # the old buffers are freed before the new ones are allocated
         self._buffers = {
             name: self._allocate(rows.get(name, capacity), width) for name, width in widths.items()
         }

@@ -21,8 +21,8 @@ class PanelKind(IntEnum):
     """Layout of a packed matrix, as in model.h."""
 
     FULL = 0
-    HALF = 1  # bfloat16, read as float32: for weights that lose nothing by it
-    PAIRS = 2  # bfloat16, multiplied as it is, two by two
+    HALF = 1  # bfloat16, read as float32; for weights that lose nothing in bfloat16
+    PAIRS = 2  # bfloat16, multiplied in pairs without conversion
 
 
 class _Delta(ctypes.Structure):
@@ -30,15 +30,15 @@ class _Delta(ctypes.Structure):
 
 
 class PackedAdapter(NamedTuple):
-    """Terms that an adapter adds to each layer's matrices, four a layer, as the kernels read them."""
+    """The terms that an adapter adds to each layer's four matrices, as the kernels read them."""
 
     address: int
-    rank: int  # the largest
+    rank: int  # largest rank of the adapter's matrices
 
 
 class Packing:
-    """Keeps what the kernels point into; models that share it share what they pack or pin under
-    equal keys.
+    """The memory that the kernels read. Models that share a packing pack or pin contents with equal
+    keys once.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -48,11 +48,11 @@ class Packing:
         self.num_bytes = 0
 
     def keep(self, value: object) -> None:
-        """Keep what C points into."""
+        """Keep an object alive because C code has pointers into it."""
         self._kept.append(value)
 
     def pin(self, tensor: Tensor | None, key: Hashable = None) -> int | None:
-        """Keep a tensor and return its address, 0 where there is none."""
+        """Keep a tensor and return its address, or None without a tensor."""
         if key is not None and key in self._known:
             return self._known[key]
         address = None if tensor is None else self._add(tensor.contiguous())
@@ -76,7 +76,7 @@ class Packing:
         return address
 
     def adapter(self, deltas: Sequence[LowRank | None]) -> PackedAdapter:
-        """Pack what an adapter adds to the matrices of all layers."""
+        """Pack the terms that an adapter adds to the matrices of all layers."""
         found = [
             _Delta(
                 self.pack(low.down, PanelKind.FULL),
@@ -101,9 +101,10 @@ _CHECKED_ROWS = 4096
 
 
 def is_bfloat16(tensor: Tensor) -> bool:
-    """Return whether every number is one bfloat16 can hold."""
-    # some rows at a time: the head of a large vocabulary is the largest tensor of a small model.
-    # numpy joins the bits of all numbers ten times as fast as torch compares each of them
+    """Return whether bfloat16 can represent every number of the tensor."""
+    # Some rows at a time, because the head of a large vocabulary is the largest tensor of a small
+    # model. numpy combines the bits of all numbers ten times as fast as torch compares them one by
+    # one.
     return not any(
         np.bitwise_or.reduce(rows.contiguous().numpy().view(np.uint32).reshape(-1)) & 0xFFFF
         for rows in torch.split(tensor, _CHECKED_ROWS)
@@ -115,7 +116,7 @@ INT = ctypes.c_int64
 
 
 def members(names: str, kind: Any) -> list[tuple[str, Any]]:
-    """Return fields of a structure."""
+    """Return the fields of a C structure, all of one type."""
     return [(name, kind) for name in names.split()]
 
 
@@ -159,7 +160,7 @@ class NativeWeights:
         group: int,
     ) -> None:
         """Pack the weights. `keys` name the contents of the embedding, each layer's halves and the
-        head; equal contents are packed once.
+        head. Parts with equal contents are packed once.
         """
         self._config = config
         self._packing = packing
@@ -171,8 +172,8 @@ class NativeWeights:
         self.exact, self.grouped = self._describe(weights, rope_rows(config, cache.shape[2]))
 
     def _describe(self, weights: Weights, rows: int) -> tuple[_Model, _Model]:
-        """Describe the model, and the same with each group's attentions computed at its first
-        layer.
+        """Describe the model for the kernels, once as it is and once with grouped attention.
+        Grouped attention computes all attentions of a group at its first layer.
         """
         config = self._config
         packing = self._packing
@@ -181,7 +182,7 @@ class NativeWeights:
         exact = list[_Layer]()
         grouped = list[_Layer]()
         for group in self._groups:
-            # read once each, and let go of before the next group is read
+            # each layer is read once and freed before the next group is read
             layers = weights.layers[group.layers.start : group.layers.stop]
             exact += [
                 self._layer(group.one(at), layer, tables[config.ropes[at]])
@@ -209,7 +210,7 @@ class NativeWeights:
         return model, other
 
     def add_pairs(self, weights: Weights) -> None:
-        """Pack matrices once more, for rows that are rounded to bfloat16."""
+        """Pack the matrices a second time, for rows that are rounded to bfloat16."""
         for own, layer in zip(self._layers, weights.layers, strict=True):
             for name in _PACKED.split():
                 setattr(
@@ -230,8 +231,8 @@ class NativeWeights:
     def _attending_at_once(
         self, group: AttentionGroup, weights: Sequence[LayerWeights], layers: Sequence[_Layer]
     ) -> list[_Layer]:
-        """Return the layers of a group, of which the first computes what the heads of all attend
-        to.
+        """Return the layers of a group; the first one computes the attention inputs for the heads
+        of all layers.
         """
         if len(layers) == 1:
             return list(layers)
@@ -252,7 +253,7 @@ class NativeWeights:
         return merged
 
     def _fill_half(self, own: _Layer, half: int, layer: LayerWeights, key: str) -> None:
-        """Fill in the attention's weights, or the feed-forward block's."""
+        """Fill in the weights of one half of a layer: its attention or its feed-forward block."""
         packing = self._packing
         packed, plain = _HALVES[half]
         matrices = {name: getattr(layer, name) for name in packed.split()}
@@ -265,7 +266,7 @@ class NativeWeights:
         setattr(own, ("attention_bf16", "mlp_bf16")[half], int(is_bf16))
 
     def _place(self, own: _Layer, group: AttentionGroup) -> None:
-        """Set whose heads attend there, and over what."""
+        """Set the number of heads that attend in a layer, and where their keys and values are."""
         config = self._config
         count = len(group.layers)
         own.keys = group.keys.data_ptr()
@@ -283,5 +284,5 @@ class NativeWeights:
 
 
 def _key(content: str, name: str) -> tuple[str, str] | None:
-    """Return the key of a part of a block; nothing where the block has no name."""
+    """Return the key of a part of a block, or None if the block has no name."""
     return (content, name) if content else None

@@ -16,44 +16,45 @@ from atts.core import Recent
 from atts.local.batch import Ints, StepBatch
 from atts.local.cache import SlotIds
 
-# A device is sent one array a step, whose layout is known by a few sizes. Steps of one layout can
-# share a captured graph: `bucketed` rounds a layout up, and what is added feeds a slot that is
-# never read. Which slots a sequence reads is looked up on the device, in a table that is kept
-# there.
+# A device receives one array per step, and a few sizes describe the array's layout. Steps with the
+# same layout can share a captured graph. `bucketed` rounds a layout up; the added rows write to a
+# slot that is never read. The slots that a sequence reads are looked up on the device, in a copy of
+# the slot table.
 
 ALL_ROWS = -1
 _LEAST_LENGTH = 64
 
 
 class BlockClass(NamedTuple):
-    """The sizes of blocks that attend together."""
+    """The sizes of a class of blocks, which attend together."""
 
     blocks: int
-    width: int  # most rows of one
-    length: int  # most positions that one sees
-    is_even: bool = False  # every block is one row, and all see as many positions
+    width: int  # largest number of rows in a block
+    length: int  # largest number of positions that a block sees
+    is_even: bool = False  # every block has one row, and all rows see the same number of positions
 
 
 class StepLayout(NamedTuple):
     """The sizes of a step's arrays."""
 
     rows: int
-    logits: int  # rows whose hidden state is returned; ALL_ROWS: all of them, in order
+    # number of rows whose hidden state is returned, or ALL_ROWS for all of them in order
+    logits: int
     classes: tuple[BlockClass, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
-    """Runs of neighbouring rows of one sequence whose positions rise by one."""
+    """Blocks of a step: neighbouring rows of one sequence whose positions rise by one."""
 
-    starts: Ints  # [blocks] first row
+    starts: Ints  # [blocks] index of each block's first row
     counts: Ints
-    firsts: Ints  # position of the first row
+    firsts: Ints  # [blocks] position of each block's first row
     table_rows: Ints
 
     @classmethod
     def of(cls, batch: StepBatch, most: int | None = None) -> RowBlocks:
-        """Divide a batch into runs, cut where they have more rows than `most`."""
+        """Divide a batch into blocks of at most `most` rows."""
         single = batch.num_single
         lengths = batch.context_lens
         rows = batch.table_rows
@@ -85,21 +86,21 @@ class RowBlocks:
         return self.firsts + self.counts
 
     def pick(self, chosen: NDArray[np.bool_]) -> RowBlocks:
-        """Return some of them."""
+        """Return the chosen blocks."""
         return RowBlocks(
             *(part[chosen] for part in (self.starts, self.counts, self.firsts, self.table_rows))
         )
 
     def size(self) -> BlockClass:
-        """Return their sizes, if they attend together."""
+        """Return the sizes of these blocks as one class."""
         width = int(self.counts.max(initial=0))
         lengths = self.lengths
         is_even = width == 1 and bool((lengths == lengths[0]).all())
         return BlockClass(len(self.starts), width, int(lengths.max(initial=0)), is_even)
 
     def classes(self) -> list[RowBlocks]:
-        """Divide blocks that waste much next to each other: single rows, up to eight, then by
-        sizes.
+        """Divide the blocks into classes of similar size, because padding in a class is computed in
+        vain. Blocks of one row are a class, and blocks of up to eight rows are another.
         """
         widths = np.ceil(np.log2(self.counts))
         lengths = np.ceil(np.log2(self.lengths))
@@ -110,7 +111,7 @@ class RowBlocks:
 
 
 def layout_of(batch: StepBatch, classes: list[RowBlocks]) -> StepLayout:
-    """Return the sizes of a step's arrays as they are."""
+    """Return the exact sizes of a step's arrays, without padding."""
     rows = len(batch.tokens)
     logits = (
         ALL_ROWS if np.array_equal(batch.logit_rows, np.arange(rows)) else len(batch.logit_rows)
@@ -119,9 +120,11 @@ def layout_of(batch: StepBatch, classes: list[RowBlocks]) -> StepLayout:
 
 
 def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
-    """Return the sizes of a step that decodes, rounded up: widths to powers of four, others of two.
+    """Return the sizes of a decoding step, rounded up: block widths to powers of four, and all
+    other sizes to powers of two.
 
-    How many tokens are proposed changes from step to step, and a wider block computes no more rows.
+    The number of proposed tokens changes from step to step. Coarse widths cost little, because a
+    wider block computes no more rows.
     """
     size = blocks.size()
     length = max(_LEAST_LENGTH, _power(size.length))
@@ -133,28 +136,32 @@ def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
 
 
 class SlotTableCopy:
-    """A copy of the slot table on a device, which is sent what changed in it since the last step.
+    """A copy of the slot table on a device; each step sends only the entries that changed since the
+    last one.
 
-    A table of 64 long rollouts is megabytes; a step that decodes changes one entry of each.
+    A table of 64 long rollouts takes megabytes, but a decoding step changes only one entry per
+    rollout.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # the table on the device, to compare with
+        # copy on the host of what the device has, to find the entries that changed
         self._sent: SlotIds = np.zeros((0, 0), dtype=np.int32)
         self.on_device = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self.num_sent = 0  # entries, since the start
+        self.num_sent = 0  # number of entries sent since the start
 
     def update(self, table: SlotIds, rows: Ints, length: int) -> Tensor:
-        """Return the table on the device, right for the first `length` entries of these rows.
+        """Return the table on the device, with correct values in the first `length` entries of
+        these rows.
 
-        It is another tensor than before where the table has grown.
+        If the table has grown, a new tensor is returned.
         """
         width = max(_LEAST_LENGTH, _power(table.shape[1]))
         if self._sent.shape[0] < table.shape[0] or self._sent.shape[1] < width:
             self._sent = np.zeros((table.shape[0], width), dtype=np.int32)
             self.on_device = torch.zeros(self._sent.shape, dtype=torch.int32, device=self._device)
-        # rows in between are compared as well: a view is read faster than rows are picked
+        # rows between the first and the last are compared as well, because a view is faster than a
+        # selection of rows
         first = int(rows.min(initial=table.shape[0]))
         last = int(rows.max(initial=-1)) + 1
         length = min(length, table.shape[1])
@@ -176,7 +183,7 @@ class SlotTableCopy:
 def packed(
     batch: StepBatch, classes: list[RowBlocks], layout: StepLayout, spare_slot: int
 ) -> NDArray[np.int32]:
-    """Pack a step's arrays end to end; rows that the layout adds feed token 0 into the unused slot."""
+    """Pack a step's arrays end to end. Rows that pad the layout feed token 0 into the unused slot."""
     rows = layout.rows
     places = _places(len(batch.tokens), classes, layout)
     parts: list[Ints] = [_filled(batch.tokens, rows), _filled(batch.positions, rows)]
@@ -190,7 +197,9 @@ def packed(
 
 
 def _places(count: int, classes: list[RowBlocks], layout: StepLayout) -> Ints:
-    """Return for every row its place among all blocks, a class's width of places for each."""
+    """Return the place of each row among the places of all blocks. Every block of a class has the
+    width of the class.
+    """
     places = np.zeros(count, dtype=np.int64)
     before = 0
     for own, size in zip(classes, layout.classes, strict=True):
@@ -212,15 +221,15 @@ def _filled(values: Ints, size: int, value: int = 0) -> Ints:
 
 
 def _power(count: int) -> int:
-    """Return the least power of two that is no less."""
+    """Return the least power of two that is at least `count`."""
     return 1 << max(0, count - 1).bit_length()
 
 
 class Blocks(NamedTuple):
-    """The blocks of one class on the device."""
+    """The arrays of one class of blocks, on the device."""
 
     size: BlockClass
-    starts: Tensor  # [blocks] int32, as all of these
+    starts: Tensor  # [blocks] int32, like the arrays below
     counts: Tensor
     firsts: Tensor
     slots: Tensor  # [blocks, length]
@@ -229,16 +238,18 @@ class Blocks(NamedTuple):
 class DeviceStep(NamedTuple):
     """A step's arrays on the device."""
 
-    tokens: Tensor  # [rows] int32, as all but the slots
+    tokens: Tensor  # [rows] int32, like all arrays here except `slots`
     positions: Tensor
     slots: Tensor  # int64
-    places: Tensor  # place of every row among the places of all blocks
-    logit_rows: Tensor | None  # None: all rows
+    places: Tensor  # index of each row among the places of all blocks
+    logit_rows: Tensor | None  # None if all rows are returned
     classes: tuple[Blocks, ...]
 
 
 def unpacked(array: Tensor, layout: StepLayout, table: Tensor) -> DeviceStep:
-    """Return the arrays in what `packed` made, with the slots that the table on its device names."""
+    """Return the arrays that `packed` joined, with the slots that the table on the device lists for
+    them.
+    """
     rows = layout.rows
     logits = max(0, layout.logits)
     sizes = [rows, rows, rows, rows, logits]
@@ -259,31 +270,34 @@ def unpacked(array: Tensor, layout: StepLayout, table: Tensor) -> DeviceStep:
 
 MOST_CAPTURED_ROWS = 256
 _MOST_GRAPHS = 64
-_MOST_SEEN = 1024  # layouts that came once
+_MOST_SEEN = 1024  # largest number of remembered layouts that came only once
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Records what some work does to tensors that stay, and returns what does it again."""
+"""A function that records what some work does to fixed tensors. It returns a function that does the
+same work again.
+"""
 
 
 class GraphKey(NamedTuple):
-    """Facts on which the operations of a captured step depend."""
+    """The properties of a step that decide which operations are captured."""
 
     layout: StepLayout
-    is_grouped: bool  # whether attentions of a group read one input
+    is_grouped: bool  # whether the attentions of a group read the same input
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    array: Tensor  # input array, filled with the result of `packed`
+    array: Tensor  # input array, which is filled with the result of `packed`
     hidden: Tensor  # output array
     replay: Callable[[], None]
 
 
 class StepGraphs:
-    """Graphs of decoding steps by layout: batches of 1, 2, 4, ... rows, contexts of up to 64, 128,
-    256, ... tokens; steps whose attentions are grouped have graphs of their own.
+    """CUDA graphs of decoding steps, one for each layout. Row counts and context lengths are
+    rounded up to powers of two, and steps with grouped attention have graphs of their own.
 
-    A layout is captured when it comes for the second time; then the graph that was not used for the
-    longest time makes room. Where capturing fails once, steps are computed one by one.
+    A layout is captured when it comes for the second time. If there are too many graphs, the least
+    recently used one is dropped. If a capture fails, nothing is captured any more, and steps are
+    computed without graphs.
     """
 
     def __init__(
@@ -297,14 +311,16 @@ class StepGraphs:
         self._seen: Recent[GraphKey, bool] = Recent(_MOST_SEEN)
         self._table: Tensor | None = None  # table that all graphs read
         self.num_replayed = 0
-        self.trouble = ""  # why nothing is captured any more
+        self.trouble = ""  # reason why nothing is captured any more; empty if captures work
 
     def run(
         self, batch: StepBatch, table: Tensor, blocks: RowBlocks, is_grouped: bool = False
     ) -> Tensor | None:
-        """Replay a graph and return the hidden states of `logit_rows`; None: compute the step.
+        """Replay a graph and return the hidden states of `logit_rows`. Return None if no graph
+        fits; the caller then computes the step.
 
-        `table` is the slot table on the device. A graph reads it where it was when it was captured.
+        `table` is the slot table on the device. A graph reads it at its address during the capture,
+        so all graphs are dropped if the table has moved.
         """
         if (
             self.trouble
@@ -324,7 +340,7 @@ class StepGraphs:
         array = torch.from_numpy(packed(batch, [blocks], layout, self._spare_slot))
         if graph is None and (graph := self._captured(key, array, table)) is None:
             return None
-        self.captured[key] = graph  # the one that is used stays longest
+        self.captured[key] = graph  # this graph becomes the most recently used one
         graph.array.copy_(array, non_blocking=True)
         graph.replay()
         self.num_replayed += 1
@@ -333,8 +349,8 @@ class StepGraphs:
         return graph.hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
     def _captured(self, key: GraphKey, array: Tensor, table: Tensor) -> _Graph | None:
-        """Capture a graph of these sizes; its work is done once on the array that is given, and
-        again later.
+        """Capture a graph for these sizes, or return None if that fails. The work is done once, on
+        `array`, before the capture.
         """
         try:
             inputs = array.to(self._device, copy=True)

@@ -15,14 +15,14 @@ from atts.local.placement import WORKSPACE, EngineSize, cards_for, share_cards
 from atts.models.folders import checkpoint_dtype
 
 _CPU_CACHE_BYTES = 2 << 30
-# share of the memory that the weights leave free, if nothing is known of the run
+# share of the memory left by the weights that the cache takes, if the size of the run is unknown
 _GPU_CACHE_SHARE = 0.8
-# the first, which stays zero, and the last, which rows that only fill a step up are written to
+# slot 0, which stays zero, and the last slot, which padding rows write to
 SPARE_SLOTS = 2
 
 
 def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> torch.device:
-    """Return the device of a model: as its engine's options say, or as `option` names.
+    """Return the device of a model: the one in `named`, or else the one in its engine's options.
 
     :raises ModelLoadError: it is not there.
     """
@@ -40,7 +40,7 @@ def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> 
 
 
 def on_device(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration with the type of numbers that its device and checkpoint call for.
+    """Return the configuration with the number type that suits its device and checkpoint.
 
     :raises ModelLoadError: the device is not there.
     """
@@ -52,13 +52,13 @@ def on_device(config: WorkerConfig) -> WorkerConfig:
 
 
 def dtype_of(config: WorkerConfig) -> torch.dtype:
-    """Return the type of numbers that a model is computed in; see `on_device`."""
+    """Return the number type that a model is computed in; see `on_device`."""
     found: torch.dtype = getattr(torch, on_device(config).options.dtype)
     return found
 
 
 def check_room(config: WorkerConfig, device: torch.device) -> None:
-    """See that a GPU holds what will be loaded onto it, before any of it is.
+    """Check that a GPU has room for everything that will be loaded onto it, before loading starts.
 
     :raises OutOfMemory: it does not; the message says what would.
     """
@@ -115,7 +115,9 @@ def _other_on(config: WorkerConfig, device: torch.device) -> EngineSize | None:
 
 
 def free_room(device: torch.device) -> int:
-    """Return bytes of memory that are free there; all there can be where the system does not tell."""
+    """Return the free memory of a device in bytes; without a report by the system, return a number
+    that never limits.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = free_memory()
@@ -123,16 +125,16 @@ def free_room(device: torch.device) -> int:
 
 
 def total_room(device: torch.device) -> int:
-    """Return the bytes of memory that a GPU has, in use or free."""
+    """Return the memory of a GPU in bytes, in use or free."""
     return int(torch.cuda.mem_get_info(device)[1])
 
 
 def allocate_cache(
     config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None
 ) -> Tensor:
-    """Allocate the cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros.
+    """Allocate the cache as zeros: [layers, 2, slots + 2, kv_heads, head_dim].
 
-    Its size was computed beforehand; it is only halved where memory was lost meanwhile.
+    Its size was computed earlier. It is halved only if memory has become scarce since then.
 
     :raises OutOfMemory: not even one whole context fits.
     """
@@ -161,10 +163,11 @@ def allocate_cache(
 
 
 def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of tokens that a cache holds by default; the weights are loaded.
+    """Return the number of tokens that a cache holds by default. The weights must be loaded
+    already.
 
-    On a GPU it is what the rollouts in flight can fill, within what the other engine of the pair
-    leaves.
+    On a GPU, the cache holds what the rollouts in flight can fill, as far as the other engine of
+    the pair leaves memory for it.
 
     :raises OutOfMemory: not even one rollout fits.
     """
@@ -188,15 +191,15 @@ def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    # numpy asks the system for zeroed pages, which cost nothing until they are written; torch would
-    # write them all
+    # numpy gets zeroed pages from the system, which cost nothing until they are written; torch
+    # would write every page
     words = np.zeros(size, dtype=np.float32 if dtype == torch.float32 else np.int16)
     return torch.from_numpy(words).view(dtype)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether numpy, torch or a GPU's allocator refused; torch on a CPU and CUDA's libraries
-    say so in words only.
+    """Return whether an error means that memory ran out. torch on a CPU and CUDA's libraries say so
+    only in the text of the error.
     """
     words = "allocate memory", "out of memory", "ALLOC_FAILED"
     return isinstance(error, MemoryError) or (

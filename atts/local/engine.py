@@ -52,17 +52,20 @@ _log.addHandler(logging.NullHandler())
 
 
 class Accelerator(Protocol):
-    """An addition to an engine's plain decoding; packages above this one have some."""
+    """An addition to an engine's plain decoding; packages that build on this one define such
+    additions.
+    """
 
     def check(self, options: LocalOptions) -> None:
-        """See that it can be added to an engine with these options.
+        """Check that it can be added to an engine with these options.
 
         :raises OptionError: it cannot.
         """
         ...
 
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
-        """Name the builder of the loop, with all that must be known before anything is loaded.
+        """Add the builder of the loop to the configuration, with everything that must be known
+        before loading.
 
         :raises OptionError: something named does not fit the model.
         :raises EngineError: something named cannot be used.
@@ -70,7 +73,7 @@ class Accelerator(Protocol):
         ...
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Return the worker that runs the loop of a model, a folder or a hub id.
+        """Return the worker that runs the loop of `model`, which is a folder or a hub id.
 
         :raises OSError: the system starts no process.
         """
@@ -79,17 +82,17 @@ class Accelerator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunDemand:
-    """Demand of a run on an engine: rollouts in flight, and the other engine of the pair."""
+    """The needs of a run: the number of rollouts in flight, and the other engine of the pair."""
 
     rollouts: int
     tokens: int  # tokens of one rollout with its problem
     card: int = 0  # device index, if there are several and the options leave it open
     other_card: int = 0
-    other: str = ""  # the model of the engine that is loaded after this one; "": none
+    other: str = ""  # model of the engine that is loaded after this one; empty if there is none
     other_options: LocalOptions = field(default_factory=LocalOptions)
 
     def room(self, model: ModelConfig) -> Room:
-        """Return the memory of a GPU that is left to the model.
+        """Return the run's needs on a GPU, and the memory to leave for the other engine.
 
         :raises EngineError: the other model's configuration cannot be read.
         """
@@ -110,13 +113,13 @@ class RunDemand:
 
 
 class PlainDecoding(Accelerator):
-    """Adds nothing."""
+    """The accelerator of plain decoding, which adds nothing."""
 
     def check(self, options: LocalOptions) -> None:
-        """Accept any."""
+        """Accept any options."""
 
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
-        """Leave it as it is."""
+        """Leave the configuration as it is, without a builder."""
         return config
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
@@ -125,11 +128,11 @@ class PlainDecoding(Accelerator):
 
 
 class LocalEngine:
-    """A model of a supported family in this process or a child of it; an `atts.engine.Engine`.
+    """A model of a supported family, run in this process or in a child process; an
+    `atts.engine.Engine`.
 
-    Samples and scores of any number of callers share steps, cache and prompt prefixes; who else is
-    in flight changes speed, never the distribution. Cancelling a call frees its work within one
-    step.
+    Calls of any number of callers share steps, cache and prompt prefixes. Other calls in flight
+    change the speed, but never the distribution. Cancelling a call frees its work within one step.
     """
 
     def __init__(
@@ -142,13 +145,13 @@ class LocalEngine:
         accelerator: Accelerator | None = None,
         demand: RunDemand | None = None,
     ) -> None:
-        """Create an engine of a model folder or hub id; nothing is loaded before the engine is
+        """Create an engine for a model folder or hub id. Nothing is loaded until the engine is
         entered.
 
-        With `chat`, a model without a chat template is refused at once, or when its files are there
-        to be looked at. An `accelerator` changes how fast texts are written, never which. A
-        `demand` limits the cache on a GPU to what a run can fill, and leaves room there to the
-        other engine of a pair.
+        With `chat`, a model without a chat template is refused: at once if its files are on disk,
+        or else when they have been downloaded. An `accelerator` changes how fast texts are written,
+        but never the texts. A `demand` limits the cache on a GPU to what a run can fill, and leaves
+        room there for the other engine of a pair.
 
         :raises OptionError: an option is unknown or impossible.
         :raises UnsupportedByEngine: the folder holds no chat template.
@@ -193,7 +196,7 @@ class LocalEngine:
         return self._require().stats()
 
     def steps_taken(self) -> int:
-        """Return the steps that the loop has taken; loops report them while they compute."""
+        """Return the number of steps that the loop has taken, as of its last report."""
         return self._require().loop_stats.steps
 
     def speculated(self) -> Speculated | None:
@@ -216,7 +219,7 @@ class LocalEngine:
         return self._require().in_loop
 
     async def recheck(self) -> None:
-        """Open it if it never was, and again where its step loop has ended; see
+        """Open the engine if it is not open, or if its step loop has ended. See
         `atts.servers.pool.Replica`.
 
         :raises EngineError: it cannot be opened.
@@ -228,7 +231,7 @@ class LocalEngine:
 
     @property
     def kernel(self) -> str:
-        """Describe what computes the steps."""
+        """Describe the kernel that computes the steps."""
         return self._require().kernel
 
     async def __aenter__(self) -> Self:
@@ -268,7 +271,7 @@ class LocalEngine:
         trace: TracebackType | None,
         /,
     ) -> None:
-        """Drop what is unfinished and free the model; leaving twice is fine."""
+        """Drop unfinished requests and free the model. A second call has no effect."""
         opened = self._opened
         self._opened = None
         if opened is not None:
@@ -288,11 +291,13 @@ class _Waiter:
 
 
 class _OpenEngine:
-    """An engine between its opening and its closing: the worker, and who waits for what."""
+    """An engine between its opening and its closing: its worker, and the calls that wait for
+    replies.
+    """
 
     spec: EngineSpec
     tokenizer: ModelTokenizer
-    _context: int  # the model's own; the cache may hold less
+    _context: int  # context length of the model; the cache may hold fewer tokens
     kv_tokens: int
     kernel: str
 
@@ -301,7 +306,8 @@ class _OpenEngine:
         self._worker = worker
         self._request_ids = count(1)
         self._waiters: dict[int, _Waiter] = {}
-        self.end: FailureReply | None = None  # why nothing more will come
+        # reason why no more replies will come; None while the loop runs
+        self.end: FailureReply | None = None
         self._requests = 0
         self._soon = loop_caller()
         self.loop_stats = LoopStats()
@@ -322,7 +328,9 @@ class _OpenEngine:
         self._context = config.model.context_length
 
     async def ask(self, request: SampleRequest | ScoreRequest) -> Reply:
-        """Check and send a request, and wait for its reply; leaving early cancels it."""
+        """Check and send a request, and wait for its reply. If the caller is cancelled, the request
+        is cancelled too.
+        """
         try:
             check_sample(request, self.spec) if isinstance(request, SampleRequest) else check_score(
                 request, self.spec
@@ -347,8 +355,8 @@ class _OpenEngine:
         return waiter.reply
 
     def _explained(self, error: ContextOverflow) -> ContextOverflow:
-        """Say so in the error where the model could take the request and only the cache is too
-        small.
+        """Return the error, with a note if only the cache is too small for the request and the
+        model is not.
         """
         if error.needed > self._context:
             return error
@@ -356,24 +364,24 @@ class _OpenEngine:
         return ContextOverflow(self._name, error.needed, error.context_length, advice)
 
     def stats(self) -> EngineStats:
-        """Return the counters so far, in the terms every engine shares."""
+        """Return the counters so far, in the form that all engines share."""
         return replace(
             self.loop_stats.snapshot(), requests=self._requests, in_flight=len(self._waiters)
         )
 
     @property
     def in_loop(self) -> int:
-        """Count the requests in the step loop, whichever engine sent them."""
+        """Count the requests in the step loop, including those of other engines."""
         of_all = self._worker.in_loop
         return len(self._waiters) if of_all is None else of_all
 
     async def close(self) -> None:
-        """End the worker; calls that still wait get an error."""
+        """End the worker; calls that still wait raise an error."""
         await anyio.to_thread.run_sync(self._worker.close)
         self._deliver(LoopReport((FailureReply(0, "closed", "it was closed"),), None))
 
     def _hand_over(self, report: LoopReport) -> None:
-        """Hand a report of the worker's thread over to the event loop without waiting for it."""
+        """Pass a report of the worker's thread to the event loop, without waiting for it."""
         self._soon(partial(self._deliver, report))
 
     def _deliver(self, report: LoopReport) -> None:
@@ -407,10 +415,11 @@ def _prepare(
     is_chat: bool,
     demand: RunDemand | None = None,
 ) -> _Prepared:
-    """Find all that is known of a model before it is loaded, and the name and digest of its
-    weights.
+    """Find out what must be known of a model before it is loaded, including the name and digest of
+    its weights.
     """
-    # Torch is imported by the worker alone, so its absence would only show as a worker that died.
+    # Only the worker imports torch. Without this check, a missing torch would look like a crash of
+    # the worker.
     for package in ("torch", "transformers"):
         if not _is_installed(package):
             raise MissingExtra(f"{name}, a model in this process,", package, "local")
@@ -429,7 +438,7 @@ def _prepare(
 
 @cache
 def warn_once(trouble: str) -> None:
-    """Log the same trouble once, however many engines meet it."""
+    """Log a problem once, no matter how many engines meet it."""
     if trouble:
         _log.warning("%s", trouble)
 

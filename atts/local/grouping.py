@@ -14,24 +14,24 @@ from atts.local.model_config import ModelConfig
 
 
 class AttentionGroup(NamedTuple):
-    """Layers whose attentions may be computed at once, and where their keys and values are kept,
-    side by side.
+    """Layers whose attentions may be computed at once, with views of their keys and values, which
+    lie next to each other in the cache.
     """
 
     layers: range
-    keys: Tensor  # [slots, kv heads of all of them, head_dim]
+    keys: Tensor  # [slots, kv heads of all these layers, head_dim]
     values: Tensor
 
     def one(self, index: int) -> AttentionGroup:
-        """Return a layer by itself."""
+        """Return a group of one layer."""
         heads = self.keys.shape[1] // len(self.layers)
         own = slice((index - self.layers.start) * heads, (index - self.layers.start + 1) * heads)
         return AttentionGroup(range(index, index + 1), self.keys[:, own], self.values[:, own])
 
 
 def layer_groups(config: ModelConfig, size: int) -> list[range]:
-    """Group so many layers at a time, of one window and rotation; the first and the last stay
-    apart.
+    """Group up to `size` neighbouring layers with the same window and rotation. The first and the
+    last layer form groups of their own.
     """
     last = config.num_layers - 1
     ranges = list[range]()
@@ -48,7 +48,7 @@ def layer_groups(config: ModelConfig, size: int) -> list[range]:
 
 
 def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[AttentionGroup]:
-    """Return the groups of so many layers, and where the cache keeps what is theirs."""
+    """Return the groups of up to `size` layers, each with its part of the cache."""
     ranges = layer_groups(config, size)
     side_by_side = [
         cache[own.start : own.stop].view(2, cache.shape[2], -1, config.head_dim) for own in ranges
@@ -57,7 +57,7 @@ def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[Atte
 
 
 def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
-    """Return weights with the joined attentions of groups of so many layers, in new memory."""
+    """Return the weights with joined attentions for groups of up to `size` layers, in new memory."""
     groups = [
         joined(weights.layers[layers.start : layers.stop], config)
         for layers in layer_groups(config, size)
@@ -66,14 +66,16 @@ def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
 
 
 def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
-    """Join the attention of all layers to the first; norms of their input go into the matrix."""
+    """Join the attentions of all layers to that of the first. The norms of their inputs are
+    multiplied into the matrix.
+    """
     first = layers[0]
     sizes = [heads * config.head_dim for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
     if len(layers) == 1:
         return first
 
     def by_kind(parts: Sequence[Tensor]) -> Tensor:
-        """Return all queries' rows, then all keys', then all values'."""
+        """Join the rows of all queries, then of all keys, then of all values."""
         return torch.cat(
             [
                 torch.cat(kind)

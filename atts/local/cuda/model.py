@@ -28,7 +28,8 @@ def cuda_model(
     graphs: Graphs = "auto",
     group: int = 1,
 ) -> tuple[TorchModel, str]:
-    """Make the model with what this GPU and its software can do, and say what its user should know.
+    """Make the model with the fastest methods that this GPU and its software support. Return also a
+    note for the user about any method that is missing.
 
     :param group: attentions that may be computed at once, see `TorchModel.is_grouped`.
     """
@@ -51,8 +52,8 @@ def cuda_model(
 
 
 def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple[MakeAttend, int]:
-    """Return the kernel and the most rows of a block for it, once it agrees with gathered
-    attention, for single layers and for the groups that this size of group makes.
+    """Return the attention kernel and its largest number of rows per block. The kernel is first
+    compared with gathered attention, both for single layers and for groups of up to `group` layers.
 
     :raises Exception: whatever keeps it from being used; its kind depends on what is installed.
     """
@@ -62,7 +63,7 @@ def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple
         raise ValueError("it does not limit scores")
     forms = {(1, 1)}
     for layers in layer_groups(config, group):
-        # each form is compiled here, so that no step waits for the compiler
+        # every form is compiled here, so that no later step waits for the compiler
         forms |= {(len(layers), len(layers)), (1, len(layers))}
     for window in sorted({0, *config.windows}):
         for form in sorted(forms):
@@ -81,13 +82,15 @@ def disagreement(
 ) -> float:
     """Measure the largest difference from gathered float32 attention; NaN if one is NaN.
 
-    :param form: layers that attend at once, and layers whose keys and values lie side by side.
+    :param form: the number of layers that attend at once, and the number of layers whose keys and
+    values lie next to each other.
     """
     random = torch.Generator().manual_seed(0)
     attending, side_by_side = form
     heads = attending * config.num_heads
     shape = side_by_side * config.num_kv_heads, config.head_dim
-    # the last layers of those side by side, as a kernel that begins at the first would be off
+    # the last of these layers are tested, because a kernel that wrongly starts at the first layer
+    # would then be noticed
     own = slice((side_by_side - attending) * config.num_kv_heads, None)
     slots = 1 + torch.randperm(2049, generator=random).to(torch.int32).view(3, -1).numpy()
     keys, values = (
@@ -110,7 +113,7 @@ def disagreement(
 
 
 def _spans(counts: tuple[int, ...], firsts: tuple[int, ...]) -> StepBatch:
-    """Return a batch of so many tokens of each sequence, from those positions on."""
+    """Return a batch with `counts` tokens per sequence, starting at the positions `firsts`."""
     sizes = np.array(counts, dtype=np.int64)
     rows = np.zeros(sum(counts), dtype=np.int64)
     return StepBatch(
@@ -127,7 +130,9 @@ def _spans(counts: tuple[int, ...], firsts: tuple[int, ...]) -> StepBatch:
 
 
 def cuda_capture() -> Capture:
-    """Make CUDA graphs that share one pool of memory; each is warmed up before it is captured."""
+    """Return a function that captures CUDA graphs. All graphs share one pool of memory, and each is
+    warmed up before its capture.
+    """
     pool = torch.cuda.graph_pool_handle()
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:

@@ -10,20 +10,21 @@ from torch import Tensor
 from atts.local.device_steps import Blocks, DeviceStep
 from atts.local.model_config import ModelConfig
 
-# A program computes one block's rows for the query heads of one key-value head, over a part of the
-# context: long contexts of few blocks are split, and the parts put together by their weights. All
-# sizes that vary from step to step are read on the device, so that a captured graph holds for any
-# lengths. The keys of a slot may be a part of what lies there: those of one layer of a group of
-# layers, whose caches lie side by side.
+# One program computes the rows of one block for the query heads of one key-value head, over a part
+# of the context. Long contexts of few blocks are split into parts, which are combined by their
+# softmax weights. Sizes that vary from step to step are read on the device, so that a captured
+# graph works for any lengths. The cache may store the keys of several layers next to each other;
+# then the keys of one layer are only a part of a slot.
 
 MOST_ROWS = 16
 _WIDTHS = (1, 4, MOST_ROWS)  # widths of blocks for which kernels are compiled
-_PROGRAMS = 264  # that fill a large GPU: contexts are split until there are as many
+# number of programs that fill a large GPU; contexts are split until there are as many
+_PROGRAMS = 264
 _MOST_PARTS = 16
 
 
-# arrays of a step begin anywhere in the one array that holds it: a kernel for each alignment would
-# be compiled mid-run
+# The arrays of a step are slices of one array, with any alignment. Triton would otherwise compile a
+# kernel for each alignment during a run.
 @triton.jit(
     do_not_specialize=[
         "starts",
@@ -53,7 +54,8 @@ def _attend(  # type: ignore[no-untyped-def]
     place = lane // GROUP
     is_row = (place < count) & (place < WIDTH)
     row = (start + place).to(tl.int64)
-    at = row * HEADS + head * GROUP + lane % GROUP  # place in the query and in the output
+    # index of the row and head in the query and in the output
+    at = row * HEADS + head * GROUP + lane % GROUP
     dims = tl.arange(0, DIM_UP)
     is_dim = dims < DIM
     query = tl.load(
@@ -109,7 +111,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 class PagedAttention:
-    """Attention of one step for the layers of one window."""
+    """The attention of one step for the layers that share one window."""
 
     def __init__(self, step: DeviceStep, config: ModelConfig, window: int) -> None:
         (blocks,) = step.classes

@@ -39,7 +39,7 @@ _UNKNOWN = (
     "layer_replication",
     "target_parameters",
 )
-"""Settings under which an adapter is more than products of two matrices."""
+"""Settings with which an adapter is more than a product of two matrices, so it cannot be loaded."""
 _SERVE = (
     "Merge it into its base (peft: merge_and_unload, save_pretrained) and add the folder that makes"
 )
@@ -47,26 +47,28 @@ _SERVE = (
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A low-rank addition to a matrix: `up` times `down`, with the adapter's scale in `up`."""
+    """A low-rank addition to a matrix: the product `up @ down`, with the adapter's scale included
+    in `up`.
+    """
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]
 
     def added_to(self, weight: Tensor) -> Tensor:
-        """Return the merged matrix, computed in float32."""
+        """Return the sum of a matrix and this addition, computed in float32."""
         return (weight.float() + self.up.to(weight.device) @ self.down.to(weight.device)).to(
             weight.dtype
         )
 
 
 Adapter = Mapping[str, LowRank]
-"""By the names of the matrices: layers.0.self_attn.q_proj."""
+"""The additions of an adapter by the names of the matrices, such as layers.0.self_attn.q_proj."""
 
 
 def read_adapter(
     file: TensorFile, settings: Path, config: ModelConfig, name: str
 ) -> dict[str, LowRank]:
-    """Read the adapter in a safetensors file, with the settings in a folder, for such a model.
+    """Read a LoRA adapter from a safetensors file, with its settings from a folder.
 
     :raises ModelLoadError: it is damaged, of another shape than the model, or more than LoRA of its
         layers' matrices.
@@ -147,7 +149,7 @@ def _of_module(patterns: object, module: str, default: float) -> float:
 
 
 def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return rows and columns of every matrix of the layers, by its name."""
+    """Return the rows and columns of every matrix of the layers, keyed by its name."""
     heads = config.num_heads
     kv = config.num_kv_heads
     width = config.hidden_size
@@ -177,7 +179,9 @@ def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def fused(
     adapter: Adapter, modules: Mapping[str, int], rows: Tensor | None = None
 ) -> LowRank | None:
-    """Join what is added to matrices that lie below each other; None where it is nothing."""
+    """Join the additions to matrices that are stored below each other; return None if there are
+    none.
+    """
     by_module = [(module, adapter.get(module)) for module in modules]
     downs = [low.down for _, low in by_module if low is not None]
     if not downs:
@@ -193,21 +197,21 @@ def fused(
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""What weights come in; smaller numbers mean nothing without the scales that some other format
-keeps next to them.
+"""The types that weights may have. Numbers of smaller types need scales, which other formats store
+separately.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; matrices are [out, in], query, key and value rows in one, gate and up rows
-    in one.
+    """The weights of one decoder layer. Matrices are [out, in]; the rows of query, key and value
+    are one matrix, and so are those of gate and up.
     """
 
     norm: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
-    query_norm: Tensor | None  # [head_dim], or of all heads side by side
+    query_norm: Tensor | None  # [head_dim], or all heads one after another
     key_norm: Tensor | None
     out: Tensor
     out_bias: Tensor | None
@@ -222,22 +226,23 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """A rotary embedding; feature i of a head turns with feature i + head_dim / 2, those that stay
-    with frequency 0.
+    """A rotary embedding. Feature i of a head is rotated with feature i + head_dim / 2. Features
+    that are not rotated have frequency 0.
     """
 
-    # [1 or 2, head_dim / 2] float32, on the CPU; the second row is for long requests
+    # [1 or 2, head_dim / 2] float32, on the CPU; the second row, if there is one, is for long
+    # requests
     frequencies: Tensor
-    scales: Tensor  # [head_dim / 2], multiply cosines and sines
+    scales: Tensor  # [head_dim / 2] factors of cosines and sines
 
     def angles(self, rows: int) -> Tensor:
-        """Return the angles at the first positions: [variants * rows, head_dim / 2]."""
+        """Return the angles at the first `rows` positions: [variants * rows, head_dim / 2]."""
         positions = torch.arange(rows, dtype=torch.float32)
         return torch.cat([torch.outer(positions, frequencies) for frequencies in self.frequencies])
 
 
 class LayersOnDemand(Sequence[LayerWeights]):
-    """Layers that are read each time they are asked for."""
+    """A sequence of layers that reads a layer again each time it is accessed."""
 
     def __init__(self, places: range, read: Callable[[int], LayerWeights]) -> None:
         """Create the sequence of the layers at these places; `read` reads one of them."""
@@ -268,11 +273,11 @@ class Weights:
     embedding: Tensor  # [vocabulary, hidden_size]
     layers: Sequence[LayerWeights]
     norm: Tensor
-    head: Tensor  # [vocabulary, hidden_size]; the embedding itself when tied
+    head: Tensor  # [vocabulary, hidden_size]; the embedding itself if the two are tied
     ropes: Mapping[str, Rope]  # keyed by the names that the configuration gives its layers' ropes
-    # whether the features of a head that turn together are neighbours, as torch wants them
+    # whether features that are rotated together are neighbours, as the torch model needs them
     is_paired: bool = False
-    groups: Sequence[LayerWeights] = ()  # joined attentions, of layers that may be grouped
+    groups: Sequence[LayerWeights] = ()  # joined attentions of the layers that may be grouped
 
 
 def load_weights(
@@ -288,13 +293,13 @@ def load_weights(
     pairs: bool | None = None,
     on_demand: bool = False,
 ) -> Weights:
-    """Read and fuse the weights of the model in `folder`, what an adapter adds to them included if
-    it `merges`.
+    """Read and fuse the weights of the model in `folder`; with `merges`, add its adapter to them.
 
-    Of some `layers` alone there are no embedding and no head unless these are the first, or without
-    `words`. With `pairs`, as on a GPU, each layer is put into the order of the torch model while it
-    is read, so that nothing is copied once a cache has taken the memory. Layers `on_demand` are
-    read each time they are asked for: a caller that packs them one by one never holds them all.
+    With `layers`, only some layers are read; the embedding and the head are read too if these
+    include the first layer, unless `words` is false. With `pairs`, as on a GPU, each layer gets the
+    feature order of the torch model while it is read. So nothing is copied later, when a cache has
+    taken the memory. With `on_demand`, layers are read each time they are accessed; a caller that
+    packs them one by one never has all of them in memory.
 
     :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another
         shape.
@@ -339,7 +344,9 @@ def load_weights(
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this machine could still give out, swap apart; None where unknown."""
+    """Return the memory in bytes that this machine can still give out, without swap; None if it is
+    not known.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -350,7 +357,7 @@ def free_memory() -> int | None:
 
 
 def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
-    """Return the adapter that is stored with a model; empty where there is none.
+    """Return the adapter that is stored with a model; it is empty if there is none.
 
     :raises ModelLoadError: it cannot be used.
     """
@@ -384,7 +391,7 @@ def _fuse(
 def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
     """Return the rotary embeddings of a model's layers.
 
-    :raises ModelLoadError: the configuration's values make none.
+    :raises ModelLoadError: the values in the configuration do not define an embedding.
     """
     half = config.head_dim // 2
     turned = config.rotary_dim // 2
@@ -409,8 +416,8 @@ def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
 
 
 def _frequencies(hf: Any, config: ModelConfig, kind: str) -> tuple[Tensor, float]:
-    """Return the frequencies of what turns, [1 or 2, rotary_dim / 2], and the factor of cosines and
-    sines.
+    """Return the frequencies of the rotated features, [1 or 2, rotary_dim / 2], and the factor of
+    cosines and sines.
     """
     rope = hf.rope_parameters[kind] if kind else hf.rope_parameters
     if rope["rope_type"] == "default":
@@ -464,8 +471,8 @@ def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
 
 
 def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str, int], Tensor]:
-    """Return the matrices in a layer's first products with their rows, and the order of the heads'
-    features.
+    """Return the names and row counts of the matrices that a layer multiplies first, for attention
+    and for the feed-forward block. Return also the order of the features of the heads.
     """
     heads = config.num_heads
     kv = config.num_kv_heads
@@ -490,7 +497,7 @@ def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str,
 
 
 def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
-    """Return the changes that an adapter makes to each layer's fused matrices, four a layer."""
+    """Return the additions that an adapter makes to each layer's fused matrices, four per layer."""
     deltas = list[LowRank | None]()
     for index in range(config.num_layers):
         at = f"layers.{index}."
@@ -501,7 +508,9 @@ def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
 
 
 def head_order(config: ModelConfig) -> Tensor:
-    """Order the features of a head so that the two that turn together lie half a head apart."""
+    """Return the order of a head's features in which the two that are rotated together lie half a
+    head apart.
+    """
     half = config.head_dim // 2
     turned = config.rotary_dim // 2
     turning = torch.arange(2 * turned).view(2, turned)
@@ -510,8 +519,8 @@ def head_order(config: ModelConfig) -> Tensor:
 
 
 def paired_order(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Order rows of query, key and value, and features of a head, so that what lies half a head
-    apart becomes neighbours.
+    """Return the order of the rows of query, key and value, and that of a head's features. They
+    make neighbours of features that lie half a head apart.
     """
     half = config.head_dim // 2
     within = torch.arange(config.head_dim).view(2, half).t().flatten()
@@ -524,7 +533,7 @@ def paired_order(config: ModelConfig) -> tuple[Tensor, Tensor]:
 def read_trained(
     file: Path, weights: Weights, name: str
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read what `scripts/train heads` wrote for a model of these weights.
+    """Read the trained heads that `scripts/train heads` wrote for a model with these weights.
 
     :raises ModelLoadError: the file is damaged.
     """
@@ -547,7 +556,7 @@ def unusable_heads(name: str, file: Path, problem: str) -> ModelLoadError:
 
 
 class _TensorReader:
-    """Reads tensors by name from the safetensors files of one folder, checked for shape."""
+    """A reader of tensors by name from the safetensors files of a folder; it checks their shapes."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack
@@ -557,7 +566,7 @@ class _TensorReader:
         self._name = name
         self._folder = folder
         self.adapter: Adapter = {}  # merged into the matrices that it changes
-        self.pairs = False  # whether heads are read in the order of the torch model
+        self.pairs = False  # whether heads are read in the feature order of the torch model
         files = tensor_files(folder, name)
         try:
             handles = [stack.enter_context(safe_open(file.path, framework="pt")) for file in files]
@@ -570,7 +579,7 @@ class _TensorReader:
             raise ModelLoadError(
                 name, f"the weights in {folder} are damaged ({error})", advice
             ) from error
-        # some checkpoints carry the prefix of the full model, others hold the bare decoder
+        # some checkpoints have the name prefix of the full model, and others hold the bare decoder
         self._where = {
             key.removeprefix("model."): (handle, inner)
             for file, handle in zip(files, handles, strict=True)
@@ -583,7 +592,7 @@ class _TensorReader:
                 self._name, f"{self._folder} lacks the weight {key!r}: foreign or incomplete files"
             )
         handle, full = self._where[key]
-        # contents of the header alone: a weight is read when it is known to be needed
+        # only the header is read here; a weight is read when it is known to be needed
         said = handle.get_slice(full)
         if said.get_dtype() not in _FLOATS:
             problem = f"weight {key!r} is of type {said.get_dtype()}"
@@ -602,7 +611,7 @@ class _TensorReader:
     def norm(
         self, config: ModelConfig, key: str, size: int, order: Tensor | None = None
     ) -> Tensor | None:
-        """Read the weights of a norm, ready to multiply with; None where there is none."""
+        """Read the weights of a norm as factors; return None if it has none."""
         if not key or not size:
             return None
         weight = self(f"{key}.weight", size) + float(config.rules.is_gemma)
@@ -613,13 +622,15 @@ class _TensorReader:
         )
 
     def matrix(self, parts: Mapping[str, int], width: int, rows: Tensor | None = None) -> Tensor:
-        """Read the weights of these projections below each other, their rows in this order."""
+        """Read the weights of these projections, joined below each other; `rows` reorders their
+        rows.
+        """
         whole = torch.cat([self(f"{part}.weight", count, width) for part, count in parts.items()])
         return _in_order(whole, rows)
 
     def biases(self, parts: Mapping[str, int], rows: Tensor | None = None) -> Tensor | None:
-        """Read the biases of these projections in a row, zeros for those without; None when none
-        has any.
+        """Read the biases of these projections, joined; a projection without biases has zeros.
+        Return None if no projection has biases.
         """
         if not any(f"{part}.bias" in self._where for part in parts):
             return None
@@ -637,7 +648,7 @@ def _in_order(whole: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def check_weights(folder: Path, config: ModelConfig, name: str) -> None:
-    """See that the weights are all there, of the shapes that the configuration says; none is kept.
+    """Check that all weights exist with the shapes that the configuration gives; none is kept.
 
     :raises ModelLoadError: see `load_weights`.
     """
@@ -645,7 +656,7 @@ def check_weights(folder: Path, config: ModelConfig, name: str) -> None:
 
 
 def check_adapter(folder: Path, file: Path, config: ModelConfig, name: str) -> None:
-    """See that the folder holds an adapter for a model of this configuration.
+    """Check that a file holds an adapter for a model with this configuration.
 
     :raises ModelLoadError: it does not.
     """

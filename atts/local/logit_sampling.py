@@ -13,30 +13,30 @@ from atts.core import Sampling
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling settings of a batch, one entry a row; a filter no row uses is None and costs
-    nothing.
+    """The sampling settings of a batch, one entry per row. A filter that no row uses is None and
+    costs no time.
     """
 
     temperature: Tensor  # [batch] float64; 0 is greedy
     top_k: Tensor | None = None  # [batch] int64; the vocabulary's size where a row has no limit
     top_p: Tensor | None = None  # [batch] float64
     min_p: Tensor | None = None  # [batch] float64
-    is_greedy: bool = False  # every row is
-    has_greedy: bool = False  # some row is: known here, so that no device is asked
-    most_kept: int = 0  # the largest top-k below the vocabulary's size; 0: no row has one
+    is_greedy: bool = False  # whether every row is greedy
+    has_greedy: bool = False  # whether a row is greedy; stored here, so that no device is asked
+    most_kept: int = 0  # the largest top-k below the vocabulary's size; 0 if no row has one
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token a row, its log-probability under the raw distribution, and whether that row's
-    logits held a NaN.
+    """One token per row with its log-probability under the raw distribution, which is NaN if the
+    row's logits held a NaN.
     """
 
     tokens: Tensor  # [batch] int64
     logprobs: Tensor  # [batch] float32
 
     def lists(self) -> tuple[list[int], list[float]]:
-        """Return both as plain numbers; from a device they come in one copy."""
+        """Return both as lists of numbers; from a device, both come in one copy."""
         if self.tokens.is_cpu:
             return self.tokens.tolist(), self.logprobs.tolist()
         tokens, logprobs = torch.stack([self.tokens.double(), self.logprobs.double()]).tolist()
@@ -46,11 +46,11 @@ class SampledTokens:
 def batch_sampling(
     settings: Sequence[Sampling], vocabulary: int, device: torch.device | None = None
 ) -> SamplingBatch:
-    """Return one `SamplingBatch` for rows that may each have their own settings."""
+    """Return one `SamplingBatch` for rows that may have different settings."""
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         made = torch.tensor(values, dtype=dtype)
-        # nothing on the device is waited for
+        # the copy to the device is not waited for
         return made if device is None else made.to(device, non_blocking=True)
 
     temperatures = [row.temperature for row in settings]
@@ -85,7 +85,7 @@ def first_rows(sampling: SamplingBatch, count: int) -> SamplingBatch:
 
 
 def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
-    """Return the settings of these rows, each as often as it is named."""
+    """Return the settings of the rows in `rows`, where a row may occur several times."""
 
     def picked(column: Tensor | None) -> Tensor | None:
         return None if column is None else column[rows.to(column.device)]
@@ -98,7 +98,7 @@ def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
 
 
 def filtered_rows(sampling: SamplingBatch, vocabulary: int) -> Tensor | None:
-    """Return which rows drop tokens, as a mask; None when no row does."""
+    """Return a mask of the rows whose settings drop tokens; None if no row drops any."""
     masks = [
         *([sampling.top_k < vocabulary] if sampling.top_k is not None else []),
         *([sampling.top_p < 1] if sampling.top_p is not None else []),
@@ -108,7 +108,7 @@ def filtered_rows(sampling: SamplingBatch, vocabulary: int) -> Tensor | None:
 
 
 def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Score each row's token at temperature 1, nothing dropped; NaN where a row holds NaN.
+    """Score each row's token at temperature 1 without filters; NaN if the row holds a NaN.
 
     >>> raw_logprobs(torch.zeros(1, 4), torch.tensor([2])).exp().item()
     0.25
@@ -119,22 +119,24 @@ def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def negative_entropies(logits: Tensor) -> Tensor:
-    """Return minus the entropy of each row's raw distribution, in nats; NaN where a row holds NaN.
+    """Return minus the entropy of each row's raw distribution, in nats; NaN if the row holds a NaN.
 
     >>> round(negative_entropies(torch.zeros(1, 4)).exp().item(), 6)
     0.25
     """
     logprobs = logits.double().log_softmax(-1)
-    # an impossible token adds nothing, though its log-probability is infinite
+    # an impossible token adds nothing to the entropy, although its log-probability is infinite
     masses = logprobs.exp()
     return torch.where(masses == 0, 0.0, masses * logprobs).sum(-1).float()
 
 
 def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """Return the distribution tokens are drawn from: temperature, then top-k, top-p and min-p.
+    """Return the distribution that tokens are drawn from, after temperature, top-k, top-p and
+    min-p.
 
-    [batch, vocabulary] float64, rows sum to 1; a token tied with the last one kept by top-k is kept
-    too. A greedy row (temperature 0) has all its mass on the first of its best tokens.
+    The result is [batch, vocabulary] in float64, and its rows sum to 1. Tokens that tie with the
+    last token kept by top-k are kept too. A greedy row (temperature 0) has all its mass on the
+    first of its best tokens.
     """
     greedy = sampling.temperature <= 0
     scale = torch.where(greedy, 1.0, sampling.temperature)
@@ -158,21 +160,21 @@ def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
 
 
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw the token at which each row's cumulated distribution passes its uniform.
+    """Draw the token at which each row's cumulative distribution exceeds its uniform number.
 
     >>> inverse_cdf(torch.tensor([[0.5, 0.0, 0.5]]), torch.tensor([0.5])).item()
     2
     """
     total = probs.cumsum(-1, dtype=torch.float64)
     wanted = uniforms.to(total).unsqueeze(-1) * total[..., -1:]
-    # side "right" steps over tokens of no mass; the clamp guards the rounding of a uniform just
-    # below 1
+    # side "right" skips tokens without mass; the clamp handles a uniform just below 1 that exceeds
+    # the rounded sum
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(total, wanted, right=True), last).squeeze(-1)
 
 
 def sample(logits: Tensor, sampling: SamplingBatch, uniforms: Tensor) -> SampledTokens:
-    """Draw one token a row with the given uniforms; greedy rows ignore theirs."""
+    """Draw one token per row with the given uniform numbers; greedy rows ignore theirs."""
     tokens = (
         logits.argmax(-1)
         if sampling.is_greedy
@@ -182,9 +184,10 @@ def sample(logits: Tensor, sampling: SamplingBatch, uniforms: Tensor) -> Sampled
 
 
 def _beyond_top_k(scaled: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """Mark what is less than the last of each row's best; `most` is the largest limit.
+    """Mark the tokens that are less likely than the last of a row's `top_k` best; `most` is the
+    largest limit.
 
-    Only so many of a row are put into order, not the vocabulary.
+    Only the `most` best tokens of a row are sorted, not the whole vocabulary.
     """
     vocabulary = scaled.shape[-1]
     best = scaled.topk(most or vocabulary, dim=-1).values
@@ -194,10 +197,11 @@ def _beyond_top_k(scaled: Tensor, top_k: Tensor, most: int) -> Tensor:
 
 
 def _nucleus(scaled: Tensor, logits: Tensor, top_p: Tensor) -> Tensor:
-    """Drop what lies beyond the smallest set of best tokens whose mass reaches `top_p`.
+    """Drop the tokens outside the smallest set of best tokens whose mass reaches `top_p`.
 
-    Temperature keeps the order of a row, so the logits themselves are sorted: in float32 that moves
-    half the bytes of the scaled ones, and gives the same order, ties included.
+    Temperature does not change the order within a row, so the logits themselves are sorted. In
+    float32 that moves half as many bytes as sorting the scaled values, and gives the same order,
+    including ties.
     """
     order = logits.sort(stable=True, dim=-1, descending=True).indices
     values = scaled.gather(-1, order)

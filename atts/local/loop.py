@@ -49,9 +49,10 @@ _NOT_NUMBERS = (
     "Check the weights; in half precision try float32",
 )
 _batch_sampling = lru_cache(256)(batch_sampling)
-_ENTROPY_ROWS = 32  # their logits take 39 MB in double precision at a vocabulary of 152,000
+# the logits of these rows take 39 MB in double precision at a vocabulary of 152,000
+_ENTROPY_ROWS = 32
 _REPORT_SECONDS = 0.2
-"""How stale the counters may get while nothing is finished."""
+"""The largest age of the counters, in seconds, while no request is finished."""
 
 
 ScoredChunk = tuple[PrefillChunk, list[float], Tensor | None]
@@ -61,14 +62,14 @@ class StepResults(NamedTuple):
     """Results of one step, before any sequence receives them."""
 
     sampled: list[Draws]
-    started: dict[Sequence, Tensor]  # logits after prompts that were fed to their end
+    started: dict[Sequence, Tensor]  # logits after the prompts that ended in this step
     scored: list[ScoredChunk]
-    firsts: list[tuple[Sequence, float]]  # tokens scored by cached logits
-    drawn: list[DrawnTokens]  # the model's own tokens at places that are scored
+    firsts: list[tuple[Sequence, float]]  # first tokens of a text, scored with cached logits
+    drawn: list[DrawnTokens]  # the model's own tokens at scored positions
 
 
 class StepLoop:
-    """Owns the scheduler and the model; runs in one thread until it is closed."""
+    """The owner of the scheduler and the model, which runs in one thread until it is closed."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class StepLoop:
         *,
         bursts: Bursts | None = None,
     ) -> None:
-        """Create a loop; `bursts` may take several plain steps of a small model at once."""
+        """Create a loop. `bursts`, if given, may merge several plain steps of a small model."""
         self._model = model
         self._scheduler = scheduler
         self._token_table = token_table
@@ -97,7 +98,7 @@ class StepLoop:
         self.share_cores: Callable[[int], None] = lambda loops: None
 
     def run(self, inbox: Inbox) -> None:
-        """Step as long as there is work, sleep while there is none, return when asked to close."""
+        """Take steps while there is work and sleep while there is none; return when asked to close."""
         while True:
             if not self._scheduler.num_unfinished:
                 self._report()
@@ -110,7 +111,7 @@ class StepLoop:
                 self._report()
 
     def step(self) -> None:
-        """Take one step of the model, for all sequences whose turn it is."""
+        """Take one step of the model, for the sequences that the scheduler chooses."""
         began = perf_counter()
         plan = self._scheduler.schedule()
         self._count(plan, began)
@@ -120,7 +121,7 @@ class StepLoop:
         self._proposals.observed(plan)
 
     def fail_all(self, failure: FailureReply) -> None:
-        """Tell every caller that nothing more will come."""
+        """Send every caller a failure: no further request will be served."""
         self._replies.append(failure)
         self._report()
 
@@ -158,8 +159,8 @@ class StepLoop:
         return sequence
 
     def _attempt(self, plan: StepPlan) -> None:
-        """Run and commit a plan; one that breaks is tried without proposals, then halved until what
-        breaks it fails alone.
+        """Run and commit a plan. If that fails, the plan is tried without proposals and then
+        halved, until only the request that causes the failure fails.
         """
         if not plan.size:
             return
@@ -182,7 +183,7 @@ class StepLoop:
             self._commit(plan, results)
 
     def _run(self, plan: StepPlan) -> StepResults:
-        """Feed the plan's tokens, then sample and score; no sequence changes."""
+        """Feed the plan's tokens, then sample and score. Sequences do not change yet."""
         steps = 1 if self._bursts is None else self._bursts.turns(plan)
         if steps > 1:
             return self._run_several(plan, steps)
@@ -190,7 +191,7 @@ class StepLoop:
         started = plan.started()
         chunks = plan.scored()
         sequences = plan.ready + plan.decoding + started
-        count = plan.num_rows + len(started)  # rows of `hidden` that are sampled after
+        count = plan.num_rows + len(started)  # number of rows in `hidden` that are sampled after
         logits = self._sampling_logits(plan.ready, hidden, count)
         sampled = self._sample(sequences, plan.widths(), logits) if sequences else []
         first_logits = dict(zip(started, logits[len(logits) - len(started) :], strict=True))
@@ -202,7 +203,7 @@ class StepLoop:
         return StepResults(sampled, first_logits, scored, firsts, drawn)
 
     def _run_several(self, plan: StepPlan, steps: int) -> StepResults:
-        """Run as many steps as can be drawn at once; the logits are those after the first."""
+        """Run several merged steps; the returned logits are those after the first step."""
         assert self._bursts is not None, "otherwise it is one step"
         batch = self._batches.of(plan, self._scheduler.table)
         drawn, logits = self._bursts.draw(plan, batch, steps)
@@ -213,12 +214,12 @@ class StepLoop:
         return StepResults(drawn, started, [], [], [])
 
     def _forward(self, plan: StepPlan) -> Tensor:
-        """Return the states that follow from what a plan feeds."""
+        """Return the hidden states that a forward pass of the plan gives."""
         table = self._scheduler.table
         return self._model.forward(self._batches.of(plan, table), table)
 
     def _commit(self, plan: StepPlan, results: StepResults) -> None:
-        """Tell each sequence what was computed for it; where that breaks, this sequence fails."""
+        """Give each sequence its results; if that raises an error, only this sequence fails."""
         for sequence in plan.decoding:
             sequence.num_computed += 1
         for chunk in plan.prefills:
@@ -259,8 +260,8 @@ class StepLoop:
         )
 
     def _sampling_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:
-        """Return logits to sample from: cached ones first, then those of the forward's first
-        `count` rows.
+        """Return the logits to sample from: the cached ones first, then those of the first `count`
+        rows of the forward pass.
         """
         cached = [
             sequence.cached_logits for sequence in ready if sequence.cached_logits is not None
@@ -274,7 +275,9 @@ class StepLoop:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _sample(self, sequences: list[Sequence], widths: list[int], logits: Tensor) -> list[Draws]:
-        """Draw one token a row with the uniform of its place; a proposal has a row for each place."""
+        """Draw one token per row with the uniform number of its position. A proposal has a row per
+        position.
+        """
         sampling = self._sampling_batch(sequences, logits)
         if logits.shape[0] == len(sequences):
             ones = [s.uniforms.item(len(s.logprobs)) for s in sequences if s.uniforms is not None]
@@ -297,7 +300,9 @@ class StepLoop:
         ]
 
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
-        """Return settings as tensors, made again only when the batch changed."""
+        """Return the sampling settings as tensors, which are made again only if the batch has
+        changed.
+        """
         if sequences != self._sampling[0]:
             settings = tuple(
                 [s.request.sampling for s in sequences if isinstance(s.request, SampleRequest)]
@@ -306,8 +311,8 @@ class StepLoop:
         return self._sampling[1]
 
     def _score(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[ScoredChunk]:
-        """Score the tokens after each chunk's positions; return a suffix's last logits where it
-        ends.
+        """Score the tokens that follow each chunk's positions. Return also the logits after a
+        suffix that ends in the chunk.
         """
         targets: list[int] = []
         ends: list[int] = []
@@ -317,7 +322,7 @@ class StepLoop:
             targets += ids[chunk.logits_from + 1 : chunk.stop + 1]
             if chunk.stop == len(ids):
                 ends.append(len(targets))
-                targets.append(0)  # nothing follows the end, so any will do
+                targets.append(0)  # nothing follows the end of the text, so any token will do
             firsts.append(len(targets))
         values, kept = self._model.score(hidden, targets, ends)
         for chunk, first, stop in zip(chunks, firsts[:-1], firsts[1:], strict=True):
@@ -330,7 +335,9 @@ class StepLoop:
         ]
 
     def _entropies(self, hidden: Tensor) -> list[float]:
-        """Return minus the entropy of each row's distribution, some rows of logits at a time."""
+        """Return minus the entropy of each row's distribution; the logits of a few rows are
+        computed at a time.
+        """
         values: list[float] = []
         for first in range(0, len(hidden), _ENTROPY_ROWS):
             rows = hidden[first : first + _ENTROPY_ROWS]
@@ -340,19 +347,20 @@ class StepLoop:
     def _commit_sampled(
         self, sequence: Sequence, tokens: list[int], logprobs: list[float], started: Tensor | None
     ) -> None:
-        """Append what is to be written; a prompt fed to its end, to these logits, is cached for its
-        siblings.
+        """Append the drawn tokens. If a prompt has just been fed to its end, cache it with these
+        logits for its siblings.
         """
         if started is not None and not math.isnan(logprobs[0]):
             self._cache(sequence, started)
         accepted = self._proposals.settle(sequence, tokens) if len(tokens) > 1 else 0
         for place in range(accepted + 1):
-            sequence.num_computed += place > 0  # an accepted token was fed
+            # a token after the first one is an accepted proposal, which was fed
+            sequence.num_computed += place > 0
             if not self._append(sequence, tokens[place], logprobs[place]):
                 break
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> bool:
-        """Write a token; whether the sequence continues."""
+        """Append a token, and return whether the sequence continues."""
         if math.isnan(logprob):
             self._fail(sequence, "broken", *_NOT_NUMBERS)
             return False
@@ -371,7 +379,7 @@ class StepLoop:
         return ended is None
 
     def _score_first_tokens(self, chunks: list[PrefillChunk]) -> list[tuple[Sequence, float]]:
-        """Score first tokens of suffixes that begin where the cache has logits."""
+        """Score the first token of each suffix whose preceding logits are cached."""
         known = [
             (chunk.sequence, chunk.sequence.cached_logits)
             for chunk in chunks
@@ -391,8 +399,8 @@ class StepLoop:
     def _commit_scores(
         self, sequence: Sequence, logprobs: list[float], last: Tensor | None
     ) -> None:
-        """Add a chunk's scores to its sequence; `last`, the logits of the suffix's end, says that
-        it is complete.
+        """Add a chunk's scores to its sequence. If `last` is given, the suffix is complete, and
+        these are the logits after its end.
         """
         sequence.logprobs += logprobs if last is None else logprobs[:-1]
         if math.isnan(sum(sequence.logprobs)):
@@ -408,8 +416,8 @@ class StepLoop:
             self._scheduler.finish(sequence)
 
     def _cache(self, sequence: Sequence, logits: Tensor) -> None:
-        """Let others start from what is computed of this one, without even a forward of its last
-        token.
+        """Cache the computed part of a sequence with its logits. Other requests can start from
+        there without a forward pass of its last token.
         """
         node = self._scheduler.cache_prefix(sequence)
         self._scheduler.tree.keep_logits(node, logits.clone())
@@ -422,7 +430,7 @@ class StepLoop:
         self._stats.failed += 1
 
     def _shrink(self) -> None:
-        """Take smaller steps from now on; when they cannot get smaller, fail those in flight."""
+        """Take smaller steps from now on. If steps cannot get smaller, fail the requests in flight."""
         self._stats.shrunk += 1
         if self._scheduler.shrink():
             return
@@ -448,7 +456,7 @@ class StepLoop:
         self._scheduler.newly_admitted.clear()
 
     def stats(self) -> LoopStats:
-        """Return the counters now."""
+        """Return the current counters."""
         store = self._scheduler.store
         return replace(
             self._stats,
@@ -469,19 +477,19 @@ class StepLoop:
 
 
 class DrawnTokens(NamedTuple):
-    """One draw at each of some places of a scored text, from the distribution after all that is
-    before it there.
+    """Tokens drawn at some positions of a scored text, one per position. Each is drawn from the
+    distribution after the text before it.
     """
 
-    sequence: Sequence  # that scores
-    first: int  # index of the first place; 0 is the text's first token
+    sequence: Sequence  # the sequence that is scored
+    first: int  # index of the first position; 0 is the first token of the text
     tokens: list[int]
     logprobs: list[float]
 
 
 def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Iterator[DrawnTokens]:
-    """Draw at every place of these chunks whose request wants it, with the uniforms of the
-    completion's own places.
+    """Draw at every position of these chunks whose request asks for it. The uniform numbers are
+    those of the completion at the same positions.
     """
     row = 0
     for chunk in chunks:
@@ -514,8 +522,8 @@ def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Ite
 def extend_drawn(
     sequence: Sequence, draws: DrawnTokens, pieces: tuple[bytes, ...], end_ids: frozenset[int]
 ) -> None:
-    """Add to the completion what is its own: up to and with the first token that is not the text's,
-    or ends it.
+    """Add the drawn tokens to the completion, up to and including the first token that differs from
+    the text or ends the completion.
     """
     _, first, tokens, logprobs = draws
     drawn = sequence.drawn

@@ -19,7 +19,9 @@ from atts.local.placement import Room
 from atts.local.seams import SpeculationStats
 
 SMALL_MODEL = 10_000_000
-"""Weights below which a second thread costs more in waiting than it computes."""
+"""Number of weights below which a second thread costs more time by waiting than it saves by
+computing.
+"""
 FailureKind = Literal["broken", "load", "memory", "closed"]
 _ERRORS: dict[FailureKind, type[EngineError]] = {
     "load": ModelLoadError,
@@ -29,10 +31,10 @@ _ERRORS: dict[FailureKind, type[EngineError]] = {
 
 
 class LoopBuilder(Protocol):
-    """Builds the loop of an engine that adds something to plain decoding.
+    """A builder of the loop of an engine that adds something to plain decoding.
 
-    It travels to the process that runs the loop. Packages above this one implement it: nothing here
-    knows any of them.
+    The builder is sent to the process that runs the loop. Packages that build on this one implement
+    it, so that this module need not import them.
     """
 
     def build(
@@ -56,18 +58,18 @@ class WorkerConfig:
     options: LocalOptions
     builder: LoopBuilder | None = None  # None: plain decoding
     more_kv_floats: int = 0  # numbers that caches besides the model's own keep per token
-    sharers: int = 1  # loops of the same process that divide the cores, this one included
-    parts: int = 1  # processes of this loop that compute at the same time
-    room: Room | None = None  # memory that a run needs on a GPU; None: not known
+    sharers: int = 1  # number of loops in the same process that share the cores, including this one
+    parts: int = 1  # number of processes of this loop that compute at the same time
+    room: Room | None = None  # the needs of the run on a GPU; None if they are not known
     source: str = ""  # the folder or hub id that was named
 
     @property
     def is_parallel(self) -> bool:
-        """Return whether the loop takes as many threads as there are cores for it."""
+        """Return whether the loop uses as many threads as it has cores."""
         return self.options.threads is None and self.model.matrix_weights >= SMALL_MODEL
 
     def threads(self, cores: int) -> int:
-        """Return how many threads a step uses where a process may take so many cores."""
+        """Return how many threads a step uses if the process may use this number of cores."""
         if self.options.threads is not None:
             return self.options.threads
         return max(1, cores // (self.sharers * self.parts)) if self.is_parallel else 1
@@ -84,7 +86,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Submit(Command):
-    """Serve this request; request ids rise from one to the next."""
+    """A request to be served; request ids increase from one request to the next."""
 
     request_id: int
     request: SampleRequest | ScoreRequest
@@ -93,26 +95,26 @@ class Submit(Command):
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Command):
-    """The caller no longer waits for this request."""
+    """A message that the caller no longer waits for a request."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShareCores(Command):
-    """So many loops divide the cores from now on."""
+    """A message that `loops` loops share the cores from now on."""
 
     loops: int
 
 
 @dataclass(frozen=True, slots=True)
 class Close(Command):
-    """End the loop; unfinished requests are dropped."""
+    """A message that ends the loop; unfinished requests are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleReply:
-    """A request was continued."""
+    """The result of a sampling request."""
 
     request_id: int
     ids: TokenIds
@@ -123,7 +125,7 @@ class SampleReply:
 
 @dataclass(frozen=True, slots=True)
 class ScoreReply:
-    """A request was scored."""
+    """The result of a scoring request."""
 
     request_id: int
     logprobs: tuple[float, ...]
@@ -133,7 +135,7 @@ class ScoreReply:
 
 @dataclass(frozen=True, slots=True)
 class FailureReply:
-    """A request could not be served; request id 0 means that none can be, from now on."""
+    """An error of a request; with request id 0, no request can be served from now on."""
 
     request_id: int
     kind: FailureKind
@@ -142,7 +144,7 @@ class FailureReply:
 
     @classmethod
     def of(cls, error: EngineError) -> FailureReply:
-        """Turn an error while loading into a message, which the caller's side raises again."""
+        """Turn an error during loading into a message; the caller's side raises the error again."""
         problem = str(error).removeprefix(f"engine {error.engine}: ")
         for kind, known in _ERRORS.items():
             if isinstance(error, known):
@@ -150,48 +152,52 @@ class FailureReply:
         return cls(0, "broken", problem)
 
     def error(self, engine: str) -> EngineError:
-        """Return the error that the callers of an engine of this name get."""
+        """Return the error to raise in the callers of an engine with this name."""
         return _ERRORS.get(self.kind, EngineError)(engine, self.problem, self.advice)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The model is loaded: how many tokens the cache holds, what computes, and what about that its
-    user should know.
+    """A message that the model is loaded. It reports the cache's size in tokens, the kernel, and
+    notes on the kernel for the user.
     """
 
     kv_tokens: int
     kernel: str
     trouble: str = ""
     takes_models: bool = False  # whether the loop can run further models
-    dtype: str = "float32"  # that it computes in
+    dtype: str = "float32"  # the number type that the model computes in
 
 
 @dataclass(slots=True)
 class LoopStats(EngineCounters):
-    """Counters of the step loop since it began; the loop adds to its own and hands out copies."""
+    """The counters of the step loop since it began. The loop adds to its own object and hands out
+    copies.
+    """
 
-    free_tokens: int = 0  # drawn or scored without a forward: from cached logits, or scored before
-    step_sequences: int = 0  # summed over steps: divided by steps, the mean batch
+    # tokens drawn or scored without a forward pass, because their logits or scores were cached
+    free_tokens: int = 0
+    step_sequences: int = 0  # sequences summed over steps; divided by steps, it is the mean batch
     largest_batch: int = 0
     longest_queue_seconds: float = 0.0
-    kv_used: int = 0  # slots taken now, cached sequences included
-    kv_locked: int = 0  # number of them that a running sequence reads or writes
+    kv_used: int = 0  # slots in use now, including those of cached sequences
+    kv_locked: int = 0  # number of these slots that a running sequence reads or writes
     kv_peak: int = 0
     preempted: int = 0
     evicted_tokens: int = 0
-    shrunk: int = 0  # steps that did not fit into memory and made those after them smaller
-    speculation: SpeculationStats | None = None  # None: there is none
+    # number of steps that did not fit into memory, after which steps became smaller
+    shrunk: int = 0
+    speculation: SpeculationStats | None = None  # None without speculation
 
 
 Reply = SampleReply | ScoreReply | FailureReply
 
 
 class Inbox(Protocol):
-    """Source of a loop's commands."""
+    """The source of a loop's commands."""
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return all commands so far; with `wait`, at least one."""
+        """Return all commands received so far; with `wait`, wait for at least one."""
         ...
 
 
@@ -200,27 +206,27 @@ class LoopReport:
     """A loop's report after a step."""
 
     replies: tuple[Reply, ...]
-    stats: LoopStats | None  # None when the loop is gone
+    stats: LoopStats | None  # None if the loop has ended
 
 
 class Loop(Protocol):
     """A loop that a worker runs."""
 
     def run(self, inbox: Inbox) -> None:
-        """Serve commands until asked to close."""
+        """Serve commands until a command asks the loop to close."""
         ...
 
     def fail_all(self, failure: FailureReply) -> None:
-        """Tell every caller that nothing more will come."""
+        """Send every caller a failure: no further request will be served."""
         ...
 
 
 GONE = (EOFError, OSError, pickle.UnpicklingError)
-"""What reading from a process or writing to it raises when it is gone."""
+"""The errors that reading from a process or writing to it raises if the process has ended."""
 
 
 def first_answer(process: subprocess.Popen[bytes], config: object, name: str) -> Any:
-    """Return the first answer of a process, once it has loaded what its configuration names.
+    """Return the first answer of a process, which it sends when it has loaded its model.
 
     :raises EngineError: it could not be loaded.
     :raises EOFError: the process is gone, as it is where another of `GONE` is raised.
@@ -235,10 +241,11 @@ def first_answer(process: subprocess.Popen[bytes], config: object, name: str) ->
 
 
 def close_pipes(process: subprocess.Popen[bytes]) -> None:
-    """Close what a process that is gone, or soon will be, was written to and read from."""
+    """Close the pipes of a process that has ended or will end soon."""
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            with suppress(OSError):  # closing writes what is left
+            # closing a pipe writes its buffer, which fails if the process has ended
+            with suppress(OSError):
                 stream.close()
 
 

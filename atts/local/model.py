@@ -30,28 +30,30 @@ from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.seams import LayerHook
 
 # A step is sent to the device as one array. Steps that only decode can be captured as graphs
-# (`StepGraphs`); attention over the cache is a function that is given (`MakeAttend`): gathered
-# slots everywhere, a kernel where there is one.
+# (`StepGraphs`). The function for attention over the cache is passed in (`MakeAttend`): it gathers
+# slots on any device, or uses a kernel where one is available.
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""[rows, heads * head_dim] of [rows, heads, head_dim] queries over [slots, kv_heads, head_dim] keys
-and values.
+"""A function that computes attention, [rows, heads * head_dim]. Its arguments are the queries,
+[rows, heads, head_dim], and the keys and values, [slots, kv_heads, head_dim].
 """
 MakeAttend = Callable[[DeviceStep, ModelConfig, int], Attend]
-"""Attention of one step for the layers of one window; 0: the whole context."""
+"""A function that prepares the attention of one step for the layers of one window; window 0 is the
+whole context.
+"""
 
 
 class _Class(NamedTuple):
-    rows: Tensor  # [blocks, width] of the queries
+    rows: Tensor  # [blocks, width] indices of the queries
     slots: Tensor  # [blocks * length]
     mask: Tensor | None  # [blocks, 1, width, length]
 
 
 class GatheredAttention:
-    """Attention over gathered slots; which slots each query may read is computed once for all
+    """Attention over gathered slots. The slots that each query may read are computed once for all
     layers of a window.
 
-    Beyond a sequence's end stands slot 0, which holds zeros; rows that are none see the first
+    Positions beyond a sequence's end read slot 0, which holds zeros. Padding rows read the first
     position.
     """
 
@@ -87,7 +89,7 @@ def _seen(blocks: Blocks, num_rows: int, window: int) -> _Class:
     if size.is_even and (not window or size.length <= window):
         return _Class(rows, blocks.slots.flatten(), None)
     inside = columns < (blocks.firsts + blocks.counts)[:, None]
-    last = (blocks.firsts[:, None] + places)[..., None]  # position that a row sees last
+    last = (blocks.firsts[:, None] + places)[..., None]  # last position that a row sees
     mask = columns <= last
     if window:
         mask &= columns > last - window
@@ -115,13 +117,13 @@ def _attention(
 
 
 _SCORED_LOGITS = 1 << 25
-"""Most logits made at once for scoring: a bound on memory where vocabularies are large."""
+"""The most logits computed at once for scoring, which limits the memory for large vocabularies."""
 
 
 class TorchModel:
-    """Runs steps with torch; `cache` is [layers, 2, slots, kv_heads, head_dim].
+    """A model that runs its steps with torch; `cache` is [layers, 2, slots, kv_heads, head_dim].
 
-    Slot 0 is never written; the last one is, by rows that only fill a step up, and is never read.
+    Slot 0 is never written. The last slot is written by padding rows, and is never read.
     """
 
     def __init__(
@@ -135,17 +137,18 @@ class TorchModel:
         capture: Capture | None = None,
         group: int = 1,
     ) -> None:
-        """Create the model. `most_rows` limits the rows of a block for this `attention`; `capture`
+        """Create the model. `most_rows` limits the rows of a block for `attention`, and `capture`
         makes graphs of steps.
 
-        Of `group`, see `is_grouped`; the weights may hold its joined attentions already.
+        For `group`, see `is_grouped`; the weights may contain the joined attentions already.
         """
         self._config = config
         self._cache = cache
         self._device = cache.device
         self._attention = attention
         self._most_rows = most_rows
-        self.is_grouped = False  # whether attentions of a group read one input: not exact
+        # whether the attentions of a group read the same input, which is not exact
+        self.is_grouped = False
         if not weights.is_paired:
             layers = tuple(_interleaved(layer, config) for layer in weights.layers)
             weights = replace(weights, layers=layers, is_paired=True)
@@ -179,7 +182,8 @@ class TorchModel:
         """Return the final, normed hidden states of the batch's `logit_rows`: [logits,
         hidden_size].
         """
-        with torch.cuda.device(self._cache.get_device()):  # -1, of a CPU, changes nothing
+        # -1, the device number of a CPU, has no effect
+        with torch.cuda.device(self._cache.get_device()):
             return self._forward(batch, table, tap)
 
     def _forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None) -> Tensor:
@@ -197,8 +201,8 @@ class TorchModel:
     def through(
         self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int]
     ) -> None:
-        """Take rows through all layers, before that the embedding and behind it the last norm if
-        `units` hold these.
+        """Take rows through all layers. The embedding comes before and the last norm after them, if
+        `units` contain these.
         """
         blocks = RowBlocks.of(batch, self._most_rows)
         slots = self._slots.update(table, blocks.table_rows, int(blocks.lengths.max(initial=0)))
@@ -213,14 +217,14 @@ class TorchModel:
         rows[1][:] = (self._norm(x, self._weights.norm) if ends else x).float().numpy(force=True)
 
     def _sent(self, batch: StepBatch, slots: Tensor, blocks: RowBlocks) -> DeviceStep:
-        """Send a step to the device, whose slot table is there."""
+        """Send a step to the device, which has the slot table already."""
         classes = blocks.classes() if self._most_rows is None else [blocks]
         layout = layout_of(batch, classes)
         array = torch.from_numpy(packed(batch, classes, layout, self._cache.shape[2] - 1))
         return unpacked(array.to(self._device, non_blocking=True), layout, slots)
 
     def _compute(self, step: DeviceStep, is_grouped: bool, tap: LayerHook | None = None) -> Tensor:
-        """Compute a step on the device; every operation depends on its arrays and sizes alone."""
+        """Compute a step on the device. The operations depend only on the step's arrays and sizes."""
         x = self._behind_layers(self._embedded(step), step, is_grouped, tap)
         return self._norm(x, self._weights.norm)
 
@@ -232,7 +236,7 @@ class TorchModel:
     def _behind_layers(
         self, x: Tensor, step: DeviceStep, is_grouped: bool, tap: LayerHook | None = None
     ) -> Tensor:
-        """Return rows behind the last layer."""
+        """Return the hidden states of the rows after the last layer."""
         config = self._config
         attends = {window: self._attention(step, config, window) for window in set(config.windows)}
         rotations = {
@@ -243,7 +247,7 @@ class TorchModel:
             for index, attended in zip(
                 group.layers, mixed.chunk(len(group.layers), 1), strict=True
             ):
-                # only these rows continue after the last layer
+                # only the rows that need logits continue after the last layer's attention
                 if index == config.num_layers - 1 and step.logit_rows is not None:
                     x = x[step.logit_rows]
                     attended = attended[step.logit_rows]
@@ -260,7 +264,7 @@ class TorchModel:
         attends: Mapping[int, Attend],
         turns: Mapping[str, Tensor],
     ) -> Tensor:
-        """Attend with the heads of a layer, or a group; their keys and values go into the cache."""
+        """Store the keys and values of a layer or a group in the cache, and compute its attention."""
         config = self._config
         ((layers, keys, values), layer) = own
         qkv = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias)
@@ -270,7 +274,7 @@ class TorchModel:
         return attends[config.windows[layers.start]](query, keys, values)
 
     def _fed_forward(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
-        """Return the rest of a layer, added to what comes in."""
+        """Compute the rest of a layer after attention, and add it to the layer's input."""
         x = x + self._norm(F.linear(attended, layer.out, layer.out_bias), layer.out_norm)
         gate_up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
         gate, up = gate_up.chunk(2, -1)
@@ -278,11 +282,10 @@ class TorchModel:
         return x + self._norm(F.linear(gated * up, layer.down, layer.down_bias), layer.down_norm)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Apply the root-mean-square norm; leave rows as they are where there are no weights for
-        it.
+        """Apply the root-mean-square norm; without weights, return the rows unchanged.
 
-        Where there are those of several layers, one after the other, each is for its share of the
-        heads.
+        The weights may be those of several layers, one after another; each layer's weights then
+        apply to its share of the heads.
         """
         if weight is None or weight.dim() == 1:
             return (
@@ -298,10 +301,10 @@ class TorchModel:
 
     @torch.inference_mode()
     def use_threads(self, threads: int) -> None:
-        """Leave it to torch, which counts threads per calling thread."""
+        """Do nothing, because torch has a thread count for each calling thread."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return their logits: [logits, vocabulary] float32."""
+        """Return the logits of these hidden states: [logits, vocabulary] float32."""
         logits = F.linear(hidden, self._weights.head).float()
         cap = self._config.logit_cap
         return cap * torch.tanh(logits / cap) if cap else logits
@@ -310,7 +313,7 @@ class TorchModel:
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token a row."""
+        """Draw one token per row."""
         numbers = torch.tensor(uniforms, dtype=torch.float64)
         return sample(logits, sampling, numbers.to(logits.device, non_blocking=True))
 
@@ -324,7 +327,7 @@ class TorchModel:
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score one token a row; return also the logits of some rows."""
+        """Score one token per row; return also the logits of some rows."""
         kept = torch.empty(len(kept_rows), self._config.vocabulary, device=self._device)
         size = max(1, _SCORED_LOGITS // self._config.vocabulary)
         parts = list[Tensor]()
@@ -343,9 +346,7 @@ class TorchModel:
     def _split(
         self, qkv: Tensor, layer: LayerWeights, rotations: Tensor, layers: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split query, key and value of each token, [tokens, heads, head_dim], and rotate the first
-        two.
-        """
+        """Split each token's query, key and value, [tokens, heads, head_dim]; rotate query and key."""
         config = self._config
         dim = self._config.head_dim
         sizes = [
@@ -373,14 +374,16 @@ def _rotations(rope: Rope, rows: int) -> Tensor:
 
 
 def apply_rope(rows: Tensor, rotations: Tensor) -> Tensor:
-    """Rotate neighbouring pairs as complex numbers, one operation for all of them."""
+    """Rotate pairs of neighbouring features as complex numbers, which takes one operation for all
+    pairs.
+    """
     pairs = torch.view_as_complex(rows.float().reshape(*rows.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations).flatten(-2).to(rows.dtype)
 
 
 def _interleaved(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
-    """Reorder query and key features so that the two halves transformers rotates together become
-    neighbours.
+    """Reorder the features of query and key so that the two that are rotated together become
+    neighbours. In transformers' order they lie half a head apart.
     """
     half = config.head_dim // 2
     rows, order = (part.to(layer.qkv.device) for part in paired_order(config))

@@ -19,7 +19,7 @@ from atts.models.tokenizers import ModelTokenizer
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Errors that libraries raise when they meet an unforeseen configuration."""
-# embeddings whose frequencies are known when a request comes
+# types of rotary embedding whose frequencies are known when a request arrives
 _ROPES = (
     "default",
     "linear",
@@ -33,19 +33,21 @@ _LONGEST = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Differences of a model type from Llama."""
+    """The differences between a model type and Llama."""
 
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    """Those before and after attention, before and after the feed-forward block; "" where there is
-    none.
+    """The names of four norms: before and after attention, and before and after the feed-forward
+    block. A norm that the family lacks is "".
     """
-    # over what queries and keys are normed
+    # the part of queries and keys over which they are normalised
     head_norms: Literal["none", "each head", "all heads"] = "none"
-    is_fused: bool = False  # query, key and value, gate and up are stored as one matrix
-    is_gemma: bool = False  # norms add one to their weights, embeddings are scaled, gates are gelu
-    may_turn_parts: bool = False  # whether parts of each head may be turned
-    has_windows: bool = True  # whether it has windows if its configuration names one
-    may_skip_ropes: bool = False  # in some layers
+    # whether query, key and value are stored as one matrix, and gate and up as another
+    is_fused: bool = False
+    # whether norms add one to their weights, embeddings are scaled, and gates are GELU
+    is_gemma: bool = False
+    may_turn_parts: bool = False  # whether the rotary embedding may rotate a part of each head only
+    has_windows: bool = True  # whether layers have windows if the configuration names a window
+    may_skip_ropes: bool = False  # whether some layers may lack a rotary embedding
 
 
 _AROUND = (
@@ -85,14 +87,14 @@ class ModelConfig:
     vocabulary: int
     context_length: int
     norm_eps: float
-    rotary_dim: int  # features of each head that rotary embeddings turn
-    # kind of layer whose rotary embedding each layer has, or NO_ROPE
+    rotary_dim: int  # number of features of each head that rotary embeddings rotate
+    # name of each layer's rotary embedding, or NO_ROPE
     ropes: tuple[str, ...]
-    windows: tuple[int, ...]  # number of tokens back that each layer sees; 0: all
-    query_scale: float  # multiplies attention scores
-    attention_cap: float  # soft limit of attention scores; 0: none
+    windows: tuple[int, ...]  # number of preceding tokens that each layer sees; 0 for all
+    query_scale: float  # factor of attention scores
+    attention_cap: float  # soft limit of attention scores; 0 for no limit
     logit_cap: float
-    long_after: int | None  # tokens beyond which a request is computed with frequencies of its own
+    long_after: int | None  # number of tokens beyond which a request uses other rotary frequencies
     ties_embeddings: bool
     end_ids: TokenIds
 
@@ -105,11 +107,13 @@ class ModelConfig:
 
     @property
     def kv_floats_per_token(self) -> int:
-        """Return how many numbers the cache keeps per token."""
+        """Return how many numbers the cache stores per token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def part(self, layers: range) -> ModelConfig:
-        """Return some of its layers as a model, without words where these are not the first."""
+        """Return some of the layers as a model of their own, which has no embedding unless they are
+        the first.
+        """
         cut = slice(layers.start, layers.stop)
         vocabulary = 0 if layers.start else self.vocabulary
         ropes = self.ropes[cut]
@@ -120,7 +124,7 @@ class ModelConfig:
 
     @property
     def rules(self) -> Family:
-        """Return the ways in which the model's family differs."""
+        """Return the rules of the model's family."""
         return FAMILIES[self.family]
 
     @property
@@ -137,13 +141,13 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Values that a key of config.json may have; null if `optional`."""
+    """The values that a key of config.json may have; null is one of them if `optional`."""
 
     kind: Literal["whole number", "number", "true or false", "text", "list", "object"]
     low: float = -math.inf
     high: float = math.inf
     optional: bool = False
-    parts: _Value | None = None  # parts of a list
+    parts: _Value | None = None  # values that the items of a list may have
     choices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -156,7 +160,7 @@ class _Value:
         )
 
     def accepts(self, value: object) -> bool:
-        """Return whether it may be this."""
+        """Return whether the key may have this value."""
         if value is None:
             return self.optional
         if type(value) not in _KINDS[self.kind]:
@@ -229,25 +233,28 @@ _KEYS: Mapping[str, _Value] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), _FLAG),
     **dict.fromkeys(("use_sliding_window", "use_bidirectional_attention"), _FLAG),
 }
-"""Every key that is read; what a configuration says besides is not looked at."""
+"""Every key that is read, with its possible values; other keys of a configuration are ignored."""
 _WHOLE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "eos_token_id",
 )  # fmt: skip
-"""Those without which a Llama's configuration is completed by transformers, and its rotary
-embedding.
+"""Keys of a Llama's configuration. If one is missing, transformers completes the configuration and
+its rotary embedding.
 """
 
 
 def rope_rows(config: ModelConfig, slots: int) -> int:
-    """Return how many positions a table of angles covers: the context or the cache, if shorter."""
+    """Return the number of positions in a table of angles: the context length, or the cache's size
+    if that is smaller.
+    """
     return min(config.context_length, slots)
 
 
 def read_model_config(folder: Path, name: str) -> ModelConfig:
-    """Read the configuration of the model in `folder`, checked.
+    """Read and check the configuration of the model in `folder`.
 
-    :raises ModelLoadError: no readable configuration, a family or an attention we do not compute.
+    :raises ModelLoadError: the configuration cannot be read, or the engine does not support its
+        family or attention.
     """
     config = read_hf_config(folder, name)
     layers = range(config.num_hidden_layers)
@@ -295,11 +302,11 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
 
 
 def read_hf_config(folder: Path, name: str) -> Any:
-    """Read the configuration of the model in `folder` as transformers has it, of known values
-    alone.
+    """Read and check the configuration of the model in `folder`. The result has the attributes that
+    transformers would give it; keys that are not known are left out.
 
-    :raises ModelLoadError: there is none, a value cannot be, the folder brings code, or such models
-        are not computed.
+    :raises ModelLoadError: there is no configuration, a value is invalid, the folder brings code,
+        or the model is not supported.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -336,10 +343,10 @@ def read_hf_config(folder: Path, name: str) -> Any:
 
 
 def _whole_config(family: str, known: Mapping[str, Any]) -> Any:
-    """Return the Llama configuration as transformers completes it; None if values are missing.
+    """Return a Llama configuration without the help of transformers; None if values are missing.
 
-    Importing its configurations loads torch and its compiler: seconds in every process, for a file
-    that is complete.
+    Importing the configurations of transformers loads torch and its compiler. That would take
+    seconds in every process, although a complete file does not need it.
     """
     rope = known.get("rope_parameters") or {}
     if (
@@ -386,7 +393,9 @@ def _check(key: str, value: object, keys: Mapping[str, _Value], name: str) -> No
 
 
 def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
-    """Check the values of a rotary embedding that are read; of several, one for each kind of layer."""
+    """Check the values of a rotary embedding that are read. If there are several embeddings, each
+    belongs to a kind of layer.
+    """
     known = dict[str, Any]()
     for key, value in rope.items():
         if isinstance(value, dict) and key not in _ROPE_KEYS:
@@ -398,7 +407,7 @@ def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
 
 
 def _problems(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield what keeps the local engine from computing such a model, and what to do about it."""
+    """Yield each property that keeps the local engine from computing the model, and advice on it."""
     check = "Check config.json"
     serve = "Serve this model with vLLM"
     rules = FAMILIES[config.model_type]
@@ -483,7 +492,9 @@ def _has_many_ropes(config: Any) -> bool:
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """Return the rotary embeddings of the model: one for each kind of layer, or one for all."""
+    """Return the rotary embeddings of the model: one for each kind of layer, or a single one for
+    all layers.
+    """
     parameters = config.rope_parameters or {}
     return (
         [rope for rope in parameters.values() if rope] if _has_many_ropes(config) else [parameters]
@@ -495,9 +506,11 @@ def _is_long(rope: Mapping[str, Any]) -> bool:
 
 
 def check_model(folder: Path, name: str) -> tuple[ModelConfig, ModelTokenizer]:
-    """Return the configuration and the tokenizer of a model folder, whose weight files are there.
+    """Return the configuration and the tokenizer of a model folder, after checking that its weight
+    files exist.
 
-    :raises ModelLoadError: something is missing or cannot be read, or they are of different models.
+    :raises ModelLoadError: something is missing or cannot be read, or the tokenizer belongs to
+        another model.
     """
     config = read_model_config(folder, name)
     tensor_files(folder, name)

@@ -19,25 +19,28 @@ WorkerKind = Literal["thread", "process"]
 class LocalOptions:
     """Options of a local engine; the defaults suit small models on a CPU."""
 
-    # auto: a GPU where there is one, and each model of a pair its own where there are two
+    # auto: a GPU if there is one; if there are two, each model of a pair has its own
     device: str = "auto"  # auto, cpu, cuda or cuda:N
-    # auto: bfloat16 on a GPU for checkpoints that are bfloat16, else float32
+    # auto: bfloat16 on a GPU if the checkpoint is bfloat16, else float32
     dtype: Dtype = "auto"
-    # a process overlaps with other engines and a busy caller; a thread opens at once
+    # a process computes in parallel with other engines and a busy caller; a thread starts at once
     worker: WorkerKind = "process"
-    # format that scored rows are rounded to for products; the processor must support it
+    # format to which scored rows are rounded before products; the processor must support it
     scores: Scores = "float32"
-    kernel: Kernel = "auto"  # native where it can be built and fits the model, else torch
-    # decoding steps are captured and replayed on a GPU, not launched one by one
+    kernel: Kernel = "auto"  # native if it can be built and fits the model, else torch
+    # decoding steps on a GPU are captured and replayed, instead of launching their operations one
+    # by one
     graphs: Graphs = "auto"
-    # the cache's size; None: what 2 GiB hold on a CPU, on a GPU what the run's rollouts can fill
+    # size of the cache in tokens; None: what 2 GiB hold on a CPU, or what the run's rollouts can
+    # fill on a GPU
     kv_tokens: int | None = None
     max_batch: int = 256  # sequences in one step
-    chunk_tokens: int = 512  # tokens in one step, decoding apart
-    threads: int | None = None  # threads of one step; None: those that other engines leave
+    chunk_tokens: int = 512  # most prompt tokens fed in one step; decoding tokens do not count
+    # number of threads of a step; None: the cores that other engines leave
+    threads: int | None = None
 
     def check(self) -> None:
-        """See that every option is known and possible.
+        """Check that every option is known and possible.
 
         :raises OptionError: one is not.
         """
@@ -61,7 +64,7 @@ class LocalOptions:
 
 
 def check_choices(options: object, **kinds: object) -> None:
-    """See that each of these options is one of the words of its type.
+    """Check that each of these options is one of the values of its type.
 
     :raises OptionError: one is not.
     """
@@ -72,7 +75,7 @@ def check_choices(options: object, **kinds: object) -> None:
 
 
 def check_positive(options: object, *names: str) -> None:
-    """See that these options are positive where they are given.
+    """Check that these options are positive if they are given.
 
     :raises OptionError: one is not.
     """

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from atts.local.model_config import ModelConfig
 
 WORKSPACE = 1_500_000_000
-"""Bytes of an engine besides weights and cache: CUDA's context, captured graphs, activations."""
+"""Bytes that an engine needs besides weights and cache, for CUDA's context, captured graphs and
+activations.
+"""
 ITEM_SIZES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by the name of its type."""
 
@@ -19,7 +21,8 @@ class EngineSize:
 
     weights: int
     token: int  # bytes of cache per token
-    least: int  # tokens: one whole rollout with its problem
+    # number of tokens of one whole rollout with its problem, the least that the cache must hold
+    least: int
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str, least: int) -> EngineSize:
@@ -33,41 +36,41 @@ class EngineSize:
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """The card that an engine is on, and the memory it takes there, in bytes."""
+    """The card on which an engine is placed, and the bytes of memory that it takes there."""
 
     card: int
     weights: int
     cache: int
-    tokens: int  # that the cache holds
+    tokens: int  # number of tokens that the cache holds
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Demand of a run on an engine's cache, and the memory to leave for the other engine of the
-    pair.
+    """The needs of a run from an engine's cache, and the memory to leave for the other engine of
+    the pair.
     """
 
-    rollouts: int  # in flight at once
+    rollouts: int  # number of rollouts in flight at once
     tokens: int  # tokens of one rollout with its problem
     card: int = 0  # device index, if there are several and the options leave it open
     other_card: int = 0
-    other: EngineSize | None = None  # loaded later, where it shares the device
+    other: EngineSize | None = None  # the engine that is loaded later, if it may share the device
 
     @property
     def most_tokens(self) -> int:
-        """Return the tokens that all rollouts in flight can fill."""
+        """Return the number of tokens that all rollouts in flight can fill."""
         return self.rollouts * self.tokens
 
     @property
     def alone(self) -> Room:
-        """Return the room of an engine that leaves nothing to another."""
+        """Return the same needs without another engine."""
         return replace(self, other=None)
 
 
 def share_cards(
     sizes: Sequence[EngineSize], cards: Sequence[float], most_tokens: int
 ) -> tuple[EngineShare, ...] | None:
-    """Place one engine, or a draft and its target, on cards with so many free bytes.
+    """Place one engine, or a draft and its target, on cards with these numbers of free bytes.
 
     With two cards the target gets the first and the draft the second. On one card both caches hold
     the same number of tokens, because both models read the same texts. None means that not even
@@ -96,7 +99,9 @@ def _on_card(
 
 
 def cards_for(weights: int, card: float) -> int:
-    """Return the fewest cards, a power of two, that hold these weights with a tenth left over."""
+    """Return the least number of cards, a power of two, that hold these weights with a tenth of the
+    memory left over.
+    """
     count = 1
     while weights / count > 0.9 * card:
         count *= 2

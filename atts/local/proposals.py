@@ -24,16 +24,15 @@ from atts.local.seams import (
 from atts.local.sequence import Sequence, TokenTable, going_on
 
 _NONE = NOTHING, 0  # the proposal of a sequence that asked for none
-_BETWEEN = 8  # steps over which the time between two steps is averaged
+_BETWEEN = 8  # number of steps over which the time between steps is averaged
 
 
 def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
-    """Return how many tokens of a chain are accepted, where `drawn[i]` was drawn after the first
-    `i` of them.
+    """Return how many tokens of a proposal are accepted. The target drew `drawn[i]` after the first
+    `i` of these tokens.
 
-    The tokens to write are `drawn[: accepted_length + 1]`: after those that are accepted comes one
-    more, for the target's distribution after them is known, whether the next proposed token was
-    wrong or there was none.
+    The tokens to write are `drawn[: accepted_length + 1]`. They are one more than the accepted
+    tokens, because the target has also drawn the token after those.
 
     >>> accepted_length((5, 6, 7), (5, 6, 9, 1)), accepted_length((5, 6), (5, 6, 7)), accepted_length((), (3,))
     (2, 2, 0)
@@ -45,7 +44,7 @@ def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
 
 
 class Proposals:
-    """Adds proposals to plans and keeps count of them; a proposal lives no longer than its step."""
+    """The proposals of the current step, which are added to its plan, and counts over all steps."""
 
     def __init__(
         self,
@@ -57,9 +56,11 @@ class Proposals:
         table: TokenTable | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """Propose nothing by default, which is plain decoding.
+        """Create the proposals of a loop; without a proposer nothing is proposed, which is plain
+        decoding.
 
-        `clock` reads what steps take, without what others took of the processor where it can.
+        `clock` measures the steps. If it can, it leaves out processor time that other processes
+        took.
         """
         self._scheduler = scheduler
         self._proposer = proposer or NoProposer()
@@ -68,24 +69,27 @@ class Proposals:
         self._vocabulary = vocabulary
         self._table = table or TokenTable((), frozenset())
         self._clock = clock
-        self._most = 1 << 30  # tokens a proposal may have, less once memory ran out
-        # keyed by sequence; with the number of tokens that it began with
+        self._most = 1 << 30  # most tokens in a proposal; lowered when memory runs out
+        # proposals by request id, each with its number of tokens before the check
         self._asked = dict[int, tuple[TokenProposal, int]]()
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
-        # the last step; negative where it was not timed; the first one after a wait never is
+        # end of the last step; negative if that step was not timed, as is the first step after a
+        # wait
         self._ended = -1.0
-        self._between = 0.0  # seconds from the end of one step to this part of the next one
-        self._is_timed = False  # this step
+        # average time in seconds from the end of one step to the start of the next
+        self._between = 0.0
+        self._is_timed = False  # whether this step is timed
         self._known = set[int]()  # request ids that proposers were asked about
-        self._num_wanted = 0  # proposals of some length, summed over steps
-        self._num_asked = 0  # number of these that there were slots for
-        self._num_refused = 0  # proposals of which no token could be verified
+        # number of proposals with at least one token wanted, summed over steps
+        self._num_wanted = 0
+        self._num_asked = 0  # number of these proposals for which there were slots
+        self._num_refused = 0  # number of proposals of which no token could be verified
         self._stats = SpeculationStats()
 
     def propose(self, plan: StepPlan) -> None:
-        """Add to the plan what may follow each decoding sequence's newest token, as far as there
-        are slots for it.
+        """Ask the proposer for tokens after each decoding sequence's newest one, and add them to
+        the plan. Their number is limited by the free slots.
         """
         if self.is_plain:
             return
@@ -101,13 +105,14 @@ class Proposals:
         if self._ended >= 0:
             between = self._clock() - self._ended
             usual = self._between or between
-            # reports are sent now and then
+            # some gaps are longer because a report is sent, so a gap counts at most twice the
+            # average
             self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN
         self._forget_finished()
         self._is_timed = True
         self._proposing = 0.0
         lengths = self._lengths.choose(plan)
-        # deciding takes long now and then, and is not part of what proposals take
+        # the choice of lengths sometimes takes long, and does not count as time spent on proposing
         self._began = self._clock()
         if not any(lengths):
             return
@@ -129,9 +134,11 @@ class Proposals:
         self._stats.seconds += self._proposing
 
     def settle(self, sequence: Sequence, drawn: list[int]) -> int:
-        """Return how many tokens of a sequence's proposal are accepted, where its rows drew these."""
+        """Return how many tokens of a sequence's proposal are accepted, given the tokens drawn at
+        its positions.
+        """
         if sequence.request_id not in self._asked:
-            return len(drawn) - 1  # several plain steps at once, without a proposal
+            return len(drawn) - 1  # several plain steps were merged into one, which has no proposal
         proposal, guessed = self._asked[sequence.request_id]
         accepted = accepted_length(proposal.tokens, drawn)
         self._proposer.settled(sequence.request_id, proposal, accepted)
@@ -141,7 +148,7 @@ class Proposals:
         return accepted
 
     def observed(self, plan: StepPlan) -> None:
-        """Report to the chooser of lengths what came of the step, and how long it took."""
+        """Report the results of the step and its time to the chooser of lengths."""
         if self.is_plain:
             return
         for each in self._rounds:
@@ -172,7 +179,9 @@ class Proposals:
         )
 
     def _silence(self) -> str:
-        """Return why nothing was proposed so far; nothing if something was, or no text was written."""
+        """Return why nothing was proposed so far; return an empty text if something was, or if no
+        text was written.
+        """
         stats = self._stats
         if stats.proposed or not stats.choices:
             return ""
@@ -187,8 +196,8 @@ class Proposals:
         return self._proposer.silence()
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
-        """Take the proposals out of a step that broke; where memory ran out, later ones are
-        shorter.
+        """Remove the proposals from a step that failed. With `shorten`, because memory ran out,
+        later proposals are shorter.
         """
         self._is_timed = False
         if shorten:
@@ -205,7 +214,8 @@ class Proposals:
                 asked[ask.key] = self._checked(ask, proposal), min(len(proposal.tokens), ask.room)
             self._asked = asked
             for key, (sound, guessed) in asked.items():
-                if guessed and not sound.tokens:  # an unused proposal cost time as well
+                # an unused proposal took time as well, so it counts as a round
+                if guessed and not sound.tokens:
                     self._num_refused += 1
                     self._rounds.append(SpeculationRound(key, 0, 0, guessed))
         except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
@@ -215,7 +225,9 @@ class Proposals:
             )
 
     def _checked(self, ask: Ask, proposal: TokenProposal) -> TokenProposal:
-        """Cut the proposal to the room there is, and before the first token that ends the text."""
+        """Shorten the proposal to the available room, and end it before the first token that is
+        unknown or ends the text.
+        """
         tokens = proposal.tokens[: ask.room]
         known = next(
             (at for at, token in enumerate(tokens) if not 0 <= token < self._vocabulary),
@@ -234,7 +246,7 @@ class Proposals:
 
 
 def ask_of(sequence: Sequence, room: int) -> Ask:
-    """Return the proposer's view of a decoding sequence."""
+    """Return the part of a decoding sequence's state that a proposer may see."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences decode"
     assert sequence.uniforms is not None, "only sampled sequences decode"

@@ -12,10 +12,11 @@ from atts.local.cache import PrefixMatch, PrefixNode, PrefixTree, SlotAllocator,
 from atts.local.seams import SlotStore
 from atts.local.sequence import Sequence
 
-# slots taken at a time while decoding: neighbours in memory are read faster, and calls are few
+# number of slots taken at a time while decoding; neighbours in memory are read faster, and fewer
+# calls are needed
 _SLOT_RUN = 32
-_HEADROOM = 16  # slots kept free per running sequence when another is admitted
-# tokens that must be saved, or a request does not wait for the sequence that computes them
+_HEADROOM = 16  # number of slots kept free per running sequence when another sequence is admitted
+# least number of saved tokens for which a request waits until another sequence has computed them
 WORTH_WAITING = 8
 CacheAction = Literal["keep", "drop"]
 
@@ -28,18 +29,18 @@ class SchedulerConfig:
     max_batch: int
     chunk_tokens: int
     context_length: int
-    # tokens beyond which a request is computed with frequencies of its own
+    # number of tokens beyond which a request uses other rotary frequencies
     long_after: int | None = None
-    rope_rows: int = 0  # row of the tables of angles at which its rows begin
+    rope_rows: int = 0  # first row of these frequencies in the tables of angles
 
 
 class Scheduler:
-    """Oldest first, whatever the kind; decoding never waits for prefills, which are cut into
-    chunks.
+    """A scheduler that serves the oldest requests first, of whichever kind. Decoding never waits
+    for prefills, because these are cut into chunks.
 
-    A request that fits the context always gets done: younger ones give their slots up for it.
-    `_candidates`, `_prefill_stop`, `_reachable`, `_try_admit`, `_useful_kinds` and
-    `_may_give_way` are plain here; the schedulers of `atts.accel.zoo` override them.
+    Every request that fits the context is finished eventually, because younger requests give up
+    their slots for it. The schedulers of `atts.accel.zoo` override `_candidates`, `_prefill_stop`,
+    `_reachable`, `_try_admit`, `_useful_kinds` and `_may_give_way`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Scheduler:
         self.store: SlotStore = store or SlotAllocator(config.kv_tokens)
         self._chunk_tokens = config.chunk_tokens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
-        self._running: list[Sequence] = []  # by order
+        self._running: list[Sequence] = []  # sorted by their order
         self._unfinished: dict[int, Sequence] = {}
         self._free_rows = list(range(config.max_batch - 1, -1, -1))
         width = min(config.context_length, config.kv_tokens) + 1
@@ -74,11 +75,11 @@ class Scheduler:
         return max(0, self.store.num_used - self.tree.num_evictable)
 
     def sequence(self, request_id: int) -> Sequence:
-        """Return an unfinished request."""
+        """Return the unfinished request with this id."""
         return self._unfinished[request_id]
 
     def is_unfinished(self, request_id: int) -> bool:
-        """Return whether it is waiting or running."""
+        """Return whether the request with this id is waiting or running."""
         return request_id in self._unfinished
 
     def running(self) -> list[Sequence]:
@@ -93,7 +94,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def cancel(self, request_id: int) -> bool:
-        """Forget a request at once, keeping what was computed of it as cache; whether it was
+        """Forget a request at once, and cache what was computed for it. Return whether it was
         unfinished.
         """
         sequence = self._unfinished.get(request_id)
@@ -110,11 +111,11 @@ class Scheduler:
             self._release(sequence, cache=cache)
 
     def shrink(self) -> bool:
-        """Feed half as many tokens and sequences a step from now on; False when that is impossible:
-        then all again.
+        """Feed half as many tokens and sequences per step from now on. If steps cannot get smaller,
+        restore their full size and return False.
         """
         if self._chunk_tokens <= 1:
-            # the size of the steps was not the reason
+            # smaller steps failed as well, so the size was not the reason
             self._chunk_tokens = self._config.chunk_tokens
             return False
         self._chunk_tokens //= 2
@@ -123,7 +124,9 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan:
-        """Admit what fits, then choose the tokens of the next step, for the oldest first."""
+        """Admit the requests that fit, then choose the tokens of the next step, oldest requests
+        first.
+        """
         if self._waiting:
             self._admit()
         plan = StepPlan([], [], [], [])
@@ -145,7 +148,7 @@ class Scheduler:
                     budget -= stop - computed
                     logits_from = _logits_from(sequence, stop)
                     plan.prefills.append(PrefillChunk(sequence, computed, stop, logits_from))
-        # single tokens come first: kernels compute them as they do decoding ones
+        # chunks of a single token come first, because kernels compute them like decoding tokens
         plan.prefills.sort(
             key=lambda chunk: (chunk.stop - chunk.start > 1, chunk.sequence.is_scoring)
         )
@@ -156,15 +159,14 @@ class Scheduler:
         return self._running.copy()
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
-        """Return up to where given ids are fed in one piece, at most to `stop`."""
+        """Return the position up to which given tokens are fed in one chunk, at most `stop`."""
         return stop
 
     def widen(self, sequence: Sequence, count: int) -> int:
-        """Make room for up to `count` tokens beyond a decoding sequence's newest one; return how
-        many.
+        """Make room for up to `count` tokens after a decoding sequence's newest one. Return the
+        number of tokens for which there is room.
 
-        Slots for them are taken as long as there are plenty: no sequence is ever preempted for
-        them.
+        Slots are taken only while there are plenty, and no sequence is preempted for them.
         """
         most = min(sequence.num_computed + 1 + min(count, _SLOT_RUN), sequence.max_slots)
         if most > sequence.capacity and self._has_plenty():
@@ -172,8 +174,8 @@ class Scheduler:
         return min(most, sequence.capacity) - sequence.num_computed - 1
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
-        """Hand what is computed of this sequence over to the prefix tree, and read from it what is
-        there already.
+        """Add the computed part of a sequence to the prefix tree. If the tree has some of it
+        already, the sequence reads the tree's slots from now on.
         """
         row = self.table[sequence.row]
         node = sequence.node
@@ -194,7 +196,9 @@ class Scheduler:
         return match.node
 
     def _admit(self) -> None:
-        """Give rows to waiting sequences, preempted ones included, oldest first while they fit."""
+        """Give rows to waiting sequences, oldest first, while they fit. Preempted sequences wait as
+        well.
+        """
         deferred: list[Sequence] = []
         most = self._config.max_batch
         while (
@@ -217,10 +221,11 @@ class Scheduler:
             heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _match_prefix(self, sequence: Sequence) -> PrefixMatch:
-        """Find what the tree has of a waiting request's ids, up to the first token to be scored.
+        """Find the longest part of a waiting request's ids that the tree has, up to the first token
+        to score.
 
-        One that also draws besides its text needs the distribution at each place of it, whatever is
-        known of the tokens. So does one that wants entropies.
+        Known scores are not used for a request that also draws tokens along its text, or that wants
+        entropies. Such a request needs the distribution at every position.
         """
         ids = tuple(sequence.ids)
         root = self.tree.root(sequence.kind)
@@ -237,15 +242,15 @@ class Scheduler:
         return match.length
 
     def _num_reusable(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Return the number of tokens that a request need not compute: never its last position if
-        logits are not kept.
+        """Return how many tokens of a request need not be computed. If the logits of the last
+        position are not cached, that position must be computed.
         """
         is_whole = match.length == min(len(sequence.ids), sequence.first_scored)
         return match.length - (is_whole and self.tree.logits(match.node) is None)
 
     def _try_admit(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Give a waiting request a row and all the cache knows of its ids; False when there is no
-        room for it yet.
+        """Give a waiting request a row, and the slots that the cache has for its ids. Return False
+        if there is no room yet.
         """
         self.tree.lock(match.node)
         known = self._num_reusable(sequence, match)
@@ -279,18 +284,21 @@ class Scheduler:
             return True
         count += _HEADROOM
         most = len(self._running) * (self._config.context_length + _HEADROOM)
-        if self._can_free(count + most):  # mostly: then there is no need to add up
+        # this rough bound mostly suffices, and then the exact sum is not needed
+        if self._can_free(count + most):
             return True
         return self._can_free(
             count + sum(max(0, len(s.ids) - s.capacity) + _HEADROOM for s in self._running)
         )
 
     def _can_free(self, count: int) -> bool:
-        """Return whether as many slots are free or can be made so."""
+        """Return whether `count` slots are free or can be freed by eviction."""
         return self.store.num_free + self.tree.num_evictable >= count
 
     def _should_wait(self, sequence: Sequence, known: int) -> bool:
-        """Return whether a running prefill is about to compute a good part of this request's ids."""
+        """Return whether a running prefill will soon compute enough of this request's ids to be
+        worth the wait.
+        """
         wanted = known + WORTH_WAITING
         if wanted > min(len(sequence.ids), sequence.first_scored):
             return False
@@ -303,11 +311,13 @@ class Scheduler:
         )
 
     def _useful_kinds(self, sequence: Sequence) -> set[int]:
-        """Return the kinds of sequences whose keys and values this one can read."""
+        """Return the kinds of sequences whose keys and values this sequence can read."""
         return {sequence.kind}
 
     def _reserve(self, sequence: Sequence, stop: int) -> bool:
-        """See that the row has slots up to `stop`; failing that, the sequence itself is preempted."""
+        """Take slots for a row up to position `stop`. If there are not enough, the sequence itself
+        is preempted.
+        """
         need = stop - sequence.capacity
         if need <= 0:
             return True
@@ -324,12 +334,12 @@ class Scheduler:
         return True
 
     def _has_plenty(self) -> bool:
-        """Return whether every running sequence could be given a run of slots."""
+        """Return whether there are enough slots to give every running sequence a run of them."""
         return self._can_free(_SLOT_RUN * len(self._running))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
-        """Evict, then preempt younger sequences, youngest first, until `count` slots are free;
-        whether they are.
+        """Evict cached sequences and then preempt younger sequences, youngest first, until `count`
+        slots are free. Return whether this succeeded.
         """
         if count <= self.store.num_free:
             return True
@@ -345,7 +355,7 @@ class Scheduler:
         return True
 
     def _may_give_way(self, sequence: Sequence) -> bool:
-        """Return whether a running sequence can be preempted now."""
+        """Return whether a running sequence may be preempted now; here it always may."""
         return True
 
     def _evict_until_free(self, count: int) -> bool:
@@ -357,8 +367,8 @@ class Scheduler:
         return self.store.num_free >= count
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Put a sequence back into the queue; what it generated stays, what it computed may be
-        cached.
+        """Put a sequence back into the queue. Its generated tokens are kept, and its computed keys
+        and values become cache.
         """
         self.num_preempted += 1
         sequence.is_decoding = False
@@ -368,8 +378,8 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _release(self, sequence: Sequence, *, cache: CacheAction) -> None:
-        """Return a sequence's slots and row to the pool; with "keep" the cache has what it
-        computed.
+        """Give back a sequence's slots and its row; with "keep", its computed keys and values
+        become cache.
         """
         if cache == "keep" and sequence.num_computed > sequence.num_shared:
             self.cache_prefix(sequence)
@@ -387,7 +397,7 @@ class Scheduler:
 
 
 def _logits_from(sequence: Sequence, stop: int) -> int:
-    """Return the first position before `stop` whose logits are needed; `stop` when none is."""
+    """Return the first position before `stop` whose logits are needed, or `stop` if there is none."""
     if sequence.is_scoring:
         return min(stop, max(sequence.num_computed, sequence.first_scored - 1))
     return stop - (stop == len(sequence.ids))

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from atts.core import Sampling, TokenIds
 
-# A proposer says which tokens a step tries beyond the newest one, lengths say how many, a model
-# takes rows through its layers, and a slot store says where keys and values go. The code behind a
-# seam, only time depends on it: the loop draws the model's own token at every place, and a proposed
-# token is accepted where it equals that draw.
+# There are four seams. A proposer guesses tokens after the newest one, and `Lengths` decide how
+# many. A model takes rows through its layers, and a slot store assigns slots for keys and values.
+# The code behind a seam changes the time, but never the text. The loop draws the model's own token
+# at every position, and accepts a proposed token only if it equals that draw.
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,26 +26,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """All that a proposer receives of one sequence, of which the next tokens are wanted."""
+    """The view of one sequence that a proposer receives when it is asked for the next tokens."""
 
-    key: int  # names the sequence as long as it runs
-    ids: Sequence[int]  # the prompt and what is written so far; never to be changed
-    written: int  # how many of the last ids are not of the prompt
-    room: int  # most tokens to propose now, at least 1
-    uniforms: NDArray[np.float64]  # with which the next tokens are drawn: [room] or more
+    key: int  # request id, which identifies the sequence while it runs
+    ids: Sequence[int]  # the prompt and the tokens written so far; must not be changed
+    written: int  # number of ids after the prompt
+    room: int  # most tokens to propose now; at least 1
+    # uniform numbers with which the next tokens will be drawn: [room]
+    uniforms: NDArray[np.float64]
     sampling: Sampling
-    rollout: str = ""  # "PROBLEM/SAMPLE" where the request says so
+    rollout: str = ""  # "PROBLEM/SAMPLE" if the request names its rollout
     hint: TokenIds = ()  # text that came with the request
 
     @property
     def group(self) -> str:
-        """Return the problem, which siblings have in common."""
+        """Return the problem, which sibling rollouts share."""
         return self.rollout.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenProposal:
-    """Tokens that may follow, and how likely the first of them is thought to be accepted."""
+    """Proposed tokens, and the estimated probability that the first of them is accepted."""
 
     tokens: TokenIds = ()
     confidence: float = 0.0
@@ -56,18 +57,22 @@ NOTHING = TokenProposal()
 
 @dataclass(slots=True)
 class OverlapStats:
-    """Counts of guesses that were continued during the step whose outcome they guessed."""
+    """Counts of a drafter that works while the target computes. It guesses the outcome of the step,
+    and drafts the tokens that follow.
+    """
 
-    hits: int = 0  # outcomes that had been guessed
+    hits: int = 0  # number of outcomes that had been guessed
     misses: int = 0
-    late: int = 0  # sequences that stepped without a proposal because the drafter was not done
-    wasted: int = 0  # continued guesses that did not come true
-    passes: int = 0  # passes of the draft model over a continued guess, one or more tokens each
-    drafted: int = 0  # tokens of these
+    # number of sequences that stepped without a proposal because the drafter was not done
+    late: int = 0
+    wasted: int = 0  # number of guesses that were drafted for but did not come true
+    # number of passes of the draft model over these guesses, with one or more tokens each
+    passes: int = 0
+    drafted: int = 0  # number of tokens in these passes
 
     @property
     def silence(self) -> str:
-        """Say why no guess came true; return an empty text if one did, or none was made."""
+        """Describe why no guess came true; return an empty text if one did, or if none was made."""
         if self.hits:
             return ""
         if self.misses:
@@ -76,128 +81,139 @@ class OverlapStats:
 
 
 class Proposer(Protocol):
-    """Guesses what comes next; by default nothing.
+    """A source of guesses of the next tokens; by default it guesses none.
 
-    A wrong guess costs time, never the text: the target draws every token itself.
+    A wrong guess costs time but never changes the text, because the target draws every token
+    itself.
     """
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[TokenProposal]:
-        """Return one proposal an ask, of at most `room` tokens each; none is fine."""
+        """Return one proposal per ask, with at most `room` tokens each; a proposal may be empty."""
         return [NOTHING] * len(asks)
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Hear how many tokens of this sequence's last proposal were accepted; the others are gone."""
+        """Receive how many tokens of a sequence's last proposal were accepted; the others were
+        dropped.
+        """
         return
 
     def ended(self, key: int) -> None:
-        """Forget a sequence that is finished, or was cancelled."""
+        """Forget a sequence that is finished or was cancelled."""
         return
 
     def overlap(self) -> OverlapStats | None:
-        """Return the statistics of guesses of a proposer that drafts while the target computes."""
+        """Return the counts of a proposer that drafts while the target computes; None for other
+        proposers.
+        """
         return None
 
     def silence(self) -> str:
-        """Return why its answers to all requests were empty."""
+        """Return why all proposals so far were empty."""
         return "what proposes knew no next token of any text"
 
 
 class NoProposer(Proposer):
-    """Plain decoding: nothing is guessed."""
+    """The proposer of plain decoding, which guesses nothing."""
 
 
 class Forecast(NamedTuple):
-    """Expectation of a step."""
+    """The expected results of a step."""
 
     tokens: float
     seconds: float
-    is_trial: bool = False  # whether its lengths were tried, not chosen
-    plain: float = 0.0  # seconds without proposals; 0 where others are fed in the same step
-    steps: int = 1  # that it stands for: those since the last one of which something was expected
+    # whether the lengths were tried in order to learn, instead of chosen as the best
+    is_trial: bool = False
+    # seconds of the step without proposals; 0 if the step also feeds other tokens
+    plain: float = 0.0
+    # number of steps that the forecast stands for: all steps since the last forecast
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRound:
-    """One proposal and what came of it."""
+    """One proposal and its result."""
 
     request_id: int
     proposed: int
     accepted: int
-    # tokens there were at first, those included after which there is nothing to write
+    # number of proposed tokens before the check, which drops the tokens after an end
     guessed: int
 
 
 class Lengths(Protocol):
-    """Decides how many tokens are proposed for each decoding sequence in a step; by default none.
+    """A rule for the number of tokens to propose per sequence and step; by default none.
 
-    It may see all but the tokens.
+    The rule may use everything except the tokens, so that it cannot change the text.
     """
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return whether the step is one without proposals, of which nothing is observed either."""
+        """Return whether to skip proposals and measurements in this step."""
         return False
 
     def choose(self, plan: StepPlan) -> Sequence[int]:
-        """Return the most tokens to propose for each of `plan.decoding`; 0: none."""
+        """Return the most tokens to propose for each sequence of `plan.decoding`; 0 means none."""
         return [0] * len(plan.decoding)
 
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn what came of the step: each round, and how long it took to propose and to compute.
+        """Learn from the result of a step: from each round, and from the seconds of proposing and
+        computing.
 
-        The answer is what was expected of it, where anything was.
+        Return the forecast for the step, or None if there was none.
         """
         return None
 
 
 class NoLengths(Lengths):
-    """Plain decoding: no step has proposals."""
+    """The rule of plain decoding: no step has proposals."""
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return whether the step is plain: always."""
+        """Return True, because every step is plain."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class FixedLength(Lengths):
-    """The same number of tokens for every sequence and step."""
+    """A rule that proposes the same number of tokens for every sequence in every step."""
 
     tokens: int
 
     def choose(self, plan: StepPlan) -> list[int]:
-        """Return that many each."""
+        """Return the fixed number for each decoding sequence."""
         return [self.tokens] * len(plan.decoding)
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counts of proposed and accepted tokens, in all and by position."""
+    """Counts of proposed and accepted tokens, in total and by position in the proposal."""
 
-    rounds: int = 0  # proposals verified: one sequence in one step
+    rounds: int = 0  # number of proposals verified, counted per sequence and step
     proposed: int = 0
     accepted: int = 0
-    # rounds in which all tokens before this place were accepted
+    # number of rounds in which all tokens before this position were accepted
     tested_at: list[int] = field(default_factory=list[int])
-    # number of them in which the token at this place was accepted as well
+    # number of these rounds in which the token at this position was accepted as well
     accepted_at: list[int] = field(default_factory=list[int])
-    seconds: float = 0.0  # spent on proposing
+    seconds: float = 0.0  # time spent on proposing
     trouble: str = ""  # why nothing is proposed any more
     silence: str = ""  # why nothing was ever proposed; empty once something was
-    choices: int = 0  # times that each length was chosen: sequences summed over steps
-    chosen: int = 0  # summed lengths: divided by choices, the mean k
-    # expected tokens of steps with a forecast, and the real ones
+    # number of times that a length was chosen: decoding sequences summed over steps
+    choices: int = 0
+    chosen: int = 0  # sum of the chosen lengths; divided by choices, it is the mean k
+    # expected tokens of the steps with a forecast; `came_tokens` are the real ones
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    saved_seconds: float = 0.0  # in these and the like ones between, to steps without proposals
-    # counts of guesses continued while the target computed, if there are any
+    # time saved compared with plain steps, estimated for all steps that the forecasts stand for
+    saved_seconds: float = 0.0
+    # counts of a drafter that works while the target computes; None without one
     overlap: OverlapStats | None = None
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:
-        """Add the tokens and seconds of one more step of so many sequences, as expected and as they
-        came.
+        """Add the forecast of a step, and the tokens and seconds that it really took, for this
+        number of sequences.
         """
         self.expected_tokens += forecast.tokens
         self.expected_seconds += forecast.seconds
@@ -207,7 +223,7 @@ class SpeculationStats:
             self.saved_seconds += forecast.steps * (forecast.plain * came[0] / sequences - came[1])
 
     def add(self, proposed: int, accepted: int) -> None:
-        """Count one more round."""
+        """Count one more verified proposal."""
         self.rounds += 1
         self.proposed += proposed
         self.accepted += accepted
@@ -220,8 +236,8 @@ class SpeculationStats:
 
 
 class LayerHook(NamedTuple):
-    """A listener inside a step: it receives the states of `logit_rows` after so many layers, before
-    the last norm.
+    """A listener inside a forward pass. It receives the states of `logit_rows` after some number of
+    layers, before the last norm.
     """
 
     layers: int
@@ -229,7 +245,7 @@ class LayerHook(NamedTuple):
 
 
 class Model(Protocol):
-    """A decoder whose key-value cache is addressed through a table of slots."""
+    """A decoder whose key-value cache is accessed through a table of slots."""
 
     @property
     def device_name(self) -> str:
@@ -237,7 +253,7 @@ class Model(Protocol):
         ...
 
     def use_threads(self, threads: int) -> None:
-        """Compute with so many threads from now on."""
+        """Compute with `threads` threads from now on."""
         ...
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
@@ -247,13 +263,13 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return their logits: [logits, vocabulary] float32."""
+        """Return the logits of these hidden states: [logits, vocabulary] float32."""
         ...
 
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token a row, as `atts.local.logit_sampling.sample` does."""
+        """Draw one token per row, as `atts.local.logit_sampling.sample` does."""
         ...
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
@@ -265,44 +281,44 @@ class Model(Protocol):
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score tokens from hidden states, never all logits at once; return also the logits of
-        `kept_rows`, in rising order.
+        """Score tokens from hidden states without making all logits at once. Return also the logits
+        of `kept_rows`, in rising order.
         """
         ...
 
 
 class HookedModel(Model, Protocol):
-    """A model whose rows can be heard of on their way."""
+    """A model whose hidden states a listener can receive during the forward pass."""
 
     def forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None = None) -> Tensor:
-        """Return the same states; what is computed does not depend on who hears."""
+        """Return the same states as without `tap`; a listener does not change the results."""
         ...
 
 
 class SlotStore(Protocol):
-    """Says which slots of the key-value cache are free, and hands them out."""
+    """A store of the key-value cache's slots, which it hands out and takes back."""
 
     num_slots: int
     num_free: int
 
     @property
     def num_used(self) -> int:
-        """Return the number of slots that are taken."""
+        """Return the number of slots in use."""
         ...
 
     @property
     def peak_used(self) -> int:
-        """Return the most slots that were taken at once."""
+        """Return the largest number of slots that were in use at once."""
         ...
 
     def new_table(self, rows: int, width: int) -> SlotIds:
-        """Return a table of slots, all 0, for so many sequences of so many tokens."""
+        """Return a table of slots for `rows` sequences of `width` tokens; all entries are 0."""
         ...
 
     def allocate(self, count: int) -> SlotIds:
-        """Hand out slots; the caller has made sure there are as many."""
+        """Hand out `count` slots; the caller must have checked that this many are free."""
         ...
 
     def free(self, runs: Sequence[SlotIds]) -> None:
-        """Take slots back that no sequence reads any more."""
+        """Take back slots that no sequence reads any longer."""
         ...

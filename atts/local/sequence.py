@@ -14,12 +14,14 @@ from atts.models.tokenizers import StopMatcher
 from atts.sampling import uniforms
 
 _PRIORITY_STEP = 256
-"""How many earlier requests one step of priority overtakes: finite, so that no request starves."""
+"""The number of earlier requests that one step of priority overtakes. It is finite, so that no
+request waits forever.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The loop's knowledge of token ids: the bytes of each, and which of them end a text."""
+    """The loop's table of tokens: the bytes of each token id, and the ids that end a text."""
 
     pieces: tuple[bytes, ...]
     end_ids: frozenset[int]
@@ -27,62 +29,67 @@ class TokenTable:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's ids, its slots in the cache, and its results so far."""
+    """The state of a request: its ids, its slots in the cache, and its results so far."""
 
     request_id: int
     request: SampleRequest | ScoreRequest
-    order: tuple[int, int]  # smaller goes first; fixed at arrival, so age wins in the end
+    # smaller goes first; fixed at arrival, so an old request comes before all newer ones in the end
+    order: tuple[int, int]
     arrived: float
-    ids: list[int]  # given ids, then the generated ones
-    max_slots: int  # most tokens that will ever need one
-    # index of the first token to score that was not scored before; for sampling, past the end
+    ids: list[int]  # the given ids, then the generated ones
+    max_slots: int  # most tokens that will ever need a slot
+    # index of the first token without a known score; for sampling, the number of given ids
     first_scored: int
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
     model: int = 0  # index of the model in a loop with several models
     logprobs: list[float] = field(default_factory=list[float])
     # set by the scheduler
-    rope_row: int = 0  # row of the tables of angles that has position 0
-    row: int = -1  # in the slot table; -1 while waiting
-    node: PrefixNode | None = None  # deepest node it holds a lock on
+    rope_row: int = 0  # row of position 0 in the tables of angles
+    row: int = -1  # row in the slot table; -1 while waiting
+    node: PrefixNode | None = None  # deepest node on which the sequence has a lock
     num_computed: int = 0  # tokens whose keys and values are cached
-    # leading slots of the row that belong to the prefix tree; those after are its own
+    # number of leading slots of the row that belong to the prefix tree; the other slots are the
+    # sequence's own
     num_shared: int = 0
-    capacity: int = 0  # slots in the row
+    capacity: int = 0  # number of slots in the row
     cached_tokens: int = 0
-    # after the last cached token, where the prefix tree has them
+    # logits after the last cached token, if the prefix tree has them
     cached_logits: Tensor | None = None
-    # whether only its newest token is left to feed; set by the loop, cleared by preemption
+    # whether only the newest token has to be fed; set by the loop, cleared by preemption
     is_decoding: bool = False
-    is_finished: bool = False  # or cancelled
-    num_admissions: int = 0  # more than one where it was preempted
-    # completion drawn after the text that this one scores; no scheduler knows it
+    is_finished: bool = False  # whether it is finished or cancelled
+    num_admissions: int = 0  # number of times that it got a row; more than one if it was preempted
+    # the completion that is drawn along the text that this sequence scores; it is not scheduled
+    # itself
     drawn: Sequence | None = None
-    ended: Ending | None = None  # why that one ended, if it did
+    ended: Ending | None = None  # why the drawn completion ended, if it did
 
     @property
     def kind(self) -> int:
-        """Return a number that separates sequences of other models or other frequencies, which
-        share no keys and values.
+        """Return a number that differs between sequences that cannot share keys and values.
+        Sequences cannot share them if their models or rotary frequencies differ.
         """
         return self.kind_of(self.model)
 
     def kind_of(self, model: int) -> int:
-        """Return the kind that it would be as a sequence of another model."""
+        """Return the kind that this sequence would have with another model."""
         return 2 * model + (self.rope_row > 0)
 
     @property
     def is_scoring(self) -> bool:
-        """Return whether the given ids are to be scored instead of continued."""
+        """Return whether the given ids are scored instead of continued."""
         return self.uniforms is None
 
     @property
     def wants_entropies(self) -> bool:
-        """Return whether entropies are wanted in the place of log-probabilities."""
+        """Return whether the request wants entropies instead of log-probabilities."""
         return isinstance(self.request, ScoreRequest) and self.request.entropies
 
     def begin_scores(self, known: list[float]) -> None:
-        """Score from the first token on of which the log-probability is not known."""
+        """Begin scoring at the first token without a known log-probability; `known` are the values
+        before it.
+        """
         assert isinstance(self.request, ScoreRequest), "only given ids are scored"
         self.logprobs = known
         self.first_scored = len(self.request.prefix) + len(known)
@@ -94,7 +101,7 @@ def new_sequence(
     arrived: float,
     pieces: tuple[bytes, ...] = (),
 ) -> Sequence:
-    """Return the state of a request that has just arrived, with its uniforms drawn."""
+    """Return the state of a new request, with the uniform numbers for its draws."""
     order = (request_id + request.priority * _PRIORITY_STEP, request_id)
     if isinstance(request, ScoreRequest):
         ids = [*request.prefix, *request.suffix]
@@ -127,7 +134,7 @@ def new_sequence(
 def ending(
     sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: frozenset[int]
 ) -> Ending | None:
-    """Say why the sequence ends with this, its newest token; None when it continues."""
+    """Return why the sequence ends with its newest token, or None if it continues."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences grow"
     if token in end_ids:
@@ -140,7 +147,7 @@ def ending(
 
 
 def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
-    """Count how many of these tokens could follow one another without one that ends the sequence."""
+    """Count the tokens from the first one on that can be appended before one ends the sequence."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences grow"
     ends = (
@@ -162,7 +169,7 @@ def _uniforms(request: SampleRequest) -> NDArray[np.float64]:
 
 
 def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatcher:
-    """Return the matcher for stop strings; it has seen the text written before."""
+    """Return a matcher for the stop strings, which has already read the text written before."""
     matcher = StopMatcher(request.stop)
     for token in request.ids[len(request.ids) - request.num_begun :]:
         matcher.feed(pieces[token] if token < len(pieces) else b"")

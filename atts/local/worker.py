@@ -39,17 +39,17 @@ _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME"
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the environment of a process that computes: its threads sleep while they wait.
+    """Return the environment of a worker process, in which waiting threads sleep.
 
-    OpenMP's threads spin by default. As soon as two engines compute at once, the one that spins
-    takes the core that the other one needs, and both are several times slower. What the user has
-    set in the environment is kept.
+    OpenMP's threads spin by default while they wait. If two engines compute at once, the waiting
+    one would take cores from the other, and both would be several times slower. Settings of the
+    user are kept.
     """
     return {**_PASSIVE, **os.environ}
 
 
 class OpenLoops:
-    """The step loops that compute with several threads, and share the cores for that."""
+    """The step loops that compute with several threads, and therefore share the cores."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class OpenLoops:
             return len(self._listeners)
 
     def leave(self, listener: Callable[[int], None]) -> None:
-        """Give the cores of a loop to the others; leaving twice is fine."""
+        """Give the cores of a loop to the other loops. A second call has no effect."""
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
@@ -93,7 +93,7 @@ class Mailbox:
 
 
 class ThreadWorker:
-    """The loop in a thread of this process."""
+    """A worker that runs the loop in a thread of this process."""
 
     in_loop = None
 
@@ -102,11 +102,11 @@ class ThreadWorker:
         self._thread: threading.Thread | None = None
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Start the thread, which loads the model, and from which reports come.
+        """Start the thread, which loads the model and later delivers the reports.
 
-        OpenMP keeps helpers for each thread that ever computed in parallel; with more of them than
-        cores they sleep between a step's parts, and two threads are slower than one. So nothing is
-        loaded in the caller's thread.
+        OpenMP keeps helper threads for each thread that ever computed in parallel. If there are
+        more helpers than cores, they sleep between the parts of a step, and two threads are slower
+        than one. So nothing is loaded in the caller's thread.
 
         :raises EngineError: it could not be loaded.
         """
@@ -135,14 +135,14 @@ class ThreadWorker:
         return ready.result()
 
     def send(self, command: Command) -> None:
-        """Pass a command on; returns at once."""
+        """Pass a command on without waiting."""
         self._mailbox.put(command)
 
     def _share(self, loops: int) -> None:
         self._mailbox.put(ShareCores(loops))
 
     def close(self) -> None:
-        """End the loop and wait for its end; closing twice is fine."""
+        """End the loop and wait for its end. A second call has no effect."""
         OPEN_LOOPS.leave(self._share)
         if self._thread is not None:
             self._mailbox.put(Close())
@@ -151,24 +151,25 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-    """The loop in a process of its own: no lock shared with the caller, so two engines truly
-    overlap.
+    """A worker that runs the loop in a process of its own. It shares no lock with the caller, so
+    two engines compute truly in parallel.
 
-    A plain child with pipes rather than `multiprocessing`: a user's script needs no `__main__`
-    guard.
+    The process is a plain child with pipes. With `multiprocessing`, a user's script would need a
+    `__main__` guard.
     """
 
     in_loop = None
 
     def __init__(self) -> None:
-        """Start the child: it imports torch while the caller still reads tokenizer and
+        """Start the child, which imports torch while the caller reads the tokenizer and the
         configuration.
         """
         self._outbox = Mailbox()
         self._threads: list[threading.Thread] = []
         command = python_command("atts.local.child", str(os.getpid()))
         pipe = subprocess.PIPE
-        # A group of its own: Ctrl-C is for the caller, who may want the calls in flight to finish.
+        # The child has its own process group, so that Ctrl-C reaches only the caller, which may
+        # want to finish the calls in flight.
         process = subprocess.Popen(
             command,
             stdin=pipe,
@@ -181,8 +182,8 @@ class ProcessWorker:
         self._last_words = _LastWords(process)
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Send the child its configuration and wait until the model is loaded; reports come from a
-        thread of its own.
+        """Send the child its configuration and wait until the model is loaded. Reports are
+        delivered by another thread.
 
         :raises EngineError: it could not be loaded.
         """
@@ -209,11 +210,11 @@ class ProcessWorker:
         return answer
 
     def send(self, command: Command) -> None:
-        """Pass a command on; returns at once."""
+        """Pass a command on without waiting."""
         self._outbox.put(command)
 
     def close(self) -> None:
-        """End the loop and wait for its end; closing twice is fine."""
+        """End the loop and wait for its end. A second call has no effect."""
         OPEN_LOOPS.leave(self._share)
         process = self._process
         self._process = None
@@ -221,7 +222,7 @@ class ProcessWorker:
             return
         if self._threads:
             self._outbox.put(Close())
-        else:  # nothing was loaded, nothing is lost
+        else:  # nothing was loaded, so nothing is lost
             _kill(process)
         self._end(process)
         for thread in self._threads:
@@ -250,24 +251,24 @@ class LoopWorker(Protocol):
 
     @property
     def in_loop(self) -> int | None:
-        """Count the requests in the loop, whichever engine sent them; None if the loop belongs to
-        one engine.
+        """Count the requests in the loop, including those of other engines; None if the loop
+        belongs to one engine.
         """
         ...
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Load the model; reports come from another thread.
+        """Load the model; reports are then delivered by another thread.
 
         :raises EngineError: it could not be loaded.
         """
         ...
 
     def send(self, command: Command) -> None:
-        """Pass a command on; returns at once."""
+        """Pass a command on without waiting."""
         ...
 
     def close(self) -> None:
-        """End the loop and wait for its end; closing twice is fine."""
+        """End the loop and wait for its end. A second call has no effect."""
         ...
 
 
@@ -280,8 +281,8 @@ def new_worker(kind: WorkerKind) -> LoopWorker:
 
 
 def join_loops(config: WorkerConfig, share: Callable[[int], None]) -> WorkerConfig:
-    """Return the configuration of a loop that is about to open, which knows how many share the
-    cores.
+    """Register a loop that is about to open; return its configuration with the number of loops that
+    share the cores.
     """
     if not config.is_parallel:
         return config
@@ -289,7 +290,9 @@ def join_loops(config: WorkerConfig, share: Callable[[int], None]) -> WorkerConf
 
 
 def broken(error: BaseException) -> FailureReply:
-    """Return the last message of a loop that hit an error of ours, or lost a part of its model."""
+    """Return the last message of a loop that failed because of a bug in atts, or because a part of
+    its model was lost.
+    """
     if isinstance(error, EngineError):
         return FailureReply.of(error)
     return FailureReply(
@@ -298,7 +301,7 @@ def broken(error: BaseException) -> FailureReply:
 
 
 def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
-    """Pass commands on, many in one write when they come fast, until the last."""
+    """Pass commands on until the last one; commands that are queued together are sent in one write."""
     is_open = True
     while is_open:
         commands = outbox.take(wait=True)
@@ -306,13 +309,13 @@ def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
         try:
             write(stream, commands)
         except OSError:
-            break  # the child is gone; the reader of its reports says so
+            break  # the child has ended, and the thread that reads its reports will report this
     with suppress(OSError):  # closing flushes, and the other end may be gone
         stream.close()
 
 
 class _LastWords:
-    """The end of a process's standard error."""
+    """A reader of the end of a process's standard error."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._kept = b""
@@ -320,7 +323,7 @@ class _LastWords:
         self._thread.start()
 
     def wait(self) -> str:
-        """Return the last line with words, once the process has ended."""
+        """Return the last line of the output, once the process has ended."""
         self._thread.join(_CLOSE_SECONDS)
         lines = self._kept.decode("utf-8", "replace").strip().splitlines()
         return lines[-1].strip()[-_LAST_CHARACTERS:] if lines else ""
@@ -356,6 +359,6 @@ def _read_reports(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a child that is not waited for yet, and the compiler it may have started."""
+    """Kill a child that has not been waited for, and the compiler that it may have started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -20,7 +20,9 @@ from atts.concurrency import python_command
 _SECONDS = 5.0
 _BYTES = 1 << 30
 _CHARACTERS = 4 << 20
-"""Limits of one rendering in the child: processor seconds, address space, characters of text."""
+"""Limits of one rendering in the child: seconds of processor time, bytes of memory, characters of
+text.
+"""
 _TOO_LARGE = f"it takes more than {_BYTES >> 30} GiB of memory, or writes more than {_CHARACTERS >> 20} Mi characters"
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
 """The environment variables that the child inherits."""

@@ -89,7 +89,7 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
 
 
 def checkpoint_dtype(folder: Path, name: str) -> Literal["float32", "bfloat16"]:
-    """Return the type in which a model's numbers lose nothing: as config.json says, or float32.
+    """Return a type that keeps a model's numbers: bfloat16 if config.json names it, else float32.
 
     :raises ModelLoadError: config.json cannot be read.
     """
@@ -148,8 +148,8 @@ def refuse_ids(folder: Path, name: str) -> None:
 
 
 def template_of(folder: Path) -> str | None:
-    """Return the chat template of a model folder as text: "" without one, None if it is not there
-    to be read.
+    """Return the chat template of a model folder as text. It is "" if the model has none, and None
+    if its files cannot be read.
     """
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -167,7 +167,8 @@ def template_of(folder: Path) -> str | None:
 def refuse_gguf(folder: Path, name: str) -> None:
     """Refuse a folder whose only weights are a GGUF file, which other programs load.
 
-    :raises ModelLoadError: saying which ones, and how to make a folder that can be loaded.
+    :raises ModelLoadError: the folder has only GGUF weights; the message says how to make a folder
+        that can be loaded.
     """
     if (folder / "config.json").exists() or not (files := sorted(folder.glob("*.gguf"))):
         return

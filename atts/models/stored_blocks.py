@@ -24,26 +24,28 @@ ADAPTER_CONFIG = "adapter_config.json"
 MODELS = "models"
 BLOCKS = "blocks"
 SCHEMA = 1
-"""Of zoos: a higher number was written by a newer atts."""
+"""The version of a zoo's format; a zoo with a higher number was written by a newer atts."""
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{40}$")]
 FileName = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\x00]+\.safetensors$")]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A part of a model: where it stands, what its content is called, and how its tensors are
-    named.
+    """A part of a model: its place in the model, the digest of its content, and the names of its
+    tensors.
     """
 
-    place: str  # embedding, layers.3.attention, layers.3.mlp, head, adapter, rest
-    digest: Digest  # digest of its file, and the file's name
+    place: str  # embedding, layers.3.attention, layers.3.mlp, head, adapter or rest
+    digest: Digest  # digest of the block's file, which is also the file's name
     bytes: int
     tensors: dict[str, str]  # names in the model's files, each with its name in the block's file
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A weight file as it was added: what precedes its tensors, and the digest of the whole."""
+    """A weight file as it was added: the header before its tensors, and the digest of the whole
+    file.
+    """
 
     name: FileName
     header: str
@@ -52,20 +54,22 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Change in a model's output with other blocks in some places, measured on its own solutions of
-    some problems.
+    """The change in a model's output when some of its blocks are replaced. It is measured on the
+    model's own solutions of some problems.
     """
 
     model: str
-    weights: str  # its digest, as its engine's spec names it
-    stands: dict[str, str]  # for each place, the origin of its block: MODEL/PLACE
-    problems: str  # problems that the measurement used
-    count: int  # problems
-    tokens: int  # that the model wrote to them, greedily
-    nats: float  # mean divergence at these, from the model's distribution to that of the changed chain
-    flips: float  # the share of them at which another token is the likeliest
-    accuracy: tuple[float, float]  # the model's, and the changed chain's
-    change: tuple[float, float]  # the difference's interval at 95 %
+    weights: str  # digest of the model's weights, as in its engine's spec
+    # for each replaced place, the block that stands there instead: MODEL/PLACE
+    stands: dict[str, str]
+    problems: str  # name of the problems that were used
+    count: int  # number of problems
+    tokens: int  # number of tokens that the model wrote on these problems, with greedy decoding
+    # mean divergence at these tokens, from the model's distribution to that of the changed model
+    nats: float
+    flips: float  # share of these tokens at which the most likely token changes
+    accuracy: tuple[float, float]  # accuracy of the model, and of the changed model
+    change: tuple[float, float]  # 95 % interval of the difference in accuracy
 
     def __str__(self) -> str:
         """Describe the loss in one line."""
@@ -81,20 +85,21 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A zoo's record of one model; its configuration and tokenizer lie next to the record, as they
-    were added.
+    """A zoo's record of one model. The model's configuration and tokenizer are stored next to the
+    record, unchanged.
     """
 
     name: str
     source: str  # the folder that was added
     base: str  # model that an adapter was added to
-    # its weight files lie next to it as they were added: no other model shares a block of it
+    # whether its weight files are stored whole next to the record, because no other model shares a
+    # block with it
     is_whole: bool
-    bytes: int  # size of its folder as it was added
+    bytes: int  # size of the model's folder when it was added
     marks: tuple[str, str]  # the digests of its weights that an engine's spec names
     files: tuple[StoredFile, ...]
     blocks: tuple[StoredBlock, ...]
-    loss: Loss | None = None  # loss of a chain that replaces another model's
+    loss: Loss | None = None  # loss of this model if it is a changed version of another model
 
     @property
     def digests(self) -> frozenset[str]:
@@ -103,8 +108,8 @@ class StoredModel:
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file, and the names in it of a model's tensors; None where they are the model's
-    own.
+    """A safetensors file with the name that each of a model's tensors has in it. The names are None
+    if the file uses the model's own names.
     """
 
     path: Path
@@ -112,10 +117,10 @@ class TensorFile(NamedTuple):
 
 
 def tensor_files(folder: Path, name: str) -> list[TensorFile]:
-    """List the files that hold the weights of the model in `folder`: its own files, or the blocks
-    of a zoo.
+    """List the files with the weights of the model in `folder`: its own files, or the blocks of its
+    zoo.
 
-    :raises ModelLoadError: files are missing, or damaged as far as their names say what is in them.
+    :raises ModelLoadError: a file is missing, or its list of tensors is damaged.
     """
     stored = read_stored(folder) if (folder / MANIFEST).is_file() else None
     if stored is None or stored.is_whole:
@@ -131,8 +136,8 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
 
 
 def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
-    """Return whether these folders hold models of one zoo that have a block in common, and equally
-    many layers if `as_deep` is set.
+    """Return whether two folders hold models of one zoo that have a block in common. With
+    `as_deep`, both must also have the same number of layers.
 
     :raises ZooError: a manifest cannot be read.
     """
@@ -146,8 +151,8 @@ def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
 
 
 def unit_digests(folder: Path, num_layers: int) -> list[str]:
-    """Name the blocks of a stored model, in the order of a token's way: 2 * layers + 2
-    of them.
+    """Return the digests of a stored model's blocks in the order in which a token passes them;
+    there are 2 * layers + 2.
 
     :raises ZooError: the manifest cannot be read.
     """
@@ -157,8 +162,8 @@ def unit_digests(folder: Path, num_layers: int) -> list[str]:
 
 
 def adapter_file(folder: Path) -> TensorFile | None:
-    """Return the file with the adapter of the model in `folder`; its settings are in the folder
-    `adapter` next to the manifest.
+    """Return the file with the adapter of the model in `folder`, or None if it has none. The
+    adapter's settings are in the folder `adapter` next to the manifest.
 
     :raises ZooError: the manifest cannot be read.
     """
@@ -172,8 +177,8 @@ def adapter_file(folder: Path) -> TensorFile | None:
 
 
 def check_stored(folder: Path) -> StoredModel | None:
-    """Read the manifest of the model in `folder`, its weights compared with their digests; None
-    where it has none.
+    """Read the manifest of the model in `folder`, and compare its weights with their digests.
+    Return None if there is no manifest.
 
     :raises ZooError: a file is missing, or is not what was stored.
     """
@@ -207,7 +212,7 @@ def check_stored(folder: Path) -> StoredModel | None:
 def read_stored(folder: Path) -> StoredModel:
     """Read the manifest of the model in `folder`.
 
-    :raises ZooError: it is damaged, or its zoo was written by a newer version.
+    :raises ZooError: the manifest is damaged, or a newer version of atts wrote it.
     """
     path = folder / MANIFEST
     zoo = folder.parent.parent
@@ -226,7 +231,7 @@ class _Mark(msgspec.Struct):
 
 
 def check_schema(zoo: Path) -> None:
-    """See that a folder is a zoo this version can read.
+    """Check that a folder is a zoo that this version can read.
 
     :raises ZooError: it is not.
     """
@@ -245,12 +250,12 @@ def check_schema(zoo: Path) -> None:
 
 
 def block_path(zoo: Path, digest: str) -> Path:
-    """Return the path at which a zoo keeps the block of this content."""
+    """Return the path of the block with this digest in a zoo."""
     return zoo / BLOCKS / f"{digest}.safetensors"
 
 
 def file_digest(path: Path) -> str:
-    """Return the name of a file's content.
+    """Return the digest of a file's content.
 
     :raises OSError: it cannot be read.
     """
@@ -262,7 +267,7 @@ def file_digest(path: Path) -> str:
 
 
 def content_digest(*parts: bytes | memoryview | mmap) -> str:
-    """Return the name of a content."""
+    """Return the digest of some content."""
     mark = blake2b(digest_size=20)
     for part in parts:
         mark.update(part)

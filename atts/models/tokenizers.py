@@ -217,7 +217,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except (FileNotFoundError, UnicodeDecodeError):
         template = settings.get("chat_template")
-    if isinstance(template, list):  # several templates by name
+    if isinstance(template, list):  # several templates, each with a name
         named = {str(entry.get("name")): entry.get("template") for entry in template}
         template = named.get("default")
     return template if isinstance(template, str) else ""

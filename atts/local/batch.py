@@ -238,7 +238,7 @@ def _newest(sequences: list[Sequence]) -> list[_Fed]:
 
 
 def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
-    """Return the batch of a step in which every sequence feeds one token, which is the common case."""
+    """Return the batch of a step in which every sequence feeds one token, the common case."""
     numbers = [(s.row, s.rope_row, position, token, s.model) for s, position, token in fed]
     rows, ropes, positions, tokens, models = np.array(numbers, dtype=np.int64).T.copy()
     plain = single_rows(tokens, positions, rows, table)

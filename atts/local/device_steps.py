@@ -183,7 +183,7 @@ class SlotTableCopy:
 def packed(
     batch: StepBatch, classes: list[RowBlocks], layout: StepLayout, spare_slot: int
 ) -> NDArray[np.int32]:
-    """Pack a step's arrays end to end. Rows that pad the layout feed token 0 into the unused slot."""
+    """Pack a step's arrays end to end. Padding rows feed token 0 into the unused slot."""
     rows = layout.rows
     places = _places(len(batch.tokens), classes, layout)
     parts: list[Ints] = [_filled(batch.tokens, rows), _filled(batch.positions, rows)]

@@ -57,7 +57,7 @@ def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[Atte
 
 
 def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
-    """Return the weights with joined attentions for groups of up to `size` layers, in new memory."""
+    """Return a copy of the weights with joined attentions for groups of up to `size` layers."""
     groups = [
         joined(weights.layers[layers.start : layers.stop], config)
         for layers in layer_groups(config, size)

@@ -556,7 +556,7 @@ def unusable_heads(name: str, file: Path, problem: str) -> ModelLoadError:
 
 
 class _TensorReader:
-    """A reader of tensors by name from the safetensors files of a folder; it checks their shapes."""
+    """A reader of tensors by name from a folder's safetensors files; it checks their shapes."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack

@@ -98,7 +98,7 @@ class StepLoop:
         self.share_cores: Callable[[int], None] = lambda loops: None
 
     def run(self, inbox: Inbox) -> None:
-        """Take steps while there is work and sleep while there is none; return when asked to close."""
+        """Take steps while there is work, and sleep otherwise; return when asked to close."""
         while True:
             if not self._scheduler.num_unfinished:
                 self._report()
@@ -416,8 +416,8 @@ class StepLoop:
             self._scheduler.finish(sequence)
 
     def _cache(self, sequence: Sequence, logits: Tensor) -> None:
-        """Cache the computed part of a sequence with its logits. Other requests can start from
-        there without a forward pass of its last token.
+        """Let other requests start from the computed part of a sequence. Its last logits are
+        cached too, so that they need no forward pass of its last token.
         """
         node = self._scheduler.cache_prefix(sequence)
         self._scheduler.tree.keep_logits(node, logits.clone())
@@ -430,7 +430,7 @@ class StepLoop:
         self._stats.failed += 1
 
     def _shrink(self) -> None:
-        """Take smaller steps from now on. If steps cannot get smaller, fail the requests in flight."""
+        """Take smaller steps from now on. If that is impossible, fail the requests in flight."""
         self._stats.shrunk += 1
         if self._scheduler.shrink():
             return

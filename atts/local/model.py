@@ -100,7 +100,7 @@ def _seen(blocks: Blocks, num_rows: int, window: int) -> _Class:
 def _attention(
     config: ModelConfig, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Attend over all of [batch, heads, rows, head_dim], with fewer heads of keys and values."""
+    """Compute attention, [batch, heads, rows, head_dim]; keys and values have fewer heads."""
     group = query.shape[1] // keys.shape[1]
     scale = config.query_scale
     cap = config.attention_cap
@@ -224,7 +224,7 @@ class TorchModel:
         return unpacked(array.to(self._device, non_blocking=True), layout, slots)
 
     def _compute(self, step: DeviceStep, is_grouped: bool, tap: LayerHook | None = None) -> Tensor:
-        """Compute a step on the device. The operations depend only on the step's arrays and sizes."""
+        """Compute a step on the device. All operations depend only on its arrays and sizes."""
         x = self._behind_layers(self._embedded(step), step, is_grouped, tap)
         return self._norm(x, self._weights.norm)
 
@@ -264,7 +264,7 @@ class TorchModel:
         attends: Mapping[int, Attend],
         turns: Mapping[str, Tensor],
     ) -> Tensor:
-        """Store the keys and values of a layer or a group in the cache, and compute its attention."""
+        """Store the keys and values of a layer or a group, and compute its attention."""
         config = self._config
         ((layers, keys, values), layer) = own
         qkv = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias)
@@ -346,7 +346,7 @@ class TorchModel:
     def _split(
         self, qkv: Tensor, layer: LayerWeights, rotations: Tensor, layers: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split each token's query, key and value, [tokens, heads, head_dim]; rotate query and key."""
+        """Split query, key and value, [tokens, heads, head_dim]; rotate query and key."""
         config = self._config
         dim = self._config.head_dim
         sizes = [

@@ -268,7 +268,7 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
         None,
     )
     head = _head_dim(config)
-    # layers of one kind turn alike; where all do, the kind has no name
+    # layers of one kind share a rotary embedding; if all layers share one, it has no name
     ropes = kinds if _has_many_ropes(config) else [""] * len(layers)
     attention_cap = 0.0
     if config.model_type == "gemma2":
@@ -407,7 +407,7 @@ def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
 
 
 def _problems(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield each property that keeps the local engine from computing the model, and advice on it."""
+    """Yield each property that the local engine does not support, and advice on it."""
     check = "Check config.json"
     serve = "Serve this model with vLLM"
     rules = FAMILIES[config.model_type]

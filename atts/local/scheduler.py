@@ -397,7 +397,7 @@ class Scheduler:
 
 
 def _logits_from(sequence: Sequence, stop: int) -> int:
-    """Return the first position before `stop` whose logits are needed, or `stop` if there is none."""
+    """Return the first position before `stop` whose logits are needed, or else `stop`."""
     if sequence.is_scoring:
         return min(stop, max(sequence.num_computed, sequence.first_scored - 1))
     return stop - (stop == len(sequence.ids))

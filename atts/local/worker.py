@@ -301,7 +301,7 @@ def broken(error: BaseException) -> FailureReply:
 
 
 def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
-    """Pass commands on until the last one; commands that are queued together are sent in one write."""
+    """Pass commands on until the last one; all that are queued are sent in one write."""
     is_open = True
     while is_open:
         commands = outbox.take(wait=True)

@@ -92,7 +92,7 @@ def _compiled(template: str) -> Any:
         raise TemplateError(message)
 
     def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        # unlike Jinja's own filter, it does not escape HTML
+        # this filter does not escape HTML, unlike Jinja's own
         return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
     def now(layout: str) -> str:

@@ -133,8 +133,8 @@ class StopMatcher:
         return False
 
     def going_on(self, pieces: Sequence[bytes]) -> int:
-        """Return the number of these pieces that fit before a stop string is complete, without
-        adding them.
+        """Return the number of these pieces that fit before a stop string is complete. No piece
+        is added.
         """
         text = self._tail
         if any(stop in text + b"".join(pieces) for stop in self._stops):

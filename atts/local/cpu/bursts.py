@@ -55,7 +55,7 @@ class MultiStep:
         return cls(model, scheduler, table)
 
     def turns(self, plan: StepPlan) -> int:
-        """Return the number of steps to merge; 1 if a sequence draws from a truncated distribution."""
+        """Return the number of steps to merge; 1 if a sequence filters its distribution."""
         if plan.size > _MOST_ROWS or plan.ready or not all(map(is_last, plan.prefills)):
             return 1
         sequences = _sequences(plan)

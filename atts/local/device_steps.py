@@ -100,7 +100,8 @@ class RowBlocks:
 
     def classes(self) -> list[RowBlocks]:
         """Divide the blocks into classes of similar size, because padding in a class is computed in
-        vain. Blocks of one row are a class, and blocks of up to eight rows are another.
+        vain. Blocks of one row are a class, and blocks of up to eight rows are another;
+        larger blocks are divided by their sizes.
         """
         widths = np.ceil(np.log2(self.counts))
         lengths = np.ceil(np.log2(self.lengths))

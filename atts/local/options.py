@@ -35,7 +35,7 @@ class LocalOptions:
     # fill on a GPU
     kv_tokens: int | None = None
     max_batch: int = 256  # sequences in one step
-    chunk_tokens: int = 512  # most prompt tokens fed in one step; decoding tokens do not count
+    chunk_tokens: int = 512  # most given tokens fed in one step; decoding tokens do not count
     # number of threads of a step; None: the cores that other engines leave
     threads: int | None = None
 

@@ -32,7 +32,7 @@ class Ask:
     ids: Sequence[int]  # the prompt and the tokens written so far; must not be changed
     written: int  # number of ids after the prompt
     room: int  # most tokens to propose now; at least 1
-    # uniform numbers with which the next tokens will be drawn: [room]
+    # uniform numbers with which the next tokens will be drawn: [room] or more
     uniforms: NDArray[np.float64]
     sampling: Sampling
     rollout: str = ""  # "PROBLEM/SAMPLE" if the request names its rollout
@@ -66,9 +66,9 @@ class OverlapStats:
     # number of sequences that stepped without a proposal because the drafter was not done
     late: int = 0
     wasted: int = 0  # number of guesses that were drafted for but did not come true
-    # number of passes of the draft model over these guesses, with one or more tokens each
+    # number of passes of the draft model over the guesses that it drafted for
     passes: int = 0
-    drafted: int = 0  # number of tokens in these passes
+    drafted: int = 0  # number of tokens drafted in these passes
 
     @property
     def silence(self) -> str:

@@ -38,7 +38,7 @@ class Sequence:
     arrived: float
     ids: list[int]  # the given ids, then the generated ones
     max_slots: int  # most tokens that will ever need a slot
-    # index of the first token without a known score; for sampling, the number of given ids
+    # index of the first token without a known score; for sampling, an index past the end
     first_scored: int
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None

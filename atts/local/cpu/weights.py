@@ -231,9 +231,7 @@ class NativeWeights:
     def _attending_at_once(
         self, group: AttentionGroup, weights: Sequence[LayerWeights], layers: Sequence[_Layer]
     ) -> list[_Layer]:
-        """Return the layers of a group; the first one computes the attention inputs for the heads
-        of all layers.
-        """
+        """Return the layers of a group; the first one computes the attention of all their heads."""
         if len(layers) == 1:
             return list(layers)
         own = self._config.num_heads * self._config.head_dim

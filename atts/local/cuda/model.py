@@ -83,7 +83,7 @@ def disagreement(
     """Measure the largest difference from gathered float32 attention; NaN if one is NaN.
 
     :param form: the number of layers that attend at once, and the number of layers whose keys and
-    values lie next to each other.
+        values lie next to each other.
     """
     random = torch.Generator().manual_seed(0)
     attending, side_by_side = form

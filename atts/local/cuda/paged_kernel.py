@@ -23,8 +23,8 @@ _PROGRAMS = 264
 _MOST_PARTS = 16
 
 
-# The arrays of a step are slices of one array, with any alignment. Triton would otherwise compile a
-# kernel for each alignment during a run.
+# These arguments are not specialised. The arrays of a step are slices of one array with any
+# alignment, and Triton would compile a kernel for each alignment during a run.
 @triton.jit(
     do_not_specialize=[
         "starts",

@@ -115,7 +115,7 @@ class PrefixTree:
         self._clock = 0
         self.num_cached = 0  # slots that the tree owns
         self._num_locked = 0  # number of the tree's slots that a running sequence reads
-        # heap of leaves by their last use; entries that are out of date are sorted out by `evict`
+        # heap of leaves by their last use; `evict` skips or renews entries that are out of date
         self._idle: list[tuple[int, int, PrefixNode]] = []
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 

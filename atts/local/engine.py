@@ -57,7 +57,7 @@ class Accelerator(Protocol):
     """
 
     def check(self, options: LocalOptions) -> None:
-        """Check that it can be added to an engine with these options.
+        """Check that the accelerator can be added to an engine with these options.
 
         :raises OptionError: it cannot.
         """

@@ -25,8 +25,8 @@ is small.
 _MOST_ROWS = 16
 """Most sequences in a burst. With more sequences, a text ends in almost every turn."""
 _SMALL = 1_000_000
-"""Number of weights of the largest model that is faster with bursts, because its steps spend more time outside
-the kernels than in them.
+"""Number of weights of the largest model that is faster with bursts, because its steps spend more
+time outside the kernels than in them.
 """
 
 

@@ -48,7 +48,7 @@ class Proposal:
     answer: str | None
     score: float | None = None
     flaw: str = ""  # why there is no score although the gate asked for one
-    # the first token that the target rejects; also 0 if that is not needed or not known
+    # index of the first token that the target rejects; 0 also if it is not needed or not known
     first_rejected: int = 0
     score_reused: bool = False  # whether the score was taken from an equal chunk of a sibling
     # beginning of the target's own version of the chunk; no gate sees it
@@ -66,7 +66,7 @@ class KnownScore:
 
 
 class Siblings:
-    """One problem's rollouts by sample; each builder keeps its entry current.
+    """The rollouts of one problem, keyed by sample; each builder updates the entry of its rollout.
 
     The texts of all rollouts form a tree: equal chunks after equal beginnings lead to the same
     position, whichever rollouts wrote them.
@@ -76,7 +76,7 @@ class Siblings:
         self._group = group
         self.rollouts: dict[int, Rollout] = {}
         self._positions: dict[tuple[int, TokenIds], int] = {}
-        # keyed by position: the score of the chunk that leads there
+        # scores of chunks, keyed by the position in the tree that the chunk leads to
         self.scores: dict[int, KnownScore] = {}
         self.pending_scores: dict[int, Arrival] = {}  # keyed by position
 
@@ -108,7 +108,7 @@ class Siblings:
 
 
 def rollout_name(problem: str, sample: int) -> str:
-    """Return the name of all requests of a rollout, by which engines keep its cache."""
+    """Return the name that all requests of a rollout carry, so that engines find its cache."""
     return f"{problem}/{sample}"
 
 
@@ -141,7 +141,7 @@ class RolloutBuilder:
         self.score_source = source_of(policy.score)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         self.needs_first_rejected = policy.takeover == "repair" and is_comparable
-        # the target draws a replacement while it scores, if it can
+        # whether the target draws a replacement while it scores
         reads_chunks = self.score_source in ("log-probabilities", "judge")
         is_scoring = policy.takeover == "replace" and reads_chunks
         self.draws = is_scoring and "draw" in target.capabilities
@@ -174,11 +174,12 @@ class RolloutBuilder:
         # the chunk that was written before the previous chunk was judged
         self._ahead: Chunk | None = None
 
-        # the search for an answer
+        # the state of the search for an answer
         self.budget_forcings_left = policy.budget_forcing
-        self._earlier_answer: str | None = None  # the answer before the last "wait", in reserve
+        self._earlier_answer: str | None = None  # the answer found before the last "wait"
         self._searched_to = 0  # number of characters before which no answer begins
-        self._last_search: tuple[str, str | None] = ("", None)  # a cached text with its answer
+        # the last text searched, with its answer
+        self._last_search: tuple[str, str | None] = ("", None)
 
     async def propose(self) -> Proposal:
         """Let the drafter write the next chunk, unless it was written ahead."""
@@ -502,7 +503,7 @@ class RolloutBuilder:
 
         They are counted in the target's tokens, like all lengths.
 
-        Only while the rollout is thinking does the budget count.
+        The budget counts only while the rollout is thinking.
         """
         assert self.policy.thinking_tokens is not None, "there is no thinking budget"
         written = len(self._ids["target"]) - len(self.rollout.prompt.target_ids)

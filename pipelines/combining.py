@@ -216,8 +216,9 @@ def _halves(
 class RecordedRollouts:
     """A pipeline that votes and combines again over rollouts that an earlier run recorded.
 
-    It is also the iterable of that run's problems. Memory holds the outcomes of open problems alone:
-    each is read when its problem is, and forgotten with it.
+    Iterating over the pipeline yields the problems of that run. An outcome is read when its problem
+    is yielded and dropped when the problem ends, so memory holds only the outcomes of open
+    problems.
     """
 
     def __init__(self, outcomes: Callable[[], Iterable[Outcome]], count: int) -> None:
@@ -240,7 +241,9 @@ class RecordedRollouts:
             yield outcome.problem
 
     def forget(self, problem: str) -> None:
-        """Drop the outcome of a problem that is over, now or when it is read."""
+        """Drop the outcome of a problem that is over; if it was not read yet, do not store it
+        later.
+        """
         self._over.add(problem)
         self._open.pop(problem, None)
 

@@ -92,7 +92,7 @@ class Planner(Protocol):
     """
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the plan for a vote whose leading answer has this share, among so many answers."""
+        """Return the plan for a vote among this many answers whose leading answer has this share."""
         ...
 
 
@@ -118,8 +118,8 @@ class RolloutEngine(Engine, Protocol):
         ...
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return how many tokens an earlier session requested here, at most those of the request; 0
-        if it did not ask.
+        """Return how many tokens an earlier session requested at this point, but no more than the
+        request asks for; 0 if it made no such request.
         """
         ...
 

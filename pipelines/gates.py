@@ -194,10 +194,10 @@ class CoinGate(NonLearningGate):
 
 @dataclass(frozen=True, slots=True)
 class TrialGate(NonLearningGate):
-    """A seeded coin per chunk, tossed after the chunk was scored.
+    """A gate that tosses a seeded coin for each chunk, after the chunk was scored.
 
-    Chance alone decides, so escalated chunks differ from the others in the takeover only. The scores
-    are there to learn from.
+    Chance alone decides, so escalated chunks differ from the others in the takeover only. The
+    scores are recorded so that their relation to the effect of a takeover can be learned.
     """
 
     rate: float
@@ -406,7 +406,7 @@ class AgreementGate:
     """
 
     inner: Gate
-    # from this share of answered siblings with the same answer on, nothing escalates
+    # nothing escalates once this share of the answered siblings has the same answer
     agreement: float
 
     def preview(self, features: Features) -> Decision:

@@ -296,9 +296,10 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
 
 
 def _learned_score(builder: RolloutBuilder, proposal: Proposal, logprobs: Sequence[float]) -> float:
-    """Return the score by the run's judge; NaN where the draft tells no log-probabilities.
+    """Return the score that the run's learned judge predicts; NaN if the draft sends no
+    log-probabilities.
 
-    :raises UsageError: the run has no judge.
+    :raises UsageError: if the run has no judge.
     """
     judge = builder.context.judge
     if judge is None:
@@ -311,7 +312,7 @@ def _learned_score(builder: RolloutBuilder, proposal: Proposal, logprobs: Sequen
 
 
 async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with the score that the draft's entropies give, once it reads its chunk."""
+    """Let the draft read its chunk again, and return the proposal with a score of its entropies."""
     chunk = proposal.chunk
     request = ScoreRequest(
         builder.ids("draft"), chunk.draft_ids, builder.name, turn=builder.turn, entropies=True
@@ -330,7 +331,7 @@ async def _reward(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     chunk = proposal.chunk
     written = [one.text for turn in builder.rollout.turns for one in turn.chunks]
     steps = [text for text in written if text.strip()]
-    # the ids name the call; the reward model reads the texts
+    # the ids only make the call's key in the journal; the reward model reads the texts
     ids = builder.ids("target", [chunk])
     request = ScoreRequest(
         ids[:-1],

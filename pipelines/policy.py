@@ -466,7 +466,7 @@ class Policy:
         if self.score.kind != "prm":
             for name in REWARD_KEYS:
                 fields["score"].pop(name, None)
-        # the judge's digest is recorded instead of where it lies
+        # the manifest records the judge's digest elsewhere, so the path of its file does not matter
         fields["score"].pop("judge", None)
         return fields
 

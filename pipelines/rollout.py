@@ -177,7 +177,8 @@ class RunningVote:
         """Return the tally so far, in order of sample numbers, so that the order of arrival does
         not matter.
 
-        On an escalated problem the target's votes may be the only ones, if it came to an answer.
+        Under `escalated_vote` "target" only the target's rollouts vote on an escalated problem,
+        unless none of them has an answer.
         """
         samples = sorted(self._cast)
         if self.policy.escalates == "problem" and self.policy.escalated_vote == "target":

@@ -250,7 +250,9 @@ JUDGE_FEATURES = (
     "agreement of answered siblings",
     "unknown agreement",
 )
-"""What a learned judge knows of a chunk. The shortfall is what the target gives less than the draft."""
+"""The features from which a learned judge predicts. A shortfall is the amount by which the target's
+log-probability is below the draft's.
+"""
 
 
 def judge_features(

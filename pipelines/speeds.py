@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from atts.core import Role
 
-_UNKNOWN = 8  # tokens that are drafted before a score while little is known
-_CHUNKS = 8  # a stretch counts at least this many chunks, or half as many as are in flight
+_UNKNOWN = 8  # tokens that are drafted before a score while few drafts were tested
+_CHUNKS = 8  # least number of chunks in a stretch; more if more than twice as many are in flight
 _GAIN = 1.05  # the draft writes if it gives this many times the tokens per second
 _SLOWER = 1.5  # if a token of one chunk took this many times as long, no stretch is tried
 # If a token of the draft's chunk took at most this share of the target's time, a stretch is tried
@@ -15,8 +15,8 @@ _SLOWER = 1.5  # if a token of one chunk took this many times as long, no stretc
 # `_UNSURE` chunks.
 _SURE = 0.4
 _UNSURE = 1.5
-_AFTER_LOSS = 16  # after a try that was slower, so many stretches pass before the next try
-_LONGEST = 64  # most stretches between two tries
+_AFTER_LOSS = 16  # stretches before the next try, after a try was slower
+_LONGEST = 64  # largest number of stretches between two tries
 # drafting stops when it has lost this share of the run's time, and may start again below the second
 # share
 _MOST_LOST = 0.02, 0.012
@@ -96,10 +96,10 @@ class WriterChoice:
     rates: dict[Role, float] = field(default_factory=dict[Role, float])
     # seconds for a token of the last chunk
     seconds: dict[Role, float] = field(default_factory=dict[Role, float])
-    in_flight: list[BegunChunk] = field(default_factory=list[BegunChunk])  # in flight
-    chunk_seconds: float = 0.0  # mean tokens of the target's chunks
+    in_flight: list[BegunChunk] = field(default_factory=list[BegunChunk])  # chunks in flight
+    chunk_seconds: float = 0.0  # mean seconds of a chunk that the target writes
     before: int = 0  # unfinished chunks that began before this stretch
-    ended: int = 0  # chunks since then
+    ended: int = 0  # chunks that ended in this stretch
     tokens: int = 0  # tokens of these chunks
     busy: float = 0.0  # seconds of the stretch while a chunk was in flight
     now: float = 0.0

@@ -25,10 +25,11 @@ limits.
 
 Places go to waiting rollouts of all problems, older problems first; a problem is opened when no
 rollout waits. A failed call is tried again as the `RetryPolicy` says; a failed rollout is recorded
-and sinks no other. Within one rollout, calls may run side by side (`atts.concurrency.collect`). The top-B
-baselines need rounds: with `scope.rollouts(..., admit="together")` all samples start at once,
-`values = await line.meet(mine)` waits for the round, and places are given back together. `measure`
-and `write_trace` read nodes (`CallSpan`), live ones or out of a journal.
+and does not end others. Within one rollout, calls may run side by side
+(`atts.concurrency.collect`). The top-B baselines need rounds: with `scope.rollouts(...,
+admit="together")` all samples start at once, `values = await line.meet(mine)` waits for the round,
+and places are given back together. `measure` and `write_trace` read nodes (`CallSpan`), live ones
+or out of a journal.
 """
 
 from atts.core import CallSpan

@@ -24,7 +24,7 @@ class HasId(Protocol):
 
     @property
     def id(self) -> str:
-        """Return the name."""
+        """Return the id."""
         ...
 
 
@@ -242,7 +242,7 @@ async def _solve(
         with scope.cancel_scope:
             value = await solve(problem, scope)
             status = "done"
-    except Exception as failure:  # noqa: BLE001 - one problem's failure is recorded and sinks no other
+    except Exception as failure:  # noqa: BLE001 - a failed problem does not end the others
         status = "failed"
         error = failure
         if scope.run.state.policy.is_fatal(failure):

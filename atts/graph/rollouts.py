@@ -423,26 +423,27 @@ class Group(Generic[T]):
 
     @property
     def unit(self) -> int:
-        """Return the places one start takes: all at once when admitted together, else one."""
+        """Return the number of places that one start takes: 1, or all if the rollouts start
+        together.
+        """
         return len(self.samples) if self.admit == "together" else 1
 
     @property
     def unstarted(self) -> int:
-        """Return how many rollouts have not started; none once closed."""
+        """Return how many rollouts have not started; 0 once the group is closed."""
         return 0 if self.why else len(self.samples) - self._next
 
     def start(self) -> None:
-        """Start one rollout, or all when admitted together."""
+        """Start one rollout, or all of them if they are admitted together."""
         assert self.tasks is not None, "submitted outside its task group"
         for _ in range(self.unit):
             sample = self.samples[self._next]
             self._next += 1
-            # another problem may have given the place back, whose context variables must not be
-            # used
+            # the code of another problem may run this, so use the context variables of this one
             self._context.run(self.tasks.start_soon, self._rollout, sample)
 
     def close(self, why: str) -> None:
-        """Start nothing more and cancel what runs; the first reason stays."""
+        """Start no more rollouts, and cancel those that run; only the first reason is kept."""
         if not self.why:
             self.why = why
             if self.tasks is not None:
@@ -476,7 +477,7 @@ class Group(Generic[T]):
         try:
             value = await self._attempts(scope)
             status = "done"
-        except Exception as failure:  # noqa: BLE001 - whatever it is, it is this rollout's and not its siblings'
+        except Exception as failure:  # noqa: BLE001 - any error ends this rollout only
             status = "failed"
             error = failure
         except BaseException:
@@ -596,7 +597,7 @@ class ProblemScope(Caller):
         self.order = order
         self.why = ""
         self.cancel_scope = anyio.CancelScope()
-        self.is_opening = True  # until the problem submits rollouts, it counts as one
+        self.is_opening = True  # whether it counts as one rollout, since it has not submitted any
         self._declared = self.declared = anyio.Event()
         self.run = run
 

@@ -30,8 +30,8 @@ class StageTime:
     """Seconds summed over a stage's nodes."""
 
     nodes: int = 0
-    wait: float = 0.0  # for siblings
-    queue: float = 0.0  # for a slot
+    wait: float = 0.0  # seconds of waiting for siblings
+    queue: float = 0.0  # seconds of waiting for a slot
     compute: float = 0.0
 
 
@@ -49,11 +49,11 @@ class Timing:
 
     seconds: float  # seconds from the start of the first node to the end of the last one
     stages: Mapping[str, StageTime]
-    busy_seconds: Mapping[str, float]  # per engine, summed over slots
-    critical_path: Path  # lower bound: no schedule or number of slots ends sooner
-    arithmetic_seconds: float  # Tc
-    memory_seconds: float  # Tm
-    sibling_seconds: float  # Ts
+    busy_seconds: Mapping[str, float]  # keyed by engine, summed over slots
+    critical_path: Path  # no schedule and no number of slots ends sooner than this path
+    arithmetic_seconds: float  # the paper's Tc
+    memory_seconds: float  # the paper's Tm
+    sibling_seconds: float  # the paper's Ts
 
     @property
     def intensity(self) -> float:
@@ -65,7 +65,7 @@ class Timing:
 
 
 def measure(nodes: Iterable[CallSpan], *, compute_bound: Collection[str] = COMPUTE_BOUND) -> Timing:
-    """Take a run's nodes apart, live ones or ones read from a journal, in any order.
+    """Return the analysis of a run's nodes, which may be live or read from a journal, in any order.
 
     >>> draft = CallSpan(0, "draft", "draft", "p", 0, 0, ready=0.0, queued=0.0, started=0.0, ended=2.0)
     >>> score = CallSpan(1, "score", "target", "p", 0, 0, ready=2.0, queued=2.0, started=3.0, ended=4.0, after=(0,))

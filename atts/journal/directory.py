@@ -246,8 +246,8 @@ class RecordedRun:
     `apply` returns the Outcome of the problem that an entry completes.
 
     :raises JournalCorrupt: by every method that reads: a line before the last is damaged.
-    :raises JournalVersion: likewise: another version wrote it.
-    :raises StorageError: likewise: the file cannot be read.
+    :raises JournalVersion: by every method that reads: another version wrote it.
+    :raises StorageError: by every method that reads: the file cannot be read.
     """
 
     directory: Path

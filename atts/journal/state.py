@@ -456,7 +456,7 @@ class RunState:
     keeps: Literal["open problems", "everything"] = "open problems"
     open: dict[str, OpenProblem] = field(default_factory=dict[str, OpenProblem])
     finished: dict[str, FinishedProblem] = field(default_factory=dict[str, FinishedProblem])
-    said: set[str] = field(default_factory=set[str])  # codes of warnings
+    said: set[str] = field(default_factory=set[str])  # codes of the warnings so far
     sessions: int = 0
     killed: int = 0  # earlier sessions that ended without closing
     # how the last session ended; None: it was killed, or still runs

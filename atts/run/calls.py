@@ -146,7 +146,7 @@ class EngineCalls:
     opened and closed by its owner, and its spec must not change meanwhile.
 
     :raises BadReply: by `sample` and `score`: the reply contradicts itself or the request.
-    :raises EngineTimeout: likewise: it did not come in time.
+    :raises EngineTimeout: by the same methods: the reply did not come in time.
     """
 
     def __init__(

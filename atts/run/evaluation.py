@@ -516,7 +516,7 @@ class _Run:
         return graded
 
     def _finished(self, result: ProblemResult[FinishedProblem]) -> None:
-        if result.error is not None:  # not an error of the pipeline, which has become an outcome
+        if result.error is not None:  # a pipeline's own error is in its outcome instead
             raise result.error
         if result.value is not None:
             self._unfinished -= 1

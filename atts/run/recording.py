@@ -56,7 +56,7 @@ the same as in an uninterrupted run.
 """
 
 CallKind = Literal["draft", "target", "score"]
-"""Who writes, or that the target scores."""
+"""The kind of a call: the draft writes, the target writes, or the target scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,11 @@ class RunBegun:
     live only.
     """
 
-    problems: int | None  # None: they stream in
+    problems: int | None  # None if the problems stream in
     done: int
-    samples: int  # most samples of each problem
+    samples: int  # largest number of samples of a problem
     seconds: float  # seconds of earlier sessions
-    draft: str  # the model
+    draft: str  # name of the model
     target: str
     directory: Path | None
     judged_unit: JudgedUnit = "chunks"
@@ -646,7 +646,7 @@ class RecordedGate:
 
 
 class RecordedRoundGate:
-    """The same for gates that rank rounds.
+    """A gate that ranks rounds and returns recorded decisions if there are any.
 
     The real gate ranks every round again, because it carries over rounding errors, but recorded
     decisions are returned.

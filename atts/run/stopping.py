@@ -30,7 +30,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.calls = 0  # in flight
+        self.calls = 0  # calls in flight
         self._changed = anyio.Event()
 
     def request(self) -> None:

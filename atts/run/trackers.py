@@ -195,7 +195,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def begin(self, run: RunDescription) -> None:
-        """Open the next event file; settings are a text."""
+        """Open the next event file, and write the run's settings to it as a text."""
         if self._folder:
             folder = Path(self._folder) / run.name
         else:

@@ -116,9 +116,9 @@ class SampleRequest:
     rollout: str = ""
     priority: int = 0  # lower is sooner
     logprobs: Literal["raw", "unneeded"] = "raw"
-    # number of last `ids` that belong to the completion; `max_tokens` excludes them
+    # number of ids at the end of `ids` that belong to the completion; `max_tokens` excludes them
     num_begun: int = 0
-    # a guess at the answer: it may make the engine faster, and never changes what it writes
+    # a guess at the completion, which may make the engine faster but never changes its text
     hint: TokenIds = ()
     # tokens of a think block, those among `ids` included, after which an engine with the capability
     # "thinking" closes the block; 0: no limit
@@ -212,7 +212,7 @@ class Decision:
     issue: int | None = None
     score: float | None = None
     p: float | None = None
-    why: str = ""  # for people; nothing reads it
+    why: str = ""  # the reason, for people only
     origin: Origin = "gate"
     length: float | None = None  # length of the chunk, if the gate ranks by length
 
@@ -236,8 +236,7 @@ class Features:
     sample: int = 0
     # the chunk's position in the order in which scores were requested
     issue: int | None = None
-    # the number of decisions that the run has still to make, as an estimated share of all its
-    # decisions; None if unknown
+    # the estimated share of the run's decisions that are still to be made; None if unknown
     left: float | None = None
     tokens: int = 0
     # the mean of the draft's log-probabilities; NaN if it gave none, which no comparison may accept
@@ -247,8 +246,8 @@ class Features:
     draft_evidence: float = math.nan
     has_answer: bool = False
     answered: int = 0  # siblings with an answer
-    agreement: float = 0.0  # the leading answer's share of them
-    agrees: bool = False  # this chunk's answer is the leading one
+    agreement: float = 0.0  # the leading answer's share of their answers
+    agrees: bool = False  # whether this chunk's answer is the leading one
     text: str = ""
 
     def decision(
@@ -349,7 +348,8 @@ class Turn:
     def is_written(self, chunk: Chunk) -> bool:
         """Return whether a model wrote the chunk in this turn.
 
-        Forced words were put in, and a part of a discarded chunk was written with the whole.
+        Budget forcing inserts text that no model wrote. A kept part of a discarded chunk counts as
+        written with the whole chunk.
         """
         if chunk.logprobs:
             return True

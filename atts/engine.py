@@ -49,7 +49,9 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """Return a hash of vocabulary, merges and special tokens: equal digests read ids alike."""
+        """Return a hash of vocabulary, merges and special tokens; with equal digests, ids mean the
+        same.
+        """
         ...
 
     def encode(self, text: str) -> TokenIds:
@@ -77,12 +79,12 @@ class EngineSpec:
     vocabulary: int
     engine: str = ""  # kind and major.minor version, such as "local 0.1"
     dtype: str = "float32"
-    # scores, and tokens drawn while scoring, are computed in a lower precision than samples
+    # whether scores, and tokens drawn while scoring, have a lower precision than samples
     rounds_scores: bool = False
     # "none": completions have no log-probabilities
     logprobs: Literal["raw", "processed", "none"] = "raw"
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
-    flops_per_token: float = 0.0  # for one decoded token; 0 if unknown
+    flops_per_token: float = 0.0  # operations for one decoded token; 0 if unknown
     weights: str = ""  # digest of the weight files, if they are local
     chat_template: str = ""  # digest, if the engine renders conversations
     # log-probabilities of a fixed text, from which a change of the server's model is recognised
@@ -226,7 +228,7 @@ class Engine(Protocol):
 
         :raises ContextOverflow: the ids plus `max_tokens` exceed the context.
         :raises UsageError: empty ids, or `max_tokens` below 1.
-        :raises EngineError: the engine failed; `retryable` says whether again may help.
+        :raises EngineError: the engine failed; `retryable` says whether another attempt may help.
         """
         ...
 
@@ -560,12 +562,12 @@ class Speculated:
     seconds: float = 0.0  # seconds spent on drafting proposals
     choices: int = 0  # decisions on a proposal's length: one per sequence and step
     chosen: int = 0  # the sum of those lengths; chosen / choices is the mean length
-    # predicted tokens and seconds of the steps with a prediction, and the real ones
+    # predicted and real tokens and seconds, summed over the steps that had a prediction
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    # the predicted seconds of as many tokens without proposals, minus the real seconds
+    # the seconds predicted for the same tokens without proposals, minus the real seconds
     saved_seconds: float = 0.0
     silence: str = ""  # why nothing was proposed; empty if something was
 

@@ -328,7 +328,7 @@ class Account:
             self._file = inside._file
         self._outer: tuple[Account, ...] = () if inside is None else inside.accounts
         self._may_refuse = self.caps.limits_calls
-        self._settled: anyio.Event | None = None  # made by who waits
+        self._settled: anyio.Event | None = None  # created by the task that waits for it
         self._refused: anyio.Event | None = None
 
     @property

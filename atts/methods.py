@@ -67,7 +67,7 @@ class Preset:
     what: str
     changes: dict[str, Any]
     gate: Callable[[GateInputs], Gate | RoundGate]
-    is_judged: bool = True  # False: every chunk stays as it was written
+    is_judged: bool = True  # whether chunks are judged; False: every chunk is kept
     departures: tuple[str, ...] = ()  # departures from the published implementation of the method
 
     def policy(self, base: Policy) -> Policy:
@@ -91,7 +91,7 @@ def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
     """
     if policy.exact:
         return ("draft", "target")
-    if policy.drafter == "target":  # the target writes every chunk, and judges none of its own
+    if policy.drafter == "target":  # the target does not judge its own chunks
         return ("target",)
     is_target_asked = is_judged or policy.combine != "vote"
     return ("draft", "target") if is_target_asked else ("draft",)
@@ -401,8 +401,8 @@ def certify_graded(
 def certified_gate(certificate: Certificate, stored: StoredScores, seed: int = 0) -> CertifiedGate:
     """Return the gate of the certified policy, exactly as it was tested.
 
-    :raises CalibrationInputError: the certificate certifies none; its words say how many problems
-        it would take.
+    :raises CalibrationInputError: if no policy is certified; the message says how many problems a
+        certificate needs.
     """
     if certificate.chosen is None:
         raise CalibrationInputError(

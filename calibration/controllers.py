@@ -31,9 +31,9 @@ SLACK = 0.006
 # The deficit beyond the slack is spread over the decisions left, divided by this number. A lower
 # number is too slow for runs whose scores arrive sorted.
 _HASTE = 2.0
-# How far one decision moves the level, shared by all rollouts of a problem. A smaller step leaves
-# short runs off their rate; a larger one evens the rate out between problems, although the scores
-# should decide there.
+# The distance by which one decision moves the level, divided among the rollouts of a problem. A
+# smaller step leaves short runs off their rate; a larger one evens the rate out between problems,
+# although the scores should decide there.
 _PROBLEM_STEP = 0.016
 
 

@@ -577,14 +577,15 @@ class DriftEvent:
 class DriftMonitor(Persisted):
     """A monitor that compares the questions of a run with the stored ones during the run.
 
-    The unit is the question, because scores of one question move together. After 64, 100, 160 and,
-    with three quarters of the significance, 300 scores of the stored turn, then 600, 1,500 and
-    4,800, and after 300 scores of all turns, the means and spreads of the latest questions are
-    compared with the stored ones as distributions; between the looks a martingale bets on the
-    smoothed rank of each question among all before it. The shares of all looks and of the
-    martingale add up to `significance`: that bounds the false alarms of a whole run whose questions
-    are draws of the stored ones. If the stored questions are only a sample of the distribution that
-    the run draws from, the bound is 3.5 times `significance`.
+    The unit is the question, because scores of one question move together. The monitor looks at the
+    latest questions after 64, 100, 160, 300, 600, 1,500 and 4,800 scores of the stored turn, and
+    after 300 scores of all turns. At each look it compares the distributions of their means and
+    spreads with those of the stored questions. Between the looks a martingale bets on the smoothed
+    rank of each question among all before it. Each look and the martingale spend a share of
+    `significance`; the look at 300 scores spends three quarters. So `significance` bounds the
+    probability of a false alarm in a whole run whose questions are draws of the stored ones. If the
+    stored questions are only a sample of the distribution that the run draws from, the bound is 3.5
+    times `significance`.
 
     Repeated scores that sampling cannot explain raise an alarm at once. Repeats that may come from
     rollouts writing the same chunk raise one if the live rollouts do not repeat.
@@ -612,11 +613,11 @@ class DriftMonitor(Persisted):
         self._live = DefaultTable(str, list[float])
         self._scores = 0  # all live scores
         self._seen = 0  # live scores of the stored turn
-        self._looks = 0  # looks that were due
+        self._looks = 0  # number of looks that were due
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
         self._repeats = DuplicateScores.of(stored)
-        # true while there are stored questions to compare with and no alarm
+        # whether there are enough stored questions to compare with, and no alarm was raised yet
         self.watching = len(self._reference.questions) >= _FEWEST
         if self._repeats.fault:
             self._alarm("duplicates", 0.0, self._repeats.fault)

@@ -14,7 +14,9 @@ from atts.errors import CalibrationInputError
 
 Floats = NDArray[np.float64]
 PENALTIES = (1.0, 10.0, 100.0, 1000.0)
-"""Strengths of the ridge that are tried, in units of one example of each standardised feature."""
+"""The ridge penalties that are tried. A penalty of 1 weighs as much as one example of each
+standardised feature.
+"""
 _FOLDS = 5
 _RESAMPLES = 1000
 _LEAST_GROUPS = 10
@@ -23,7 +25,7 @@ _KIND = "atts judge"
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Chunks with their features, what a takeover gained at each, and the problem of each."""
+    """Chunks to learn from: the features, the gain of a takeover, and the problem of each chunk."""
 
     names: tuple[str, ...]  # names of the features
     features: Sequence[Sequence[float]]
@@ -33,11 +35,11 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageJudge:
-    """A linear prediction of a takeover's gain, with the gain of a gate by it over a coin.
+    """A linear prediction of a takeover's gain, and the measured gain of its gate over a coin.
 
-    That gain is cross-validated by problem: each chunk is ranked by a judge that saw no chunk of its
-    problem. It is the gain per chunk of escalating the best `rate` of the chunks, less that of
-    escalating as many by lot.
+    The gain over a coin is the gain per chunk of escalating the share `rate` with the best
+    predictions, minus the gain of escalating as many chunks at random. It is cross-validated by
+    problem: each chunk is ranked by a judge that saw no chunk of its problem.
     """
 
     names: tuple[str, ...]
@@ -47,7 +49,7 @@ class AdvantageJudge:
     mean_gain: float
     penalty: float
     rate: float
-    over_coin: tuple[float, float, float]  # with its 95 % interval over problems
+    over_coin: tuple[float, float, float]  # the gain, and its 95 % interval
     chunks: int
     problems: int
     fingerprint: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -67,7 +69,7 @@ class AdvantageJudge:
         return total
 
     def score(self, features: Sequence[float]) -> float:
-        """Return 2 plus the predicted gain, within 1 and 3: higher is worse, as of any score."""
+        """Return 2 plus the predicted gain, limited to [1, 3]; as for every score, higher is worse."""
         advantage = self.advantage(features)
         return math.nan if math.isnan(advantage) else 2 + max(-1.0, min(1.0, advantage))
 
@@ -79,9 +81,9 @@ class AdvantageJudge:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> AdvantageJudge:
-        """Make the judge that a state holds.
+        """Make a judge from its state.
 
-        :raises CalibrationInputError: it holds none.
+        :raises CalibrationInputError: if `state` is not the state of a judge.
         """
         if state.get("kind") != _KIND or state.get("version") != 1:
             raise CalibrationInputError(
@@ -105,12 +107,13 @@ def fit_judge(
     seed: int = 0,
     fingerprint: Mapping[str, object] | None = None,
 ) -> AdvantageJudge:
-    """Fit a ridge of gains on standardised features, and measure it against a coin.
+    """Fit a ridge regression of gains on standardised features, and compare it with a coin.
 
-    The penalty is chosen inside each training part, so the measured gain is that of problems which
-    decided nothing.
+    In the cross-validation each penalty is chosen on training problems only, so the problems on
+    which the gain is measured influence neither the judge nor the penalty.
 
-    :raises CalibrationInputError: too few problems, or a feature or gain that is not finite.
+    :raises CalibrationInputError: if there are too few problems, or if a feature or gain is not
+        finite.
     """
     features = np.asarray(examples.features, dtype=np.float64)
     gains = np.asarray(examples.gains, dtype=np.float64)
@@ -161,7 +164,9 @@ def cross_validated(examples: Examples, seed: int = 0) -> list[float]:
 def gain_over_coin(
     predicted: Floats, gains: Floats, groups: NDArray[np.int64], rate: float, seed: int
 ) -> tuple[float, float, float]:
-    """Return what a gate by these predictions gains over a coin per chunk, with its interval."""
+    """Return the gain per chunk of a gate that ranks by these predictions, over a coin, and its 95
+    % interval.
+    """
     generator = np.random.default_rng(seed)
     members = [np.flatnonzero(groups == group) for group in range(int(groups.max()) + 1)]
 
@@ -192,7 +197,7 @@ class _Ridge:
         self.weights = np.linalg.solve(gram, rows.T @ (gains - self.intercept))
 
     def __call__(self, features: Floats) -> Floats:
-        """Return predicted gains."""
+        """Return the predicted gain of each row of features."""
         predictions: Floats = (features - self.means) / self.scales @ self.weights + self.intercept
         return predictions
 

@@ -92,7 +92,9 @@ class Planner(Protocol):
     """
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the plan for a vote among this many answers whose leading answer has this share."""
+        """Return the plan for a vote among so many answers, the leading one of which has this
+        share.
+        """
         ...
 
 

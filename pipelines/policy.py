@@ -466,7 +466,7 @@ class Policy:
         if self.score.kind != "prm":
             for name in REWARD_KEYS:
                 fields["score"].pop(name, None)
-        # the manifest records the judge's digest elsewhere, so the path of its file does not matter
+        # the digest of the judge is recorded instead, because the path of its file may change
         fields["score"].pop("judge", None)
         return fields
 

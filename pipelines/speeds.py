@@ -9,7 +9,9 @@ from atts.core import Role
 _UNKNOWN = 8  # tokens that are drafted before a score while few drafts were tested
 _CHUNKS = 8  # least number of chunks in a stretch; more if more than twice as many are in flight
 _GAIN = 1.05  # the draft writes if it gives this many times the tokens per second
-_SLOWER = 1.5  # if a token of one chunk took this many times as long, no stretch is tried
+# While the draft is the faster writer, the target gets no stretch if a token of its last chunk took
+# at least this many times as long.
+_SLOWER = 1.5
 # If a token of the draft's chunk took at most this share of the target's time, a stretch is tried
 # at once, even with many chunks in flight. Otherwise it waits until the run may lose the time of
 # `_UNSURE` chunks.
@@ -220,7 +222,7 @@ class WriterChoice:
         self._go_on("target")
 
     def _looked(self, begun: BegunChunk, tokens: int, seconds: float) -> None:
-        """Compare the speeds after the other writer wrote one chunk."""
+        """Decide, after one chunk of the other writer, whether that writer gets a stretch."""
         self.is_looking = False
         if begun.writer == "draft" and "target" in self.seconds:
             excess = seconds - tokens * self.seconds["target"]
@@ -250,7 +252,7 @@ class WriterChoice:
         return _MOST_LOST[0] * self.elapsed - self.lost > _UNSURE * self.chunk_seconds
 
     def _stretched(self, rate: float) -> None:
-        """Compare the speeds after a stretch."""
+        """Update the writer's speed after a stretch, and begin the next stretch."""
         was = self.rates.get(self.writer, rate)
         self.rates[self.writer] = (was + rate) / 2
         is_try = self.writer != self.best
@@ -266,7 +268,7 @@ class WriterChoice:
         self._go_on(best)
 
     def _go_on(self, writer: Role) -> None:
-        """Begin a stretch."""
+        """Begin a stretch of this writer, with counts at 0."""
         if self.tried_since is not None:
             self.lost += max(0.0, self._try_loss())
         self.tried_since = self.now if writer == "draft" != self.best else None

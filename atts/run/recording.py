@@ -521,8 +521,8 @@ class ProblemRecord:
             )
 
     def _tell_again(self, rollout: Rollout, end: int) -> None:
-        """Record the turns before `end` that replace recorded turns which did not happen in this
-        session.
+        """Record the turns of this session, up to `end`, that differ from those an earlier session
+        recorded.
         """
         replaced = self._recalled.pop(rollout.sample, ())
         begin = min((turn.index for turn in replaced), default=end)

@@ -113,7 +113,7 @@ class RunSpec:
     retries: graph.RetryPolicy = graph.RetryPolicy()
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    # settings as given, for people
+    # settings as the user gave them, shown to people only
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     recall: RecallTiming = "instant"
     # alarms so far, such as a calibrator's events
@@ -122,7 +122,8 @@ class RunSpec:
     on_problem_done: Callable[[str], object] = _nothing_kept
     # conditions that the gate's stored scores record; None if it has no stored scores
     stored_under: Mapping[str, object] | None = None
-    # scores chunks under score.kind learned, and the conditions of the run it was fitted on
+    # the function that scores chunks under score.kind learned, and the conditions of the run that
+    # it was fitted on
     judge: Callable[[Sequence[float]], float] | None = None
     judge_under: Mapping[str, object] | None = None
     conditions: Conditions = "match"  # what to do if conditions differ

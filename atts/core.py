@@ -45,9 +45,11 @@ class Grading:
     relative: float = 0.0
     absolute: float = 0.0
     units: Literal["optional", "required"] = "optional"
-    # "decimals": one of five digits stands for a value without a finite decimal, such as a third
+    # "decimals": a decimal of five digits may stand for a value such as 1/3, whose decimals never
+    # end
     rounding: Literal["decimals", "none"] = "decimals"
-    # "formula": in formulas of physics the letters of sizes are positive; "positive": all letters are
+    # "formula": letters that name sizes in formulas of physics are positive; "positive": every
+    # letter is
     variables: Literal["formula", "real", "positive"] = "formula"
     # "text": the text of the correct choice counts as well as its letter
     choices: Literal["letter", "text"] = "letter"
@@ -65,7 +67,7 @@ class Problem:
     subject: str = ""
     choices: tuple[str, ...] = ()
     source: str = ""
-    grading: Grading | None = None  # None: the default
+    grading: Grading | None = None  # None: the default rules
     # worked examples (problem, solution), shown to the model before this problem
     examples: tuple[tuple[str, str], ...] = ()
 
@@ -218,7 +220,7 @@ class Decision:
 
     @property
     def escalate(self) -> bool:
-        """Return True if the target takes over."""
+        """Return True if the chunk is escalated."""
         return self.action == "escalate"
 
     @property
@@ -456,7 +458,7 @@ class Combination:
 
     plan: CombinePlan
     voted: str  # the leading answer of the vote
-    share: float  # share of the votes that the answer has
+    share: float  # share of the votes that `voted` has
     # the vote of each half of the rollouts: its leader's share, and whether its leader is `voted`
     halves: tuple[tuple[float, bool], ...] = ()
     finalists: tuple[str, ...] = ()  # answers whose texts the target read
@@ -535,9 +537,9 @@ class CallSpan(
     # when the rollout could have made the call; `queued` is later only by its wait for siblings
     ready: float
     queued: float
-    started: float  # a slot and its tokens were granted
+    started: float  # time at which a slot and its tokens were granted
     ended: float
-    after: tuple[int, ...] = ()  # the calls it waited for
+    after: tuple[int, ...] = ()  # numbers of the calls it waited for
     attempt: int = 0
     status: CallStatus = "done"
     tokens: int = 0

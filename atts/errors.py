@@ -1,28 +1,28 @@
 """Every error a user can meet, as one tree with documented exit codes.
 
 ATTSError (1)
-├── UsageError (2)              what was asked cannot be done as asked
+├── UsageError (2)              the request cannot be carried out as given
 │   ├── OptionError             an unknown or impossible option
 │   ├── MissingExtra            an optional dependency that is not installed
-│   ├── DatasetError            a dataset that cannot be read as one
-│   ├── CalibrationInputError   not a score, not a rate, not a state
-│   └── FingerprintError        calibration, journal or tokenizer of something else
-├── EngineError (3)             an engine did not do its part
+│   ├── DatasetError            a dataset that cannot be read
+│   ├── CalibrationInputError   an invalid score, rate or calibration state
+│   └── FingerprintError        data made under other conditions than this run's
+├── EngineError (3)             an engine failed
 │   ├── EngineUnavailable       it cannot be reached, or is closed (retryable)
 │   ├── EngineTimeout           it did not answer in time (retryable)
-│   ├── BadReply                it answered, and the answer cannot be true (retryable)
-│   ├── UnusableScores          it continued answering without scores that can be used
+│   ├── BadReply                its answer cannot be correct (retryable)
+│   ├── UnusableScores          it still answers, but its scores cannot be used
 │   ├── UnsupportedByEngine     it cannot do what the pipeline needs
 │   ├── ModelLoadError          a model or tokenizer that cannot be loaded
-│   │   └── ZooError            a zoo of blocks that cannot be read, or lacks what is asked of it
+│   │   └── ZooError            a zoo that cannot be read, or lacks the requested model
 │   ├── OutOfMemory             the work does not fit, even after shrinking
 │   └── ContextOverflow         the request is longer than the model's context
 ├── JournalError (4)            the run directory cannot be used
 │   ├── JournalLocked           another process is writing it
-│   ├── JournalCorrupt          a line in the middle is damaged
-│   ├── JournalVersion          written by another version of atts
-│   └── StorageError            the disk refuses (full, read-only, gone)
-└── CheckFailed (5)             a check the user asked for did not pass
+│   ├── JournalCorrupt          a line before the last is damaged
+│   ├── JournalVersion          another version of atts wrote it
+│   └── StorageError            a file cannot be written (disk full, read-only or gone)
+└── CheckFailed (5)             a check that the user asked for did not pass
 
 An interrupted run exits with 130 and keeps its work. A run exits with 3 if an engine failed on a
 part of it; the same command then does the missing part.

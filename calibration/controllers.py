@@ -31,7 +31,7 @@ SLACK = 0.006
 # The deficit beyond the slack is spread over the decisions left, divided by this number. A lower
 # number is too slow for runs whose scores arrive sorted.
 _HASTE = 2.0
-# The distance by which one decision moves the level, divided among the rollouts of a problem. A
+# One decision moves the level by this number divided by the number of rollouts of a problem. A
 # smaller step leaves short runs off their rate; a larger one evens the rate out between problems,
 # although the scores should decide there.
 _PROBLEM_STEP = 0.016

@@ -69,7 +69,7 @@ class AdvantageJudge:
         return total
 
     def score(self, features: Sequence[float]) -> float:
-        """Return 2 plus the predicted gain, limited to [1, 3]; as for every score, higher is worse."""
+        """Return 2 plus the predicted gain, limited to [1, 3]; higher is worse."""
         advantage = self.advantage(features)
         return math.nan if math.isnan(advantage) else 2 + max(-1.0, min(1.0, advantage))
 

@@ -69,10 +69,10 @@ class NullListener:
     """A listener that ignores everything."""
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
-        """Ignore it."""
+        """Ignore the chunk."""
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
-        """Ignore it."""
+        """Ignore the turn."""
 
 
 class RunLength:

@@ -380,7 +380,7 @@ class CappedGate:
         return self._capped(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Pass it on."""
+        """Let the inner gate observe what was done."""
         self.inner.observe(decision, escalated)
 
     def _capped(self, features: Features, decision: Decision) -> Decision:
@@ -418,7 +418,7 @@ class AgreementGate:
         return self._spared(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Pass it on."""
+        """Let the inner gate observe what was done."""
         self.inner.observe(decision, escalated)
 
     def _spared(self, features: Features, decision: Decision) -> Decision:

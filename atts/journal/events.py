@@ -114,7 +114,8 @@ class WrittenChunk(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 class TurnFinished(_Event, frozen=True, tag="turn-finished"):
     """One turn of a rollout is complete.
 
-    An index that was recorded before replaces that turn and drops those after it.
+    If the rollout already has a turn with this index, this turn replaces it, and the turns after it
+    are dropped.
     """
 
     problem: str

@@ -62,7 +62,7 @@ class ProgressSnapshot:
     problems: int | None  # None if the problems stream in
     done: int
     failed: int  # problems among the finished ones that are not complete
-    lost: int  # their rollouts that failed
+    lost: int  # failed rollouts of these problems
     open: int
     stages: Mapping[Stage, int]
     rollouts_done: int
@@ -76,10 +76,10 @@ class ProgressSnapshot:
     graded: int
     tokens: Mapping[Flow, int]  # tokens of calls that ended, by engine and kind
     usage: Usage  # usage of finished problems, counted as in the summary
-    speeds: Mapping[Flow, float]  # recent tokens per second
+    speeds: Mapping[Flow, float]  # tokens per second of recent calls
     models: Mapping[Literal["draft", "target"], str]
-    seconds: float  # all sessions together
-    left: float | None  # estimated seconds left, once enough is done
+    seconds: float  # seconds of all sessions together
+    left: float | None  # estimated seconds left; None until enough is done
     alarms: int
     failed_calls: int
     awaited: Mapping[Role, int]  # calls that wait for a lost engine

@@ -316,7 +316,7 @@ class RunLengthEstimate(RunLength):
         return left / (left + self._decided)
 
     def count(self, decision: Decision) -> None:
-        """Count a decision unless it only asks for a score; each turn counts once."""
+        """Count a decision, unless it only asks for a score; each turn counts once."""
         if decision.action == "verify":
             return
         rollouts = self._open.get(decision.question) or self._rollouts(decision.question)
@@ -481,7 +481,7 @@ class ProblemRecord:
         self._turns: dict[int, int] = {}
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
-        """Pass it on."""
+        """Pass the chunk to the listeners."""
         self._recorder.tell(ChunkWritten(self._problem, rollout.sample, len(rollout.turns), chunk))
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
@@ -521,8 +521,8 @@ class ProblemRecord:
             )
 
     def _tell_again(self, rollout: Rollout, end: int) -> None:
-        """Record the turns of this session, up to `end`, that differ from those an earlier session
-        recorded.
+        """Record this session's turns before `end` again, from the lowest index at which the
+        journal has a turn that this session did not repeat.
         """
         replaced = self._recalled.pop(rollout.sample, ())
         begin = min((turn.index for turn in replaced), default=end)

@@ -57,7 +57,7 @@ class TracedRun(Background):
         try:
             self._trace: Any = import_module("opentelemetry.trace")
             context: Any = import_module("opentelemetry.context")
-            self._owned: Any = None  # a provider that was made here, and so must be closed here
+            self._owned: Any = None  # the provider, if it was made here and must be closed here
             if provider is None:
                 provider = self._trace.get_tracer_provider()
                 if isinstance(provider, self._trace.ProxyTracerProvider):
@@ -66,8 +66,8 @@ class TracedRun(Background):
             raise MissingExtra("--log otel", error.name or "opentelemetry-sdk", "otel") from error
         self._tracer = provider.get_tracer("atts")
         self._outside = context.get_current()  # a span of the program that started this run
-        self._offset = 0.0  # seconds from the loop's clock to the date
-        self._run: dict[str, Any] = {}  # attributes of every problem
+        self._offset = 0.0  # seconds to add to the loop's clock to get the date
+        self._run: dict[str, Any] = {}  # attributes that the span of every problem gets
         self._providers: dict[str, str] = {}  # keyed by role
         self._models: dict[str, str] = {}
         self._problems: dict[str, _OpenProblem] = {}

@@ -298,9 +298,9 @@ def _amount(role: Role, read: int, cached: int, written: int, prices: Prices) ->
 class Account:
     """The budget of one request or run: caps, spending, and reservations for calls in flight.
 
-    An account inside another one spends from both, so the ceiling of the outer account holds
-    whatever the inner one allows. A call that failed or was cancelled is charged with its largest
-    possible spending, because the engine may have done the work.
+    An account inside another one spends from both, so the caps of the outer account also limit the
+    inner one. A call that failed or was cancelled is charged with its largest possible spending,
+    because the engine may have done the work.
     """
 
     def __init__(
@@ -320,8 +320,8 @@ class Account:
         self.spent = spent or Amount()
         self.reserved = Amount()
         self.unanswered = unanswered or Amount()  # the part of `spent` for calls without a reply
-        self.written = 0  # tokens, by both models
-        self.cached = 0  # tokens of prompts that a cache had
+        self.written = 0  # tokens that both models wrote
+        self.cached = 0  # prompt tokens that came from a cache
         self.limit = ""  # the cap that refused a call
         self._file: LedgerFile | None = file
         if file is None and inside is not None:

@@ -77,7 +77,7 @@ class Controller(Persisted):
         """
 
     def forget(self, question: str) -> None:
-        """Drop what serves this question only, once no more decisions on it will come."""
+        """Drop the data that only this question needs, once no more decisions on it will come."""
 
 
 class Adaptive(Controller):

@@ -123,7 +123,7 @@ class WeightedRank(NamedTuple):
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 
     def plus(self, other: WeightedRank) -> WeightedRank:
-        """Return the rank among the scores of both ranks."""
+        """Return the rank among the scores behind either of the two ranks."""
         return WeightedRank(
             self.below + other.below, self.equal + other.equal, self.size + other.size
         )
@@ -392,7 +392,7 @@ class ScorePool(Persisted, ABC):
         """Drop the stored scores of the calibration run, but keep the live ones."""
 
     def forget(self, question: str) -> None:
-        """Drop what serves this question only, once no more of its scores will come."""
+        """Drop the data that only this question needs, once no more of its scores will come."""
 
 
 class Pooled(ScorePool):

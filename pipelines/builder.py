@@ -473,8 +473,8 @@ class RolloutBuilder:
         self.rollout = replace(self.rollout, usage=self.usage)
 
     def ids(self, role: Role, pending: Sequence[Chunk] = ()) -> TokenIds:
-        """Return the token ids of the rollout and of the `pending` chunks, in that model's
-        tokenizer.
+        """Return the token ids of the rollout and of the `pending` chunks, in the tokenizer of this
+        role's model.
         """
         ids = self._ids[role]
         for chunk in pending:

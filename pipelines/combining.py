@@ -103,10 +103,11 @@ class Combiner:
     def below(self) -> float:
         """Return the share of the leading answer up to which a vote counts as split.
 
-        It is the conformal quantile of the shares at which comparisons could have won: of the next
-        such problem, the share is at most this with probability 0.9. If there are fewer than nine
-        such graded problems, votes of half the rollouts that the whole vote overruled replace them.
-        If these are too few as well, every vote that is not unanimous counts as split.
+        It is the conformal quantile of the shares in problems whose vote was wrong although another
+        finalist was correct. With probability 0.9 it is at least the share in the next such
+        problem. If there are fewer than nine such graded problems, votes of half the rollouts that
+        the whole vote overruled replace them. If these are too few as well, every vote that is not
+        unanimous counts as split.
         """
         for shares in (self._winnable, self._overruled):
             rank = math.ceil((len(shares) + 1) * COVERED)
@@ -118,9 +119,9 @@ class Combiner:
     def odds(self) -> float:
         """Return the odds that the selector helps.
 
-        For graded problems, the odds count problems on which either only its choice or only the
-        vote is correct. For others, they count whether its verdict stays the same in the reverse
-        order.
+        With graded problems, the odds come from the problems on which only the selector's choice or
+        only the vote is correct. Without graded problems, they come from how often its verdict is
+        the same in the reverse order.
         """
         if self._is_graded:
             return odds(self.better, self.worse)
@@ -482,17 +483,17 @@ class CombineSummary:
     """The effects and costs of a run's selection or synthesis, and the largest possible gain."""
 
     problems: int
-    split: int  # problems on which the target was asked
-    trials: int  # problems of these in which the choice of the target did not count
+    split: int  # number of problems on which the target was asked
+    trials: int  # number of these problems in which the target's choice did not count
     changed: int  # answers that differ from the vote
-    gained: int  # changed answers that became correct, while the vote was wrong
+    gained: int  # changed answers that are correct, while the vote is wrong
     lost: int
     pairs: int
     consistent: int
     winnable: int  # graded split problems with a wrong vote and a correct answer among the rollouts
     gain: Estimate  # gain in accuracy over graded problems, with its interval
     ceiling: float  # the gain of an oracle that is asked about the same problems
-    below: float  # the last threshold
+    below: float  # the last share of the leading answer up to which a vote counted as split
     actions: tuple[str, ...]
     usage: Usage
     unusable: int = 0  # problems about which the target could not be asked

@@ -67,7 +67,7 @@ async def _written_by(
 
 
 async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
-    """Write the chunk from drafted tokens that the target checks by its draws.
+    """Write the chunk from drafted tokens; the target checks each by drawing a token in its place.
 
     The target decodes no token itself, unless drafting is given up; then it finishes the chunk
     alone.
@@ -99,8 +99,8 @@ async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
 
 
 def _is_the_targets(builder: RolloutBuilder, rest: SampleRequest, begun: BegunChunk | None) -> bool:
-    """Return whether the target writes the rest, as in an earlier session or because drafting is
-    too slow.
+    """Return whether the target writes the rest, because it did so in an earlier session or because
+    drafting is too slow.
     """
     if begun is None:
         return builder.target.recorded_length(rest) > 0
@@ -123,7 +123,7 @@ async def _drafted(
 async def _scored(
     builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, drafted: TokenIds
 ) -> Scores:
-    """Return the tokens that the target draws in place of the guess."""
+    """Return the target's scores of the guess, with the tokens that the target draws in its place."""
     since = anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
     scores = await builder.target.score(request)

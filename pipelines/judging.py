@@ -179,9 +179,9 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     target.
 
     If a sibling is already waiting for this score, waiting with it is faster than asking. If the
-    sibling's call fails and is retried, that is no longer true, so one of the waiting rollouts then
-    asks itself. The rollout that asked in an earlier session asks again, and gets the recorded
-    answer.
+    sibling's call fails and is retried, waiting is no longer faster, so one of the waiting rollouts
+    asks the target itself. The rollout that asked in an earlier session asks again, and gets the
+    recorded answer.
     """
     if builder.score_source != "log-probabilities":
         return await score_by_target(builder, proposal)

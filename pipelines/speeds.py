@@ -252,7 +252,7 @@ class WriterChoice:
         return _MOST_LOST[0] * self.elapsed - self.lost > _UNSURE * self.chunk_seconds
 
     def _stretched(self, rate: float) -> None:
-        """Update the writer's speed after a stretch, and begin the next stretch."""
+        """Compare the writers' speeds after a stretch, and begin the next stretch."""
         was = self.rates.get(self.writer, rate)
         self.rates[self.writer] = (was + rate) / 2
         is_try = self.writer != self.best

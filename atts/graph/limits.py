@@ -152,9 +152,9 @@ class Admission:
 
     places: int
     in_flight: int = 0
-    # ended rollouts of problems that wait for work outside engines
+    # number of ended rollouts whose problem waits for work outside engines
     concluding: int = 0
-    open: int = 0  # problems
+    open: int = 0  # number of open problems
     # open problems that have not submitted a rollout yet: each counts as one rollout
     opening: int = 0
     _queue: list[tuple[int, int, int, AdmissionGroup]] = field(

@@ -150,11 +150,12 @@ class Caller:
         self._state = state
         # numbers of the finished calls that the next call depends on
         self.frontier = frontier
-        # set by a problem's first call: the next problem may be opened
+        # set by a problem's first call, after which the next problem may be opened
         self._declared: anyio.Event | None = None
         # the time when it began to wait for siblings, if it waited since its last call
         self._ready: float | None = None
-        self.promised: Arrival | None = None  # scores that siblings wait for this caller to get
+        # the scores that this caller gets and siblings wait for
+        self.promised: Arrival | None = None
 
     def emit(self, event: object) -> None:
         """Send an event of the caller to the graph's sink."""
@@ -304,8 +305,8 @@ class RolloutScope(Caller, Generic[T]):
         """Wait until every running sibling has called `meet` too; return this round's values by
         sample.
 
-        This is a barrier, only for rollouts that start "together". The next node waits for all
-        nodes of the round.
+        This is a barrier for rollouts that are admitted together. In the task graph this rollout's
+        next call depends on all calls of the round.
 
         :raises OptionError: the rollouts are not admitted together.
         """
@@ -330,8 +331,8 @@ class RolloutScope(Caller, Generic[T]):
     async def wait(self, arrival: Arrival, turn: int) -> None:
         """Wait for a score that a sibling is about to get, as a node without compute.
 
-        The node depends on the sibling's calls, so it is an edge between siblings. The wait also
-        ends when the sibling's call fails and is retried.
+        The node depends on the sibling's calls, so the graph has an edge between the two rollouts.
+        The wait also ends when the sibling's call fails and is retried.
         """
         since = self._state.now()
         try:
@@ -342,7 +343,7 @@ class RolloutScope(Caller, Generic[T]):
             self._emit_wait(HOLD, turn, since, until, (*self.frontier, *arrival.nodes))
 
     def emit_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
-        """Report how long this finished rollout kept its place for its siblings."""
+        """Report how long this finished rollout kept its place until its last sibling ended."""
         since = ended if self._ready is None else self._ready
         self._emit_wait(RELEASE, -1, since, released, after)
 
@@ -375,7 +376,7 @@ class Arrival:
     """A value that one rollout is about to get, and that its siblings wait for."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
-    nodes: tuple[int, ...] = ()  # the calls that produced it
+    nodes: tuple[int, ...] = ()  # numbers of the calls that produced it
 
 
 @dataclass(slots=True)

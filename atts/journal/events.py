@@ -60,7 +60,7 @@ class _Event(
 
 
 class SessionOpened(_Event, frozen=True, tag="session-opened"):
-    """A process began to write; every start and every resume opens one."""
+    """A process began a session of the run; every start and every resume does so."""
 
     schema: int
     session: int
@@ -70,7 +70,7 @@ class SessionOpened(_Event, frozen=True, tag="session-opened"):
 
 
 class SessionClosed(_Event, frozen=True, tag="session-closed"):
-    """The process stopped writing on purpose; its absence means that it was killed."""
+    """The process ended its session on purpose; a session without this event was killed."""
 
     status: Literal["finished", "interrupted", "failed"]
     why: str = ""
@@ -89,7 +89,8 @@ class RolloutStarted(_Event, frozen=True, tag="rollout-started"):
     problem: str
     sample: int
     prompt: Prompt
-    # in lines only: the prompt equals that of the problem's previous rollout, and is left out
+    # in lines only: whether the prompt is left out, because the problem's previous rollout has the
+    # same
     is_repeated: bool = False
 
 
@@ -121,7 +122,7 @@ class TurnFinished(_Event, frozen=True, tag="turn-finished"):
     problem: str
     sample: int
     turn: Turn
-    # in lines only: the turn's chunks, and that its decision is the rollout's latest
+    # in lines only: the turn's chunks, and whether its decision is the rollout's latest one
     chunks: tuple[WrittenChunk, ...] = ()
     discarded: tuple[WrittenChunk, ...] = ()
     is_decided: bool = False
@@ -182,7 +183,8 @@ class Sampled(_Event, frozen=True, tag="sampled"):
     turn: int = 0
     attempt: int = 0
     seconds: float = 0.0
-    # in lines only: the completion's log-probabilities, and the event that follows for readers
+    # in lines only: the completion's log-probabilities, and the span, which readers get as the next
+    # event
     logprobs: PackedFloats | None = None
     span: CallSpan | None = None
 
@@ -196,15 +198,15 @@ class Scored(_Event, frozen=True, tag="scored"):
     role: Role = "target"
     rollout: str = ""
     seconds: float = 0.0
-    # in lines only: log-probabilities of the suffix and of the beginning, and the event that
-    # follows for readers
+    # in lines only: log-probabilities of the suffix and of the beginning, and the span, which
+    # readers get as the next event
     logprobs: PackedFloats | None = None
     beginning_logprobs: PackedFloats | None = None
     span: CallSpan | None = None
 
 
 class CallFailed(_Event, frozen=True, tag="call-failed"):
-    """An engine call that failed in a way the pipeline may continue from.
+    """An engine call failed, and the pipeline may continue without its result.
 
     `error` is the class in `atts.errors`, `text` the whole message.
     """
@@ -223,14 +225,14 @@ class Decided(_Event, frozen=True, tag="decided"):
     """The gate decided: before the target scored ("preview"), after it scored, or on a whole round.
 
     `features` are the numbers the gate was given in addition to the score. A preview of "verify"
-    requests the score and decides nothing yet; it is recorded only if the gate gave it a number
+    requests the score and decides nothing yet; it is recorded only if the gate numbered the request
     (`issue`).
     """
 
     decision: Decision
     features: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     asked: Literal["preview", "score", "round"] = "score"
-    # in lines only: the `Observed` event that follows for readers
+    # in lines only: what was done, which readers get as an `Observed` event
     escalated: bool | None = None
 
 
@@ -242,7 +244,7 @@ class Observed(_Event, frozen=True, tag="observed"):
 
 
 class Combining(_Event, frozen=True, tag="combining"):
-    """The plan for a problem after its vote was made, before the target was asked."""
+    """After a problem's vote, the plan was made to keep the vote or to ask the target."""
 
     problem: str
     plan: CombinePlan

@@ -60,12 +60,13 @@ _NO_PROMPT = Prompt((), ())
 
 
 class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """A line:
+    """A line of a journal, for example:
     {"n":17,"at":3.25,"wall":1790000003.25,"event":{"kind":"decided",...},"crc":"5f0c9a1b"}
 
-    A line is whole when it ends in a newline. Its checksum continues that of the line before, so
-    that no line can be left out, put in or exchanged, not even with its number corrected. JSON has
-    no number for infinities and NaN: they are written as the texts "inf", "-inf" and "nan".
+    A line is whole when it ends in a newline. Its checksum continues that of the line before, so a
+    reader detects a line that was removed, inserted or exchanged, even if its number was corrected.
+    JSON has no numbers for infinities and NaN, so they are written as the texts "inf", "-inf" and
+    "nan".
     """
 
     n: int
@@ -110,11 +111,13 @@ class OpenRecords:
     """
 
     def __init__(self) -> None:
-        self.prompts: dict[str, Prompt] = {}  # prompts of each problem's latest rollout
+        self.prompts: dict[str, Prompt] = {}  # the prompt of each problem's latest rollout
         self.turns: dict[str, dict[int, _OpenTurn]] = {}  # keyed by problem and sample
 
     def note(self, event: Event) -> None:
-        """Store data that later lines may refer to, and drop data that they no longer can."""
+        """Store the data to which later lines may refer, and drop data to which no line can refer
+        any more.
+        """
         match event:
             case Sampled():
                 turns = self.turns.get(event.problem)
@@ -357,9 +360,9 @@ class LineWriter:
 
 
 def _is_finite(event: Event) -> bool:
-    """Return True if JSON has numbers for all floats of a line, False if that is not known.
+    """Return True if every float of a line is certainly finite, so that JSON has a number for it.
 
-    This avoids the slow way for frequent kinds of lines, which may contain null values.
+    For frequent kinds of lines this avoids the slow search for floats that JSON cannot write.
     """
     numbers: list[float | None]
     decision: Decision | None = None
@@ -433,10 +436,10 @@ Durability = Literal["always", "interval", "close"]
 
 @dataclass(frozen=True, slots=True)
 class JournalOptions:
-    """Options of the writer; `clock` is the running loop's by default.
+    """Options of the writer; the default `clock` is that of the running event loop.
 
-    Under virtual time choose the durability "close": seconds pass by the thousand there, and syncs
-    take real time.
+    Under virtual time choose the durability "close": thousands of virtual seconds pass quickly, and
+    a sync after each would take real time.
 
     :raises OptionError: an unknown durability.
     """

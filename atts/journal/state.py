@@ -323,15 +323,15 @@ class OpenProblem:
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
     graded: list[Graded] = field(default_factory=list[Graded])
-    combine_plan: CombinePlan | None = None  # the plan for after the vote
-    judged: int = 0  # chunks a gate decided on
-    escalated: int = 0  # number of them that the target continued
-    # keyed by rollout hint
+    combine_plan: CombinePlan | None = None  # the plan that was made after the vote
+    judged: int = 0  # number of chunks that a gate decided on
+    escalated: int = 0  # number of these that were escalated
+    # failures after which nothing is recorded yet, keyed by rollout hint
     _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
     def outcome(self, reached: OutcomeReached) -> Outcome:
-        """Return the whole outcome, its rollouts in the order that the event names."""
+        """Return the whole outcome, with its rollouts in the order that the event names."""
         rollouts = tuple(self.rollouts[sample] for sample in reached.samples)
         return Outcome(
             self.problem,

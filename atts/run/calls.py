@@ -100,7 +100,7 @@ class Deadlines:
         self.scopes = set[anyio.CancelScope]()  # cancel scopes of the calls in flight
         self._engine = stepping(engine)
         self.are_moving = self._engine is not None
-        # name of the missing reply, for the error of a late call
+        # what a late call waits for, as its error names it
         self.awaited = "step" if self.are_moving else "answer"
 
     async def keep(self) -> None:
@@ -273,7 +273,7 @@ class EngineCalls:
     async def _ask_live(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
         """Count the call in flight, report it, and record it if it fails."""
         stop = log.stop
-        call.source = "live"  # an earlier attempt may have been recalled
+        call.source = "live"  # an earlier attempt may have set this to "recalled"
         since = log.now()
         stop.calls += 1
         try:
@@ -376,7 +376,8 @@ class EngineCalls:
         """Return how many tokens an earlier session requested here, at most those of the request.
 
         It is 0 if there was no such request, or if recalled calls do not return at once. The
-        recorded request may differ in its length only, and is not used up by this.
+        recorded request may differ from this one in its length only. It stays recorded, so that the
+        call itself still finds it.
         """
         if not self.has_recorded_calls or self._log is None or self._log.timing == "recorded":
             return 0

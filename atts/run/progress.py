@@ -222,13 +222,13 @@ class Progress:
         self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
         self._state: RunState = "loading" if loading else "running"
         self._note = f"loading {' and '.join(dict.fromkeys(loading))}" if loading else ""
-        # problems with an outcome, and the number of rollouts in it
+        # number of rollouts in the outcome, keyed by problem with an outcome
         self._over: dict[str, int] = {}
         self._usage: dict[str, Usage] = {}  # keyed by finished problem
         self._incomplete: set[str] = set()  # finished problems with failed rollouts
-        self._lost: dict[str, set[int]] = {}  # rollouts that failed
+        self._lost: dict[str, set[int]] = {}  # samples of failed rollouts, keyed by problem
         self._open: set[str] = set()
-        self._ended: Counter[str] = Counter()  # rollouts of open problems
+        self._ended: Counter[str] = Counter()  # number of ended rollouts, keyed by open problem
         self._stages: dict[str, Stage] = {}  # keyed by rollout
         self._escalations = EscalationCounter()
         self._graded: dict[str, bool | None] = {}

@@ -65,7 +65,8 @@ class TracedRun(Background):
         except ModuleNotFoundError as error:
             raise MissingExtra("--log otel", error.name or "opentelemetry-sdk", "otel") from error
         self._tracer = provider.get_tracer("atts")
-        self._outside = context.get_current()  # a span of the program that started this run
+        # context with the span of the program that started this run
+        self._outside = context.get_current()
         self._offset = 0.0  # seconds to add to the loop's clock to get the date
         self._run: dict[str, Any] = {}  # attributes that the span of every problem gets
         self._providers: dict[str, str] = {}  # keyed by role
@@ -74,7 +75,7 @@ class TracedRun(Background):
         # keyed by problem, rollout and stage
         self._begun: dict[tuple[str, str, str], CallBegun] = {}
         self._reply: Sampled | Scored | None = None
-        # replies keyed by problem, until their span comes
+        # keyed by problem: the failed call whose span has not come yet
         self._failures: dict[str, CallFailed] = {}
 
     def hear(self, event: Notice) -> None:

@@ -271,7 +271,7 @@ class TrackedRun(Background):
         super().__init__(name)
         self._tracker = tracker
         self._totals = RunningTotals()
-        self._points: list[Point] = []  # waiting for the thread
+        self._points: list[Point] = []  # points that wait for the thread
         self._lock = threading.Lock()
         self._begun_at = 0.0
         self._earlier_seconds = 0.0
@@ -279,13 +279,13 @@ class TrackedRun(Background):
         self._is_open = False
 
     def remember(self, event: Event) -> None:
-        """Count an event of an earlier session; the tracker has it already, or gets the sum at the
-        beginning.
+        """Count an event of an earlier session; the tracker already has its numbers, or gets their
+        sum when the run begins.
         """
         self._totals.add(event)
 
     def hear(self, event: Notice) -> None:
-        """Count an event; the end of a problem is a point."""
+        """Count an event; if it ends a problem, send the numbers as a point."""
         match event:
             case RunBegun():
                 self._begin(event)

@@ -102,11 +102,12 @@ class SampleRequest:
     """A request to continue `ids` by at most `max_tokens`, stopping after a stop string or a stop
     id.
 
-    The token that completes the stop stays in the completion. `rollout` only hints where a cache may
-    be warm. If log-probabilities are "unneeded", an engine may leave them out. The last `num_begun`
-    ids already belong to the completion: they were drawn before, perhaps by another engine, with
-    the first uniform numbers of this seed. The engine continues with the uniform numbers after
-    those, and so writes the rest of what it would have written without `num_begun`.
+    The token that completes the stop stays in the completion. `rollout` is only a hint at which
+    cache may hold the beginning. If log-probabilities are "unneeded", an engine may leave them out.
+    The last `num_begun` ids already belong to the completion: they were drawn before, perhaps by
+    another engine, with the first uniform numbers of this seed. The engine continues with the
+    uniform numbers after those, and so writes the rest of what it would have written without
+    `num_begun`.
     """
 
     ids: TokenIds
@@ -147,16 +148,16 @@ class ScoreRequest:
     """A request for the log-probability of every token of `suffix` after `prefix`; both are
     non-empty.
 
-    `draw` is the sampling request for what the target writes after `prefix` instead of the suffix,
-    should the suffix be rejected. An engine with the capability "draw" samples its first tokens from
-    the distributions that it computes for the scores, and returns them in `Scores.beginning`.
+    `draw` is the sampling request for the text that the target would write after `prefix` instead
+    of the suffix. An engine with the capability "draw" samples its first tokens from the
+    distributions that it computes for the scores, and returns them in `Scores.beginning`.
 
     With `entropies`, each number is minus the entropy of the distribution at that token instead of
-    the token's own log-probability: the log-probability that a draw from it has on average.
+    the token's own log-probability. It is the mean log-probability of a token drawn there.
 
-    With `texts`, a problem and the steps of its solution so far, a reward model joined with the target
-    is asked. Its one number is the logarithm of the chance that the last step is correct; the
-    suffix is then the last token of that step.
+    With `texts`, which are a problem and the steps of its solution so far, a reward model that is
+    joined with the target replies. It gives one number: the logarithm of the probability that the
+    last step is correct. The suffix is then the last token of that step.
     """
 
     prefix: TokenIds
@@ -307,7 +308,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a rollout: the drafted chunk, its score, and what became of it.
+    """One turn of a rollout: the drafted chunk, its score, and the chunks that it led to.
 
     `chunks` entered the rollout in this order; `discarded` did not enter it.
     """
@@ -317,10 +318,10 @@ class Turn:
     discarded: tuple[Chunk, ...] = ()
     score: float | None = None
     decision: Decision | None = None
-    note: str = ""  # for people: why a score is missing, or what failed
-    # scored by the target; 0 if the score was reused from a sibling's equal chunk
+    note: str = ""  # why a score is missing, or what failed; for people only
+    # number of tokens scored by the target; 0 if an equal chunk of a sibling gave the score
     scored_tokens: int = 0
-    is_forced: bool = False  # the chunk's text was inserted by budget forcing
+    is_forced: bool = False  # whether budget forcing inserted the chunk's text
 
     @property
     def drafted(self) -> Chunk | None:

@@ -137,8 +137,8 @@ def _conditional(inputs: GateInputs) -> Gate:
 
 
 def _first_turns(inputs: GateInputs) -> list[tuple[str, float]]:
-    """Return the stored scores of first turns with their questions; the published rule uses only
-    these.
+    """Return the stored scores of first turns with their questions; the published rule uses no
+    others.
     """
     stored = inputs.calibrator.stored
     rows = zip(stored.questions, stored.turns, stored.scores, strict=True)

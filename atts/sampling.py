@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-# numpy is imported where it is used: `atts.core` names seeds, and commands that draw nothing should
-# not wait for it. The distributions are written out here: scipy, which has them, would be more than
-# a third of what a client of servers installs.
+# numpy is imported where it is used, because `atts.core` imports this module and commands that draw
+# nothing should not wait for numpy. The distributions are written out here because scipy, which has
+# them, would be more than a third of what a client of servers installs.
 
-# an upper bound; usually about the square root of the number of trials is needed
+# An upper bound of steps; usually about the square root of the number of trials suffices.
 _MOST_STEPS = 100_000
 
 

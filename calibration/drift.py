@@ -498,18 +498,18 @@ _LOOKS = (
     (1500, 0.03),
     (4800, 0.03),
 )
-# The part of the main look's share that is spent at the 300th score of all turns, if other turns
-# are among them.
+# If other turns are among the first 300 scores, there is an extra look at the 300th score of all
+# turns. It spends this part of the main look's share.
 _EARLY = 0.2
-# The share of each look that tests for repeats in the stored questions that live questions do not
-# show.
+# The share that each look spends in addition, on the test whether stored questions have repeats
+# that live questions lack.
 _COPIED = 0.003
 _MARTINGALE = 0.029
-# An alarm also needs the p-value that treats the stored questions as a sample to be below so many
-# times the look's share.
+# The p-value that treats the stored questions as a sample must also be small for an alarm: below
+# this many times the look's share.
 _SLACK = 3.5
 _FEWEST = 4  # fewest live questions at a look, and fewest stored questions
-_KEPT = 512  # live questions remembered
+_KEPT = 512  # largest number of live questions that are remembered
 _BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 _JUMP = 0.01  # the share of the capital that moves between the bets at each step
 

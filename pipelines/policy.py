@@ -114,9 +114,9 @@ THINKING_END = (
 """The default text that is inserted into a rollout that has used up its thinking budget."""
 _PROMPT = 512  # tokens of a context that are left for the problem
 _LEAST_TURNS = 15
-_STEP_TOKENS = 35  # assumed tokens of a chunk that a stop string ends
-# the assumed used share of a chunk without stop strings, since the two tokenizers may count
-# differently
+_STEP_TOKENS = 35  # assumed number of tokens of a chunk that a stop string ends
+# the assumed share of the token limit that a chunk without stop strings uses, because the two
+# tokenizers may count differently
 _FULL = 0.8
 
 

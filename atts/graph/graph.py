@@ -30,8 +30,8 @@ class HasId(Protocol):
 
 P = TypeVar("P", bound=HasId)
 
-# The time that the opening of problems waits for a problem that neither calls an engine nor submits
-# rollouts.
+# If an open problem neither calls an engine nor submits rollouts, the next problem is opened after
+# this time.
 OPENING_SECONDS = 0.01
 
 
@@ -54,7 +54,7 @@ class EngineUse:
 class GraphStats:
     """A snapshot of a graph, with counts since the graph was made."""
 
-    seconds: float  # with a run in progress
+    seconds: float  # seconds during which a run was in progress
     problems_open: int
     problems_done: int
     rollouts_waiting: int

@@ -427,7 +427,7 @@ class Recorder:
         # for every chunk.
         if event.decision.action != "verify":
             self._left.count(event.decision)
-        # its gate does not observe what was done, so its decision itself counts
+        # a gate of rounds does not observe what was done, so its decision itself counts
         if event.asked == "round":
             self._escalations.count(event.decision, event.decision.escalate)
             self.record(event)

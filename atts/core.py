@@ -232,7 +232,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Evidence that a gate may use besides the score: draft evidence and siblings' answers."""
+    """Evidence that a gate may use in addition to the score: on the draft, and on siblings'
+    answers.
+    """
 
     question: str
     turn: int = 0
@@ -244,8 +246,9 @@ class Features:
     tokens: int = 0
     # the mean of the draft's log-probabilities; NaN if it gave none, which no comparison may accept
     draft_logprob: float = math.nan
-    # how sure the draft was, on the scale of the score rule: -log of the rule's score of the draft's
-    # log-probabilities; the lowest of them under the speculative rule; NaN if it gave none
+    # the draft's certainty of the chunk (0 is certain, lower is less sure), as
+    # `atts.pipelines.scores` computes it from the score rule; NaN if the draft gave no
+    # log-probabilities
     draft_evidence: float = math.nan
     has_answer: bool = False
     answered: int = 0  # siblings with an answer
@@ -448,7 +451,7 @@ class CombinePlan:
     """A decision on one problem after its vote: keep the vote, or ask the target."""
 
     action: Literal["vote", "select", "synthesize"]
-    is_trial: bool = False  # the target is asked, but the vote stays the answer
+    is_trial: bool = False  # whether the vote stays the answer although the target is asked
     below: float = 1.0  # the largest share of the leading answer at which a vote counts as split
     why: str = ""
 

@@ -157,7 +157,7 @@ class OutcomeReached(_Event, frozen=True, tag="outcome"):
 
 
 class Graded(_Event, frozen=True, tag="graded"):
-    """The verdict on an answer: the problem's (`sample` None) or one rollout's."""
+    """An answer was graded: the problem's (if `sample` is None) or one rollout's."""
 
     problem: str
     status: VerdictStatus
@@ -190,7 +190,7 @@ class Sampled(_Event, frozen=True, tag="sampled"):
 
 
 class Scored(_Event, frozen=True, tag="scored"):
-    """A scoring call that finished; its fields are those of `Sampled`."""
+    """A scoring call finished; the fields that it shares with `Sampled` have the same meaning."""
 
     problem: str
     key: str

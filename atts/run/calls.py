@@ -128,9 +128,10 @@ class Deadlines:
 
 
 class EngineCalls:
-    """An engine as one rollout calls it. The concerns of a call nest, one method each:
+    """An engine for the calls of one rollout. Each method adds one concern and calls the next
+    method:
 
-        sample, score      name the call and say what it takes
+        sample, score      name the call and count the tokens that it may need
         scope.call         waits for a slot, times the call, tries it again (`atts.graph`)
         _outlast_outage    waits for an engine that was lost
         _recall_or_ask     returns what an earlier session recorded

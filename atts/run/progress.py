@@ -217,7 +217,8 @@ class Progress:
     ) -> None:
         """Create counters at 0; `loading` names the engines that have to be opened first."""
         self._clock = clock
-        self.warnings: list[str] = []  # warnings of the checks made once the engines were open
+        # warnings of the checks that were made when the engines were open
+        self.warnings: list[str] = []
         self._began = clock()
         self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
         self._state: RunState = "loading" if loading else "running"

@@ -68,8 +68,8 @@ BLIND_SPOTS = [
     Mutant(
         "the exit is read one row early",
         "atts/accel/overlap/mirror.py",
-        "adapted = self._adapter(x[[at for at, _, _ in found]], self._eps)",
-        "adapted = self._adapter(x[[max(0, at - 1) for at, _, _ in found]], self._eps)",
+        "adapted = self._adapter(x[[at for at, _, _ in heard_rows]], self._eps)",
+        "adapted = self._adapter(x[[max(0, at - 1) for at, _, _ in heard_rows]], self._eps)",
         "tests/local/test_exits.py",
     ),
 ]
@@ -310,8 +310,8 @@ OTHERS = [
     *_table(
         "atts/accel/speculate/proposers.py",
         "tests/speculation/test_proposals.py",
-        "[(text, end) for found, text, end in places if found == length],",
-        "[(text, end) for found, text, end in places if found != length],",
+        "[(text, end) for match_length, text, end in places if match_length == length],",
+        "[(text, end) for match_length, text, end in places if match_length != length],",
     ),
     *_table(
         "atts/accel/zoo/zoo.py",

@@ -89,7 +89,9 @@ def test_a_ratio_over_zero_cost_is_put_into_words(tmp_path: Path) -> None:
     assert math.isinf(compare(a, b).costs[0].ratio)
 
 
-def test_unscored_votes_are_shown_with_their_possible_effect(atts: Any, tmp_path: Path) -> None:
+def test_votes_without_a_verdict_are_shown_with_their_possible_effect(
+    atts: Any, tmp_path: Path
+) -> None:
     """Unscored votes count as wrong, and the table adds the difference if they were correct."""
     verdicts = {
         "a": ["correct", "wrong", "unscored", "wrong"],

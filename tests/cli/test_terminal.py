@@ -353,7 +353,8 @@ async def test_a_run_that_would_take_hours_warns_first(tmp_path: Path) -> None:
                 toy_problems(40 if told else 1), setup, options=RunOptions(listeners=(progress,))
             )
         assert (
-            "some" in "".join(progress.warnings) and "--limit" in "".join(progress.warnings)
+            "would take about" in "".join(progress.warnings)
+            and "--limit" in "".join(progress.warnings)
         ) == told
     assert "atts: " in said.getvalue()
     assert "computes on this machine's processor" in said.getvalue()

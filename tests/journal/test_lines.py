@@ -101,7 +101,10 @@ def test_any_text_is_read_unchanged(tmp_path: Path, text: str) -> None:
         ({"kind": "rumour"}, r"line 2 is damaged: Invalid value 'rumour' - at `\$.event.kind`"),
         ({"n": 7}, r"line 2 is damaged: it has number 7, expected 1"),
         ({"kind": "scored", **SCORED, "key": 3}, r"Expected `str`, got `int` - at `\$.event.key`"),
-        ({"kind": "scored", **SCORED, "logprobs": ["f4", "AAA="]}, "2 bytes hold no whole number"),
+        (
+            {"kind": "scored", **SCORED, "logprobs": ["f4", "AAA="]},
+            "2 bytes do not contain a whole number",
+        ),
         ({"kind": "scored", **SCORED, "logprobs": ["f2", ""]}, r"Invalid enum value 'f2'"),
         ({"kind": "scored", **SCORED, "role": "judge"}, r"Invalid enum value 'judge'"),
         ({"kind": "turn-finished", **TURN, "chunks": [{"author": "draft", "call": 0}]}, "a call"),

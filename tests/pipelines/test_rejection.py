@@ -272,7 +272,7 @@ def test_the_context_is_a_limit_too(attempt: Solve) -> None:
         attempt(POLICY, FixedGate("escalate"), target=ScriptedEngine("target", context_length=20))
     )
     assert {r.finish for r in none} == {"failed"}
-    assert all("context holds 20" in r.error for r in none)
+    assert all("context has only 20" in r.error for r in none)
 
 
 def test_budget_forcing_extends_a_rollout(attempt: Solve) -> None:

@@ -93,7 +93,7 @@ async def test_text_that_is_too_likely_is_found_and_the_probe_reports_it(
         "vllm", lambda: TooSure(ScriptedEngine(context_length=1024), "own"), quirks=LOSSLESS
     )
     report = await probe(server.url, tokenizer=ToyTokenizer())
-    assert report.can == ("rate", "score")
+    assert report.can == ("entropy", "rate", "score")
     assert "nats more likely" in next(
         found.seen for found in report.findings if found.name == "speculation"
     )

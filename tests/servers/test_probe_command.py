@@ -46,7 +46,7 @@ def test_a_vllm_server_satisfies_every_need(
         )
         == 0
     )
-    assert json.loads(capsys.readouterr().out)["can"] == ["rate", "sample", "score"]
+    assert json.loads(capsys.readouterr().out)["can"] == ["entropy", "rate", "sample", "score"]
 
 
 @pytest.mark.parametrize("scheme", ["chat", "openai"])

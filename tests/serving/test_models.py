@@ -123,7 +123,7 @@ def test_a_request_may_name_its_method() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"atts": {"combine": "auto"}}, "combine 'auto' is not supported; vote, select and"),
+        ({"atts": {"combine": "auto"}}, "combine 'auto' is not supported; use vote, select"),
         ({"model": "draft", "atts": {"combine": "select"}}, "does not apply to 'draft'"),
         ({"atts": {"method": "cascades"}}, "did you mean cascade?"),
         ({"atts": {"method": "paper-marginal"}}, "is unknown; known: atts, cascade"),

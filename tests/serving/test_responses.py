@@ -127,7 +127,7 @@ def test_a_streamed_response_is_the_whole_one(model: str) -> None:
     ("fields", "words"),
     [
         ({"input": 3}, "input is neither a text nor a list"),
-        ({"input": []}, "no question"),
+        ({"input": []}, "do not contain a question"),
         ({"input": [{"type": "function_call"}]}, "'function_call' is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "not text"),
         ({"tools": [{"type": "web_search"}]}, "tools is not supported"),

@@ -153,7 +153,7 @@ def test_a_stream_begins_before_any_engine_call_has_ended(model: str) -> None:
         ({"atts": []}, 400, "atts is not an object"),
         ({"model": "atts/toi"}, 404, "did you mean 'atts/toy'?"),
         ({"model": 3}, 400, "model is not a text"),
-        ({"messages": []}, 400, "no question"),
+        ({"messages": []}, 400, "do not contain a question"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "not text"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
         ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),

@@ -191,8 +191,8 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
     missing = match.checked - match.same
     audit = (
         f"{match.same:,} of {match.checked:,} recorded decisions were taken again from the "
-        "journal alone and came out  "
-        + ("the same" if not missing else f"the same; {missing:,} did not")
+        "journal alone and came out the same"
+        + (f"; {missing:,} did not" if missing else "")
         + ("" if named else "; this is how the mode was recognised")
     )
     return StatedGuarantee(

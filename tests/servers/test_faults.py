@@ -106,6 +106,9 @@ def seeded(number: int) -> SampleRequest:
     return replace(REQUEST, seed=Seed(run=number))
 
 
+# The client sends less after each planted 429, down to one call at a time, and a planted hang then
+# blocks the others until its deadline: on a busy machine this takes minutes.
+@pytest.mark.timeout(800)
 @pytest.mark.anyio
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
@@ -116,7 +119,7 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
     """
     server = serve(dialect, faults=ServerFaults(seed=5))
     async with client(server.url) as remote:
-        requests = [seeded(number) for number in range(40)]
+        requests = [seeded(number) for number in range(20)]
         want = [(await remote.sample(request)).ids for request in requests]
         hurry(remote, 0.5)
         server.faults = ServerFaults(ALL)  # type: ignore[arg-type]
@@ -145,7 +148,7 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
         got = await collect([partial(insist, request) for request in requests])
         server.faults = ServerFaults()
     assert [done.ids for done in got] == want
-    assert len(server.calls) - calls < 40 * 20
+    assert len(server.calls) - calls < 20 * 20
     assert not any(math.isnan(value) for done in got for value in done.logprobs)
 
 

@@ -350,7 +350,6 @@ def test_a_response_that_no_server_can_continue_fails(tmp_path: Path) -> None:
     anyio.run(main)
 
 
-@pytest.mark.timeout(240)
 def test_background_responses_survive_kill_9_and_finish_once(tmp_path: Path) -> None:
     """After several kills each response ends once, with the answer of a server that was not killed.
 

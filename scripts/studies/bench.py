@@ -71,10 +71,12 @@ STUDIES = {
         20,
         300,
     ),
-    "overlap": Study("draft and target at the same time, live", "overlap:study", 0, 120),
+    "overlap": Study(
+        "draft and target at the same time, live", "speculation:study_overlap", 0, 120
+    ),
     "overlap-virtual": Study(
         "the same on virtual devices, at published costs and on recorded acceptances",
-        "overlap:study_virtual",
+        "speculation:study_virtual",
         0,
         60,
     ),
@@ -102,15 +104,15 @@ STUDIES = {
         "real_pair:study",
     ),
     "referee": Study(
-        "rival stopping rules on recorded rollouts of a real pair", "referee:study", 0, 4
+        "rival stopping rules on recorded rollouts of a real pair", "judges:study_rules", 0, 4
     ),
     "real-speed": Study(
         "decoding of a real pair: plain, with every proposer, by transformers and llama.cpp",
-        "real_speed:study",
+        "real_pair:study_speed",
     ),
     "distil": Study(
         "a draft distilled on the export of a run, minutes of two cores: divergence, escalations",
-        "distil:study",
+        "models:study_distillation",
     ),
     "real-pair-losses": Study(
         "what proposals and method exact lose or save on a real pair, in turn with the target alone",
@@ -144,7 +146,7 @@ STUDIES = {
     ),
     "speed": Study(
         "where it pays on real clocks, by the target's cost and the number of rollouts",
-        "speed:study",
+        "pipelines:study_speed",
         0,
         120,
         smallest=True,
@@ -168,14 +170,14 @@ STUDIES = {
     ),
     "serve": Study(
         "processor time of the endpoint, compared with a bare echo",
-        "serving:study_serve",
+        "servers:study_serve",
         0,
         20,
         smallest=True,
     ),
     "serve-soak": Study(
         "the endpoint asked without a pause, half an hour with --full: nothing may grow",
-        "serving:study_soak",
+        "servers:study_soak",
     ),
     "against": Study(
         "the published implementation and other methods, same work",
@@ -191,7 +193,7 @@ STUDIES = {
     ),
     "field": Study(
         "methods at equal cost: accuracy against what real pairs' tokens would cost",
-        "field:study",
+        "arms:study_field",
     ),
     "ablations": Study(
         "one choice at a time: which defaults win", "arms:study_ablations", 0, 190, smallest=True
@@ -209,14 +211,14 @@ STUDIES = {
     ),
     "soak": Study(
         "solving without end under faults, cancels and drift: nothing may grow",
-        "reliability:study_soak",
+        "graph:study_soak",
         0,
         120,
         smallest=True,
     ),
     "crash": Study(
         "runs killed again and again, two hundred times with --full",
-        "reliability:study_crash",
+        "graph:study_crash",
         0,
         60,
     ),

@@ -835,6 +835,20 @@ def shape_of_size(model: ModelConfig, size: int, vocabulary: int = 0) -> ModelCo
 
 
 @cache
+def noisy(folder: Path, noise: float) -> Path:
+    """Copy the draft's folder with noise in units of each matrix's own deviation, always the same."""
+    shutil.copytree(path("draft"), folder, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in sorted(weights.items()):
+        scale = noise * weight.float().std() if weight.ndim == 2 else 0.0
+        weights[name] = (
+            weight.float() + scale * torch.randn(weight.shape, generator=generator)
+        ).to(weight.dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def padded_folder(folder: Path, words: str) -> Path:
     """Fill the model in `folder` with zeros to the size in `words`, such as 20M.
 

@@ -1,90 +1,46 @@
-"""Measure the embedded pair: accuracy by level, voting, recovery from errors, and scores as evidence."""
+"""Measure the embedded pair: accuracy by level, voting, recovery from errors, and scores as evidence.
+
+The last part makes the round trip from a run to its training data and back: does a distilled draft
+escalate less?
+"""
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import anyio
 import torch
 
 from atts.api import Setup, calibrate
 from atts.calibration import StoredScores, write_state
-from atts.concurrency import collect
-from atts.core import SampleRequest, Sampling
-from atts.evaluators import Estimate, Samples, mean_estimate, score
+from atts.evaluators import Estimate, Samples, load_dataset, mean_estimate, score
 from atts.evaluators.datasets.arithmetic import Exercise, exercises, problems
-from atts.local import LocalEngine, LocalOptions
 from atts.models import EMBEDDED, Embedded, info, path
-from atts.sampling import Seed
-from scripts.studies.harness import Cell, Options, Row, Table, say
-from scripts.studies.train_model import ALARM, Encoder, Llama, load, prompt, wrong_chunk
-
-BOX = re.compile(r"\\boxed\{(-?\d+)\}")
-EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (?:\d+ [-+] \d+ = )?(\d+)")
-
-
-def generate(
-    folder: Path, prompts: Sequence[str], *, temperature: float, seed: int, max_tokens: int = 400
-) -> list[str]:
-    """Return a saved model's continuation of each rendered prompt, until its end or `max_tokens`."""
-    encoder = Encoder.open(folder)
-    law = Sampling(temperature)
-    requests = [
-        SampleRequest(tuple(ids), max_tokens, law, Seed(seed, sample=n))
-        for n, ids in enumerate(encoder.ids(prompts))
-    ]
-
-    async def write() -> list[str]:
-        async with LocalEngine(folder, options=LocalOptions(worker="thread", threads=1)) as engine:
-            return [
-                encoder.text(one.ids)
-                for one in await collect([partial(engine.sample, ask) for ask in requests])
-            ]
-
-    return anyio.run(write)
-
-
-def answer(text: str) -> int | None:
-    """Return the last boxed integer."""
-    found = BOX.findall(text)
-    return int(found[-1]) if found else None
+from scripts.studies.harness import Cell, Options, Parts, Row, Table, say
+from scripts.studies.train import (
+    ALARM,
+    Encoder,
+    Llama,
+    answer,
+    chunked,
+    first_wrong,
+    generate,
+    load,
+    prompt,
+    wrong_chunk,
+)
 
 
 def rate(marks: Sequence[Sequence[bool]]) -> Estimate:
     """Return the share of correct samples, with an interval over problems."""
     return mean_estimate([sum(row) / len(row) for row in marks], sum(map(len, marks)))
-
-
-def chunked(text: str) -> list[str]:
-    """Cut a solution after every blank line; nothing is lost."""
-    parts = text.split("\n\n")
-    return [part + "\n\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
-
-
-def first_wrong(exercise: Exercise, text: str) -> int | None:
-    """Return the first chunk whose computation or answer differs from the reference's, or None.
-
-    Wording is free; an order of steps other than the reference's counts as wrong.
-    """
-    chunks = chunked(text)
-    for place, chunk in enumerate(chunks):
-        if place < len(exercise.steps):
-            wanted = exercise.steps[place].operation
-            found = EQUATION.search(chunk)
-            expected = (str(wanted.left), wanted.operator, str(wanted.right), str(wanted.value))
-            if found is None or found.groups() != expected or BOX.search(chunk):
-                return place
-        elif place > len(exercise.steps) or answer(chunk) != exercise.answer:
-            return place
-    return None
 
 
 def recovery(
@@ -357,6 +313,59 @@ def compact(found: StoredScores) -> StoredScores:
         questions=tuple(names[name] for name in found.questions),
         fingerprint=conditions,
     )
+
+
+DISTILLED_DRAFTS = (("disturbed", 0.08), ("as shipped", 0.0))
+"""Each draft with the noise on its weights, as a share of each matrix' spread."""
+ROUND_TRIP = "The round trip: export, train the draft, run again"
+_SCALES = {"KL": 1.0, "escalated": 100.0, "correct": 100.0}
+
+
+def study_distillation(options: Options) -> list[Table]:
+    """Make the round trip with each draft and seed, on problems that were not trained on."""
+    from examples.distil import by_measure, interval, round_trip
+
+    count = options.pick(16, 60, 120)
+    epochs = options.pick(3, 6, 6)
+    seeds = options.pick(1, 2, 4)
+    problems = list(load_dataset(f"arithmetic[:{count}]").problems)
+    rows: list[Row] = []
+    found: dict[str, Any] = {}
+    parts = Parts(options.file("distil-parts.jsonl"))
+    for draft, noise in DISTILLED_DRAFTS:
+        trips: list[Any] = []
+        for seed in range(options.seed, options.seed + seeds):
+            name = f"{draft}, seed {seed}, {count} problems, {epochs} epochs"
+            if name not in parts:
+                say(f"distil: {name}")
+                parts.keep(name, round_trip(problems, noise, epochs, seed))
+            trips.append(parts[name])
+        measured = by_measure(trips)
+        cells: list[str | int] = [draft, seeds]
+        for measure, scale in _SCALES.items():
+            now, counted, was, counts = measured[measure].sum(0)
+            difference, low, high = (scale * one for one in interval(measured[measure]))
+            digits = 3 if scale == 1 else 1
+            before, after = scale * was / counts, scale * now / counted
+            cells += [
+                f"{before:.{digits}f} to {after:.{digits}f}",
+                f"{difference:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]",
+            ]
+            found[f"{draft} {measure}"] = cells[-1]
+        rows.append(tuple(cells))
+    return [
+        Table.of(
+            ROUND_TRIP,
+            "draft | seeds | KL a token | change | chunks escalated, % | change, points | "
+            "rollouts correct, % | change, points",
+            rows,
+            f"{count // 2} problems left out of the training, 4 rollouts each, {epochs} epochs; 95 % "
+            f"intervals over problems. The disturbed draft has noise of {DISTILLED_DRAFTS[0][1]} on its weights.",
+            headline=f"a disturbed draft that is distilled on a run's export escalates "
+            f"**{found['disturbed escalated']} points** of chunks, with "
+            f"{found['disturbed correct']} points of rollouts correct",
+        )
+    ]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ from atts.run import EngineCalls
 from atts.sampling import Seed
 from atts.servers import ReplicaPool
 from atts.testing import run_virtual
-from scripts.studies.graph import Recording
 from scripts.studies.harness import (
     Chart,
     Options,
@@ -68,6 +67,7 @@ from scripts.studies.modelled import (
     Cost,
     Host,
     Pair,
+    Recording,
     TraceLaw,
     find_library,
 )

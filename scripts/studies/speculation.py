@@ -1,39 +1,79 @@
-"""Compare every way to propose tokens with plain decoding, in turn in one run."""
+"""Compare every way to propose tokens with plain decoding, in turn in one run.
+
+The second part compares schemes that draft and verify at the same time: live, on virtual devices,
+and by closed forms.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from html import escape
+from itertools import chain
+from math import ceil
 from pathlib import Path
-from typing import Any
+from shutil import copyfile
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, NamedTuple, get_args
 
+import anyio
+import numpy as np
 import torch
 from anyio.from_thread import start_blocking_portal
+from torch import Tensor
 
+from atts.accel import build
+from atts.accel.overlap.drafter import OutcomeCache
+from atts.accel.overlap.mirror import ExitAdapter, ExitGuesses, ExitListener, ExitModel
+from atts.accel.speculate.drafter import Calibration, GroupedDrafter
 from atts.core import SampleRequest, Sampling, TokenIds
+from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine
-from atts.local.seams import SpeculationStats
+from atts.local.batch import StepBatch, single_rows
+from atts.local.cpu.compiling import native_library
+from atts.local.cpu.model import AheadBatch, NativeModel
+from atts.local.loader import load_weights
+from atts.local.logit_sampling import batch_sampling, inverse_cdf, probabilities
+from atts.local.model_config import read_model_config
+from atts.local.proposals import accepted_length
+from atts.local.seams import LayerHook, OverlapStats, SpeculationStats
 from atts.models import EMBEDDED, path
-from atts.sampling import Seed
+from atts.sampling import Seed, uniforms
 from scripts.studies.harness import (
+    Cell,
     Options,
     Row,
     Spent,
     Spread,
     Table,
     beside_best,
+    cpu_seconds,
     figure,
     interleaved,
+    interval,
     ratio,
     say,
+    wall_seconds,
 )
-from scripts.studies.local import Lab, asked, generated, opened, texts
-from scripts.studies.speed import noisy
+from scripts.studies.local import (
+    Lab,
+    asked,
+    generated,
+    noisy,
+    opened,
+    padded_folder,
+    send_all,
+    texts,
+    written,
+)
+from scripts.studies.result_pages import page
+from scripts.studies.train import Reader, Text
 
 TOKENS = 256
 SAMPLES = 4
@@ -107,7 +147,7 @@ def study(options: Options) -> list[Table]:
                     seen = _race(lab, arms)
                     rows += [_row((name, batch), arm, arms, seen) for arm in arms]
                     chosen.append(_choice((name, batch), arms, seen))
-                    places[name] = _places(name, arms["k=auto"].speculation)
+                    places[name] = _positions(name, arms["k=auto"].speculation)
         theirs = _beside_transformers(lab)
     choices = (
         "draft | sequences | best fixed | k=auto, ratio to it | to plain decoding | in its first "
@@ -204,7 +244,7 @@ def _choice(lead: Row, arms: Mapping[str, Arm], seen: Mapping[str, Sequence[floa
     )
 
 
-def _places(draft: str, found: SpeculationStats) -> Row:
+def _positions(draft: str, found: SpeculationStats) -> Row:
     """Return how often each of the first positions was accepted, of the rounds in which all before
     it were.
     """
@@ -274,3 +314,1002 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
         spent.disturbance(),
         headline=f"tokens a second compared with plain decoding, embedded pair: {figures} sequences",
     )
+
+
+def expected_tokens(accepted: float, proposed: int) -> float:
+    """Return the expected tokens of one step: accepted proposals and the token after them.
+
+    >>> expected_tokens(0.5, 2)
+    1.75
+    """
+    return proposed + 1.0 if accepted == 1 else (1 - accepted ** (proposed + 1)) / (1 - accepted)
+
+
+def serial_speedup(accepted: float, proposed: int, cost_ratio: float) -> float:
+    """Return the speed-up of serial speculation, which drafts and then verifies."""
+    return expected_tokens(accepted, proposed) / (1 + proposed / cost_ratio)
+
+
+def best_serial(accepted: float, cost_ratio: float, most: int = 64) -> tuple[float, int]:
+    """Return the best fixed length of serial speculation: speed-up and tokens proposed."""
+    return max(
+        (serial_speedup(accepted, proposed, cost_ratio), proposed) for proposed in range(most + 1)
+    )
+
+
+def hit_rate(accepted: float, ranked: float, proposed: int) -> float:
+    """Return the probability that the outcome of a step was guessed.
+
+    Each position has its own next token and some more for a difference.
+
+    `ranked` is the probability that the target's token is among those more: 0 is PEARL's one guess.
+    """
+    return ranked * expected_tokens(accepted, proposed) + accepted ** (proposed + 1)
+
+
+def overlapped_tokens(accepted: float, ranked: float, proposed: int) -> float:
+    """Return tokens per step if drafting hides behind the step.
+
+    After a miss the target steps without a proposal.
+
+    With `ranked` = 0 and windows of `proposed` + 1 tokens this is PEARL's (1-a^G) / ((1-a)
+    (1+a-a^G)).
+    """
+    alone = accepted + ranked
+    hit = hit_rate(accepted, ranked, proposed)
+    share = alone / (1 + alone - hit)  # share of steps that have a proposal
+    return 1 - share + share * expected_tokens(accepted, proposed)
+
+
+def pearl_speedup(accepted: float, window: int, cost_ratio: float) -> float:
+    """Return the speed-up of pre- and post-verification with `window` draft steps per tick."""
+    return overlapped_tokens(accepted, 0.0, window - 1) / max(1.0, window / cost_ratio)
+
+
+def mirror_seconds(depth: float, rendezvous: float, drafting: float) -> float:
+    """Return Mirror's equation (10): up to the early exit, a message, the rest during drafting, a
+    message.
+    """
+    return depth + rendezvous + max(1 - depth, drafting) + rendezvous
+
+
+def grouped_drafting(layers: int, group: int, attention: float, mlp: float) -> float:
+    """Return EasySpec's time of a draft step.
+
+    First and last layer are exact; the attentions of each group between run at once.
+    """
+    return (min(2, layers) + ceil(max(0, layers - 2) / group)) * attention + layers * mlp
+
+
+_MOST_RANKS = 1 << 16  # ranks distinguished at one place
+
+
+class Work(NamedTuple):
+    """A piece of work on a device, as it is drawn on a timeline."""
+
+    device: str
+    begin: float
+    end: float
+    what: str
+
+
+@dataclass(slots=True)
+class Device:
+    """A device that does one piece of work at a time, in the order of requests."""
+
+    name: str
+    free_at: float = 0.0
+    work: list[Work] = field(default_factory=list[Work])
+
+    def run(self, ready: float, seconds: float, what: str) -> float:
+        """Return the time at which work ends that may begin at `ready`."""
+        begin = max(ready, self.free_at)
+        self.free_at = begin + seconds
+        self.work.append(Work(self.name, begin, self.free_at, what))
+        return self.free_at
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceTrace:
+    """The ranks that the draft and the early exit give each token of a text of the target.
+
+    Rank 0 is the token the draft draws itself, which then stands. As a proposed token is tested
+    only where all before it are the target's, ranks along the target's own text say all there is to
+    know.
+    """
+
+    ranks: Sequence[int]
+    exit_ranks: Sequence[int] = ()
+
+    @classmethod
+    def drawn(
+        cls, law: Sequence[float], places: int, seed: int, exit_law: Sequence[float] = ()
+    ) -> AcceptanceTrace:
+        """Draw ranks in random order.
+
+        A share `law[r]` of them is r; what is missing to 1 lies beyond all that are asked.
+        """
+        random = np.random.default_rng(seed)
+        ranks = list[list[int]]()
+        for each in filter(None, (law, exit_law)):
+            even = (
+                random.permutation(places) + 0.5
+            ) / places  # exact shares: less noise than independent draws
+            found: list[int] = np.searchsorted(np.cumsum(each), even, side="right").tolist()
+            ranks.append([rank if rank < len(each) else _MOST_RANKS for rank in found])
+        return cls(*ranks)
+
+    def drafted(self, place: int, count: int) -> list[int]:
+        """Return the draft's continuation of a correct prefix.
+
+        The target's token at each position is the position's number.
+        """
+        return [at if self.ranks[at] == 0 else _other(at, 0) for at in range(place, place + count)]
+
+    def candidates(self, place: int, first: int, stop: int, *, at_exit: bool = False) -> list[int]:
+        """Return the tokens of these ranks at a position whose prefix is correct."""
+        ranks = self.exit_ranks if at_exit else self.ranks
+        return [
+            place if ranks[place] == rank else _other(place, rank) for rank in range(first, stop)
+        ]
+
+
+def _other(place: int, rank: int) -> int:
+    """Return a token that is not the target's."""
+    return ~(place * _MOST_RANKS + rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a target step by rows, of a draft step by branches, and of a message between the
+    devices.
+    """
+
+    draft: Callable[[int], float]
+    target: Callable[[int], float] = lambda rows: 1.0  # however many it feeds
+    message: float = 0.0
+
+
+DraftDevices = tuple[list[Device], Callable[[float, int], float]]
+"""Devices, and when so many tokens are drafted that may be begun at a time."""
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The steps, tokens and seconds of a scheme."""
+
+    devices: list[Device]
+    tokens: int = 0
+    written: list[int] = field(default_factory=list[int])  # tokens, by step of the target
+    hits: int = 0
+    guessed: int = 0  # steps before which outcomes were guessed
+    wasted: int = 0  # drafted branches that were not used
+    seconds: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Count the target's steps."""
+        return len(self.written)
+
+    @property
+    def rate(self) -> float:
+        """Return tokens per second: the speed-up, if plain decoding takes a second per token."""
+        return self.tokens / self.seconds
+
+
+def serial(
+    trace: AcceptanceTrace, costs: Costs, proposed: int, drafter: DraftDevices | None = None
+) -> Timeline:
+    """Draft, then verify, so that one side always waits.
+
+    `drafter` stands in for a device with the costs of the draft.
+    """
+    draft = Device("draft")
+    target = Device("target")
+    devices, run = drafter or (
+        [draft],
+        lambda ready, count: draft.run(ready, count * costs.draft(1), "draft"),
+    )
+    line = Timeline([*devices, target])
+    while line.tokens + proposed < len(trace.ranks):
+        ready = run(line.seconds, proposed) + costs.message
+        line.seconds = target.run(ready, costs.target(proposed + 1), "verify") + costs.message
+        _verified(line, trace.drafted(line.tokens, proposed))
+    return line
+
+
+def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> DraftDevices:
+    """Draft as EasySpec does on `group` devices: one exact pass, then steps whose grouped
+    attentions run at once.
+    """
+    devices = [Device(f"draft {number}") for number in range(group)]
+
+    def step(ready: float, size: int) -> float:
+        for first in [0, *range(1, layers - 1, size), layers - 1]:
+            count = 1 if first in (0, layers - 1) else min(size, layers - 1 - first)
+            ready = max(devices[at].run(ready, attention, "attention") for at in range(count))
+            for _ in range(count):
+                ready = devices[0].run(ready, mlp, "mlp")
+        return ready
+
+    def run(ready: float, count: int) -> float:
+        for number in range(count):
+            ready = step(ready, 1 if number == 0 else group)
+        return ready
+
+    return devices, run
+
+
+def ahead(
+    trace: AcceptanceTrace, costs: Costs, proposed: int, more: int = 0, *, waits: bool = False
+) -> Timeline:
+    """Let the drafter continue guesses of the outcome while the target verifies.
+
+    The guess that all stands and the draft's own token follows is one (with `more` = 0 this is
+    PEARL, whose windows have `proposed` + 1 tokens); `more` tokens of the draft's ranking at every
+    place are others. After a miss the target steps without a proposal, or with `waits` waits for a
+    new one.
+    """
+    draft = Device("draft")
+    target = Device("target")
+    line = Timeline([draft, target])
+    cache = OutcomeCache[int]()
+    proposal = list[int]()
+    while line.tokens + 2 * proposed + 2 < len(trace.ranks):
+        begin = line.seconds
+        place = line.tokens
+        count = len(proposal)
+        outcomes = [(count, trace.drafted(place + count, 1)[0])]
+        outcomes += [
+            (at, v) for at in range(count + 1) for v in trace.candidates(place + at, 1, more + 1)
+        ]
+        for accepted, token in outcomes:
+            cache.put(accepted, token, place + accepted + 1)
+        drafted = draft.run(begin, costs.draft(1), "draft")
+        drafted = draft.run(drafted, proposed * costs.draft(len(outcomes)), "branches")
+        checked = target.run(begin, costs.target(count + 1), "verify")
+        line.seconds = max(drafted, checked) + costs.message
+        proposal = _selected(line, trace, cache, (proposal, proposed))
+        if not proposal and waits:
+            line.seconds = (
+                draft.run(line.seconds, proposed * costs.draft(1), "draft") + costs.message
+            )
+            proposal = trace.drafted(line.tokens, proposed)
+    return line
+
+
+def mirror(
+    trace: AcceptanceTrace, costs: Costs, proposed: int, top: int, depth: float = 0.5
+) -> Timeline:
+    """Let the target's early exit at a share `depth` of its layers name outcomes, which the drafter
+    continues.
+    """
+    draft = Device("draft")
+    target = Device("target")
+    line = Timeline([draft, target])
+    cache = OutcomeCache[int]()
+    proposal = trace.drafted(0, proposed)
+    line.seconds = draft.run(0.0, proposed * costs.draft(1), "draft") + costs.message
+    while line.tokens + 2 * proposed + 2 < len(trace.ranks):
+        place = line.tokens
+        whole = costs.target(proposed + 1)
+        informed = target.run(line.seconds, depth * whole, "to the exit") + costs.message
+        for at in range(proposed + 1):
+            for token in trace.candidates(place + at, 0, top, at_exit=True):
+                if at == proposed or token != proposal[at]:
+                    cache.put(at, token, place + at + 1)
+        drafted = draft.run(informed, proposed * costs.draft(len(cache)), "branches")
+        checked = target.run(informed, (1 - depth) * whole, "to the end")
+        line.seconds = max(drafted, checked) + costs.message
+        proposal = _selected(line, trace, cache, (proposal, proposed))
+        if not proposal:
+            line.seconds = draft.run(line.seconds, proposed * costs.draft(1), "draft")
+            proposal = trace.drafted(line.tokens, proposed)
+    return line
+
+
+def _selected(
+    line: Timeline,
+    trace: AcceptanceTrace,
+    cache: OutcomeCache[int],
+    proposal: tuple[list[int], int],
+) -> list[int]:
+    """Verify a proposal; the next one, of the given length, where its outcome was guessed."""
+    tokens, length = proposal
+    stood = _verified(line, tokens)
+    chosen, others = cache.select(stood, line.tokens - 1)
+    line.guessed = line.guessed + 1
+    line.wasted = line.wasted + len(others)
+    if chosen is None:
+        return []
+    line.hits += 1
+    return trace.drafted(chosen, length)
+
+
+def _verified(line: Timeline, proposal: Sequence[int]) -> int:
+    stood = accepted_length(proposal, range(line.tokens, line.tokens + len(proposal) + 1))
+    line.tokens += stood + 1
+    line.written.append(stood + 1)
+    return stood
+
+
+Speedup = Callable[[float], float]
+Run = Callable[[AcceptanceTrace], Timeline]
+_FAN = 3
+_TOP = 8
+_WINDOW = 7
+_MIRROR_RATIO = 14.0
+_MESSAGE = 0.01
+_MIRRORED = {"14B, mean": 3.80, "14B, best": 5.32, "32B, best": 5.84}
+_TARGET_MS = 18.35
+_TARGET_MS_A_TOKEN = 0.064
+_DRAFT_MS = 6.94
+"""Published fits of a step: Llama-3-70B on four H100 (first two), Llama-3-8B on one."""
+
+
+def closed_forms(options: Options) -> Table:
+    """Compare devices with formulas on independent acceptances."""
+    rows = list[Row]()
+    for accepted, cost_ratio in ((0.6, 3), (0.8, 5), (0.9, 10), (0.95, 10)):
+        trace = AcceptanceTrace.drawn(
+            (accepted, (1 - accepted) / 2), options.pick(6000, 20_000, 200_000), options.seed
+        )
+        costs = Costs(partial(_even, cost_ratio))
+        ranked = (1 - accepted) / 2
+        best, proposed = best_serial(accepted, cost_ratio)
+        found = (
+            (f"serial, k={proposed}", serial(trace, costs, proposed), best),
+            (
+                "PEARL",
+                ahead(trace, costs, cost_ratio - 1),
+                pearl_speedup(accepted, cost_ratio, cost_ratio),
+            ),
+            (
+                "fan-out of 1",
+                ahead(trace, costs, cost_ratio - 1, 1),
+                overlapped_tokens(accepted, ranked, cost_ratio - 1),
+            ),
+        )
+        rows += [
+            (accepted, cost_ratio, name, line.rate, formula, line.rate / formula - 1)
+            for name, line, formula in found
+        ]
+    header = "acceptance | draft steps a target step | scheme | devices | closed form | difference"
+    return Table.of("Speed-up over plain decoding, independent acceptances", header, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A published figure, its costs (published, or derived from its settings), and the result here."""
+
+    system: str
+    published: float
+    costs: str
+    speedup: Speedup  # closed form
+    run: Run
+    cost_ratio: float  # draft steps a target step, for serial speculation in the comparison
+
+
+def _pearl(costs: Costs, window: int, cost_ratio: float) -> tuple[Speedup, Run, float]:
+    return (
+        partial(pearl_speedup, window=window, cost_ratio=cost_ratio),
+        lambda trace: ahead(trace, costs, window - 1),
+        cost_ratio,
+    )
+
+
+def _mirror(hit: float) -> tuple[Speedup, Run, float]:
+    """Draft a window of 7 from an exit at half depth, during the other half."""
+
+    def speedup(accepted: float) -> float:
+        seconds = mirror_seconds(0.5, _MESSAGE, 0.5) + (1 - hit) * 7 / _MIRROR_RATIO
+        return expected_tokens(accepted, 7) / seconds
+
+    costs = Costs(partial(_even, _MIRROR_RATIO), message=_MESSAGE)
+    return speedup, lambda trace: mirror(trace, costs, _WINDOW, _TOP), _MIRROR_RATIO
+
+
+def _easy(cost_ratio: float) -> tuple[Speedup, Run, float]:
+    """Draft seven tokens from 32 layers in groups of 4.
+
+    Attention is the share of a layer that gives 1.62x.
+    """
+    attention, mlp = (share / cost_ratio / 32 for share in (1.256 / 2.256, 1 / 2.256))
+    exact, grouped = (grouped_drafting(32, group, attention, mlp) for group in (1, 4))
+
+    def speedup(accepted: float) -> float:
+        return expected_tokens(accepted, 7) / (1 + exact + 6 * grouped)
+
+    costs = Costs(partial(_even, cost_ratio))
+    return (
+        speedup,
+        lambda trace: serial(trace, costs, 7, fuzzy_devices(32, 4, attention, mlp)),
+        cost_ratio,
+    )
+
+
+def headlines() -> list[Headline]:
+    """Return the papers' settings."""
+    cost_ratio = _TARGET_MS / _DRAFT_MS
+    fitted = f"published fits: {_TARGET_MS} + {_TARGET_MS_A_TOKEN} n ms with {_DRAFT_MS} ms"
+    five = "its window of 5 tokens, where by its theorem a target step takes 5 draft steps"
+    exits = (
+        "window 7, exit at half depth, drafting takes the other half, messages .01, exit right .95"
+    )
+    groups = "10 draft steps a target step, 7 tokens, groups of 4 of 32 layers, 1.62x in drafting"
+    return [
+        Headline("PEARL, 7B and 70B", 4.43, five, *_pearl(Costs(partial(_even, 5.0)), 5, 5.0)),
+        Headline("PEARL, Llama-3.1 8B and 70B", 3.87, fitted, *_pearl(_fitted(), 3, cost_ratio)),
+        *[
+            Headline(f"Mirror, {who}", figure, exits, *_mirror(0.95))
+            for who, figure in _MIRRORED.items()
+        ],
+        Headline("EasySpec, 72B, best", 4.17, groups, *_easy(10.0)),
+    ]
+
+
+def needed(speedup: Speedup, goal: float) -> float | None:
+    """Return the acceptance at which a rising speed-up reaches a goal, or None if none does."""
+    low = 0.0
+    high = 1.0
+    if speedup(high) < goal:
+        return None
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if speedup(middle) >= goal else (middle, high)
+    return high
+
+
+def published(options: Options) -> Table:
+    """Return the acceptance that each published figure needs, and what devices come to there."""
+    rows = list[Row]()
+    for each in headlines():
+        needs = needed(each.speedup, each.published)
+        ceiling = each.speedup(1.0)
+        if needs is None:
+            rows.append(
+                (
+                    each.system,
+                    each.published,
+                    each.costs,
+                    ceiling,
+                    "-",
+                    "-",
+                    "-",
+                    "out of reach at these costs",
+                )
+            )
+            continue
+        law = needs, (1 - needs) / 2
+        trace = AcceptanceTrace.drawn(
+            law, options.pick(4000, 20_000, 100_000), options.seed, (0.6, *[0.05] * 7)
+        )
+        rate = each.run(trace).rate
+        alone = best_serial(needs, each.cost_ratio)[0]
+        verdict = f"follows from acceptance {needs:.2f}"
+        rows.append(
+            (
+                each.system,
+                each.published,
+                each.costs,
+                ceiling,
+                needs,
+                rate,
+                each.published / alone,
+                verdict,
+            )
+        )
+    header = (
+        "system | published | costs | at acceptance 1 | needs acceptance | devices there | over best "
+        "serial | verdict"
+    )
+    note = (
+        "Needs: the acceptance at which the closed form reaches the published figure, all tokens "
+        "alike. Acceptances of "
+        "these settings were not published: a figure that follows is consistent with its costs, "
+        "not confirmed."
+    )
+    return Table.of(
+        "Published speed-ups over plain decoding, and what they need", header, rows, note
+    )
+
+
+class Recorder:
+    """An embedded model and its distributions along given texts.
+
+    Cut after some layers it is its own untrained early exit.
+    """
+
+    def __init__(self, name: str, layers: int | None = None, *, trained: bool = False) -> None:
+        """Prepare to record.
+
+        `trained` laws are those that the shipped adapter reads at the exit it was trained for.
+        """
+        folder = path(name)  # type: ignore[arg-type]
+        self._reader = Reader(folder, layers)
+        config = self._reader.config
+        weights = self._reader.weights
+        self._adapter = ExitAdapter.read(folder, config, weights, name) if trained else None
+
+    def laws(self, ids: TokenIds, first: int, sampling: Sampling) -> Tensor:
+        """Return the distributions [places, vocabulary] after ids[:first], ids[:first + 1], ... but
+        the last.
+        """
+        heard = list[Tensor]()
+        text = Text(ids, first)
+        if self._adapter is None:
+            hidden = self._reader.read(text)
+        else:
+            self._reader.read(text, LayerHook(self._adapter.layers, heard.append))
+            hidden = self._adapter(heard[0], self._reader.config.norm_eps)
+        logits = self._reader.model.compute_logits(hidden)
+        return probabilities(logits, batch_sampling([sampling] * len(logits), logits.shape[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Texts of the target, and the numbers they were drawn with."""
+
+    texts: Sequence[tuple[TokenIds, int, Seed]]  # ids, where the answer begins, and its seed
+    sampling: Sampling
+
+    def own_ranks(self, model: Recorder) -> list[list[int]]:
+        """Return the rank of the target's token: 0 if the model draws it with the same number, else
+        its rank by probability.
+        """
+        ranks = list[list[int]]()
+        for ids, first, seed in self.texts:
+            laws = model.laws(ids, first, self.sampling)
+            drawn = torch.tensor(ids[first:])
+            own = inverse_cdf(laws, torch.from_numpy(uniforms(seed, len(drawn)).copy()))
+            laws.scatter_(1, own[:, None], 2.0)  # the drawn token comes first
+            ranks.append(_places(laws, drawn))
+        return ranks
+
+    def exit_ranks(self, model: Recorder) -> list[list[int]]:
+        """Return the token's rank by probability alone."""
+        plain = replace(self.sampling, temperature=1.0)
+        return [
+            _places(model.laws(ids, first, plain), torch.tensor(ids[first:]))
+            for ids, first, _ in self.texts
+        ]
+
+
+def _places(laws: Tensor, tokens: Tensor) -> list[int]:
+    ranks: list[int] = (laws > laws.gather(1, tokens[:, None])).sum(1).tolist()
+    return ranks
+
+
+async def record(count: int, seed: int) -> Recorded:
+    """Record the embedded target's texts on some problems."""
+    questions = [problem.text for problem in arithmetic("test", count)]
+    found = await written(path("target"), questions, 400, seed)
+    return Recorded(
+        [(one.ids + text, len(one.ids), one.seed) for one, text in found], found[0][0].sampling
+    )
+
+
+def recorded(options: Options, texts: Recorded) -> list[Table]:
+    """Guess the next token on recorded texts, and run every scheme with the costs of larger models."""
+    say("overlap: recording where the target's tokens stand in drafts and in early exits")
+    drafts = {"draft": texts.own_ranks(Recorder("draft"))}
+    drafts |= {
+        f"target's first {n} of 6 layers": texts.own_ranks(Recorder("target", n)) for n in (4, 5)
+    }
+    exits = {depth: texts.exit_ranks(Recorder("target", depth)) for depth in (3, 5)}
+    named = {
+        f"target's exit after {depth} of 6 layers, untrained": ranks
+        for depth, ranks in exits.items()
+    }
+    trained = texts.exit_ranks(Recorder("target", trained=True))
+    named["target's exit after 3 of 6 layers, trained"] = trained
+    hits: list[Row] = [
+        (name, sum(map(len, ranks)), *_shares_by_rank(ranks), _named(drafts["draft"], ranks))
+        for name, ranks in (drafts | named).items()
+    ]
+    hits.append(
+        (
+            "oracle",
+            len(_flat(trained)),
+            "1",
+            "1",
+            "1",
+            _named(drafts["draft"], [[0] * len(own) for own in trained]),
+        )
+    )
+    rows = [
+        row
+        for name, ranks in drafts.items()
+        for row in _replayed(name, _flat(ranks), _flat(trained))
+    ]
+    header = "draft | acceptance | costs | scheme | speed-up | tokens a target step | hit rate | wasted branches a step"
+    guesses = f"who guesses | n | first | first {_FAN} | first {_TOP} | outcome among them, windows of {_WINDOW}"
+    return [
+        Table.of("The target's next token among guesses", guesses, hits),
+        Table.of("Recorded acceptances at the costs of larger models, virtual time", header, rows),
+    ]
+
+
+def _named(draft: list[list[int]], ranks: list[list[int]]) -> str:
+    """Count the steps whose outcome was among the first tokens of a position, if the draft proposes
+    whole windows.
+    """
+    line = mirror(
+        AcceptanceTrace(_flat(draft), _flat(ranks)),
+        Costs(partial(_even, _MIRROR_RATIO)),
+        _WINDOW,
+        _TOP,
+    )
+    return interval(share_estimate([(1, 1)] * line.hits + [(0, 1)] * (line.guessed - line.hits)))
+
+
+def _shares_by_rank(ranks: list[list[int]]) -> list[str]:
+    shares = list[str]()
+    for top in (1, _FAN, _TOP):
+        counts = [(sum(rank < top for rank in text), len(text)) for text in ranks]
+        shares.append(interval(share_estimate(counts)))
+    return shares
+
+
+def _flat(ranks: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(ranks))
+
+
+def _replayed(name: str, ranks: list[int], exit_ranks: list[int]) -> Iterator[Row]:
+    accepted = sum(rank == 0 for rank in ranks) / len(ranks)
+    trace = AcceptanceTrace(ranks, exit_ranks)
+    for words, costs, steps in _costs():
+        window = max(2, round(steps))
+        lines = {
+            "serial, best k": max(
+                (serial(trace, costs, k) for k in range(1, 17)), key=lambda line: line.rate
+            ),
+            "PEARL": ahead(trace, costs, window - 1),
+            "fan-out": ahead(trace, costs, window - 1, _FAN),
+            "Mirror": mirror(trace, costs, _WINDOW, _TOP),
+            "Mirror, exit always right": mirror(
+                replace(trace, exit_ranks=[0] * len(ranks)), costs, _WINDOW, _TOP
+            ),
+        }
+        for scheme, line in lines.items():
+            counts = line.tokens / line.steps, _share(line), line.wasted / line.steps
+            yield (name, accepted, words, scheme, line.rate, *counts)
+
+
+def _share(line: Timeline) -> float | None:
+    return line.hits / line.guessed if line.guessed else None
+
+
+def _costs() -> list[tuple[str, Costs, float]]:
+    apart = Costs(partial(_even, _MIRROR_RATIO), message=_MESSAGE)
+    return [
+        (
+            "70B on 4 H100 with 8B (published fits)",
+            replace(_fitted(), message=0.005),
+            _TARGET_MS / _DRAFT_MS,
+        ),
+        ("14 draft steps a target step, drafter on a device of its own", apart, _MIRROR_RATIO),
+    ]
+
+
+def _fitted() -> Costs:
+    """Return published fits of a 70B target and an 8B draft."""
+    rise = _TARGET_MS_A_TOKEN / _TARGET_MS
+    return Costs(partial(_even, _TARGET_MS / _DRAFT_MS), lambda rows: 1 + (rows - 1) * rise)
+
+
+def _even(cost_ratio: float, branches: int) -> float:
+    """Return costs at which a draft step takes as long for many branches as for one."""
+    return 1 / cost_ratio
+
+
+_WIDTH = 760
+_LEFT = 86
+_STRIP = 18
+_GAP = 30
+_UNIT = 108  # pixels of a target step
+_COLOURS = {
+    "verify": "#2f6fb3", "to the exit": "#6a9bd1", "to the end": "#2f6fb3", "draft": "#c4511d", "branches": "#dd9a6d",
+    "attention": "#c4511d", "mlp": "#dd9a6d",
+}  # fmt: skip
+_NAMES = {
+    "draft": "draft; attention",
+    "branches": "branches of guesses; MLP",
+    "verify": "verify; after the exit",
+    "to the exit": "up to the early exit",
+}
+
+
+def schemes() -> dict[str, Timeline]:
+    """Run each scheme on the same acceptances, five draft steps per target step."""
+    ranks = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 2, *[0] * 60]
+    trace = AcceptanceTrace(ranks, [rank % 2 for rank in ranks])
+    costs = Costs(lambda branches: 0.2)
+    exits = Costs(lambda branches: 0.1, message=0.04)
+    easy = fuzzy_devices(8, 3, attention=0.5 / 5 / 8, mlp=0.5 / 5 / 8)
+    return {
+        "Serial: draft 4, verify, draft": serial(trace, costs, 4),
+        "PEARL: one guess, everything stands": ahead(trace, costs, 4),
+        "SSD: the draft's next choices at every place as well": ahead(trace, costs, 4, 2),
+        "Mirror: the target's early exit names what is continued": mirror(trace, exits, 4, 2),
+        "EasySpec: attentions of a group of 3 layers at once (8 layers)": serial(trace, costs, 4, easy),
+    }  # fmt: skip
+
+
+def drawn(lines: dict[str, Timeline]) -> str:
+    """Draw the picture: time runs from left to right, numbers are tokens written by a step."""
+    parts = list[str]()
+    top = 40
+    for title, line in lines.items():
+        parts.append(f'<text class="axis" x="8" y="{top - 8}">{escape(title)}</text>')
+        for device in reversed(line.devices):
+            parts.append(
+                f'<text x="{_LEFT - 8}" y="{top + 13}" '
+                f'text-anchor="end">{escape(device.name)}</text>'
+            )
+            is_target = device.name == "target"
+            step = 0
+            for work in device.work:
+                x = _LEFT + work.begin * _UNIT
+                wide = (work.end - work.begin) * _UNIT
+                if x + wide > _WIDTH - 6:
+                    break
+                box = f'x="{x:.1f}" y="{top}" width="{max(1.0, wide - 1):.1f}" height="{_STRIP}"'
+                parts.append(
+                    f'<rect {box} fill="{_COLOURS[work.what]}"><title>{work.what}</title></rect>'
+                )
+                if is_target and work.what != "to the exit":
+                    place = f'x="{x + wide / 2:.1f}" y="{top + 13}" text-anchor="middle" style="fill:#fff"'
+                    parts.append(f"<text {place}>{line.written[step]}</text>")
+                    step += 1
+            top += _STRIP + 3
+        top += _GAP
+    for step in range((_WIDTH - _LEFT) // _UNIT + 1):
+        parts.append(f'<path class="grid" d="M{_LEFT + step * _UNIT} 14V{top - 20}"/>')
+        parts.append(
+            f'<text x="{_LEFT + step * _UNIT}" y="{top - 6}" text-anchor="middle">{step}</text>'
+        )
+    parts.append(f'<text x="{_LEFT - 8}" y="{top - 6}" text-anchor="end">target steps</text>')
+    parts += _legend(top + 8)
+    return page(
+        "What each device does, and how many tokens each step of the target writes",
+        _WIDTH,
+        top + 34,
+        parts,
+    )
+
+
+def _legend(top: int) -> list[str]:
+    parts = list[str]()
+    for number, (what, name) in enumerate(_NAMES.items()):
+        x = 8 + 190 * number
+        parts.append(f'<rect x="{x}" y="{top}" width="14" height="14" fill="{_COLOURS[what]}"/>')
+        parts.append(f'<text x="{x + 20}" y="{top + 12}">{escape(name)}</text>')
+    return parts
+
+
+_PAIR = {"drafter": str(path("draft"))}
+_DEEP = {"drafter": str(path("deep")), "speculate": "draft", "k": 8}
+_MIRROR = {**_PAIR, "speculate": "mirror", "k": 16}
+_ARMS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    # other threads of this process would wake its helpers
+    "plain, two threads": {
+        "threads": 2,
+        "worker": "process",
+    },
+    "serial, k=4": {**_PAIR, "speculate": "draft", "k": 4},
+    "serial, k=8": {**_PAIR, "speculate": "draft", "k": 8},
+    "serial, k=auto": {**_PAIR, "speculate": "draft"},
+    "auto": {**_PAIR, "speculate": "auto"},
+    "pearl": {**_PAIR, "speculate": "pearl", "k": 16},
+    "ssd": {**_PAIR, "speculate": "ssd", "k": 16},
+    "mirror": _MIRROR,
+    "mirror, untrained": _MIRROR,
+    "mirror, oracle": _MIRROR,
+    "deep, k=8": _DEEP,
+    "easy: deep in groups of 4": {**_DEEP, "fuzzy": 4},
+}
+_GROUPS = (1, 2, 3, 4, 6)
+_CONTEXTS = (60, 150, 250)  # attentions together; tokens before what is drafted
+_TOKENS = 8
+_DRAWS = 10  # drafted at a time, and how often in a round
+
+
+def study_overlap(options: Options) -> list[Table]:
+    """Return the tables measured on this machine."""
+    return [*live(options), groups(options)]
+
+
+def study_virtual(options: Options) -> list[Table]:
+    """Return the tables in virtual time, which do not depend on the load of the machine."""
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out.parent / "acceleration.svg").write_text(drawn(schemes()))
+    texts = anyio.run(record, options.pick(6, 16, 200), options.seed)
+    return [closed_forms(options), published(options), *recorded(options, texts)]
+
+
+class Oracle(ExitModel):
+    """An ideal early exit, which knows the tokens of earlier rounds that are requested again in the
+    same order.
+    """
+
+    texts: ClassVar[list[TokenIds]] = []
+
+    def _heard(self, listener: ExitListener, batch: StepBatch, x: object) -> ExitGuesses:
+        rows = np.repeat(batch.table_rows, np.diff(batch.query_starts))[batch.logit_rows].tolist()
+        guesses = dict[int, list[tuple[Sequence[int], Sequence[float]]]]()
+        for row, place in zip(rows, batch.positions[batch.logit_rows].tolist(), strict=True):
+            if row in listener.rows:
+                key = listener.rows[row][0]
+                coming = self.texts[(key - 1) % len(self.texts)][place + 1 : place + 2]
+                guesses.setdefault(key, []).append((coming, [1.0] * len(coming)))
+        return guesses
+
+
+@contextmanager
+def _exit(arm: str) -> Generator[None]:
+    """Give the arm's exit to engines that are opened inside this context."""
+    build.__dict__["ExitModel"] = Oracle if "oracle" in arm else ExitModel
+    try:
+        yield
+    finally:
+        build.__dict__["ExitModel"] = ExitModel
+
+
+def live(options: Options) -> list[Table]:
+    """Measure one sequence at a time, as if one problem followed the other, with the same texts in
+    all arms.
+    """
+    spent = Spent()
+    tables = list[Table]()
+    for pad in options.pick(("",), ("", "20M", "200M"), ("", "20M", "200M")):
+        say(f"overlap: the embedded target{pad and f' padded to {pad}'}")
+        tables.append(_table(options, pad, spent))
+    return tables
+
+
+def _padded(folder: Path, pad: str) -> Path:
+    return padded_folder(folder, pad) if pad else folder
+
+
+def _table(options: Options, pad: str, spent: Spent) -> Table:
+    count, rounds = (2, 3) if pad == "200M" else (options.pick(2, 4, 8), options.pick(2, 5, 9))
+    with start_blocking_portal() as portal, ExitStack() as stack:
+        lab = Lab(options, portal)
+        bare = stack.enter_context(TemporaryDirectory())
+        engines = dict[str, LocalEngine]()
+        for name, changes in _ARMS.items():
+            with _exit(name):
+                engines[name] = stack.enter_context(
+                    lab.engine(_padded(_folder(name, Path(bare)), pad), **changes)
+                )
+        requests = asked(
+            engines["plain"], [one.text for one in arithmetic("test", count)], 160, options.seed
+        )
+        texts = dict[str, list[TokenIds]]()
+        for name, engine in engines.items():
+            texts[name] = [portal.call(engine.sample, one).ids for one in requests]
+            Oracle.texts = [
+                one.ids + text for one, text in zip(requests, texts["plain"], strict=True)
+            ]
+        before = {name: engine.loop_stats() for name, engine in engines.items()}
+        seen = interleaved(
+            {name: partial(_seconds, lab, each, requests) for name, each in engines.items()}, rounds
+        )
+        rows = list[Row]()
+        for name, engine in engines.items():
+            now = engine.loop_stats()
+            then = before[name]
+            faster = texts[name] == texts["plain"], str(ratio(seen, "plain", name))
+            tokens = (now.sampled_tokens - then.sampled_tokens) / (now.steps - then.steps)
+            rows.append(
+                (
+                    name,
+                    *faster,
+                    tokens,
+                    *_shares(now.speculation.overlap if now.speculation else None),
+                )
+            )
+    title = f"One sequence at a time, over plain decoding, embedded target{pad and f' at the cost of {pad} weights'}"
+    header = "arm | same texts | speed-up | tokens a step | hit rate | late | wasted a step | draft passes a token"
+    return Table.of(
+        title, header, rows, f"{count} texts, {rounds} rounds in turn.", spent.disturbance()
+    )
+
+
+def _shares(found: OverlapStats | None) -> tuple[Cell, ...]:
+    """Return hit rate, steps whose guess came too late, wasted tokens and passes; None if nothing
+    was guessed.
+    """
+    guessed = found.hits + found.misses if found else 0
+    passes = found.passes / found.drafted if found and found.drafted else None
+    if not found or not guessed:
+        return None, None, None, passes
+    return found.hits / guessed, found.late / (found.late + guessed), found.wasted / guessed, passes
+
+
+def _folder(arm: str, bare: Path) -> Path:
+    """Return the embedded target's folder; for an untrained exit, a copy without the adapter."""
+    if "untrained" not in arm:
+        return path("target")
+    for file in path("target").iterdir():
+        if file.is_file():
+            copyfile(file, bare / file.name)
+    return bare
+
+
+def _seconds(lab: Lab, engine: LocalEngine, requests: list[SampleRequest]) -> float:
+    """Return the wall seconds of all requests, one after the other, because two threads of an arm
+    work at once.
+    """
+    return wall_seconds(lambda: [lab.portal.call(send_all, engine, [one]) for one in requests])
+
+
+def groups(options: Options) -> Table:
+    """Measure EasySpec on this machine: drafting time in groups of attentions, and the share
+    accepted.
+    """
+    say("overlap: groups of attentions of the deep drafter")
+    spent = Spent()
+    times = {context: _times(context, options.pick(5, 51, 201)) for context in _CONTEXTS}
+    rows = list[Row]()
+    with start_blocking_portal() as portal:
+        for size in _GROUPS:
+            stood = [
+                _stood(Lab(options, portal), size, way)
+                for way in get_args(Calibration)[: 2 if size > 1 else 1]
+            ]
+            gains = [str(ratio(times[context], "1", str(size))) for context in _CONTEXTS]
+            rows.append((size, stood[0], stood[1] if size > 1 else None, *gains))
+    header = "attentions a group | later places stand, calibrated | not calibrated | drafting after 60 tokens | 150 | 250"
+    note = f"Proposals of 4 tokens, T = 0.7; time of drafting {_TOKENS} tokens in exact steps over that in groups."
+    return Table.of("Drafting in groups of attentions", header, rows, note, spent.disturbance())
+
+
+def _times(context: int, rounds: int) -> dict[str, list[float]]:
+    """Return seconds by the size of the groups, all in turn."""
+    config = read_model_config(path("deep"), "deep")
+    weights = load_weights(path("deep"), config, torch.float32, torch.device("cpu"), "deep")
+    library = native_library("deep", config)[0]
+    size = (8, 2, 1024, config.num_kv_heads, config.head_dim)
+    models = {
+        str(group): NativeModel(library, config, weights, torch.full(size, 0.1), 1, group=group)
+        for group in _GROUPS
+    }
+    return interleaved(
+        {name: partial(_draft, model, context) for name, model in models.items()}, rounds
+    )
+
+
+def _draft(model: NativeModel, context: int) -> float:
+    """Return processor seconds of some drafting calls."""
+    table = np.arange(1, 1023, dtype=np.int32)[None]
+    row = np.zeros(1, dtype=np.int64)
+    total = 0.0
+    for _ in range(_DRAWS):
+        first, following = (
+            single_rows(row + 5, row + at, row, table) for at in (context, context + 1)
+        )
+        counts = np.ones(_TOKENS, dtype=np.int64)
+        uniforms = np.full((_TOKENS, 1), 0.5)
+        batch = AheadBatch(first, following, counts, torch.ones(1, dtype=torch.float64), uniforms)
+        total += cpu_seconds(partial(model.draw_ahead, batch, table))
+    return total
+
+
+def _stood(lab: Lab, size: int, calibration: Calibration) -> float:
+    """Return how often a position after the first is accepted if all before it are."""
+    kept = GroupedDrafter.calibration
+    GroupedDrafter.calibration = calibration
+    try:
+        with lab.engine(path("target"), **{**_DEEP, "k": 4, "fuzzy": size}) as engine:
+            texts = [one.text for one in arithmetic("test", lab.options.pick(2, 5, 20), seed=5)]
+            for request in asked(engine, texts, 300, lab.options.seed):
+                lab.portal.call(engine.sample, request)
+            stats = engine.loop_stats().speculation
+    finally:
+        GroupedDrafter.calibration = kept
+    assert stats is not None, "it speculates"
+    return sum(stats.accepted_at[1:]) / sum(stats.tested_at[1:])

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from scripts.studies.docs import (
+    Line,
     dead_links,
+    drawn,
     fenced,
     gather,
     generated_pages,
@@ -19,7 +21,6 @@ from scripts.studies.docs import (
     site_text,
     sources,
 )
-from scripts.studies.pictures import Line, drawn
 
 pytestmark = pytest.mark.checkout
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 work = pytest.importorskip("scripts.studies.modelled", reason="needs a checkout")
-soak = pytest.importorskip("scripts.studies.reliability", reason="needs a checkout")
+soak = pytest.importorskip("scripts.studies.graph", reason="needs a checkout")
 
 
 @pytest.fixture(scope="session")

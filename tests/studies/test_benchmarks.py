@@ -15,7 +15,7 @@ harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkou
 machine = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 pages = pytest.importorskip("scripts.studies.result_pages", reason="needs a checkout")
 scale = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
-soak = pytest.importorskip("scripts.studies.reliability", reason="needs a checkout")
+soak = pytest.importorskip("scripts.studies.graph", reason="needs a checkout")
 
 LIMITS = {
     "copy_gib_per_second": 8.0,

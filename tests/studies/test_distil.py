@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.studies import distil
+from scripts.studies import models
 from scripts.studies.harness import Options
 
 pytestmark = pytest.mark.checkout
@@ -34,7 +34,7 @@ def test_the_table_has_both_drafts_and_finished_trips_are_kept(
 
     monkeypatch.setattr(examples.distil, "round_trip", made)
     options = Options("default", seed=3, out=tmp_path)
-    (table,) = distil.study(options)
+    (table,) = models.study_distillation(options)
     assert asked == [(0.08, 3), (0.08, 4), (0.0, 3), (0.0, 4)]
     shipped = table.rows[1]
     assert shipped == (
@@ -42,5 +42,5 @@ def test_the_table_has_both_drafts_and_finished_trips_are_kept(
         *("25.0 to 0.0", "-25.0 [-25.0, -25.0]", "50.0 to 100.0", "+50.0 [+50.0, +50.0]"),
     )
     assert "-25.0 [-25.0, -25.0]" in table.headline
-    assert distil.study(options) == [table]
+    assert models.study_distillation(options) == [table]
     assert len(asked) == 4

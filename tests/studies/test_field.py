@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-field = pytest.importorskip("scripts.studies.field", reason="needs a checkout")
 arms = pytest.importorskip("scripts.studies.arms", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 result_pages = pytest.importorskip("scripts.studies.result_pages", reason="needs a checkout")
@@ -35,9 +34,9 @@ def planted(right: int, draft: int, scored: int, target: int, drawn: int = 0) ->
 def test_prices_were_computed_by_hand() -> None:
     """Drawn tokens take no step, scored ones are fed, and four GPUs cost four times as much."""
     step = modelled.Cost(step=0.064, sequence=0.0, cached=0.0, prefilled=0.0001)
-    prices = field.Prices("toy", 1e9, 10e9, step, step, draft_gpus=1, target_gpus=4)
+    prices = arms.Prices("toy", 1e9, 10e9, step, step, draft_gpus=1, target_gpus=4)
     one = planted(5, draft=1000, scored=500, target=300, drawn=100)
-    assert field.decoded_by_target(one) == 200
+    assert arms.decoded_by_target(one) == 200
     assert prices.tflops(one) == pytest.approx(2 * (1000 * 1e9 + 800 * 10e9) / 1e12)
     # a full step of 64 sequences takes 64 ms, so a token is a millisecond
     assert prices.gpu_seconds(one) == pytest.approx(1.0 + 4 * (0.2 + 0.05))
@@ -50,7 +49,7 @@ def test_the_cheapest_run_of_each_accuracy_is_on_the_frontier() -> None:
         ("cheap", planted(5, 1000, 0, 0)),
         ("right", planted(9, 1000, 0, 4000)),
     ]
-    table = field.field_table(field.PRICES[0], found)
+    table = arms.field_table(arms.PRICES[0], found)
     assert [(row[0], row[-1]) for row in table.rows] == [
         ("cheap", "yes"),
         ("dear", ""),
@@ -67,7 +66,7 @@ def test_a_chart_with_bands_draws_one_around_each_line() -> None:
         ("line", planted(6, 2000, 0, 0)),
         ("point", planted(9, 1000, 0, 400)),
     ]
-    picture = result_pages.draw(field.field_table(field.PRICES[0], found))
+    picture = result_pages.draw(arms.field_table(arms.PRICES[0], found))
     assert picture.count('class="area s0"') == 1
     assert 'class="area s1"' not in picture
     plain = result_pages.draw(
@@ -80,6 +79,6 @@ def test_a_chart_with_bands_draws_one_around_each_line() -> None:
 
 def test_every_method_of_the_field_is_a_run() -> None:
     """The quick study has one point of each but DeepConf, the default one several of all."""
-    names = {method for method, _ in field.arms(harness.Options())}
+    names = {method for method, _ in arms.field_arms(harness.Options())}
     assert len(names) == 8
-    assert all(one.setup.run_policy for _, one in field.arms(harness.Options(effort="quick")))
+    assert all(one.setup.run_policy for _, one in arms.field_arms(harness.Options(effort="quick")))

@@ -14,7 +14,7 @@ from atts.core import CallSpan, CallStatus, ProblemSpan, RolloutSpan
 from atts.graph import measure, sibling_edges
 from atts.testing import Backend, run_virtual
 
-packed = pytest.importorskip("scripts.studies.graph", reason="needs a checkout")
+packed = pytest.importorskip("scripts.studies.modelled", reason="needs a checkout")
 
 times = st.floats(0, 1e9)
 statuses: list[CallStatus] = ["done", "failed", "cancelled"]

@@ -12,7 +12,6 @@ import pytest
 
 from atts.testing import ScriptedEngine, run_virtual, toy_problems
 
-bank = pytest.importorskip("scripts.studies.bank", reason="needs a checkout")
 judges = pytest.importorskip("scripts.studies.judges", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 
@@ -25,10 +24,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     async def record() -> None:
         async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
-            recorder = bank.Recorder(draft, target)
+            recorder = judges.Recorder(draft, target)
             for problem in problems:
                 records = await recorder.records(problem)
-                bank.append(path, [*records, {"kind": "complete", "problem": problem.id}])
+                judges.append(path, [*records, {"kind": "complete", "problem": problem.id}])
 
     run_virtual(partial(record))
     names = [problem.id for problem in problems]
@@ -42,8 +41,8 @@ def test_every_problem_has_its_rollouts_and_one_experiment(recorded: Path) -> No
     problems = judges.load(recorded)
     assert len(problems) == 6
     for problem in problems:
-        assert len(problem.drafts) == bank.SAMPLES
-        assert len(problem.targets) == bank.TARGET_SAMPLES
+        assert len(problem.drafts) == judges.SAMPLES
+        assert len(problem.targets) == judges.TARGET_SAMPLES
         for rollout in problem.drafts:
             count = len(rollout["ids"])
             assert rollout["chunks"][-1] == count
@@ -53,8 +52,8 @@ def test_every_problem_has_its_rollouts_and_one_experiment(recorded: Path) -> No
             assert min(rollout["draft_entropies"]) >= 0
             assert sum(len(chunk.target) for chunk in judges.chunks_of(rollout)) == count
         for takeover in problem.takeovers:
-            assert len(takeover["kept"]) == len(takeover["replaced"]) == bank.CONTINUATIONS
-            assert len(takeover["finished_by_target"]) == bank.FINISHED_BY_TARGET
+            assert len(takeover["kept"]) == len(takeover["replaced"]) == judges.CONTINUATIONS
+            assert len(takeover["finished_by_target"]) == judges.FINISHED_BY_TARGET
             assert -1 <= judges.advantage(takeover) <= 1
 
 
@@ -65,7 +64,7 @@ def test_a_problem_that_a_kill_cut_is_recorded_again(recorded: Path, tmp_path: P
     complete = [entry["problem"] for entry in whole if entry["kind"] == "complete"]
     torn = tmp_path / "bank.jsonl"
     torn.write_text(text[:-200], encoding="utf-8")
-    kept = {entry["problem"] for entry in bank.read(torn)}
+    kept = {entry["problem"] for entry in judges.read(torn)}
     assert kept == set(complete[:-1])
 
 
@@ -87,20 +86,20 @@ def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
             entry.pop("draft_entropies", None)
         if lacks != "everything but the rollouts" or entry["kind"] != "takeover":
             older.append(entry)
-    bank.append(path, older)
+    judges.append(path, older)
     wanted = 2 if lacks == "experiments" else 1
 
     async def fill() -> None:
         async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
-            recorder = bank.Recorder(draft, target, experiments=wanted)
+            recorder = judges.Recorder(draft, target, experiments=wanted)
             for problem in problems:
-                before = [one for one in bank.read(path) if one["problem"] == problem.id]
-                assert not bank.has_everything(bank.merged(before), wanted)
-                records = await recorder.missing(problem, bank.merged(before))
-                bank.append(path, [*records, {"kind": "complete", "problem": problem.id}])
-                again = [one for one in bank.read(path) if one["problem"] == problem.id]
-                assert bank.has_everything(bank.merged(again), wanted)
-                assert await recorder.missing(problem, bank.merged(again)) == []
+                before = [one for one in judges.read(path) if one["problem"] == problem.id]
+                assert not judges.has_everything(judges.merged(before), wanted)
+                records = await recorder.missing(problem, judges.merged(before))
+                judges.append(path, [*records, {"kind": "complete", "problem": problem.id}])
+                again = [one for one in judges.read(path) if one["problem"] == problem.id]
+                assert judges.has_everything(judges.merged(again), wanted)
+                assert await recorder.missing(problem, judges.merged(again)) == []
 
     run_virtual(partial(fill))
     for filled, whole in zip(judges.load(path), judges.load(recorded), strict=True):
@@ -113,7 +112,7 @@ def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
 def test_the_split_shares_both_halves_among_both_sources() -> None:
     """Problems of the two sources alternate, and two of four are for development."""
     names = [f"{source}/{index}" for index in range(8) for source in ("gsm8k", "math500")]
-    parts = bank.split(names)
+    parts = judges.split(names)
     assert not set(parts.development) & set(parts.confirmation)
     for half in (parts.development, parts.confirmation):
         assert sum(name.startswith("gsm8k") for name in half) == 4
@@ -246,16 +245,16 @@ def test_a_bank_of_rollouts_alone_has_what_cascades_need(tmp_path: Path) -> None
 
     async def record() -> None:
         async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
-            recorder = bank.Recorder(draft, target, is_whole=False)
+            recorder = judges.Recorder(draft, target, is_whole=False)
             for problem in toy_problems(3, 5):
                 records = await recorder.records(problem)
-                bank.append(path, [*records, {"kind": "complete", "problem": problem.id}])
+                judges.append(path, [*records, {"kind": "complete", "problem": problem.id}])
 
     run_virtual(partial(record))
     problems = judges.load(path)
     assert len(problems) == 3
     for problem in problems:
-        assert len(problem.drafts) == bank.SAMPLES
+        assert len(problem.drafts) == judges.SAMPLES
         assert not problem.takeovers
         assert all("target_logprobs" not in one for one in problem.drafts)
     assert len(judges.cascade_table(problems).rows) == 22

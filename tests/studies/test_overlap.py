@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.studies.overlap import (
+from scripts.studies.speculation import (
     AcceptanceTrace,
     Costs,
     ahead,
@@ -176,7 +176,7 @@ def test_what_a_goal_needs() -> None:
     assert needed(lambda accepted: pearl_speedup(accepted, 5, 5), 5.1) is None
 
 
-overlap = pytest.importorskip("scripts.studies.overlap", reason="needs a checkout")
+overlap = pytest.importorskip("scripts.studies.speculation", reason="needs a checkout")
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "acceleration.svg"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-soak = pytest.importorskip("scripts.studies.reliability", reason="needs a checkout")
+soak = pytest.importorskip("scripts.studies.graph", reason="needs a checkout")
 
 NOTHING = {"in_flight": 0, "blocks": 0, "temporary": 0}
 LEVEL = soak.Level(0.0, 500.0, 400_000, threads=4, files=9, tasks=1, **NOTHING)

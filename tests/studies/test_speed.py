@@ -12,7 +12,7 @@ import pytest
 
 from atts.models import path
 
-speed = pytest.importorskip("scripts.studies.speed", reason="needs a checkout")
+pipelines = pytest.importorskip("scripts.studies.pipelines", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 results = pytest.importorskip("scripts.studies.result_pages", reason="needs a checkout")
 
@@ -33,9 +33,9 @@ def measured(
             "draft-only": 1.0,
         }
         seconds |= {f"{method}|{draft}": value for method, value in own.items()}
-    figures = {name: speed.Figures(value, 1, 1, 100, 50, 40) for name, value in seconds.items()}
-    cell = speed.Cell(target, samples, how)
-    return speed.Measured(cell, figures, dict.fromkeys(AGREEMENT, (2.0, 100)), 0.5, clock)
+    figures = {name: pipelines.Figures(value, 1, 1, 100, 50, 40) for name, value in seconds.items()}
+    cell = pipelines.MapCell(target, samples, how)
+    return pipelines.Measured(cell, figures, dict.fromkeys(AGREEMENT, (2.0, 100)), 0.5, clock)
 
 
 def test_the_map_compares_with_the_best_of_the_others() -> None:
@@ -43,7 +43,7 @@ def test_the_map_compares_with_the_best_of_the_others() -> None:
     found = [measured("20M", 1, atts, 5.0) for atts in (2.0, 2.5, 4.0)] + [
         measured("20M", 4, 10.0, 5.0)
     ]
-    table = speed.tables(found, AGREEMENT)[0]
+    table = pipelines.tables(found, AGREEMENT)[0]
     own = {row[1:3]: row[3:] for row in table.rows if row[0].endswith("as it is")}
     assert own["20M target, padded", 1] == (2.0, "exact", "2 [1.25, 2.5] n=3")
     assert own["20M target, padded", 4][:2] == (0.5, "exact")
@@ -67,8 +67,8 @@ def test_the_map_compares_with_the_best_of_the_others() -> None:
 def test_wall_times_stand_alone_where_there_are_any() -> None:
     """Processor times of a busy machine are not mixed with them."""
     busy = measured("4M", 1, 1.0, 5.0, "processor")
-    assert "processor time" in speed.tables([busy], AGREEMENT)[0].notes[0]
-    table = speed.tables([busy, measured("4M", 1, 20.0, 5.0)], AGREEMENT)[0]
+    assert "processor time" in pipelines.tables([busy], AGREEMENT)[0].notes[0]
+    table = pipelines.tables([busy, measured("4M", 1, 20.0, 5.0)], AGREEMENT)[0]
     assert "processor time" not in table.notes[0]
     assert table.rows[0][3] == 0.25
     assert table.rows[1][3] is None
@@ -82,13 +82,13 @@ def test_what_to_take_is_what_was_fastest() -> None:
         measured("200M", samples, atts, 5.0)
         for samples, atts in ((1, 9.0), (2, 5.1), (4, 2.0), (8, 2.5))
     ]
-    advice = speed.tables(found, AGREEMENT)[1].rows[0]
+    advice = pipelines.tables(found, AGREEMENT)[1].rows[0]
     assert advice[
         2
     ] == "exact at 1 rollout (2.0 times the target alone), exact or atts at 2 (2.0 times), " + (
         "atts at 4 to 8 (5.0 to 4.0 times)"
     )
-    never = speed.tables([measured("4M", 1, 9.0, 5.0), measured("4M", 2, 9.0, 5.0)], AGREEMENT)[
+    never = pipelines.tables([measured("4M", 1, 9.0, 5.0), measured("4M", 2, 9.0, 5.0)], AGREEMENT)[
         1
     ].rows[0][2]
     assert never == "exact up to 2 rollouts (2.0 times the target alone); atts nowhere"
@@ -98,8 +98,8 @@ def test_the_bound_counts_every_models_tokens_at_its_own_rate() -> None:
     """The bound is d + s + g: here 1 s of drafting, 1 s of scoring, and all of the target's tokens."""
     one = measured("4M", 1, 24.0, 5.0)
     assert one.bound("atts", "weakened") == pytest.approx(100 * 0.01 + 50 * 0.02 + 40 * 0.25)
-    assert speed.tables([one], AGREEMENT)[2].rows[0][3:] == ("atts", "2 [2, 2] n=1")
-    assert speed.Measured.read(harness.asdict(one)) == one
+    assert pipelines.tables([one], AGREEMENT)[2].rows[0][3:] == ("atts", "2 [2, 2] n=1")
+    assert pipelines.Measured.read(harness.asdict(one)) == one
 
 
 @pytest.mark.anyio
@@ -112,7 +112,7 @@ async def test_the_weakened_draft_is_the_same_model_every_time(tmp_path: Path) -
         return found
 
     for name, noise in (("a", 0.3), ("b", 0.3), ("none", 0.0)):
-        assert await speed.weakened(tmp_path / name, noise) == noise
+        assert await pipelines.weakened(tmp_path / name, noise) == noise
     original, first, second, same = map(
         weights, (path("draft"), tmp_path / "a", tmp_path / "b", tmp_path / "none")
     )
@@ -130,10 +130,12 @@ def test_a_cell_that_was_measured_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The quick map with one target; the second time from what is kept."""
-    monkeypatch.setattr(speed, "TARGETS", {"4M": ""})
+    monkeypatch.setattr(pipelines, "TARGETS", {"4M": ""})
     options = harness.Options("quick", 0, tmp_path)
-    first = speed.study(options)
+    first = pipelines.study_speed(options)
     assert len(first[0].rows) == 2 * 2 * 3 * (5 + 1)
     assert sum(row[3] is not None for row in first[0].rows) == 2 * 2 * 2
-    monkeypatch.setattr(speed, "_measure", None)
-    assert [table.rows for table in speed.study(options)] == [table.rows for table in first]
+    monkeypatch.setattr(pipelines, "_measure", None)
+    assert [table.rows for table in pipelines.study_speed(options)] == [
+        table.rows for table in first
+    ]

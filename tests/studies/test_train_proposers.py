@@ -20,10 +20,10 @@ from atts.local.model_config import read_model_config
 from atts.models import path
 from atts.models.tokenizers import ModelTokenizer
 from atts.sampling import Seed
-from scripts.studies import train_proposers
+from scripts.studies import train
 from scripts.studies.harness import Options
-from scripts.studies.overlap import Recorder, groups, record
-from scripts.studies.train_proposers import DrafterRecipe, HeadsRecipe
+from scripts.studies.speculation import Recorder, groups, record
+from scripts.studies.train import DrafterRecipe, HeadsRecipe
 from tests.local.speculating import Driven, counts, run, same
 
 pytestmark = pytest.mark.checkout
@@ -46,7 +46,7 @@ def test_training_makes_an_exit_and_heads_that_know_more(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"What is {n} + {3 * n}?\n" for n in range(11, 35)))
     target, drafter = (copied(name, tmp_path / name) for name in ("target", "draft"))
-    train_proposers.train_exit_and_streams(
+    train.train_exit_and_streams(
         HeadsRecipe(target, drafter, prompts, texts=24, steps=60, dtype=dtype)
     )
     assert (target / EXIT_FILE).is_file()
@@ -111,9 +111,7 @@ def test_training_makes_a_folder_that_drafts(
     change nothing.
     """
     out = tmp_path / "deep"
-    train_proposers.train_deep_drafter(
-        DrafterRecipe(path("target"), path("draft"), out, texts=6, steps=6)
-    )
+    train.train_deep_drafter(DrafterRecipe(path("target"), path("draft"), out, texts=6, steps=6))
     told = capsys.readouterr().out
     assert "deep: likeliest token agrees" in told
     config = read_model_config(out, "deep")

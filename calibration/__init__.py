@@ -24,14 +24,33 @@ from atts.calibration.certificates import (
     lost_answers,
     net_losses,
 )
-from atts.calibration.conformal import ClusterSummary, by_cluster, summarise
+from atts.calibration.conformal import (
+    ClusterSummary,
+    RateCheck,
+    by_cluster,
+    check_rate,
+    coin_band,
+    summarise,
+)
 from atts.calibration.controllers import DEFAULTS, MODES, Mode, Tuning
-from atts.calibration.drift import DomainCheck, DriftEvent, DriftMonitor, SimpleJumper
-from atts.calibration.health import Health, examine, first_alarm
+from atts.calibration.drift import (
+    DomainCheck,
+    DriftEvent,
+    DriftMonitor,
+    Health,
+    SimpleJumper,
+    examine,
+    first_alarm,
+)
 from atts.calibration.judge import AdvantageJudge, Examples, cross_validated, fit_judge
-from atts.calibration.online import HOLD, Calibrator
-from atts.calibration.rates import RateCheck, check_rate, coin_band
-from atts.calibration.score_replay import ReplayResult, pooled_auroc, rate_metrics, replay_scores
+from atts.calibration.online import (
+    HOLD,
+    Calibrator,
+    ReplayResult,
+    pooled_auroc,
+    rate_metrics,
+    replay_scores,
+)
 from atts.calibration.scores import (
     LOG_PROB,
     PERPLEXITY,

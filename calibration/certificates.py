@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from atts.calibration.conformal import check_fraction
 from atts.calibration.guarantees import TEXTS, with_spaced_percent
-from atts.calibration.rates import check_fraction
 from atts.errors import CalibrationInputError
 from atts.sampling import beta_quantile, beta_upper_quantile, binomial_cdf, normal_quantile
 

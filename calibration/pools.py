@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from atts.calibration.rates import check_fraction
+from atts.calibration.conformal import check_fraction
 from atts.calibration.state import DefaultTable, GroupTable, Persisted
 from atts.errors import CalibrationInputError
 

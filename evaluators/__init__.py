@@ -6,13 +6,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from atts.evaluators.answers import Extraction, extract, extraction, unmarked
     from atts.evaluators.datasets.arithmetic import Exercise, exercises
-    from atts.evaluators.datasets.catalogue import (
-        BENCHMARKS,
-        Benchmark,
-        Columns,
-        LoadOptions,
-        find_benchmark,
-    )
     from atts.evaluators.datasets.loading import (
         Dataset,
         Selection,
@@ -20,7 +13,14 @@ if TYPE_CHECKING:
         load_dataset,
         select,
     )
-    from atts.evaluators.datasets.tables import json_lines
+    from atts.evaluators.datasets.tables import (
+        BENCHMARKS,
+        Benchmark,
+        Columns,
+        LoadOptions,
+        find_benchmark,
+        json_lines,
+    )
     from atts.evaluators.equivalence.grouping import group, takes_long
     from atts.evaluators.equivalence.pairs import equivalent
     from atts.evaluators.grading import (
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
         mean_estimate,
         share_estimate,
     )
-    from atts.evaluators.metrics.power import (
+    from atts.evaluators.metrics.paired import (
         Power,
         VarianceSplit,
         difference_spread,
         paired_power,
         variance_split,
     )
-    from atts.evaluators.metrics.ranking import (
+    from atts.evaluators.metrics.rates import (
         LabelledChunk,
         gain_over_coin,
         within_question_auroc,
@@ -74,20 +74,19 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "datasets.arithmetic": "Exercise exercises",
-    "datasets.catalogue": "BENCHMARKS Benchmark Columns LoadOptions find_benchmark",
     "datasets.loading": "Dataset Selection cached_snapshot load_dataset select",
-    "datasets.tables": "json_lines",
+    "datasets.tables": "BENCHMARKS Benchmark Columns LoadOptions find_benchmark json_lines",
     "equivalence.grouping": "group takes_long",
     "equivalence.pairs": "equivalent",
     "answers": "Extraction extract extraction unmarked",
     "grading": "BadRecord GradeTally GradedRecord grade grade_all judge read_records reference",
     "metrics.intervals": "Estimate accuracy_estimate mean_estimate share_estimate",
     "metrics.paired": "Comparison ConfidenceSequence McNemar Sequential compare_in_order "
-    "compare_runs holm mcnemar problems_needed",
-    "metrics.rates": "Counts Samples Scorecard Votes answer_classes avg_at_n count g_pass_at_k "
-    "maj_at_k pass_at_k pass_hat_k rate samples_of score votes",
-    "metrics.power": "Power VarianceSplit difference_spread paired_power variance_split",
-    "metrics.ranking": "LabelledChunk gain_over_coin within_question_auroc",
+    "Power VarianceSplit compare_runs difference_spread holm mcnemar paired_power problems_needed "
+    "variance_split",
+    "metrics.rates": "Counts LabelledChunk Samples Scorecard Votes answer_classes avg_at_n count "
+    "g_pass_at_k gain_over_coin maj_at_k pass_at_k pass_hat_k rate samples_of score votes "
+    "within_question_auroc",
     "programs": "Case ProgramRun ProgramTests ProgramVotes check_confinement find_program run_program",
     "verdict": "Limits RULES Status Verdict",
 }

@@ -9,8 +9,7 @@ from typing import Any, cast
 from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.answers import Extraction, Fallback, extraction
-from atts.evaluators.datasets.catalogue import LETTERS
-from atts.evaluators.datasets.tables import json_line
+from atts.evaluators.datasets.tables import LETTERS, json_line
 from atts.evaluators.equivalence.pairs import equivalent, matches_reference
 from atts.evaluators.metrics.wilson import wilson_interval
 from atts.evaluators.programs import judge_program

@@ -1,8 +1,16 @@
 """Pipelines, which solve one problem by calls of a draft and a target engine."""
 
 from atts.core import Features
-from atts.pipelines.builder import prompt_of
-from atts.pipelines.capabilities import check_engines, needed_logprobs
+from atts.pipelines.builder import (
+    Answers,
+    Context,
+    NullListener,
+    Planner,
+    RolloutEngine,
+    RolloutListener,
+    RunLength,
+    prompt_of,
+)
 from atts.pipelines.combining import (
     Combiner,
     CombineSummary,
@@ -11,15 +19,6 @@ from atts.pipelines.combining import (
     named_solution,
     odds,
     summarise_combinations,
-)
-from atts.pipelines.context import (
-    Answers,
-    Context,
-    NullListener,
-    Planner,
-    RolloutEngine,
-    RolloutListener,
-    RunLength,
 )
 from atts.pipelines.gates import (
     AgreementGate,
@@ -50,6 +49,8 @@ from atts.pipelines.policy import (
     Chunking,
     ConfidenceStop,
     Policy,
+    check_engines,
+    needed_logprobs,
 )
 from atts.pipelines.rollout import solve
 from atts.pipelines.scores import (

@@ -27,7 +27,7 @@ from atts.core import (
 from atts.errors import BadReply, ContextOverflow
 from atts.evaluators import Estimate, compare_runs
 from atts.graph import ProblemScope, RolloutScope
-from atts.pipelines.context import Context, RolloutEngine
+from atts.pipelines.builder import Context, RolloutEngine
 from atts.pipelines.policy import Policy
 from atts.pipelines.votes import Grouper, Tally, ballot, classes, tally
 from atts.sampling import Seed

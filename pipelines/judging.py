@@ -24,8 +24,7 @@ from atts.errors import (
     UsageError,
 )
 from atts.graph import Arrival
-from atts.pipelines.builder import KnownScore, Proposal, RolloutBuilder, rollout_name
-from atts.pipelines.context import RolloutEngine
+from atts.pipelines.builder import KnownScore, Proposal, RolloutBuilder, RolloutEngine, rollout_name
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.scores import (
     continuation_score,

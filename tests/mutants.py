@@ -103,7 +103,7 @@ OTHERS = [
         "side = max(self.rate, 1 + self.rate)",
     ),
     *_table(
-        "calibration/score_replay.py",
+        "calibration/online.py",
         "tests/calibration/test_replay.py",
         'if problem.what != "score":',
         'if problem.what == "score":',
@@ -184,7 +184,7 @@ OTHERS = [
         'if self.policy.early_stop != "none" or remaining == 0:',
     ),
     *_table(
-        "atts/graph/rollouts.py",
+        "atts/graph/graph.py",
         "tests/graph",
         "others = [node for node in self.frontier if node not in span.after]",
         "others = [node for node in self.frontier if node in span.after]",
@@ -220,7 +220,7 @@ OTHERS = [
         "if self._kinds is None or type(part) in self._kinds or type(part) is not SessionOpened:",
     ),
     *_table(
-        "atts/run/conditions.py",
+        "atts/run/result.py",
         "tests/run/test_abstaining.py",
         "if outcome.answer is None or threshold is None or outcome.agreement >= threshold - 1e-9:",
         "if outcome.answer is None or threshold is None or outcome.agreement < threshold - 1e-9:",
@@ -240,7 +240,7 @@ OTHERS = [
         "missing = sorted(set(range(1, count)) - set(numbers))",
     ),
     *_table(
-        "atts/run/recording.py",
+        "atts/run/calls.py",
         "tests/run/test_resume_exact.py tests/run/test_censored.py tests/run/test_decisions_left.py",
         "return left / (left + self._decided)",
         "return left / (left + self._decided + 1)",
@@ -252,18 +252,15 @@ OTHERS = [
         'is_left = not self._state.is_over(problem.id) or self._plan.recall != "recorded"',
     ),
     *_table(
-        "atts/servers/replies.py",
-        "tests/servers/test_client.py tests/hostile/test_replies.py tests/servers/test_engine.py",
-        "if None in values:",
-        "if None not in values:",
-    ),
-    *_table(
-        "atts/servers/transport.py",
-        "tests/hostile/test_servers.py tests/servers/test_faults.py",
+        "atts/servers/client.py",
+        "tests/hostile/test_servers.py tests/servers/test_faults.py tests/servers/test_client.py "
+        "tests/hostile/test_replies.py tests/servers/test_engine.py",
         "room = self.most + 1 - len(self.text)",
         "room = 2 * self.most + 1 - len(self.text)",
         'if options.proxy == "never":',
         'if options.proxy != "never":',
+        "if None in values:",
+        "if None not in values:",
     ),
     *_table(
         "atts/servers/dialect.py",
@@ -350,10 +347,10 @@ OTHERS = [
         "elif isinstance(value, str) and get_origin(kind) is not tuple:",
     ),
     *_table(
-        "atts/api/piloting.py",
+        "atts/api/sweeping.py",
         "tests/analysis/test_pilot.py",
-        'if result.exit_code or result.status != "finished":',
-        'if result.exit_code or result.status == "finished":',
+        '\n        if result.exit_code or result.status != "finished":',
+        '\n        if result.exit_code or result.status == "finished":',
     ),
     *_table(
         "atts/cli/evaluations.py",
@@ -421,6 +418,6 @@ MUTANTS = [*BLIND_SPOTS, *OTHERS]
 
 SURVIVORS = {
     "evaluators/equivalence/probing.py:1": "the points around max and min are only tried in addition",
-    "atts/servers/transport.py:1": "a reply is measured again when it is whole; only memory differs",
+    "atts/servers/client.py:1": "a reply is measured again when it is whole; only memory differs",
 }
 """Faults that no test notices, with the reason why that is accepted."""

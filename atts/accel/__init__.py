@@ -13,11 +13,19 @@ from atts.accel.engine import accelerated
 from atts.accel.options import SpeculationOptions, StageOptions, options_of
 
 if TYPE_CHECKING:
-    from atts.accel.speculate.estimates import StepCosts, Survival, condition
-    from atts.accel.zoo.equivalence import BlockSimilarity, Divergence, divergence, substituted
-    from atts.accel.zoo.folders import check_name
+    from atts.accel.speculate.goodput import StepCosts, Survival, condition
     from atts.accel.zoo.placement import replicated
-    from atts.accel.zoo.zoo import SharedPart, Zoo, ZooContents, written_places
+    from atts.accel.zoo.zoo import (
+        BlockSimilarity,
+        Divergence,
+        SharedPart,
+        Zoo,
+        ZooContents,
+        check_name,
+        divergence,
+        substituted,
+        written_places,
+    )
 
 __all__ = [
     "Divergence",
@@ -40,11 +48,10 @@ __all__ = [
 ]
 
 _NAMES = {
-    "speculate.estimates": "StepCosts Survival condition",
-    "zoo.equivalence": "BlockSimilarity Divergence divergence substituted",
-    "zoo.folders": "check_name",
+    "speculate.goodput": "StepCosts Survival condition",
     "zoo.placement": "replicated",
-    "zoo.zoo": "SharedPart Zoo ZooContents written_places",
+    "zoo.zoo": "BlockSimilarity Divergence SharedPart Zoo ZooContents check_name divergence "
+    "substituted written_places",
 }
 _HOME = {name: f"atts.accel.{module}" for module, names in _NAMES.items() for name in names.split()}
 

@@ -19,8 +19,15 @@ from atts.accel.overlap.schemes import GUESSING, AdaptiveDrafting
 from atts.accel.speculate.drafter import DraftedRows, DraftedSlots, GroupedDrafter, ModelDrafter
 from atts.accel.speculate.goodput import GoodputLengths
 from atts.accel.speculate.proposers import BestProposer, HintProposer, SuffixProposer
-from atts.accel.zoo.many_models import Chain, ChainModel, SharedLoop, ZooLoader, shared_kernels
-from atts.accel.zoo.slots import SharingScheduler, SlotLedger
+from atts.accel.zoo.many_models import (
+    Chain,
+    ChainModel,
+    SharedLoop,
+    SharingScheduler,
+    SlotLedger,
+    ZooLoader,
+    shared_kernels,
+)
 from atts.accel.zoo.stage_line import StageExecutor
 from atts.accel.zoo.staged_loop import StagedLoop, StagedModel, StagedScheduler
 from atts.accel.zoo.stages import SharedLayers, StageModel, StageSetup, stage_setups
@@ -50,8 +57,7 @@ from atts.local.devices import (
     dtype_of,
     on_device,
 )
-from atts.local.grouping import with_groups
-from atts.local.loader import Weights, load_weights
+from atts.local.loader import Weights, load_weights, with_groups
 from atts.local.loop import StepLoop
 from atts.local.messages import WorkerConfig, WorkerReady
 from atts.local.model import TorchModel

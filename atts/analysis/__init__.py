@@ -8,9 +8,18 @@ advise([Path("runs/first")], Cap(target_tokens=300)).best
 """
 
 from atts.analysis.comparison import Compared, compare, read_results
-from atts.analysis.listing import RunLine, RunStanding, is_running, list_runs, standing_of
-from atts.analysis.pilot import PilotArm, PilotReport, PilotRow, judge_pilot, pilot_lines
-from atts.analysis.planning import Advice, Cap, ChunkAdvice, Option, advise
+from atts.analysis.planning import (
+    Advice,
+    Cap,
+    ChunkAdvice,
+    Option,
+    PilotArm,
+    PilotReport,
+    PilotRow,
+    advise,
+    judge_pilot,
+    pilot_lines,
+)
 from atts.analysis.referee import (
     UNITS,
     PlayedProblem,
@@ -30,6 +39,7 @@ from atts.analysis.reports.calibration import (
     render_calibration,
     save_calibration,
 )
+from atts.analysis.reports.charts import Axis, Plot
 from atts.analysis.reports.numbers import RateControl, Standing
 from atts.analysis.reports.render import (
     FORMATS,
@@ -39,7 +49,6 @@ from atts.analysis.reports.render import (
     save_report,
     save_sharing,
 )
-from atts.analysis.reports.svg import Axis, Plot
 from atts.analysis.reports.tables import shown_score
 from atts.analysis.run_replay import (
     PolicyChange,
@@ -49,21 +58,26 @@ from atts.analysis.run_replay import (
     replay_policy,
     replay_run,
 )
-from atts.analysis.sweep_pages import render_sweep, sweep_lines
 from atts.analysis.sweeps import (
     LENGTHS,
     SWEEP,
     PointKind,
+    RunLine,
     RunSet,
     RunSetPoint,
+    RunStanding,
     ScalingPoint,
     SweepReport,
     Value,
+    is_running,
+    list_runs,
     load_run_set,
     read_sweep,
+    render_sweep,
     save_run_set,
+    standing_of,
+    sweep_lines,
 )
-from atts.analysis.takeovers import takeover_examples
 from atts.analysis.training_data import (
     KINDS,
     DataKind,
@@ -72,6 +86,7 @@ from atts.analysis.training_data import (
     Teacher,
     TopTokens,
     export_run,
+    takeover_examples,
 )
 
 __all__ = [

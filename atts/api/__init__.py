@@ -9,9 +9,16 @@ from atts.api.calibrating import (
     calibrate_sync,
     calibration_report,
     calibrator_of,
+    certify,
+    compare,
     judge_of,
+    merge,
+    plan,
+    replay,
+    report,
     scores_of,
     stored_scores,
+    trace,
 )
 from atts.api.config import Configuration, Job, config_keys, configure
 from atts.api.engines import build_engine, build_engines
@@ -38,19 +45,21 @@ from atts.api.pairs import (
     local_placement,
 )
 from atts.api.preflight import Check, Diagnosis, DryRun, Tokens, diagnose, dry_run, write_settings
-from atts.api.recorded import certify, compare, merge, plan, replay, report, trace
 from atts.api.setup import Setup, answers_for, load_problems
 from atts.concurrency import import_lock
 
 if TYPE_CHECKING:
     from atts.api.answer_judge import judge_unscored, read_judge_prompt
     from atts.api.block_comparison import ComparedBlocks, MeasuredPair, compare_blocks
-    from atts.api.piloting import PilotEnd, pilot, pilot_sync, run_pilot
     from atts.api.sweeping import (
+        PilotEnd,
         Sweep,
         SweepEnd,
         SweepPoint,
+        pilot,
+        pilot_sync,
         plan_sweep,
+        run_pilot,
         run_sweep,
         sweep,
         sweep_sync,
@@ -133,10 +142,10 @@ __all__ = [
 _NAMES = {
     "atts.api.answer_judge": "judge_unscored read_judge_prompt",
     "atts.api.block_comparison": "ComparedBlocks MeasuredPair compare_blocks",
-    "atts.api.piloting": "PilotEnd pilot pilot_sync run_pilot",
     "atts.api.teachers": "open_teacher",
     "atts.api.tuning": "TuneAdvice tune",
-    "atts.api.sweeping": "Sweep SweepEnd SweepPoint plan_sweep run_sweep sweep sweep_sync",
+    "atts.api.sweeping": "PilotEnd Sweep SweepEnd SweepPoint pilot pilot_sync plan_sweep run_pilot "
+    "run_sweep sweep sweep_sync",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

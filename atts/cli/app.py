@@ -220,10 +220,12 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "atts.cli.evaluations", "evaluate", "Evaluate a method on a dataset (the main command)."
     ),
-    "export": Command("atts.cli.importing", "export", "Write a run's rollouts as training data."),
+    "export": Command(
+        "atts.cli.recorded_runs", "export", "Write a run's rollouts as training data."
+    ),
     "grade": Command("atts.cli.datasets", "grade", "Grade answers against references."),
     "import": Command(
-        "atts.cli.importing",
+        "atts.cli.recorded_runs",
         "import_run",
         "Import another tool's rollouts as a run, for reports, comparisons and replays.",
     ),

@@ -33,13 +33,15 @@ or out of a journal.
 """
 
 from atts.core import CallSpan
-from atts.graph.graph import Graph, ProblemResult
-from atts.graph.limits import Limit, RetryPolicy
-from atts.graph.rollouts import (
+from atts.graph.graph import (
     Admit,
     Arrival,
     Caller,
+    Graph,
+    Limit,
+    ProblemResult,
     ProblemScope,
+    RetryPolicy,
     RolloutResult,
     RolloutScope,
     Sink,

@@ -1,22 +1,939 @@
-"""The task graph, which solves problems with limits on the work in flight, and times every call."""
+"""The task graph, which solves problems with limits on the work in flight, and times every call.
+
+First come the limits: slots and tokens of engines, places for rollouts, and attempts at calls. Then
+come the scopes of problems and rollouts, which make calls, wait for siblings and end together. The
+graph itself is at the end.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field, fields, replace
+from heapq import heappop, heappush
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Generic, Protocol, TypeVar
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    Protocol,
+    TypeVar,
+    TypeVarTuple,
+    Unpack,
+    get_args,
+)
 
 import anyio
 
-from atts.concurrency import TaskGroup, task_group
-from atts.core import ProblemStatus
-from atts.graph.limits import Admission, Limit, Pool, RetryPolicy
-from atts.graph.rollouts import GraphState, ProblemScope, Run, Sink
+from atts.concurrency import SlotQueue, TaskGroup, backoff, clock, task_group
+from atts.core import (
+    HOLD,
+    RELEASE,
+    CallSpan,
+    ProblemSpan,
+    ProblemStatus,
+    RolloutSpan,
+    RolloutStatus,
+)
+from atts.errors import (
+    ATTSError,
+    EngineError,
+    ModelLoadError,
+    OptionError,
+    OutOfMemory,
+    UnsupportedByEngine,
+    UnusableScores,
+)
+
+# The number of ended rollouts, per rollout in flight, that may wait for work outside engines, such
+# as grading.
+CONCLUDING_PER_PLACE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The limit on the work of one engine at once; None means no limit.
+
+    :raises OptionError: for a bound below 1.
+    """
+
+    slots: Annotated[int | None, "calls in flight"] = None
+    # a call's tokens are its prompt's plus its `max_tokens`
+    tokens: Annotated[int | None, "KV tokens in flight"] = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("slots", self.slots), ("tokens", self.tokens)):
+            if value is not None and value < 1:
+                raise OptionError(
+                    name, f"{value} would allow nothing; give at least 1, or None for no bound"
+                )
+
+
+class Pool(SlotQueue):
+    """A limit in use: its slots and KV tokens, and the seconds of use and of waiting so far."""
+
+    __slots__ = ("busy_seconds", "name", "queue_seconds")
+
+    def __init__(self, name: str, limit: Limit) -> None:
+        super().__init__(limit.slots, limit.tokens)
+        self.name = name
+        self.busy_seconds = 0.0  # summed over slots
+        self.queue_seconds = 0.0
+
+    def _refuse(self, tokens: int) -> None:
+        """Raise the error for a call that needs more tokens than the limit allows.
+
+        :raises OutOfMemory: always.
+        """
+        raise OutOfMemory(
+            self.name,
+            f"a call needs {tokens} KV tokens, but the limit is {self.tokens}",
+            "Raise the engine's token limit, or lower the chunk or context length",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """The number of attempts, the waits between them, and when to stop the whole run.
+
+    After a retryable error (`ATTSError.retryable`) first the call is repeated, then the rollout. A
+    remaining failure is recorded on its rollout and does not affect others. Two cases end the run:
+    an error that would happen to every rollout (wrong options, a full disk, an engine that cannot
+    score), and `failures_in_row` failed rollouts in a row, for example because of a lost server or
+    a bug.
+
+    :raises OptionError: for a count below 1 or a negative delay.
+    """
+
+    calls: int = 3
+    rollouts: int = 1
+    delay_seconds: float = 0.5  # seconds; they double with every attempt, with a random spread
+    failures_in_row: int | None = 32
+
+    def __post_init__(self) -> None:
+        counts = {
+            "calls": self.calls,
+            "rollouts": self.rollouts,
+            "failures_in_row": self.failures_in_row,
+        }
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise OptionError(name, f"{value} is below 1")
+        if self.delay_seconds < 0:
+            raise OptionError("delay_seconds", f"{self.delay_seconds} is negative")
+
+    def retries(self, error: Exception, attempt: int, attempts: int) -> bool:
+        """Return whether attempt number `attempt` (from 0) of `attempts` is followed by another."""
+        return attempt + 1 < attempts and isinstance(error, ATTSError) and error.retryable
+
+    def delay(self, attempt: int, salt: int) -> float:
+        """Return the seconds before the next attempt.
+
+        `salt` spreads callers that failed together, in a reproducible way.
+        """
+        return backoff(attempt + 1, self.delay_seconds, salt=salt)
+
+    def is_fatal(self, error: Exception) -> bool:
+        """Return whether the error would happen to every other rollout too."""
+        if isinstance(error, EngineError):
+            return isinstance(error, UnsupportedByEngine | ModelLoadError | UnusableScores)
+        return isinstance(error, ATTSError | AssertionError)
+
+
+class AdmissionGroup(Protocol):
+    """Rollouts that were submitted together and may be started."""
+
+    @property
+    def unit(self) -> int:
+        """Return the number of places that one start takes: 1, or all if the rollouts start
+        together.
+        """
+        ...
+
+    @property
+    def unstarted(self) -> int:
+        """Return how many rollouts have not started; 0 once the group is closed."""
+        ...
+
+    def start(self) -> None:
+        """Start one unit, for which places have been taken already."""
+        ...
+
+    def close(self, why: str) -> None:
+        """Start no more rollouts, and cancel those that run."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """Places for rollouts in flight.
+
+    Waiting rollouts are started in the order of (priority, problem, submission). The next problem
+    is opened only when no rollout waits and a place is free, and not while too many ended rollouts
+    wait for grading. So the number of open problems stays in proportion to the rollouts in flight,
+    and a slow grader slows the opening of problems.
+    """
+
+    places: int
+    in_flight: int = 0
+    # number of ended rollouts whose problem waits for work outside engines
+    concluding: int = 0
+    open: int = 0  # number of open problems
+    # open problems that have not submitted a rollout yet: each counts as one rollout
+    opening: int = 0
+    _queue: list[tuple[int, int, int, AdmissionGroup]] = field(
+        default_factory=list[tuple[int, int, int, AdmissionGroup]]
+    )
+    _submitted: int = 0
+    _opened: int = 0
+    _waiting_for_room: list[anyio.Event] = field(default_factory=list[anyio.Event])
+
+    def __post_init__(self) -> None:
+        if self.places < 1:
+            raise OptionError(
+                "rollouts", f"{self.places} rollouts in flight are too few; give at least 1"
+            )
+
+    @property
+    def waiting(self) -> int:
+        """Return how many submitted rollouts have not started."""
+        return sum(group.unstarted for *_, group in self._queue)
+
+    def opened(self) -> int:
+        """Count one more open problem, and return its number in the order of opening."""
+        self.open += 1
+        self.opening += 1
+        self._opened += 1
+        return self._opened
+
+    def submit(self, group: AdmissionGroup, priority: int, problem: int) -> None:
+        """Queue a group, and start as many rollouts as places allow.
+
+        :raises OptionError: if its rollouts start together but need more places than there are.
+        """
+        if group.unit > self.places:
+            raise OptionError(
+                "admit",
+                f"{group.unit} rollouts that start together need as many places, but there "
+                f"are {self.places}",
+            )
+        self._submitted += 1
+        heappush(self._queue, (priority, problem, self._submitted, group))
+        self.dispatch()
+
+    def release(self, places: int) -> None:
+        """Give places back, and start as many rollouts as places allow."""
+        self.in_flight -= places
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Start waiting rollouts while there is room, then let a new problem in."""
+        queue = self._queue
+        while queue:
+            group = queue[0][3]
+            if not group.unstarted:
+                heappop(queue)
+                continue
+            unit = group.unit
+            if self.in_flight + unit > self.places:
+                return
+            self.in_flight += unit
+            group.start()
+        if self._waiting_for_room and self.has_room():
+            self._waiting_for_room[0].set()
+
+    def has_room(self) -> bool:
+        """Return whether another problem should be opened now."""
+        if self.in_flight + self.opening >= self.places or self.open >= 2 * self.places:
+            return False
+        if self.concluding >= CONCLUDING_PER_PLACE * self.places:
+            return False
+        return not any(group.unstarted for *_, group in self._queue)
+
+    async def room(self) -> None:
+        """Wait until another problem should be opened."""
+        while not self.has_room():
+            event = anyio.Event()
+            self._waiting_for_room.append(event)
+            try:
+                await event.wait()
+            finally:
+                self._waiting_for_room.remove(event)
+
 
 T = TypeVar("T")
+V = TypeVar("V")
+Args = TypeVarTuple("Args")
+Admit = Literal["each", "together"]
+Sink = Callable[[object], object]
+"""A function that gets every event when it happens; it must not block, and its result is ignored.
+"""
+_UNKNOWN = -1.0  # a time that has not come yet
+
+
+def _no_clock() -> float:
+    raise AssertionError("a graph has a clock only while it runs")
+
+
+@dataclass(slots=True, eq=False)
+class GraphState:
+    """The state that all scopes of one graph share: its clock, its pools, its sink, its totals."""
+
+    pools: dict[str, Pool]
+    strict: bool  # engines without a limit are refused
+    policy: RetryPolicy
+    sink: Sink | None
+    last_id: int
+    now: Callable[[], float] = _no_clock
+    nodes: int = 0
+    problems_done: int = 0
+    rollouts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(get_args(RolloutStatus), 0)
+    )
+    failures_in_row: int = 0
+    sibling_seconds: float = 0.0
+
+    def pool(self, engine: str) -> Pool:
+        """Return the engine's pool; without any limits given, every engine has an unbounded one.
+
+        :raises OptionError: limits were given, and none for this engine.
+        """
+        if engine not in self.pools:
+            if self.strict:
+                raise OptionError(
+                    engine, "the graph does not have a limit for this engine", list(self.pools)
+                )
+            # an unbounded pool never queues, so it need not know the loop
+            self.pools[engine] = Pool(engine, Limit())
+        return self.pools[engine]
+
+    def enter_loop(self) -> None:
+        """Prepare for the event loop that is running."""
+        self.now = clock()
+        for pool in self.pools.values():
+            pool.enter_loop()
+
+    def emit(self, event: object) -> None:
+        """Pass an event to the sink."""
+        if self.sink is not None:
+            self.sink(event)
+
+    def close_rollout(self, span: RolloutSpan) -> None:
+        """Count a rollout that ended, and report it."""
+        self.rollouts[span.status] += 1
+        self.sibling_seconds += span.waited
+        self.emit(span)
+
+    def has_given_up(self, status: RolloutStatus) -> bool:
+        """Count how a rollout ended; return whether too many in a row have failed to continue."""
+        if status == "failed":
+            self.failures_in_row += 1
+        elif status == "done":
+            self.failures_in_row = 0
+        limit = self.policy.failures_in_row
+        return limit is not None and self.failures_in_row >= limit
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """The state of one call of `Graph.run`; `cancel_scope` contains everything that the run
+    started.
+    """
+
+    state: GraphState
+    admission: Admission
+    cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    # contains only the opening of problems
+    intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    # open groups, in the order of opening
+    groups: dict[AdmissionGroup, None] = field(default_factory=dict[AdmissionGroup, None])
+    error: Exception | None = None  # the first fatal error
+    stopped: str = ""
+    why: str = ""
+
+    def fail(self, error: Exception) -> None:
+        """End everything; the run raises this error, unless another one came first."""
+        if self.error is None:
+            self.error = error
+            self.cancel("failed")
+
+    def cancel(self, why: str) -> None:
+        """End everything."""
+        self.why = self.why or why
+        self.stopped = self.stopped or why
+        self.cancel_scope.cancel()
+
+    def stop(self, why: str) -> None:
+        """Open no more problems, end all rollouts, and let problems conclude from their rollouts so
+        far.
+        """
+        self.stopped = self.stopped or why
+        self.intake.cancel()
+        for group in list(self.groups):
+            group.close(why)
+
+
+class Caller:
+    """A caller of engines, which is a rollout or a problem. Calls of one caller may run
+    concurrently.
+    """
+
+    __slots__ = ("_declared", "_ready", "_state", "frontier", "problem", "promised", "sample")
+
+    def __init__(
+        self, state: GraphState, problem: str, sample: int, frontier: tuple[int, ...]
+    ) -> None:
+        self.problem = problem
+        self.sample = sample
+        self._state = state
+        # numbers of the finished calls that the next call depends on
+        self.frontier = frontier
+        # set by a problem's first call, after which the next problem may be opened
+        self._declared: anyio.Event | None = None
+        # the time when it began to wait for siblings, if it waited since its last call
+        self._ready: float | None = None
+        # the scores that this caller gets and siblings wait for
+        self.promised: Arrival | None = None
+
+    def emit(self, event: object) -> None:
+        """Send an event of the caller to the graph's sink."""
+        self._state.emit(event)
+
+    async def call(
+        self,
+        stage: str,
+        function: Callable[[Unpack[Args]], Awaitable[T]],
+        *args: *Args,
+        engine: str = "",
+        turn: int = 0,
+        tokens: int = 0,
+        priority: int = 0,
+        record: Callable[[CallSpan, T], Awaitable[object]] | None = None,
+    ) -> T:
+        """Call `function(*args)` as a node of the graph, when the engine has a slot and `tokens` of
+        KV room.
+
+        `engine` names the limit, by default the stage's own name. The function must not call into
+        the graph again. With `record`, a call that succeeded is handed to it, with its result,
+        instead of to the sink; the slot is given back when `record` returns.
+
+        :raises Exception: what the function raised last, after the attempts the policy allows; what
+            `record` raised.
+        :raises OptionError: the graph has no such engine.
+        :raises OutOfMemory: more tokens than the engine's limit will ever hold.
+        """
+        if self._declared is not None:
+            self._declared.set()
+        state = self._state
+        now = state.now
+        engine = engine or stage
+        pool = state.pools.get(engine) or state.pool(engine)
+        attempt = 0
+        while True:
+            node = state.last_id + 1
+            state.last_id = node
+            queued = now()
+            ready = queued if self._ready is None else self._ready
+            self._ready = None
+            span = CallSpan(
+                node,
+                stage,
+                engine,
+                self.problem,
+                self.sample,
+                turn,
+                ready=ready,
+                queued=queued,
+                started=queued,
+                ended=_UNKNOWN,
+                after=self.frontier,
+                attempt=attempt,
+                tokens=tokens,
+            )
+            has_slot = pool.take_nowait(tokens)
+            is_recorded = False
+            try:
+                if not has_slot:
+                    await pool.take(tokens, priority)
+                    has_slot = True
+                    span.started = now()
+                result = await function(*args)
+                if record is not None:
+                    # the node ends here, because waiting for the disk is not work of the engine
+                    is_recorded = True
+                    span.ended = now()
+                    await record(span, result)
+                return result
+            except Exception as error:
+                span.status = "failed"
+                # a call with a recorded result must not be repeated
+                if is_recorded or not state.policy.retries(error, attempt, state.policy.calls):
+                    raise
+            except BaseException:
+                span.status = "cancelled"
+                raise
+            finally:
+                self._close(span, pool, has_slot, is_recorded)
+            if self.promised is not None:
+                # callers that wait for this call then ask the engine themselves
+                self.promised.event.set()
+            await anyio.sleep(state.policy.delay(attempt, node))
+            attempt += 1
+
+    def _close(self, span: CallSpan, pool: Pool, has_slot: bool, is_recorded: bool) -> None:
+        """Give a call's slot back, count its time, and report the call unless it is recorded."""
+        state = self._state
+        if span.ended == _UNKNOWN:
+            span.ended = state.now()
+        if has_slot:
+            pool.give(span.tokens)
+            pool.busy_seconds += span.ended - span.started
+        else:
+            span.started = span.ended
+        pool.queue_seconds += span.started - span.queued
+        state.nodes += 1
+        if span.status == "cancelled":
+            pass  # the next call does not wait for it
+        elif self.frontier is span.after:
+            # in sequential code nothing else finished in the meantime
+            self.frontier = (span.node,)
+        else:
+            # another call of this caller finished in the meantime, so the next call depends on both
+            others = [node for node in self.frontier if node not in span.after]
+            self.frontier = (*others, span.node)
+        if state.sink is not None and not is_recorded:
+            state.sink(span)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult(Generic[T]):
+    """The result of one rollout.
+
+    `value` is the result of its function, or the value that it saved last before it failed or was
+    cancelled.
+    """
+
+    sample: int
+    status: RolloutStatus
+    value: T | None = None
+    error: Exception | None = None
+    why: str = ""
+
+
+class RolloutScope(Caller, Generic[T]):
+    """The argument of a rollout's function, with the rollout's name in the run and access to
+    engines.
+    """
+
+    __slots__ = ("_group", "attempt", "saved", "waited")
+
+    def __init__(self, group: Group[T], sample: int) -> None:
+        super().__init__(group.run.state, group.problem, sample, group.frontier)
+        self._group = group
+        self.attempt = 0
+        # kept after a failed attempt, so that the next attempt may continue from it
+        self.saved: T | None = None
+        self.waited = 0.0  # seconds
+
+    def save(self, value: T) -> None:
+        """Save the current value as the result in case the rollout fails or is cancelled."""
+        self.saved = value
+
+    async def meet(self, value: V) -> Mapping[int, V]:
+        """Wait until every running sibling has called `meet` too; return this round's values by
+        sample.
+
+        This is a barrier for rollouts that are admitted together. In the task graph this rollout's
+        next call depends on all calls of the round.
+
+        :raises OptionError: the rollouts are not admitted together.
+        """
+        if self._group.admit != "together":
+            raise OptionError(
+                "admit",
+                "rollouts admitted one by one must not wait for each other; admit them together",
+            )
+        since = self._state.now()
+        current = self._group.round
+        current.values[self.sample] = value
+        current.nodes.extend(self.frontier)
+        try:
+            if not self._group.close_round():
+                await current.closed.wait()
+        finally:
+            self.waited += self._state.now() - since
+        self.frontier = current.frontier
+        self._ready = since
+        return current.values
+
+    async def wait(self, arrival: Arrival, turn: int) -> None:
+        """Wait for a score that a sibling is about to get, as a node without compute.
+
+        The node depends on the sibling's calls, so the graph has an edge between the two rollouts.
+        The wait also ends when the sibling's call fails and is retried.
+        """
+        since = self._state.now()
+        try:
+            await arrival.event.wait()
+        finally:
+            until = self._state.now()
+            self.waited += until - since
+            self._emit_wait(HOLD, turn, since, until, (*self.frontier, *arrival.nodes))
+
+    def emit_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
+        """Report how long this finished rollout kept its place until its last sibling ended."""
+        since = ended if self._ready is None else self._ready
+        self._emit_wait(RELEASE, -1, since, released, after)
+
+    def _emit_wait(
+        self, stage: str, turn: int, since: float, until: float, after: tuple[int, ...]
+    ) -> None:
+        """Report a wait for siblings as a node without compute."""
+        state = self._state
+        node = state.last_id + 1
+        state.last_id = node
+        span = CallSpan(
+            node,
+            stage,
+            "",
+            self.problem,
+            self.sample,
+            turn,
+            ready=since,
+            queued=until,
+            started=until,
+            ended=until,
+            after=after,
+            attempt=self.attempt,
+        )
+        state.emit(span)
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A value that one rollout is about to get, and that its siblings wait for."""
+
+    event: anyio.Event = field(default_factory=anyio.Event)
+    nodes: tuple[int, ...] = ()  # numbers of the calls that produced it
+
+
+@dataclass(slots=True)
+class Round:
+    """One round of a barrier; once closed, `values` is complete and `frontier` has every node it
+    waited for.
+    """
+
+    opened_with: tuple[int, ...]
+    values: dict[int, Any] = field(default_factory=dict[int, Any])
+    nodes: list[int] = field(default_factory=list[int])
+    frontier: tuple[int, ...] = ()
+    closed: anyio.Event = field(default_factory=anyio.Event)
+
+
+@dataclass(slots=True, eq=False)
+class Group(Generic[T]):
+    """The rollouts of one request of a problem, which start, settle and end as a group.
+
+    The problem waits for `done` inside `tasks`.
+    """
+
+    run: Run
+    problem: str
+    frontier: tuple[int, ...]  # the problem's frontier when it requested the rollouts
+    function: Callable[[RolloutScope[T]], Awaitable[T]]
+    samples: range
+    admit: Admit
+    settle: Callable[[RolloutResult[T]], bool] | None
+    why: str = field(init=False)  # if not empty, no more rollouts start
+    queued: float = field(init=False)
+    tasks: TaskGroup | None = None
+    results: dict[int, RolloutResult[T]] = field(default_factory=dict[int, RolloutResult[Any]])
+    last_nodes: list[int] = field(default_factory=list[int])
+    done: anyio.Event = field(default_factory=anyio.Event)
+    round: Round = field(init=False)
+    _context: Context = field(default_factory=copy_context)
+    _next: int = 0
+    _ended: list[tuple[RolloutScope[T], RolloutSpan]] = field(default_factory=list[Any])
+
+    def __post_init__(self) -> None:
+        self.why = self.run.stopped
+        self.queued = self.run.state.now()
+        self.round = Round(self.frontier)
+
+    @property
+    def unit(self) -> int:
+        """Return the number of places that one start takes: 1, or all if the rollouts start
+        together.
+        """
+        return len(self.samples) if self.admit == "together" else 1
+
+    @property
+    def unstarted(self) -> int:
+        """Return how many rollouts have not started; 0 once the group is closed."""
+        return 0 if self.why else len(self.samples) - self._next
+
+    def start(self) -> None:
+        """Start one rollout, or all of them if they are admitted together."""
+        assert self.tasks is not None, "submitted outside its task group"
+        for _ in range(self.unit):
+            sample = self.samples[self._next]
+            self._next += 1
+            # the code of another problem may run this, so use the context variables of this one
+            self._context.run(self.tasks.start_soon, self._rollout, sample)
+
+    def close(self, why: str) -> None:
+        """Start no more rollouts, and cancel those that run; only the first reason is kept."""
+        if not self.why:
+            self.why = why
+            if self.tasks is not None:
+                self.tasks.cancel_scope.cancel()
+
+    def is_cut_short(self) -> bool:
+        """Return whether a rollout has not ended, or was cancelled."""
+        if len(self.results) < len(self.samples):
+            return True
+        return any(result.status == "cancelled" for result in self.results.values())
+
+    def gathered(self) -> list[RolloutResult[T]]:
+        """Return every result in the order of the samples, including rollouts that never started."""
+        results: list[RolloutResult[T]] = []
+        for sample in self.samples:
+            result = self.results.get(sample) or RolloutResult(sample, self._interruption())
+            if result.status in ("settled", "cancelled"):
+                result = replace(result, why=self.why)
+            results.append(result)
+        return results
+
+    def _interruption(self) -> RolloutStatus:
+        return "settled" if self.why == "settled" else "cancelled"
+
+    async def _rollout(self, sample: int) -> None:
+        started = self.run.state.now()
+        scope = RolloutScope(self, sample)
+        status: RolloutStatus = "cancelled"
+        value: T | None = None
+        error: Exception | None = None
+        try:
+            value = await self._attempts(scope)
+            status = "done"
+        except Exception as failure:  # noqa: BLE001 - any error ends this rollout only
+            status = "failed"
+            error = failure
+        except BaseException:
+            status = self._interruption()
+            raise
+        finally:
+            value = scope.saved if value is None else value
+            self._end(scope, RolloutResult(sample, status, value, error), started)
+
+    async def _attempts(self, scope: RolloutScope[T]) -> T:
+        policy = self.run.state.policy
+        while True:
+            try:
+                return await self.function(scope)
+            except Exception as error:
+                if policy.is_fatal(error):
+                    raise
+                if not policy.retries(error, scope.attempt, policy.rollouts):
+                    raise
+            await anyio.sleep(policy.delay(scope.attempt, scope.sample))
+            scope.attempt += 1
+
+    def _end(self, scope: RolloutScope[T], result: RolloutResult[T], started: float) -> None:
+        now = self.run.state.now()
+        error = result.error
+        span = RolloutSpan(
+            scope.problem,
+            scope.sample,
+            result.status,
+            queued=self.queued,
+            started=started,
+            ended=now,
+            released=now,
+            attempts=scope.attempt + 1,
+            waited=scope.waited,
+            error="" if error is None else f"{type(error).__name__}: {error}",
+        )
+        self.results[result.sample] = result
+        self.last_nodes.extend(scope.frontier)
+        try:
+            self._react_to(result)
+        finally:
+            if self.admit == "together":
+                self._ended.append((scope, span))
+                self._leave_round(scope)
+            else:
+                self.run.admission.release(1)
+                self.run.state.close_rollout(span)
+            if len(self.results) == len(self.samples):
+                self.done.set()
+
+    def _react_to(self, result: RolloutResult[T]) -> None:
+        """Fail the run, or settle the group, if this result requires it."""
+        error = result.error
+        state = self.run.state
+        has_given_up = state.has_given_up(result.status)
+        if error is not None and (has_given_up or state.policy.is_fatal(error)):
+            if has_given_up:
+                error.add_note(
+                    f"the run was given up after {state.failures_in_row} failed rollouts in a row"
+                )
+            self.run.fail(error)
+            return
+        if self.settle is None or self.why:
+            return
+        if result.status in ("done", "failed") and self.settle(result):
+            self.close("settled")
+
+    # The methods below admit members together: in rounds, and where places are given back together.
+
+    def close_round(self) -> bool:
+        """Close the round if no member is missing; those that wait in it continue."""
+        current = self.round
+        if not current.values or len(current.values) < len(self.samples) - len(self.results):
+            return False
+        current.values = dict(sorted(current.values.items()))
+        current.frontier = tuple(dict.fromkeys(current.nodes))
+        current.closed.set()
+        self.round = Round(current.frontier)
+        return True
+
+    def _leave_round(self, scope: RolloutScope[T]) -> None:
+        current = self.round
+        current.values.pop(scope.sample, None)
+        if scope.frontier is not current.opened_with:
+            # the rollout worked in this round, so the round waited for it
+            current.nodes.extend(scope.frontier)
+        self.close_round()
+
+    def release(self) -> None:
+        """Give back the places that were taken together.
+
+        Every finished rollout kept its place until now.
+        """
+        if self.admit != "together" or not self._next:
+            return
+        released = self.run.state.now()
+        self.run.admission.release(len(self.samples))
+        after = tuple(dict.fromkeys(self.last_nodes))
+        for scope, span in self._ended:
+            if span.status in ("done", "failed"):
+                span.waited += released - span.ended
+                scope.emit_release(span.ended, released, after)
+            span.released = released
+            self.run.state.close_rollout(span)
+
+
+class ProblemScope(Caller):
+    """One open problem. Everything that it started ends before its function returns."""
+
+    __slots__ = ("cancel_scope", "declared", "index", "is_opening", "order", "run", "why")
+
+    def __init__(self, run: Run, problem: str, index: int, order: int) -> None:
+        super().__init__(run.state, problem, -1, ())
+        self.index = index
+        # order of opening, over all runs of the graph: older problems come first
+        self.order = order
+        self.why = ""
+        self.cancel_scope = anyio.CancelScope()
+        self.is_opening = True  # whether it counts as one rollout, since it has not submitted any
+        self._declared = self.declared = anyio.Event()
+        self.run = run
+
+    def cancel(self, why: str) -> None:
+        """End this problem with its function, its rollouts and their calls, without affecting other
+        problems.
+        """
+        self.why = self.why or why
+        self.cancel_scope.cancel()
+
+    @contextmanager
+    def concluding(self, rollouts: int) -> Generator[None]:
+        """Count `rollouts` ended rollouts as waiting for work outside engines, such as grading.
+
+        While too many wait over all problems, no problem is opened, so that finished work does not
+        pile up behind a slow grader.
+        """
+        admission = self.run.admission
+        admission.concluding += rollouts
+        try:
+            yield
+        finally:
+            admission.concluding -= rollouts
+            admission.dispatch()
+
+    async def rollouts(
+        self,
+        function: Callable[[RolloutScope[T]], Awaitable[T]],
+        samples: int | range,
+        *,
+        settle: Callable[[RolloutResult[T]], bool] | None = None,
+        timeout_seconds: float | None = None,
+        admit: Admit = "each",
+        priority: int = 0,
+    ) -> list[RolloutResult[T]]:
+        """Run `function` once per sample and return every result in the order of the samples.
+
+        Rollouts start when places are free, earlier problems first. `settle` gets each rollout that
+        ends by itself; once it returns true, the others are cancelled ("settled").
+        `timeout_seconds` counts from now. If `admit` is "together", all rollouts start at once, may
+        `meet` in rounds, and keep their places until the last has ended.
+
+        :raises OptionError: no samples, or more together than there are places.
+        :raises Exception: what `settle` raised.
+        """
+        wanted = range(samples) if isinstance(samples, int) else samples
+        if not wanted:
+            raise OptionError("samples", f"{samples!r} asks for no rollout")
+        group = Group(
+            self.run, self.problem, self.frontier, function, wanted, admit=admit, settle=settle
+        )
+        try:
+            await self._gather(group, timeout_seconds, priority)
+        finally:
+            group.release()
+        self.frontier = tuple(dict.fromkeys(group.last_nodes)) or self.frontier
+        return group.gathered()
+
+    async def _gather(self, group: Group[T], timeout_seconds: float | None, priority: int) -> None:
+        run = self.run
+        async with task_group() as tasks:
+            group.tasks = tasks
+            if timeout_seconds is not None:
+                tasks.cancel_scope.deadline = anyio.current_time() + timeout_seconds
+            run.groups[group] = None
+            try:
+                if not group.why:
+                    self._declare()
+                    run.admission.submit(group, priority, self.order)
+                    await group.done.wait()
+            finally:
+                del run.groups[group]
+                if group.is_cut_short():
+                    # the cause is known only here, because `close` was not called
+                    is_late = anyio.current_time() >= tasks.cancel_scope.deadline
+                    group.close("deadline" if is_late else "cancelled")
+
+    def end(self, status: ProblemStatus, started: float, error: Exception | None) -> None:
+        """Report the end of the problem; the next one may be opened."""
+        admission = self.run.admission
+        state = self.run.state
+        self._declare()
+        admission.open -= 1
+        admission.dispatch()
+        state.problems_done += 1
+        words = "" if error is None else f"{type(error).__name__}: {error}"
+        state.emit(ProblemSpan(self.problem, self.index, status, started, state.now(), words))
+
+    def _declare(self) -> None:
+        if self.is_opening:
+            self.is_opening = False
+            self.run.admission.opening -= 1
+        self.declared.set()
 
 
 class HasId(Protocol):

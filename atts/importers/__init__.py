@@ -3,16 +3,14 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from atts.importers import (
-    columns,
-    deepconf,
-    inspect_ai,
-    lm_eval,
-    matharena,
-    monkey_business,
-    nemo_skills,
-)
-from atts.importers.samples import (
+from atts.importers.formats import (
+    COLUMNS,
+    DEEPCONF,
+    INSPECT_AI,
+    LM_EVAL,
+    MATHARENA,
+    MONKEY_BUSINESS,
+    NEMO_SKILLS,
     ForeignSample,
     Format,
     ReadOptions,
@@ -31,9 +29,9 @@ from atts.importers.writing import (
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        module.FORMAT.name: module.FORMAT
-        for module in (
-            inspect_ai, lm_eval, nemo_skills, matharena, monkey_business, deepconf, columns,
+        each.name: each
+        for each in (
+            INSPECT_AI, LM_EVAL, NEMO_SKILLS, MATHARENA, MONKEY_BUSINESS, DEEPCONF, COLUMNS,
         )
     }
 )  # fmt: skip

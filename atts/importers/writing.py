@@ -28,9 +28,15 @@ from atts.core import (
 )
 from atts.errors import DatasetError, OptionError, UsageError
 from atts.evaluators import extract, group, judge, reference
-from atts.importers.columns import check_columns
+from atts.importers.formats import (
+    Ended,
+    ForeignSample,
+    Format,
+    ReadOptions,
+    RecordError,
+    check_columns,
+)
 from atts.importers.records import RecordFile, digest_of, open_records, parse
-from atts.importers.samples import Ended, ForeignSample, Format, ReadOptions, RecordError
 from atts.journal import (
     Entry,
     Event,

@@ -6,8 +6,11 @@ from atts.journal.directory import (
     LOCK,
     MANIFEST,
     MERGED,
+    REPLIES,
     JournalCheck,
     RecordedRun,
+    SharedReplies,
+    SharedReply,
     check_directory,
     check_exists,
     check_journal,
@@ -15,7 +18,9 @@ from atts.journal.directory import (
     locked,
     open_journal,
     open_run,
+    reply_key,
     run_if_begun,
+    run_number,
     salvage,
 )
 from atts.journal.events import (
@@ -56,7 +61,6 @@ from atts.journal.manifest import (
     load_manifest,
     save_manifest,
 )
-from atts.journal.shared_replies import REPLIES, SharedReplies, SharedReply, reply_key, run_number
 from atts.journal.state import (
     FACTS,
     FinishedProblem,

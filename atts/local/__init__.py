@@ -3,8 +3,7 @@
 from atts.local.engine import Accelerator, LocalEngine, RunDemand
 from atts.local.messages import LoopStats
 from atts.local.model_config import Family
-from atts.local.options import LocalOptions
-from atts.local.placement import EngineShare, EngineSize, share_cards
+from atts.local.options import EngineShare, EngineSize, LocalOptions, share_cards
 from atts.local.seams import Ask, Proposer, TokenProposal
 
 __all__ = [

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from atts.errors import UnsupportedByEngine
+from atts.local.batch import TokenTable
 from atts.local.cache import PrefixTree
 from atts.local.cpu.bursts import MultiStep
 from atts.local.cpu.compiling import native_library
@@ -30,7 +31,6 @@ from atts.local.model import TorchModel
 from atts.local.model_config import rope_rows
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.seams import HookedModel, Model
-from atts.local.sequence import TokenTable
 
 # read before a small model lowers the number, because the new number also applies to new threads
 _MOST_THREADS = torch.get_num_threads()

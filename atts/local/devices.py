@@ -11,7 +11,7 @@ from torch import Tensor
 from atts.errors import ModelLoadError, OutOfMemory
 from atts.local.loader import free_memory
 from atts.local.messages import WorkerConfig
-from atts.local.placement import WORKSPACE, EngineSize, cards_for, share_cards
+from atts.local.options import WORKSPACE, EngineSize, cards_for, share_cards
 from atts.models.folders import checkpoint_dtype
 
 _CPU_CACHE_BYTES = 2 << 30

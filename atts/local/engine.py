@@ -31,8 +31,7 @@ from atts.local.messages import (
     WorkerReady,
 )
 from atts.local.model_config import ModelConfig, check_model, read_model_config
-from atts.local.options import LocalOptions
-from atts.local.placement import EngineSize, Room
+from atts.local.options import EngineSize, LocalOptions, Room
 from atts.local.worker import LoopWorker, new_worker
 from atts.models.folders import (
     TEXT_FILES,

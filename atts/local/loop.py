@@ -16,7 +16,17 @@ from torch import Tensor
 
 from atts.core import Beginning, SampleRequest
 from atts.errors import EngineUnavailable
-from atts.local.batch import Bursts, Draws, PrefillChunk, StepBatches, StepPlan
+from atts.local.batch import (
+    Bursts,
+    Draws,
+    PrefillChunk,
+    Sequence,
+    StepBatches,
+    StepPlan,
+    TokenTable,
+    ending,
+    new_sequence,
+)
 from atts.local.devices import is_out_of_memory
 from atts.local.logit_sampling import (
     SamplingBatch,
@@ -42,7 +52,6 @@ from atts.local.messages import (
 from atts.local.proposals import Proposals
 from atts.local.scheduler import Scheduler
 from atts.local.seams import Model
-from atts.local.sequence import Sequence, TokenTable, ending, new_sequence
 
 _NOT_NUMBERS = (
     "the model's logits are not numbers (NaN)",

@@ -14,8 +14,7 @@ from atts.core import Beginning, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineCounters
 from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OutOfMemory
 from atts.local.model_config import ModelConfig
-from atts.local.options import LocalOptions
-from atts.local.placement import Room
+from atts.local.options import LocalOptions, Room
 from atts.local.seams import SpeculationStats
 
 SMALL_MODEL = 10_000_000

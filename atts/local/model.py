@@ -23,8 +23,15 @@ from atts.local.device_steps import (
     packed,
     unpacked,
 )
-from atts.local.grouping import AttentionGroup, attention_groups, with_groups
-from atts.local.loader import LayerWeights, Rope, Weights, paired_order
+from atts.local.loader import (
+    AttentionGroup,
+    LayerWeights,
+    Rope,
+    Weights,
+    attention_groups,
+    paired_order,
+    with_groups,
+)
 from atts.local.logit_sampling import SampledTokens, SamplingBatch, raw_logprobs, sample
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.seams import LayerHook

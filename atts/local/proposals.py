@@ -8,7 +8,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from atts.core import SampleRequest
-from atts.local.batch import StepPlan
+from atts.local.batch import Sequence, StepPlan, TokenTable, going_on
 from atts.local.scheduler import Scheduler
 from atts.local.seams import (
     NOTHING,
@@ -21,7 +21,6 @@ from atts.local.seams import (
     SpeculationStats,
     TokenProposal,
 )
-from atts.local.sequence import Sequence, TokenTable, going_on
 
 _NONE = NOTHING, 0  # the proposal of a sequence that asked for none
 _BETWEEN = 8  # number of steps over which the time between steps is averaged

@@ -7,10 +7,9 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import Literal
 
-from atts.local.batch import PrefillChunk, StepPlan
+from atts.local.batch import PrefillChunk, Sequence, StepPlan
 from atts.local.cache import PrefixMatch, PrefixNode, PrefixTree, SlotAllocator, SlotIds
 from atts.local.seams import SlotStore
-from atts.local.sequence import Sequence
 
 # number of slots taken at a time while decoding; neighbours in memory are read faster, and fewer
 # calls are needed

@@ -7,45 +7,48 @@ A second call with the same directory continues the run, whatever ended it.
 """
 
 from atts.run.calls import (
-    EngineCalls,
-    OnUnscored,
-    SharingEngine,
-    check_completion,
-    check_scores,
-    request_key,
-)
-from atts.run.conditions import (
-    Abstain,
-    Answered,
-    Conditions,
-    answered,
-    check_conditions,
-    conditions_of,
-    read_conditions,
-)
-from atts.run.evaluation import Keep, RunOptions, evaluate
-from atts.run.merging import Merged, Shard, merge
-from atts.run.progress import Progress, ProgressSnapshot
-from atts.run.recording import (
     CLOSING_SECONDS,
     Background,
     CallBegun,
     CallKind,
     ChunkWritten,
     EngineAwaited,
+    EngineCalls,
     EscalationCounter,
     Listener,
     Notice,
+    OnUnscored,
     RecallTiming,
     Recorder,
     RunBegun,
     RunEnded,
     RunLengthEstimate,
+    SharingEngine,
+    Signals,
+    Stop,
+    StopWhen,
+    check_completion,
+    check_scores,
     replay_event,
+    request_key,
+    watch_signals,
 )
-from atts.run.result import INTERRUPTED, RunResult, RunStatus, Summary
-from atts.run.spec import Grade, Judgement, Pipeline, RunSpec
-from atts.run.stopping import Signals, Stop, StopWhen, watch_signals
+from atts.run.evaluation import Grade, Judgement, Keep, Pipeline, RunOptions, RunSpec, evaluate
+from atts.run.merging import Merged, Shard, merge
+from atts.run.progress import Progress, ProgressSnapshot
+from atts.run.result import (
+    INTERRUPTED,
+    Abstain,
+    Answered,
+    Conditions,
+    RunResult,
+    RunStatus,
+    Summary,
+    answered,
+    check_conditions,
+    conditions_of,
+    read_conditions,
+)
 from atts.run.trackers import ClosableListener, check_logs, open_logs
 
 __all__ = [

@@ -31,7 +31,7 @@ from atts.journal import (
     Warned,
     judged,
 )
-from atts.run.recording import CallBegun, EngineAwaited, EscalationCounter, Notice, RunBegun
+from atts.run.calls import CallBegun, EngineAwaited, EscalationCounter, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
 """The activity of a rollout: its draft writes, the target judges, the target writes, or it waits

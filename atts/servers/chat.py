@@ -15,7 +15,16 @@ from msgspec import Struct
 
 from atts.core import Message, SampleRequest, TokenIds
 from atts.errors import OptionError, UnsupportedByEngine
-from atts.servers.client import Call, Client
+from atts.servers.client import (
+    Call,
+    Client,
+    ModelRow,
+    ModelRows,
+    TokenCounts,
+    decode,
+    finish_of,
+    is_score,
+)
 from atts.servers.dialect import (
     Dialect,
     Identity,
@@ -27,7 +36,6 @@ from atts.servers.dialect import (
     seed_of,
 )
 from atts.servers.options import Prefill, RemoteOptions
-from atts.servers.replies import ModelRow, ModelRows, TokenCounts, decode, finish_of, is_score
 
 Speaker = Literal["system", "user", "assistant"]
 END, SYSTEM, USER, ASSISTANT = range(4)

@@ -24,10 +24,18 @@ from atts.core import (
 )
 from atts.engine import EngineSpec, Tokenizer
 from atts.errors import BadReply, EngineError, OptionError, UnsupportedByEngine
-from atts.servers.client import Call, Client
+from atts.servers.client import (
+    Call,
+    Client,
+    HttpReply,
+    ModelRow,
+    ModelRows,
+    Tokenized,
+    are_logprobs,
+    are_scores,
+    decode,
+)
 from atts.servers.options import RemoteOptions
-from atts.servers.replies import ModelRow, ModelRows, Tokenized, are_logprobs, are_scores, decode
-from atts.servers.transport import HttpReply
 
 T = TypeVar("T")
 LogProbs = Literal["raw", "processed", "none"]

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from atts.core import SampleRequest, TokenIds
-from atts.servers.client import Call, Client
+from atts.servers.client import Call, Client, Count, ModelRow, Token, Tokens, decode
 from atts.servers.dialect import (
     Forcer,
     Identity,
@@ -19,7 +19,6 @@ from atts.servers.dialect import (
     seed_of,
     tokens_of,
 )
-from atts.servers.replies import Count, ModelRow, Token, Tokens, decode
 
 # A bias that leaves no other token a chance; log-probs are taken before it.
 _FORCE = 1e9

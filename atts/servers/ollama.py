@@ -8,7 +8,7 @@ from msgspec import Raw, Struct
 
 from atts.core import SampleRequest
 from atts.servers.chat import TextDialect, left_open
-from atts.servers.client import Call, Client
+from atts.servers.client import Call, Client, Count, ModelRow, Version, decode, finish_of
 from atts.servers.dialect import (
     Identity,
     RawCompletion,
@@ -19,7 +19,6 @@ from atts.servers.dialect import (
     short_version,
 )
 from atts.servers.options import RemoteOptions
-from atts.servers.replies import Count, ModelRow, Version, decode, finish_of
 
 # Every position takes memory there, so a default is small; the setting `context` asks for more.
 CONTEXT = 8192

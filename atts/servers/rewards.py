@@ -20,9 +20,8 @@ from atts.core import Message, ScoreRequest, Scores
 from atts.engine import Engine, EngineAround, EngineSpec, Tokenizer, opened
 from atts.errors import BadReply, EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.servers.addresses import ServerAddress, read_server
-from atts.servers.client import Call, Client
+from atts.servers.client import Call, Client, error_text
 from atts.servers.engine import open_tokenizer
-from atts.servers.replies import error_text
 
 SEPARATOR = "<extra_0>"
 """Stands after each step for Qwen2.5-Math-PRM."""

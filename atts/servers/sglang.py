@@ -7,7 +7,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
-from atts.servers.client import Call, Client
+from atts.servers.client import Call, Client, Count, Token, Tokens, decode, finish_of, logprob_of
 from atts.servers.dialect import (
     Identity,
     LogProbs,
@@ -22,7 +22,6 @@ from atts.servers.dialect import (
     tokens_of,
 )
 from atts.servers.options import RemoteOptions
-from atts.servers.replies import Count, Token, Tokens, decode, finish_of, logprob_of
 
 
 class _ServerInfo(Struct):

@@ -13,7 +13,16 @@ from msgspec import Struct
 
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.errors import EngineTimeout, OptionError, UnsupportedByEngine
-from atts.servers.client import Call, Client
+from atts.servers.client import (
+    Call,
+    Client,
+    TokenCounts,
+    Tokens,
+    Version,
+    decode,
+    finish_of,
+    logprob_of,
+)
 from atts.servers.dialect import (
     DraftCounts,
     Identity,
@@ -30,7 +39,6 @@ from atts.servers.dialect import (
     tokens_of,
 )
 from atts.servers.options import RemoteOptions
-from atts.servers.replies import TokenCounts, Tokens, Version, decode, finish_of, logprob_of
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"

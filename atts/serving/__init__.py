@@ -4,15 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from atts.concurrency import import_lock
-from atts.serving.policies import POLICIES, VOTES, NamedPolicy
-from atts.serving.requests import RequestError, SolveRequest
+from atts.serving.requests import POLICIES, VOTES, NamedPolicy, RequestError, SolveRequest
 from atts.serving.service import ServeOptions, Service
 
 if TYPE_CHECKING:
-    from atts.serving.app import build_app
-    from atts.serving.running import run_server
-    from atts.serving.status import RunStatus
-    from atts.serving.view import view_server
+    from atts.serving.app import build_app, run_server
+    from atts.serving.status import RunStatus, view_server
 
 __all__ = [
     "POLICIES",
@@ -31,9 +28,9 @@ __all__ = [
 # The first two names need the extra `serve`.
 _HOME = {
     "build_app": "atts.serving.app",
-    "run_server": "atts.serving.running",
+    "run_server": "atts.serving.app",
     "RunStatus": "atts.serving.status",
-    "view_server": "atts.serving.view",
+    "view_server": "atts.serving.status",
 }
 
 

@@ -1,11 +1,15 @@
-"""The replies of the endpoint to finished requests, and the runs that `/atts/runs` shows."""
+"""The replies of the endpoint to finished requests, and the runs that `/atts/runs` shows.
+
+The text that a client is shown ends before the first of its stop strings. The busy share of an
+engine is the part of the last minute with a call in flight.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,9 +19,116 @@ from atts.core import CallSpan, Decision, Outcome, Rollout, Turn
 from atts.journal import Event, RolloutFinished, TurnFinished
 from atts.ledger import Account
 from atts.run import Notice
-from atts.serving.busy import BusyShare
 from atts.serving.requests import SolveRequest
-from atts.serving.stops import stopped_text
+
+
+class StoppedText:
+    """A growing text that is shown up to the first stop string, however it arrives in pieces.
+
+    The first stop string is the one that is completed first, as for a model that stops writing
+    there; of several that end at the same character it is the longest. Text is held back while it
+    may be the beginning of a stop string.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._held = ""  # the text that is not shown yet
+        self.is_stopped = False  # whether a stop string was completed
+
+    def add(self, text: str) -> str:
+        """Take more text in, and return what may be shown of it now."""
+        if self.is_stopped:
+            return ""
+        text = self._held + text
+        # what was shown began no stop string, so each one lies within the rest
+        found = [(text.find(stop), len(stop)) for stop in self._stop if stop in text]
+        if found:
+            self.is_stopped = True
+            self._held = ""
+            begin, _ = min(found, key=lambda one: (sum(one), one[0]))
+            return text[:begin]
+        shown = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def end(self) -> str:
+        """Return what was held back, because no more text comes."""
+        held = self._held
+        self._held = ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of the text that may begin the stop string.
+
+    >>> _overlap("so far\\nQues", "\\nQuestion:")
+    5
+    """
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def stopped_text(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """Return a text up to the first stop string, and whether there is one.
+
+    >>> stopped_text("7\\n\\nQuestion: what", ["Question:", "\\n\\n"])
+    ('7', True)
+    """
+    growing = StoppedText(stop)
+    shown = growing.add(text) + growing.end()
+    return shown, growing.is_stopped
+
+
+WINDOW_SECONDS = 60.0
+
+
+class BusyShare:
+    """The intervals of work by engine within the window; overlapping intervals are merged."""
+
+    def __init__(self) -> None:
+        self._work = dict[str, deque[tuple[float, float]]]()
+        self._began: float | None = None
+
+    def add(self, engine: str, started: float, ended: float) -> None:
+        """Add one call; calls come in the order of their ends."""
+        if self._began is None or started < self._began:
+            self._began = started
+        intervals = self._work.setdefault(engine, deque())
+        while intervals and intervals[-1][1] >= started:
+            before = intervals.pop()
+            started = min(started, before[0])
+            ended = max(ended, before[1])
+        intervals.append((started, ended))
+        while intervals[0][1] < ended - WINDOW_SECONDS:
+            intervals.popleft()
+
+    @property
+    def num_intervals(self) -> int:
+        """Return how many intervals are stored, over all engines."""
+        return sum(map(len, self._work.values()))
+
+    def shares(self, now: float) -> dict[str, float]:
+        """Return the busy share of each engine that had a call.
+
+        >>> busy = BusyShare()
+        >>> busy.add("draft", 0.0, 10.0)
+        >>> busy.add("draft", 5.0, 15.0)
+        >>> busy.add("target", 18.0, 20.0)
+        >>> busy.shares(20.0)
+        {'draft': 0.75, 'target': 0.1}
+        """
+        if self._began is None:
+            return {}
+        since = max(self._began, now - WINDOW_SECONDS)
+        length = now - since
+        if length <= 0:
+            return dict.fromkeys(self._work, 0.0)
+        shares = dict[str, float]()
+        for engine, intervals in self._work.items():
+            worked = sum(max(0.0, min(end, now) - max(start, since)) for start, end in intervals)
+            shares[engine] = worked / length
+        return shares
+
 
 RunWord = Literal["waiting", "running", "answered", "cancelled", "failed"]
 

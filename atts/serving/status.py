@@ -1,11 +1,19 @@
-"""The status of a server or of a run directory, for the page of `atts view`."""
+"""The status of a server or of a run directory, the page of `atts view` that shows it, and metrics.
+
+The metrics of the endpoint have Prometheus's text format.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from functools import cache, partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +21,7 @@ import anyio
 
 from atts.analysis import is_running
 from atts.core import CallSpan
-from atts.errors import JournalCorrupt
+from atts.errors import ATTSError, JournalCorrupt
 from atts.evaluators import Estimate, share_estimate
 from atts.journal import (
     JOURNAL,
@@ -30,8 +38,7 @@ from atts.journal import (
 )
 from atts.ledger import LEDGER, Account, Amount, read_ledger
 from atts.run import Progress
-from atts.serving.busy import BusyShare
-from atts.serving.replies import ServedRun
+from atts.serving.replies import BusyShare, ServedRun
 from atts.serving.service import Service
 
 _MOST_ENDED = 30  # number of latest finished requests or problems
@@ -328,3 +335,95 @@ class RunReading:
                 "turns": self._turns[key],
             }
         return None
+
+
+HOST = "127.0.0.1"
+
+
+@cache
+def page() -> bytes:
+    """Return the page, which requests `/atts/status` every second."""
+    return (files("atts.serving") / "view.html").read_bytes()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """A handler that serves only the page and the status."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]], *rest: Any) -> None:
+        self._status = status
+        super().__init__(*rest)
+
+    def do_GET(self) -> None:
+        """Answer a request of a browser on this machine."""
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if host not in (HOST, "localhost"):
+            # a foreign host name that resolves to this machine could read the run through the
+            # browser
+            self._send(403, "text/plain", b"ask 127.0.0.1\n")
+        elif self.path in ("/", "/atts/view"):
+            self._send(200, "text/html; charset=utf-8", page())
+        elif self.path == "/atts/status":
+            self._send_status()
+        else:
+            self._send(404, "text/plain", b"no such page\n")
+
+    def _send_status(self) -> None:
+        code = 200
+        try:
+            status = self._status()
+        except (ATTSError, OSError) as error:
+            code = 500
+            status = {"error": {"message": str(error)}}
+        self._send(code, "application/json", json.dumps(status).encode())
+
+    def _send(self, code: int, kind: str, data: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing, because the page sends a request every second."""
+
+
+def view_server(port: int, status: Callable[[], dict[str, Any]]) -> ThreadingHTTPServer:
+    """Return a server that shows a status on this machine; the caller runs and closes it.
+
+    :raises OSError: if it cannot listen on the port.
+    """
+    return ThreadingHTTPServer((HOST, port), partial(_Handler, status))
+
+
+def metrics_text(service: Service) -> str:
+    """Return every counter and gauge, with its help and type."""
+    return "\n".join(_lines(service)) + "\n"
+
+
+def _lines(service: Service) -> Iterator[str]:
+    yield from _metric("atts_requests_in_flight", "gauge", "Requests now.", service.in_flight)
+    yield "# HELP atts_requests_total Requests by what came of them."
+    yield "# TYPE atts_requests_total counter"
+    for name, value in asdict(service.counts).items():
+        yield f'atts_requests_total{{result="{name}"}} {value}'
+    account = service.account
+    for name, text, value in (
+        ("atts_calls", "Engine calls, including cancelled ones.", account.spent.calls),
+        ("atts_tokens", "Tokens of all calls.", account.spent.total_tokens),
+        ("atts_generation_tokens", "Tokens written since the start.", account.written),
+        ("atts_cached_tokens", "Prompt tokens from a cache since the start.", account.cached),
+        ("atts_cost_dollars", "Money, by the prices of the models.", account.spent.dollars),
+    ):
+        yield from _metric(f"{name}_total", "counter", text, value)
+    for name, text, value in (
+        ("atts_reserved_calls", "Engine calls in flight.", account.reserved.calls),
+        ("atts_reserved_tokens", "Tokens reserved for them.", account.reserved.total_tokens),
+    ):
+        yield from _metric(name, "gauge", text, value)
+
+
+def _metric(name: str, kind: str, text: str, value: float) -> Iterator[str]:
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {kind}"
+    yield f"{name} {value}"

@@ -15,10 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from atts.concurrency import task_group
-from atts.serving.replies import Reply
+from atts.serving.replies import Reply, StoppedText
 from atts.serving.requests import RequestError, SolveRequest
 from atts.serving.service import Service
-from atts.serving.stops import StoppedText
 
 NEXT_LINE = "\n\n- another line of thought -\n\n"
 """The text between two rollouts in the reasoning of a stream."""

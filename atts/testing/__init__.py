@@ -10,9 +10,14 @@ from atts.testing.conformance import (
     ConformanceReport,
     check_engine,
 )
-from atts.testing.faults import FaultKind, Faults, FaultyEngine
-from atts.testing.language import ToyTokenizer, toy_answer, toy_groups, toy_problems
-from atts.testing.scripted import Latency, ScoreDrift, ScriptedEngine
+from atts.testing.scripted import (
+    FaultKind,
+    Faults,
+    FaultyEngine,
+    Latency,
+    ScoreDrift,
+    ScriptedEngine,
+)
 from atts.testing.servers import (
     DialectServer,
     ServerDialect,
@@ -20,7 +25,17 @@ from atts.testing.servers import (
     ServerFaults,
     ServerQuirks,
 )
-from atts.testing.toy_model import DRAFT, TARGET, Selector, Skill, ToyModel
+from atts.testing.toy_model import (
+    DRAFT,
+    TARGET,
+    Selector,
+    Skill,
+    ToyModel,
+    ToyTokenizer,
+    toy_answer,
+    toy_groups,
+    toy_problems,
+)
 
 __all__ = [
     "CHECKS",

@@ -1,27 +1,36 @@
-"""HTTP servers around any engine that speak a serving engine's dialect, quirks included, and fail
-on demand.
+"""HTTP servers around any engine that speak a serving engine's dialect, quirks included, and fail on
+demand.
+
+The server and its parts come first, then one section for each dialect with its routes: the chat API,
+llama.cpp, Ollama, SGLang as its 0.5.23 sources have it, and vLLM as its 0.33 sources have it. A
+reward server is at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
+import base64
+import io
 import json
+import math
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
+from uuid import uuid4
 
 import anyio
 from anyio.from_thread import start_blocking_portal
 
-from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
+from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError, OptionError, UnsupportedByEngine, UsageError
 from atts.sampling import Seed
-from atts.testing.faults import check_shares, drawn, spoilt
+from atts.testing.scripted import check_shares, drawn, spoilt
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -560,12 +569,6 @@ def _error(status: int, message: str, kind: str) -> web.Response:
     return _json({"error": {"message": message, "type": kind, "code": status}}, status)
 
 
-def routes_of(dialect: ServerDialect) -> Routes:
-    """Return the paths of a dialect, and what answers them."""
-    routes: Routes = importlib.import_module(f"atts.testing.servers_{dialect}").ROUTES
-    return routes
-
-
 THINK = "<think>\n"
 THINK_END = "\n</think>\n\n"
 _ANSWER = "The answer"
@@ -590,3 +593,746 @@ def split_reasoning(so_far: str, text: str) -> tuple[str, str]:
         return text, ""
     cut = max(0, start - len(before))
     return text[:cut], text[cut:]
+
+
+# fields that hosted servers refuse
+_STRICT = (
+    "top_k",
+    "min_p",
+    "continue_final_message",
+    "add_generation_prompt",
+)
+
+
+def chat_models(call: ServerCall) -> dict[str, Any]:
+    """Answer GET /v1/models, which does not say how long a context is."""
+    return {
+        "object": "list",
+        "data": [{"id": call.state.model, "object": "model", "owned_by": "host"}],
+    }
+
+
+async def chat_completions(call: ServerCall) -> Any:
+    """Answer POST /v1/chat/completions."""
+    body = call.body
+    quirks = call.state.quirks
+    call.check_model()
+    if quirks.prefill in ("closed", "prefix"):
+        for name in _STRICT:
+            if name in body:
+                raise Refusal(400, f"Unrecognized request argument supplied: {name}")
+    if quirks.reasoning == "hidden" and float(body.get("temperature", 1.0)) != 1.0:
+        raise Refusal(
+            400,
+            f"Unsupported value: 'temperature' does not support {body['temperature']} with this "
+            "model. Only the default (1) value is supported.",
+        )
+    ids = conversation(call, body["messages"])
+    limit = int(body.get("max_completion_tokens") or body.get("max_tokens") or 256)
+    call.check_room(ids, limit)
+    request = request_of(ids, limit, body, Sampling())
+    done = await call.sample(request, spoil=False)
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_word(done)}
+    text = None if call.fault == "nan" else shown(done, request.stop)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    reasoning = ""
+    if quirks.reasoning != "off" and text is not None:
+        reasoning, content = split_reasoning(_so_far(body["messages"]), text)
+        # vLLM's parsers give null for an empty content, OpenAI an empty text
+        message["content"] = content if quirks.reasoning == "hidden" else content or None
+        if quirks.reasoning != "hidden":
+            message[quirks.reasoning] = reasoning or None
+    choice["message"] = message
+    if body.get("logprobs"):
+        if quirks.ratings == "off":
+            raise Refusal(400, "You are not allowed to request logprobs from this model.")
+        row = {"token": done.text, "logprob": done.logprobs[0]}
+        choice["logprobs"] = {
+            "content": [row | {"top_logprobs": await _digits(call, ids)}],
+            "refusal": None,
+        }
+    usage: dict[str, Any] = {"prompt_tokens": len(ids), "completion_tokens": len(done.ids)}
+    usage |= {"prompt_tokens_details": {"cached_tokens": done.cached_tokens}}
+    if quirks.reasoning == "hidden":
+        spent = len(call.state.engine.tokenizer.encode(reasoning))
+        usage |= {"completion_tokens_details": {"reasoning_tokens": spent}}
+    choices = [] if call.fault == "wrong_ids" else [choice]
+    head = {"id": "chatcmpl-1", "object": "chat.completion", "model": call.state.model}
+    return head | {"choices": choices, "usage": usage}
+
+
+def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
+    """Return the ids of the messages.
+
+    A last assistant message stays open only where this server leaves it open.
+    """
+    messages = [Message(row["role"], without_marks(row["content"])) for row in rows]
+    if messages and messages[-1].role == "assistant":
+        wanted: dict[str, bool] = {
+            "continue": call.body.get("continue_final_message") is True
+            and call.body.get("add_generation_prompt") is False,
+            "prefix": bool(rows[-1].get("prefix")),
+            "trailing": True,
+            "closed": False,
+        }
+        if not wanted[call.state.quirks.prefill]:
+            messages[-1] = Message("user", messages[-1].content)  # without a word, as SGLang does
+    return call.state.engine.tokenizer.render(messages)
+
+
+def _so_far(rows: list[dict[str, Any]]) -> str:
+    """Return the beginning of the answer, if the last message is one."""
+    return rows[-1]["content"] if rows and rows[-1]["role"] == "assistant" else ""
+
+
+async def _digits(call: ServerCall, ids: TokenIds) -> list[dict[str, Any]]:
+    """Return the ten digits, which stand in for the likeliest tokens."""
+    rows: list[dict[str, Any]] = []
+    for digit in range(10):
+        (token, *_) = call.state.engine.tokenizer.encode(str(digit))
+        _, scores = await call.score((*ids, token), len(ids))
+        rows.append({"token": str(digit), "logprob": scores.logprobs[0], "bytes": [48 + digit]})
+    return rows
+
+
+CHAT_ROUTES = Routes({"/v1/models": chat_models}, {"/v1/chat/completions": chat_completions})
+
+
+_DEFAULT = Sampling(0.8, 40, 0.95, 0.05)
+
+
+def props(call: ServerCall) -> dict[str, Any]:
+    """Answer GET /props."""
+    state = call.state
+    return {
+        "default_generation_settings": {"n_ctx": state.context_length},
+        "model_path": f"/models/{state.model}",
+        "model_alias": state.model,
+        "build_info": state.quirks.version or "b9200-00dc805",
+    }
+
+
+async def completion(call: ServerCall) -> Any:
+    """Answer POST /completion, with sampling defaults of its own.
+
+    A `logit_bias` forces a token, which shows its log-probability.
+    """
+    body = call.body
+    most = call.state.context_length
+    ids = tuple(body["prompt"])
+    limit = int(body.get("n_predict", -1))
+    if len(ids) >= most:
+        raise Refusal(400, f"the request exceeds the available context size ({most} tokens)")
+    if body.get("logit_bias"):
+        return await _forced(call, ids, int(body["logit_bias"][0][0]))
+    limit = most - len(ids) if limit < 0 else min(limit, most - len(ids))
+    request = request_of(ids, limit, body, _DEFAULT)
+    done = await call.sample(request)
+    word = (
+        next((word for word in request.stop if word in done.text), "")
+        if done.ended == "delimiter"
+        else ""
+    )
+    return _reply(call.state, done, word)
+
+
+async def ignoring(call: ServerCall) -> Any:
+    """Answer POST /v1/completions, which ignores that the prompt's log-probs are asked for."""
+    prompt = call.body["prompt"]
+    ids = call.state.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+    done = await call.sample(
+        SampleRequest(ids, max(1, int(call.body.get("max_tokens", 16))), Sampling(0.0))
+    )
+    rows = [
+        {"id": token, "logprob": value}
+        for token, value in zip(done.ids, done.logprobs, strict=True)
+    ]
+    return {
+        "choices": [
+            {
+                "index": 0,
+                "text": done.text,
+                "finish_reason": "length",
+                "logprobs": {"content": rows},
+            }
+        ]
+    }
+
+
+def _reply(state: ServerState, done: Completion, word: str) -> Any:
+    pairs = list(zip(done.ids, done.logprobs, strict=True))
+    # as many entries less as the stop word has tokens by itself, wherever they were in the text
+    if word:
+        pairs = pairs[: max(0, len(pairs) - len(state.engine.tokenizer.encode(word)))]
+    kinds = {"length": "limit", "end": "eos", "delimiter": "word"}
+    return {
+        "content": done.text[: done.text.find(word)] if word else done.text,
+        "tokens": done.ids,
+        "stop": True,
+        "stop_type": kinds[done.ended],
+        "stopping_word": word,
+        "completion_probabilities": [
+            {"id": token, "logprob": value, "top_logprobs": []} for token, value in pairs
+        ],
+        "truncated": False,
+        "timings": {"cache_n": done.cached_tokens},
+    }
+
+
+async def _forced(call: ServerCall, ids: TokenIds, token: int) -> Any:
+    state = call.state
+    ids_scored, scores = await call.score((*ids, token), len(ids))
+    done = Completion(
+        ids_scored, state.engine.tokenizer.decode((token,)), "length", scores.logprobs
+    )
+    return _reply(state, replace(done, cached_tokens=state.cache.hit(ids)), "")
+
+
+LLAMACPP_ROUTES = Routes(
+    {
+        "/props": props,
+        "/metrics": lambda call: f"llamacpp:requests_processing {len(call.state.jobs)}\n",
+        "/tokenize": lambda call: call.tokens("content"),
+    },
+    {"/completion": completion, "/v1/completions": ignoring},
+)
+
+
+_SMALL = 64  # places, unless more are asked for
+_DEFAULT_OLLAMA = Sampling(0.8, 40, 0.9)
+
+
+def tags(call: ServerCall) -> dict[str, Any]:
+    """Answer GET /api/tags; a name without a tag gets "latest"."""
+    return {
+        "models": [
+            {"name": f"{call.state.model}:latest", "model": f"{call.state.model}:latest", "size": 1}
+        ]
+    }
+
+
+def show(call: ServerCall) -> dict[str, Any]:
+    """Answer POST /api/show."""
+    _check_model(call)
+    return {
+        "model_info": {"toy.context_length": call.state.context_length},
+        "capabilities": ["completion"],
+    }
+
+
+async def chat(call: ServerCall) -> Any:
+    """Answer POST /api/chat, not streamed, with sampling defaults of its own.
+
+    A last assistant message is continued.
+    """
+    body = call.body
+    _check_model(call)
+    if body.get("stream", True):
+        raise Refusal(400, "these tests do not stream")
+    options: Mapping[str, Any] = body.get("options") or {}
+    ids = call.state.engine.tokenizer.render(
+        [Message(row["role"], without_marks(row["content"])) for row in body["messages"]]
+    )
+    room = min(int(options.get("num_ctx", _SMALL)), call.state.context_length)
+    if len(ids) >= room:
+        if body.get("truncate") is False:
+            raise Refusal(400, "the input length exceeds the context length")
+        ids = ids[-room + 1 :]
+    request = request_of(
+        ids, min(int(options.get("num_predict", 128)), room - len(ids)), options, _DEFAULT_OLLAMA
+    )
+    done = await call.sample(request, spoil=False)
+    text = None if call.fault == "nan" else shown(done, request.stop)
+    message = {"role": "assistant", "content": text}
+    if call.state.quirks.reasoning != "off" and text is not None:
+        last = body["messages"][-1]
+        so_far = last["content"] if last["role"] == "assistant" else ""
+        message["thinking"], message["content"] = split_reasoning(so_far, text)
+    reason = "load" if call.fault == "wrong_ids" else finish_word(done)
+    counts = {"prompt_eval_count": len(ids), "eval_count": len(done.ids), "total_duration": 1}
+    return {
+        "model": body["model"],
+        "message": message,
+        "done": True,
+        "done_reason": reason,
+        **counts,
+    }
+
+
+def _check_model(call: ServerCall) -> None:
+    if call.body.get("model") not in (call.state.model, f"{call.state.model}:latest"):
+        raise Refusal(404, f"model {call.body.get('model')!r} not found")
+
+
+OLLAMA_ROUTES = Routes(
+    {
+        "/api/version": lambda call: {"version": call.state.quirks.version or "0.12.11"},
+        "/api/tags": tags,
+        "/api/show": show,
+    },
+    {"/api/chat": chat},
+)
+
+
+def server_info(call: ServerCall) -> dict[str, str | None]:
+    """Answer GET /server_info."""
+    model = call.state.model
+    quirks = call.state.quirks
+    algorithm = None if quirks.speculation == "off" else "STANDALONE"
+    names = {"model_path": model, "tokenizer_path": model, "speculative_algorithm": algorithm}
+    return {"version": quirks.version or "0.5.23", **names}
+
+
+def abort_sglang(call: ServerCall) -> dict[str, str]:
+    """Answer POST /abort_request: every id that begins so is aborted, an empty one means all."""
+    call.state.abort(call.body["rid"], "prefix")
+    return {}
+
+
+async def generate_sglang(call: ServerCall) -> Any:
+    """Answer POST /generate: without new tokens it scores from `logprob_start_len` on."""
+    body = call.body
+    most = call.state.context_length
+    ids = tuple(body["input_ids"])
+    settings = body["sampling_params"]
+    rid = str(body["rid"])
+    if len(ids) >= most:
+        raise Refusal(
+            400,
+            f"The input ({len(ids)} tokens) is longer than the model's context length ({most} "
+            f"tokens).",
+        )
+    limit = int(settings.get("max_new_tokens", 128))
+    if limit == 0:
+        return await _scored(call, rid)
+    limit = min(limit, most - len(ids) - 2)  # shortened without a word
+    request = request_of(ids, limit, settings, Sampling(), seed="sampling_seed")
+    try:
+        return _completion(call.state, await call.sample(request, rid), request, rid)
+    except Aborted:
+        reason = {"type": "abort", "message": "Abort before prefill", "status_code": None}
+        return {"text": "", "output_ids": [], "meta_info": {"id": rid, "finish_reason": reason}}
+
+
+async def _scored(call: ServerCall, rid: str) -> Any:
+    body = call.body
+    state = call.state
+    ids = tuple(body["input_ids"])
+    start = int(body.get("logprob_start_len", -1))
+    meta: dict[str, Any] = {
+        "id": rid,
+        "prompt_tokens": len(ids),
+        "finish_reason": {"type": "length", "length": 0},
+    }
+    if body.get("return_logprob") and start >= 0 and state.quirks.scoring == "honest":
+        if start > len(ids):
+            raise Refusal(400, "logprob_start_len is beyond the input")
+        cached = min(state.cache.hit(ids), start)
+        ids_scored, scores = await call.score(ids, start + 1, rid)
+        rows = [
+            [value, token, None] for value, token in zip(scores.logprobs, ids_scored, strict=True)
+        ]
+        meta |= {"input_token_logprobs": [[None, ids[start], None], *rows], "cached_tokens": cached}
+        state.cache.keep(ids)
+    return {"text": "", "output_ids": [], "meta_info": meta}
+
+
+def _completion(state: ServerState, done: Completion, request: SampleRequest, rid: str) -> Any:
+    heat = request.sampling.temperature
+    # stands in for "after temperature"
+    divide = heat if state.quirks.logprobs != "raw" and heat > 0 else 1.0
+    rows = [
+        [value / divide, token, None] for value, token in zip(done.logprobs, done.ids, strict=True)
+    ]
+    reason: dict[str, Any] = {"type": "length", "length": len(done.ids)}
+    if done.ended != "length":
+        matched = next((stop for stop in request.stop if stop in done.text), done.ids[-1])
+        reason = {"type": "stop", "matched": matched}
+    meta = {
+        "id": rid,
+        "finish_reason": reason,
+        "prompt_tokens": len(request.ids),
+        "completion_tokens": len(done.ids),
+        "cached_tokens": done.cached_tokens,
+        "output_token_logprobs": rows,
+    }
+    return {"text": done.text, "output_ids": done.ids, "meta_info": meta}
+
+
+SGLANG_ROUTES = Routes(
+    {
+        "/server_info": server_info,
+        "/v1/models": lambda call: {"object": "list", "data": [call.model_row("sglang")]},
+        "/metrics": lambda call: call.gauges("sglang:num_running_reqs", "sglang:num_queue_reqs"),
+        "/tokenize": lambda call: call.tokens("prompt"),
+        "/abort_request": abort_sglang,
+    },
+    {"/generate": generate_sglang},
+)
+
+
+_DEFAULT_VLLM = Sampling(0.6, 20, 0.95)  # defaults of a model's generation_config.json
+_CLAMP = -9999.0
+_THINK = "<think>"
+_THINK_END = "</think>"
+
+
+async def completions_vllm(call: ServerCall) -> Any:
+    """Answer POST /v1/completions: one prompt of ids is sampled, and scored where that is asked."""
+    body = call.body
+    state = call.state
+    call.check_model()
+    rid = f"cmpl-{call.headers.get('X-Request-Id') or uuid4().hex}-0"
+    ids = tuple(body["prompt"])
+    limit = int(body.get("max_tokens", 16))
+    call.check_room(ids, limit)
+    wants_scores = body.get("prompt_logprobs") is not None
+    choice: dict[str, Any] = {"index": 0, "prompt_logprobs": None}
+    is_scored = wants_scores and state.quirks.scoring == "honest"
+    if is_scored:
+        rows: list[Any] = await _prompt_rows(call, ids, rid)
+        choice["prompt_logprobs"] = rows
+        for place in range(1, len(ids)) if body["prompt_logprobs"] else ():
+            rows[place] |= await _likeliest(call, ids[:place], int(body["prompt_logprobs"]))
+    request = request_of(ids, limit, body, _DEFAULT_VLLM)
+    done = await _thought(call, request, rid, spoil=not is_scored)  # a reply is spoilt once
+    text = done.text if body.get("include_stop_str_in_output") else shown(done, request.stop)
+    choice |= {
+        "text": text,
+        "finish_reason": finish_word(done),
+        "stop_reason": _stop_reason(done, request),
+    }
+    if body.get("return_token_ids"):
+        choice["token_ids"] = done.ids
+    if body.get("logprobs") is not None:
+        values = sent_logprobs(state, done, request)
+        choice["logprobs"] = {
+            "token_logprobs": values,
+            "tokens": [f"token_id:{token}" for token in done.ids],
+        }
+    usage = {"prompt_tokens": len(ids), "completion_tokens": len(done.ids)}
+    details = {
+        "prompt_tokens_details": {"cached_tokens": 0 if wants_scores else done.cached_tokens}
+    }
+    names = {"model": body["model"], "system_fingerprint": f"vllm-{state.quirks.version}"}
+    return {
+        "id": rid,
+        "object": "text_completion",
+        **names,
+        "choices": [choice],
+        "usage": usage | details,
+    }
+
+
+async def _thought(
+    call: ServerCall, request: SampleRequest, rid: str, *, spoil: bool
+) -> Completion:
+    """Continue a text; a think block that is open in the prompt is closed at the budget."""
+    budget = call.body.get("thinking_token_budget")
+    quirks = call.state.quirks
+    if budget is not None and quirks.thinking == "refused":
+        raise Refusal(400, "thinking_token_budget is set but reasoning_config is not configured.")
+    tokenizer = call.state.engine.tokenizer
+    _, opened, thoughts = tokenizer.decode(request.ids).rpartition(_THINK)
+    if budget is None or quirks.thinking == "ignored" or not opened or _THINK_END in thoughts:
+        return await call.sample(request, rid, spoil=spoil)
+    left = min(request.max_tokens, max(0, budget - len(tokenizer.encode(thoughts))))
+    begun = Completion((), "", "length", ())
+    if left:
+        begun = await call.sample(replace(request, max_tokens=left), rid, spoil=spoil)
+        if begun.ended != "length" or _THINK_END in begun.text or left == request.max_tokens:
+            return begun
+    end = tokenizer.encode(_THINK_END)[: request.max_tokens - left]
+    ids = begun.ids + end
+    logprobs = (*begun.logprobs, *[0.0] * len(end))
+    if len(ids) == request.max_tokens:
+        return Completion(ids, tokenizer.decode(ids), "length", logprobs, begun.cached_tokens)
+    rest = await call.sample(
+        replace(request, ids=request.ids + ids, max_tokens=request.max_tokens - len(ids)), rid
+    )
+    text = tokenizer.decode(ids) + rest.text
+    return Completion(ids + rest.ids, text, rest.ended, logprobs + rest.logprobs)
+
+
+async def generate_vllm(call: ServerCall) -> Any:
+    """Answer POST /inference/v1/generate: scores of given tokens from a cached prefix.
+
+    They are null when the cache goes past them.
+    """
+    body = call.body
+    state = call.state
+    _check_open(call)
+    if "token_ids" not in body:
+        raise Refusal(400, "token_ids: field required")
+    call.check_model()
+    ids = tuple(body["token_ids"])
+    settings = body["sampling_params"]
+    start = int(settings["prompt_logprob_start"])
+    wanted = settings["prompt_logprob_token_ids"]
+    if state.quirks.cached_scores == "refused":
+        raise Refusal(
+            400,
+            "prompt_logprob_token_ids requires the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1).",
+        )
+    rid = f"generate-tokens-{body['request_id']}"
+    call.check_room(ids, int(settings["max_tokens"]))
+    if len(wanted) != len(ids) - 1 - start:
+        raise Refusal(
+            400, f"prompt_logprob_token_ids has {len(wanted)} rows, expected {len(ids) - 1 - start}"
+        )
+    hit = 0 if settings.get("skip_reading_prefix_cache") else state.cache.hit(ids)
+    packed = None
+    if hit <= start and state.quirks.scoring == "honest":
+        ids_scored, scores = await call.score(ids, start + 1, rid)
+        ids_lost = call.fault == "wrong_ids"  # ids do not travel: one is lost
+        packed = (
+            _packed(scores.logprobs[:-1] if ids_lost else scores.logprobs) if ids_scored else None
+        )
+    state.cache.keep(ids)
+    usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": hit}}
+    return {
+        "request_id": body["request_id"],
+        "choices": [],
+        "prompt_token_id_logprobs": packed,
+        "usage": usage,
+    }
+
+
+def abort_vllm(call: ServerCall) -> str:
+    """Answer POST /inference/v1/abort_requests: exact ids are aborted, unknown ones ignored."""
+    _check_open(call)
+    for rid in call.body["request_ids"]:
+        call.state.abort(rid)
+    return ""
+
+
+def _check_open(call: ServerCall) -> None:
+    if call.state.quirks.cached_scores == "off":
+        raise Refusal(403, "This endpoint is disabled; start with --enable-scale-out")
+
+
+def sent_logprobs(state: ServerState, done: Completion, request: SampleRequest) -> list[float]:
+    """Return sampled log-probs as sent.
+
+    Dividing by the temperature stands in for "after it", halving for "cut".
+    """
+    heat = request.sampling.temperature
+    is_cut = request.sampling != Sampling(request.sampling.temperature)
+    divide = heat * (1 + is_cut) if state.quirks.logprobs == "processed" and heat > 0 else 1.0
+    return [
+        max(_CLAMP, value / divide) if not math.isnan(value) else value for value in done.logprobs
+    ]
+
+
+async def _prompt_rows(
+    call: ServerCall, ids: TokenIds, rid: str
+) -> list[dict[str, dict[str, Any]] | None]:
+    ids_scored, scores = await call.score(ids, 1, rid)
+    pairs = zip(ids_scored, scores.logprobs, strict=True)
+    rows = [
+        {str(token): {"logprob": max(_CLAMP, v) if v == v else v, "rank": 1}} for token, v in pairs
+    ]
+    return [None, *rows]
+
+
+async def _likeliest(call: ServerCall, ids: TokenIds, top: int) -> dict[str, dict[str, Any]]:
+    """Return the likeliest tokens after these ids, which the engine is asked about one by one."""
+    found: list[tuple[float, int]] = []
+    for token in range(call.state.engine.spec.vocabulary):
+        scores = await call.state.engine.score(ScoreRequest(ids, (token,)))
+        found.append((scores.logprobs[0], token))
+    found.sort(reverse=True)
+    return {
+        str(token): {"logprob": max(_CLAMP, value), "rank": rank}
+        for rank, (value, token) in enumerate(found[:top], start=1)
+    }
+
+
+def _packed(values: tuple[float, ...]) -> str:
+    import numpy as np
+
+    file = io.BytesIO()
+    np.save(
+        file,
+        np.array(
+            [max(_CLAMP, value) if value == value else value for value in values], "f4"
+        ).reshape(-1, 1),
+    )
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _stop_reason(done: Completion, request: SampleRequest) -> str | int | None:
+    """Return the stop that ended it; null for the model's own end."""
+    if done.ended != "delimiter":
+        return done.ids[-1] if done.ids[-1] in request.stop_ids else None
+    return next((stop for stop in request.stop if stop in done.text), done.ids[-1])
+
+
+def metrics(call: ServerCall) -> str:
+    """Answer GET /metrics, with counters of speculation only where there is any."""
+    text = call.gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
+    if call.state.quirks.speculation == "off":
+        return text
+    drafts = call.state.drafts
+    # As after a long time at work: a client must look at differences.
+    counts = {
+        "drafts": 400_000 + drafts.rounds,
+        "draft_tokens": 1_200_000 + drafts.proposed,
+        "accepted_tokens": 900_000 + sum(drafts.accepted),
+    }
+    lines = [
+        f'vllm:spec_decode_num_{name}_total{{engine="0"}} {float(count)}\n'
+        for name, count in counts.items()
+    ]
+    for place, count in enumerate(drafts.accepted):
+        labels = f'engine="0",position="{place}"'
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        lines.append(f"{name}{{{labels}}} {float(300_000 + count)}\n")
+    return text + "".join(lines)
+
+
+VLLM_ROUTES = Routes(
+    {
+        "/version": lambda call: {"version": call.state.quirks.version or "0.33.0"},
+        "/v1/models": lambda call: {"object": "list", "data": [call.model_row("vllm")]},
+        "/metrics": metrics,
+        "/tokenize": lambda call: (
+            call.tokens("prompt") | {"max_model_len": call.state.context_length}
+        ),
+        "/inference/v1/abort_requests": abort_vllm,
+    },
+    {"/v1/completions": completions_vllm, "/inference/v1/generate": generate_vllm},
+)
+
+
+_ROUTES: dict[ServerDialect, Routes] = {
+    "chat": CHAT_ROUTES,
+    "llamacpp": LLAMACPP_ROUTES,
+    "ollama": OLLAMA_ROUTES,
+    "sglang": SGLANG_ROUTES,
+    "vllm": VLLM_ROUTES,
+}
+
+
+def routes_of(dialect: ServerDialect) -> Routes:
+    """Return the paths of a dialect, and what answers them."""
+    return _ROUTES[dialect]
+
+
+RewardRoute = Literal["/pooling", "/classify", ""]
+Rewards = Callable[[str, Sequence[str]], float]
+"""The chance that the last of some steps is correct, by problem and steps."""
+
+
+class RewardServer:
+    """A reward model whose rewards a function plants; a context manager that serves while it is open.
+
+    vLLM's `/pooling` gives a row for each separator, and with `pools` "all" one for each word, as a
+    model without step pooling does. vLLM's `/classify` and SGLang's give one for the whole text.
+    SGLang is asked with ids, which `decode` turns into text; there the text is one step. Without a
+    route the server serves a model that writes.
+
+    >>> with RewardServer(lambda problem, steps: 0.9) as server:
+    ...     server.url.startswith("http://127.0.0.1:")
+    True
+    """
+
+    def __init__(
+        self,
+        rewards: Rewards,
+        dialect: Literal["vllm", "sglang"] = "vllm",
+        *,
+        model: str = "toy-prm",
+        separator: str = "<extra_0>",
+        route: RewardRoute = "/pooling",
+        pools: Literal["step", "all"] = "step",
+        numbers: int = 2,
+        decode: Callable[[Sequence[int]], str] = lambda ids: "",
+    ) -> None:
+        self.rewards = rewards
+        self.dialect = dialect
+        self.model = model
+        self.separator = separator
+        self.route = "/classify" if dialect == "sglang" and route else route
+        self.pools = pools
+        self.numbers = numbers  # in a row
+        self.decode = decode
+        self.bodies: list[dict[str, Any]] = []  # bodies of every call for rewards
+        self._http: ThreadingHTTPServer | None = None
+
+    @property
+    def url(self) -> str:
+        """Return where it listens."""
+        assert self._http is not None, "it listens while it is open"
+        return f"http://127.0.0.1:{self._http.server_port}"
+
+    @property
+    def address(self) -> str:
+        """Return its address for `score.reward`."""
+        return f"{self.dialect}:{self.url}/{self.model}"
+
+    def __enter__(self) -> Self:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                found = self.path == "/v1/models"
+                self._reply(
+                    200 if found else 404, {"data": [{"id": server.model}]} if found else {}
+                )
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path != server.route:
+                    self._reply(404, {"detail": "Not Found"})
+                    return
+                server.bodies.append(body)
+                self._reply(200, server.answer(body))
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Print nothing."""
+
+            def _reply(self, status: int, value: Any) -> None:
+                data = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None:
+        if self._http is not None:
+            self._http.shutdown()
+            self._http.server_close()
+            self._http = None
+
+    def answer(self, body: dict[str, Any]) -> Any:
+        """Return the reply to a call."""
+        if self.dialect == "sglang":
+            text = self.decode(body["input_ids"])
+            return [{"embedding": self.row(self.rewards("", [text])), "meta_info": {}}]
+        problem = body["messages"][0]["content"]
+        text = body["messages"][-1]["content"]
+        if self.route == "/classify":
+            row = self.row(self.rewards(problem, [text]))
+            return {"object": "list", "data": [{"index": 0, "probs": row, "num_classes": len(row)}]}
+        steps = text.split(self.separator)[:-1] if self.pools == "step" else text.split()
+        rows = [self.row(self.rewards(problem, steps[: n + 1])) for n in range(len(steps))]
+        return {"object": "list", "data": [{"index": 0, "object": "pooling", "data": rows}]}
+
+    def row(self, chance: float) -> list[float]:
+        """Return a reward as the model's row of numbers."""
+        return [1 - chance, chance] if self.numbers == 2 else [chance] * self.numbers

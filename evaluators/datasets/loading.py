@@ -16,18 +16,16 @@ from typing import Any, cast
 from atts.core import Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.datasets import arithmetic
-from atts.evaluators.datasets.catalogue import (
+from atts.evaluators.datasets.tables import (
     BENCHMARKS,
     Benchmark,
     Columns,
     HubSource,
     LoadOptions,
-    find_benchmark,
-)
-from atts.evaluators.datasets.tables import (
     Reader,
     RowTable,
     cell,
+    find_benchmark,
     kind_of,
     problems_of,
     read_table,

@@ -12,9 +12,8 @@ import mpmath
 from atts.core import AnswerKind
 from atts.evaluators.equivalence.algebra import without_asking
 from atts.evaluators.equivalence.compare import COLLECTIONS
-from atts.evaluators.equivalence.constants import arbitrary
 from atts.evaluators.equivalence.evaluation import NotRational, Value, exact
-from atts.evaluators.equivalence.pairs import equivalent
+from atts.evaluators.equivalence.pairs import arbitrary, equivalent
 from atts.evaluators.equivalence.probing import Point, Prober, generic, is_real, written
 from atts.evaluators.equivalence.regions import Line, speaks_of_reals
 from atts.evaluators.equivalence.views import (

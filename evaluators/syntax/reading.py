@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from atts.evaluators.answers import boxes, last_group
 from atts.evaluators.syntax import vocabulary
-from atts.evaluators.syntax.lexer import tokens
-from atts.evaluators.syntax.parser import Parser
+from atts.evaluators.syntax.parser import Parser, tokens
 from atts.evaluators.syntax.tree import Node, number, symbol
 from atts.evaluators.syntax.vocabulary import Tables, spelled, table, unit_at
 from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided, UnknownWords

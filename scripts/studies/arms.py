@@ -27,7 +27,7 @@ from atts import api
 from atts.accel import accelerated
 from atts.api import Setup
 from atts.calibration import MODES
-from atts.calibration.score_replay import rate_metrics
+from atts.calibration.online import rate_metrics
 from atts.core import Outcome, Problem, Turn
 from atts.engine import Engine
 from atts.errors import UsageError

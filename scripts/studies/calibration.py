@@ -33,9 +33,9 @@ from atts.calibration import (
     certify_net,
     replay_scores,
 )
+from atts.calibration.conformal import exact_rate
 from atts.calibration.drift import DuplicateScores, QuestionSample, question_features
-from atts.calibration.rates import exact_rate
-from atts.calibration.score_replay import Floats, rate_metrics, sorted_decisions
+from atts.calibration.online import Floats, rate_metrics, sorted_decisions
 from atts.calibration.scores import read_scores
 from atts.core import Decision, Features, Outcome, Problem
 from atts.evaluators import (

@@ -52,6 +52,7 @@ from atts.evaluators import compare_runs, extract, mean_estimate
 from atts.evaluators.datasets.arithmetic import problems
 from atts.graph import Caller, Graph
 from atts.local import LocalEngine, RunDemand
+from atts.local.batch import TokenTable
 from atts.local.builder import MakeModel
 from atts.local.cache import PrefixTree
 from atts.local.cuda.model import cuda_model, disagreement, paged_attention
@@ -62,7 +63,6 @@ from atts.local.model_config import ModelConfig, read_model_config, rope_rows
 from atts.local.options import Graphs
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.seams import Model
-from atts.local.sequence import TokenTable
 from atts.methods import GateInputs, preset
 from atts.models import path, scores_path
 from atts.models.tokenizers import ModelTokenizer

@@ -52,12 +52,11 @@ from atts.evaluators.datasets.arithmetic import (
     stream,
 )
 from atts.local import LocalEngine, LocalOptions
-from atts.local.batch import PrefillChunk, StepPlan, step_batch
+from atts.local.batch import PrefillChunk, StepPlan, new_sequence, step_batch
 from atts.local.loader import load_weights
 from atts.local.model import TorchModel
 from atts.local.model_config import read_model_config
 from atts.local.seams import LayerHook
-from atts.local.sequence import new_sequence
 from atts.models.folders import checkpoint_dtype
 from atts.sampling import Seed
 from scripts.studies.local import written

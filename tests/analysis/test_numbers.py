@@ -22,9 +22,8 @@ from atts.analysis import Standing, build_report, render, save_report
 from atts.analysis.reports.build import timing
 from atts.analysis.reports.charts import calibration_charts
 from atts.analysis.reports.numbers import GroupRate, StatedGuarantee
-from atts.analysis.reports.pages import Pages, pack, shorten
 from atts.analysis.reports.rate_control import rate_control
-from atts.analysis.reports.run_data import read_run_data
+from atts.analysis.reports.run_data import Pages, pack, read_run_data, shorten
 from atts.analysis.reports.tables import shown_problems
 from atts.analysis.steps import GateStep, StepLog
 from atts.api import Setup
@@ -435,7 +434,7 @@ def test_a_large_run_shows_some_problems_and_links_to_all(
     """Problems without a correct answer come first, each problem has its line, and the numbers
     cover all problems.
     """
-    monkeypatch.setattr("atts.analysis.reports.pages.MOST", 5)
+    monkeypatch.setattr("atts.analysis.reports.run_data.MOST", 5)
     built = build_report(run)
     rows = built.report.problems
     shown = shown_problems(built.report)

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from atts.analysis import PlayedProblem, PlayedRollout, RefereeOptions, referee, referee_run
-from atts.analysis.stopping_rules import (
+from atts.analysis.referee import (
     NO_ANSWER,
     ONE_BY_ONE,
     Arrivals,

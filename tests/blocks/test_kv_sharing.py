@@ -13,9 +13,8 @@ from dataclasses import replace
 import pytest
 
 from atts.accel import Zoo
-from atts.accel.zoo.many_models import ChainModel
+from atts.accel.zoo.many_models import ChainModel, Lineage, SharingScheduler, SlotLedger
 from atts.accel.zoo.shared_worker import AddModel
-from atts.accel.zoo.slots import Lineage, SharingScheduler, SlotLedger
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.messages import FailureReply, LoopReport, Reply, SampleReply, Submit
 from atts.sampling import Seed

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from atts.accel import Zoo, accelerated
 from atts.accel.engine import PlannedLoop
 from atts.accel.zoo import shared_worker
-from atts.accel.zoo.folders import bytes_of
+from atts.accel.zoo.zoo import bytes_of
 from atts.api import Setup, build_engines, evaluate
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.errors import ATTSError, ModelLoadError, OptionError, ZooError

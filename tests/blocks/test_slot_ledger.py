@@ -17,9 +17,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from atts.accel import Zoo
-from atts.accel.zoo.many_models import ChainModel
+from atts.accel.zoo.many_models import ChainModel, Lineage, SlotLedger, divergence_point
 from atts.accel.zoo.shared_worker import AddModel
-from atts.accel.zoo.slots import Lineage, SlotLedger, divergence_point
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.cache import PrefixNode
 from atts.local.loop import StepLoop

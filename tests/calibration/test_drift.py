@@ -19,10 +19,10 @@ from atts.calibration.drift import (
     QuestionSample,
     SimpleJumper,
     TwoSampleTest,
+    first_alarm,
     mixture_ratios,
     two_sample_test,
 )
-from atts.calibration.health import first_alarm
 from atts.errors import CalibrationInputError, OptionError
 from tests.calibration.live_scores import noticed_after, whole_questions
 

@@ -5,7 +5,7 @@ differ.
 import numpy as np
 import pytest
 
-from atts.calibration.rates import check_rate
+from atts.calibration.conformal import check_rate
 from atts.errors import CalibrationInputError
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay_scores
 from atts.calibration.controllers import DEFAULTS
-from atts.calibration.health import examine
-from atts.calibration.score_replay import METRICS
+from atts.calibration.drift import examine
+from atts.calibration.online import METRICS
 from atts.calibration.scores import read_scores
 from atts.cli.app import run
 from atts.errors import CalibrationInputError

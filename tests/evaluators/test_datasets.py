@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from atts.core import Problem
 from atts.errors import DatasetError, OptionError
-from atts.evaluators.datasets.catalogue import Columns, LoadOptions
 from atts.evaluators.datasets.loading import Selection, digest, load_dataset, select, split_slice
-from atts.evaluators.datasets.tables import letter_order, read_table
+from atts.evaluators.datasets.tables import Columns, LoadOptions, letter_order, read_table
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "problem": "1 + 1?", "answer": "2", "level": 1, "subject": "Addition"},

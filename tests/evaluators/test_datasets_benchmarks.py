@@ -14,8 +14,8 @@ from atts.core import Grading, Problem
 from atts.errors import DatasetError
 from atts.evaluators import judge
 from atts.evaluators.datasets import arithmetic
-from atts.evaluators.datasets.catalogue import BENCHMARKS, Columns, LoadOptions
 from atts.evaluators.datasets.loading import Dataset, Selection, load_dataset
+from atts.evaluators.datasets.tables import BENCHMARKS, Columns, LoadOptions
 
 FILES = {
     "math500": "math500",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atts.evaluators.datasets.catalogue import BENCHMARKS
+from atts.evaluators.datasets.tables import BENCHMARKS
 
 
 @pytest.fixture

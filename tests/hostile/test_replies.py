@@ -22,10 +22,9 @@ from atts.engine import Tokenizer
 from atts.errors import BadReply, EngineError
 from atts.servers import RemoteOptions
 from atts.servers.chat import TextTokenizer
-from atts.servers.client import Call, Client, Traffic
+from atts.servers.client import Call, Client, HttpReply, Traffic
 from atts.servers.dialect import DialectClient
 from atts.servers.engine import describe, find_dialect, identify
-from atts.servers.transport import HttpReply
 from atts.testing import ScriptedEngine, ServerQuirks, ToyTokenizer
 from atts.testing.servers import Refusal, ServerCall, ServerState, routes_of
 

@@ -20,9 +20,10 @@ import pytest
 
 from atts.errors import BadReply, EngineError, EngineUnavailable
 from atts.servers import RemoteOptions
-from atts.servers.client import Call, Client
-from atts.servers.transport import (
+from atts.servers.client import (
     AiohttpTransport,
+    Call,
+    Client,
     HttpxTransport,
 )
 

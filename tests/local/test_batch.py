@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atts.core import SampleRequest
-from atts.local.batch import PrefillChunk, StepBatches, StepPlan, step_batch
-from atts.local.sequence import Sequence, new_sequence
+from atts.local.batch import PrefillChunk, Sequence, StepBatches, StepPlan, new_sequence, step_batch
 
 _ROWS = 4
 _WIDTH = 40

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.errors import EngineError
+from atts.local.batch import Sequence, ending, new_sequence
 from atts.local.builder import MakeModel
 from atts.local.cache import PrefixNode, PrefixTree, SlotAllocator
 from atts.local.cpu.compiling import native_library
@@ -23,7 +24,6 @@ from atts.local.loader import Weights
 from atts.local.messages import Cancel, Command, FailureReply, Submit, WorkerConfig
 from atts.local.model import TorchModel
 from atts.local.scheduler import Scheduler, SchedulerConfig
-from atts.local.sequence import Sequence, ending, new_sequence
 from atts.sampling import Seed, uniforms
 
 

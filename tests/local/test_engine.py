@@ -32,8 +32,8 @@ from atts.errors import (
     UnsupportedByEngine,
 )
 from atts.local import LocalEngine, LocalOptions, builder
+from atts.local.batch import new_sequence
 from atts.local.messages import WorkerConfig
-from atts.local.sequence import new_sequence
 from atts.models.tokenizers import ModelTokenizer
 from atts.sampling import Seed
 from atts.testing import CheckOptions, check_engine

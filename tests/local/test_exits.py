@@ -18,14 +18,13 @@ from torch import Tensor
 from atts.accel.overlap.mirror import EXIT_FILE, ExitAdapter, ExitListener, ExitModel
 from atts.core import Sampling, ScoreRequest
 from atts.errors import ModelLoadError, UnsupportedByEngine
-from atts.local.batch import PrefillChunk, StepBatch, StepPlan, step_batch
+from atts.local.batch import PrefillChunk, StepBatch, StepPlan, new_sequence, step_batch
 from atts.local.cpu.compiling import native_library
 from atts.local.cpu.model import NativeModel
 from atts.local.loader import Weights, load_weights
 from atts.local.model import TorchModel
 from atts.local.model_config import ModelConfig, read_model_config
 from atts.local.seams import HookedModel, LayerHook
-from atts.local.sequence import new_sequence
 from tests.local.speculating import Make, counts, ids_of, requests, run, same, texts
 
 CPU = torch.device("cpu")

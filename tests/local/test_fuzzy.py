@@ -16,14 +16,13 @@ from atts.accel import SpeculationOptions
 from atts.accel.speculate.drafter import GroupedDrafter, GroupedModel, ModelDrafter
 from atts.core import ScoreRequest
 from atts.errors import OptionError
-from atts.local import devices, grouping
-from atts.local.batch import PrefillChunk, StepPlan, step_batch
+from atts.local import devices, loader
+from atts.local.batch import PrefillChunk, StepPlan, new_sequence, step_batch
 from atts.local.cpu.compiling import native_library
 from atts.local.cpu.model import NativeModel
 from atts.local.loader import load_weights
 from atts.local.model import TorchModel
 from atts.local.model_config import read_model_config
-from atts.local.sequence import new_sequence
 from tests.local.speculating import LAWS, Driven, Make, counts, ids_of, requests, run, same, texts
 
 DEEP = {"num_hidden_layers": 8, "initializer_range": 0.12}
@@ -215,9 +214,9 @@ def test_joined_attentions_are_made_before_the_cache(
     def for_a_gpu(*parts: Any, **settings: Any) -> Any:
         return load_weights(*parts, **{**settings, "pairs": True})
 
-    join = grouping.joined
+    join = loader.joined
     allocate = devices.allocate_cache
-    monkeypatch.setattr(grouping, "joined", joined)
+    monkeypatch.setattr(loader, "joined", joined)
     monkeypatch.setattr("atts.accel.build.allocate_cache", allocate_cache)
     monkeypatch.setattr("atts.accel.build.load_weights", for_a_gpu)
     run(folder, [requests(1, 8)], None, 4, folder, fuzzy=3, kernel="torch")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atts.core import SampleRequest, Sampling, TokenIds
 from atts.local import LocalEngine, LocalOptions, loader
-from atts.local.cpu.weights import is_bfloat16
+from atts.local.cpu.model import is_bfloat16
 from atts.models import path
 from atts.sampling import Seed
 

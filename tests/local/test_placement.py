@@ -30,7 +30,7 @@ from atts.local.loader import Weights, load_weights
 from atts.local.messages import WorkerConfig
 from atts.local.model import TorchModel
 from atts.local.model_config import check_model
-from atts.local.placement import WORKSPACE, Room, cards_for
+from atts.local.options import WORKSPACE, Room, cards_for
 
 Make = Callable[..., Path]
 CPU = torch.device("cpu")

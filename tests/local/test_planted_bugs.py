@@ -180,9 +180,9 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "log-probabilities shifted": ("atts.local.loop.StepLoop._sample", shifted_logprobs, "text"),
     "ends looked for once a step": ("atts.local.loop.StepLoop._commit_sampled", all_at_once, "ends"),
     "stop strings not watched": (
-        "atts.local.sequence._stop_matcher", lambda f: lambda r, p: StopMatcher(r.stop), "begun",
+        "atts.local.batch._stop_matcher", lambda f: lambda r, p: StopMatcher(r.stop), "begun",
     ),
-    "begun uniforms used again": ("atts.local.sequence._uniforms", lambda f: lambda r: f(replace(r, num_begun=0)), "begun"),
+    "begun uniforms used again": ("atts.local.batch._uniforms", lambda f: lambda r: f(replace(r, num_begun=0)), "begun"),
     "drafter not rolled back": ("atts.accel.speculate.drafter.ModelDrafter.settled", kept_whole, "drafter"),
     "drafter's numbers off by one": ("atts.local.proposals.ask_of", later_uniforms, "drafter"),
     "drafter's slots not forgotten": ("atts.accel.speculate.drafter.DraftedSlots.allocate", forgetful, "drafter"),

@@ -27,7 +27,7 @@ from atts.pipelines import Policy, ScoreRule
 from atts.run import RunResult
 from atts.servers.rewards import RemoteRewardModel, RewardedTarget, chance_of
 from atts.testing import ScriptedEngine, toy_problems
-from atts.testing.servers_reward import RewardServer
+from atts.testing.servers import RewardServer
 
 STEP = re.compile(r"(\d+) (plus|minus) (\d+) (?:is|gives|makes|was) (\d+)")
 Start = Callable[..., RewardServer]

@@ -47,7 +47,7 @@ from atts.run import (
     Stop,
     evaluate,
 )
-from atts.run.recording import ProblemLog
+from atts.run.calls import ProblemLog
 from atts.testing import Faults, Latency, ScriptedEngine, run_virtual, toy_problems
 from tests.run.conftest import World
 

@@ -19,7 +19,8 @@ from atts.core import HOLD, RELEASE, CallSpan, ProblemSpan, RolloutSpan
 from atts.errors import MissingExtra
 from atts.journal import OutcomeReached, ProblemStarted, Sampled, Scored
 from atts.pipelines import FixedGate
-from atts.run import RunBegun, RunOptions, spans
+from atts.run import RunBegun, RunOptions, trackers
+from atts.run.trackers import TracedRun
 from atts.testing import Backend, Faults, ScriptedEngine, toy_problems
 
 sdk: Any = pytest.importorskip(
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @contextmanager
-def recording() -> Generator[tuple[spans.TracedRun, list[Any]]]:
+def recording() -> Generator[tuple[TracedRun, list[Any]]]:
     """Yield a listener, and a list that has the finished spans after the block."""
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -37,7 +38,7 @@ def recording() -> Generator[tuple[spans.TracedRun, list[Any]]]:
     exporter: Any = InMemorySpanExporter()
     provider = sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    listener = spans.TracedRun(provider=provider)
+    listener = TracedRun(provider=provider)
     finished: list[Any] = []
     yield listener, finished
     listener.close()
@@ -218,7 +219,7 @@ def test_a_provider_that_fails_harms_nothing(world: Any, caplog: pytest.LogCaptu
             """Return a tracer that fails."""
             return Tracer()
 
-    listener = spans.TracedRun(provider=Provider())
+    listener = TracedRun(provider=Provider())
     result = world.run(world.plan(), world.session(listeners=[listener]))
     listener.close()
     assert result.status == "finished"
@@ -232,6 +233,6 @@ def test_a_missing_sdk_names_the_command_to_install_it(monkeypatch: pytest.Monke
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(spans, "import_module", missing)
+    monkeypatch.setattr(trackers, "import_module", missing)
     with pytest.raises(MissingExtra, match=r"pip install 'atts-llm\[otel\]'"):
-        spans.TracedRun()
+        TracedRun()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from atts.api import Setup, evaluate
-from atts.api.recorded import report as write_report
+from atts.api.calibrating import report as write_report
 from atts.cli.evaluations import result_table
 from atts.core import ScoreRequest, Scores
 from atts.engine import EngineAround

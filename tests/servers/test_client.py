@@ -13,8 +13,7 @@ from atts.concurrency import collect, task_group
 from atts.core import Message, SampleRequest
 from atts.errors import EngineTimeout, EngineUnavailable
 from atts.servers import RemoteEngine, RemoteOptions
-from atts.servers.client import AdaptiveLimit, Call, Client
-from atts.servers.replies import decode, is_score, logprob_of
+from atts.servers.client import AdaptiveLimit, Call, Client, decode, is_score, logprob_of
 from atts.testing import ServerFaults, ToyTokenizer, run_virtual
 from atts.testing.servers import DialectServer
 

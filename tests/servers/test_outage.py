@@ -24,8 +24,8 @@ from atts.journal import JOURNAL, Observed, read_entries
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import EngineAwaited, Notice, RunOptions, RunResult, RunSpec, evaluate
 from atts.servers import RemoteEngine, RemoteOptions, ReplicaPool
+from atts.servers.client import HttpReply
 from atts.servers.engine import Watch
-from atts.servers.transport import HttpReply
 from atts.testing import (
     Latency,
     ScriptedEngine,

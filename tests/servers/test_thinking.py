@@ -17,9 +17,8 @@ from atts.pipelines import Answers, Chunking, Context, FixedGate, Policy, solve
 from atts.run import EngineCalls
 from atts.servers import RemoteEngine, RemoteOptions, read_server
 from atts.servers.chat import ChatDialect
-from atts.servers.client import Client
+from atts.servers.client import Client, HttpReply
 from atts.servers.sglang import SglangDialect
-from atts.servers.transport import HttpReply
 from atts.servers.vllm import VllmDialect
 from atts.testing import (
     DialectServer,

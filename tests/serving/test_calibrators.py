@@ -13,7 +13,7 @@ import pytest
 
 from atts.calibration import Calibrator, read_state, write_state
 from atts.serving import Service
-from atts.serving.calibrators import conformal_gate
+from atts.serving.service import conformal_gate
 from tests.serving.conftest import Client, serving, toy_setup
 
 pytest.importorskip("starlette", reason="needs the extra serve")

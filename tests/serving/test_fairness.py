@@ -12,7 +12,7 @@ from atts.concurrency import task_group
 from atts.errors import OptionError
 from atts.ledger import Amount
 from atts.serving import ServeOptions
-from atts.serving.fairness import Displaced, FairSlots
+from atts.serving.service import Displaced, FairSlots
 from atts.testing import Latency
 from tests.serving.conftest import body, serving, toy_setup
 

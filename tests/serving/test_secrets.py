@@ -20,7 +20,7 @@ import pytest
 from atts.api import Setup
 from atts.core import Role
 from atts.servers import ApiKey, RemoteEngine, RemoteOptions
-from atts.serving import background
+from atts.serving import responses
 from atts.testing import ScriptedEngine, ToyTokenizer
 from atts.testing.servers import DialectServer, ServerDialect
 from tests.serving.conftest import QUESTION, serving
@@ -146,7 +146,7 @@ def test_no_secret_is_in_a_reply_a_log_or_a_file(
     level.
     """
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr(background, "_remove", _keep)
+    monkeypatch.setattr(responses, "_remove", _keep)
     key_file = tmp_path / "key"
     key_file.write_text(UPSTREAM)
     options = RemoteOptions(

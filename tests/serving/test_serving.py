@@ -17,8 +17,7 @@ from atts.core import Completion, Problem, Role, SampleRequest
 from atts.errors import OptionError
 from atts.ledger import LEDGER, Account, Amount, Caps, Price, read_ledger
 from atts.serving import POLICIES, ServeOptions
-from atts.serving.policies import Offer
-from atts.serving.requests import parse_chat
+from atts.serving.requests import Offer, parse_chat
 from atts.serving.streams import NEXT_LINE
 from atts.testing import Faults, Latency, ScriptedEngine
 from tests.serving.conftest import MODEL, QUESTION, body, serving, stream_events, toy_setup

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atts.ledger import Amount
 from atts.pipelines import Chunking, Policy
-from atts.serving.stops import StoppedText, stopped_text
+from atts.serving.replies import StoppedText, stopped_text
 from tests.serving.conftest import MODEL, QUESTION, Client, serving, stream_events, toy_setup
 
 pytest.importorskip("starlette", reason="needs the extra serve")

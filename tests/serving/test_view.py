@@ -24,9 +24,8 @@ from atts.errors import JournalError
 from atts.journal import Drifted, Entry, Warned
 from atts.ledger import Caps, Price
 from atts.run import RunOptions
-from atts.serving.busy import BusyShare
-from atts.serving.status import RunReading, RunStatus
-from atts.serving.view import view_server
+from atts.serving.replies import BusyShare
+from atts.serving.status import RunReading, RunStatus, view_server
 from atts.testing import Latency, toy_problems
 from tests.analysis.conftest import Browser, Page
 from tests.serving.conftest import MODEL, QUESTION, serving, toy_setup

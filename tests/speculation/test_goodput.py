@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from atts.accel.speculate.estimates import Outcome, StepCosts, Survival, condition
-from atts.accel.speculate.goodput import GoodputControl, StepShape
+from atts.accel.speculate.goodput import (
+    GoodputControl,
+    Outcome,
+    StepCosts,
+    StepShape,
+    Survival,
+    condition,
+)
 
 Table = Callable[[int], float]
 MOST = 16

@@ -14,8 +14,7 @@ from atts.core import Completion, Message, Problem, SampleRequest, Sampling, Sco
 from atts.errors import OptionError, UsageError
 from atts.sampling import Seed
 from atts.testing import DRAFT, TARGET, Skill, ToyModel, ToyTokenizer, toy_model, toy_problems
-from atts.testing.language import read_question
-from atts.testing.toy_model import Distribution, Writer
+from atts.testing.toy_model import Distribution, Writer, read_question
 
 TOKENIZERS = {dialect: ToyTokenizer(dialect) for dialect in ("plain", "other")}
 PLAIN = TOKENIZERS["plain"]

@@ -17,10 +17,10 @@ from atts.accel.overlap.process import Drafted, DraftedLine, DraftSetup, DraftSt
 from atts.accel.speculate.drafter import DraftedRows, DraftedSlots
 from atts.concurrency import end_with
 from atts.errors import EngineError
+from atts.local.batch import Sequence, new_sequence
 from atts.local.messages import GONE, FailureReply, write
 from atts.local.proposals import ask_of
 from atts.local.seams import Ask, OverlapStats, TokenProposal
-from atts.local.sequence import Sequence, new_sequence
 
 _SLOT_RUN = 64  # slots taken at a time
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atts.accel.overlap.mirror import ExitGuesses, ExitListener, Exits, StreamHeads
 from atts.accel.speculate.drafter import DraftedRows, FedRow, ModelDrafter, fed_rows
-from atts.accel.speculate.estimates import Condition, StepCosts
+from atts.accel.speculate.goodput import Condition, StepCosts
 from atts.core import TokenIds
 from atts.local.batch import StepBatch, single_rows
 from atts.local.cache import SlotAllocator, SlotIds

@@ -21,10 +21,10 @@ from atts.accel.overlap.mirror import ExitGuesses, ExitListener, Exits
 from atts.concurrency import python_command
 from atts.core import SampleRequest, TokenIds
 from atts.errors import EngineError
+from atts.local.batch import Sequence
 from atts.local.messages import GONE, WorkerConfig, first_answer, write
 from atts.local.proposals import accepted_length
 from atts.local.seams import NOTHING, Ask, OverlapStats, Proposer, TokenProposal
-from atts.local.sequence import Sequence
 from atts.local.worker import worker_environment
 
 

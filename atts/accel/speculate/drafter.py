@@ -10,7 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atts.local.batch import Ints, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
+from atts.local.batch import (
+    Ints,
+    PrefillChunk,
+    Sequence,
+    StepBatch,
+    StepPlan,
+    single_rows,
+    step_batch,
+)
 from atts.local.cache import SlotAllocator, SlotIds
 from atts.local.cpu.model import AheadBatch, NativeModel
 from atts.local.logit_sampling import (
@@ -21,7 +29,6 @@ from atts.local.logit_sampling import (
 )
 from atts.local.model_config import ModelConfig
 from atts.local.seams import NOTHING, Ask, Model, Proposer, TokenProposal
-from atts.local.sequence import Sequence
 
 # Its cache has the slots of the target's, addressed through the same table, so what is freed,
 # shared or evicted there is so here; all it keeps of its own is how far it has come in each

@@ -13,18 +13,23 @@ import torch
 from torch import Tensor
 
 from atts.accel.options import StageOptions
-from atts.accel.zoo.many_models import Chain, ManyModels, ManyModelsLoop, RangedModel, half_names
-from atts.accel.zoo.slots import OnSplit
+from atts.accel.zoo.many_models import (
+    Chain,
+    ManyModels,
+    ManyModelsLoop,
+    OnSplit,
+    RangedModel,
+    half_names,
+)
 from atts.accel.zoo.stage_line import InFlightStep, StageExecutor
 from atts.accel.zoo.stages import StageModel, StageSetup
 from atts.errors import EngineError
-from atts.local.batch import StepBatch, StepPlan, step_batch
+from atts.local.batch import Sequence, StepBatch, StepPlan, TokenTable, step_batch
 from atts.local.cache import PrefixTree, SlotIds
 from atts.local.loader import load_ropes
 from atts.local.messages import Cancel, Command, Inbox, LoopReport, WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.local.scheduler import Scheduler, SchedulerConfig
-from atts.local.sequence import Sequence, TokenTable
 
 
 class StagedModel(ManyModels[RangedModel]):

@@ -18,8 +18,7 @@ from atts.accel.zoo.many_models import Layers, adapted_rows, bounds_of
 from atts.errors import EngineError, UnsupportedByEngine
 from atts.local.batch import Floats, Ints, StepBatch, part_of
 from atts.local.cache import SlotIds
-from atts.local.cpu.model import NativeModel
-from atts.local.cpu.weights import PackedAdapter
+from atts.local.cpu.model import NativeModel, PackedAdapter
 from atts.local.loader import layer_deltas, load_adapter
 from atts.local.messages import FailureReply, WorkerConfig
 

@@ -13,17 +13,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.analysis.reports.accuracy import (
+from atts.analysis.reports.headline import (
     answered,
     baseline,
+    caveats,
     corrected,
     frontier,
+    headline,
     method,
+    percent,
     rates,
     spend,
     written,
 )
-from atts.analysis.reports.headline import caveats, headline, percent
 from atts.analysis.reports.numbers import (
     Caveat,
     EngineLanes,
@@ -40,9 +42,15 @@ from atts.analysis.reports.numbers import (
     TimeBreakdown,
     worst_of,
 )
-from atts.analysis.reports.pages import Pages, looked_for, shorten
 from atts.analysis.reports.rate_control import realised_rate
-from atts.analysis.reports.run_data import ProblemFacts, RunData, read_run_data
+from atts.analysis.reports.run_data import (
+    Pages,
+    ProblemFacts,
+    RunData,
+    looked_for,
+    read_run_data,
+    shorten,
+)
 from atts.graph import CallSpan, measure, sibling_edges
 from atts.journal import COMPARED, Json
 from atts.pipelines import summarise_combinations

@@ -22,8 +22,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoesca
 
 from atts.analysis.reports import charts, tables
 from atts.analysis.reports.build import BuiltReport
-from atts.analysis.reports.charts import Chart, frontier_chart, runs_chart
-from atts.analysis.reports.svg import Axis, Plot
+from atts.analysis.reports.charts import Axis, Chart, Plot, frontier_chart, runs_chart
 from atts.errors import OptionError, UsageError
 from atts.files import jsonable, storage, write_atomic, write_out
 

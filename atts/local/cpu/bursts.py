@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.core import SampleRequest, TokenIds
-from atts.local.batch import Draws, StepBatch, StepPlan, is_last, single_rows
+from atts.local.batch import Draws, Sequence, StepBatch, StepPlan, TokenTable, is_last, single_rows
 from atts.local.cache import SlotIds
 from atts.local.cpu.model import AheadBatch, NativeModel
 from atts.local.logit_sampling import batch_sampling
 from atts.local.scheduler import Scheduler
 from atts.local.seams import Model
-from atts.local.sequence import Sequence, TokenTable
 
 _MOST_TURNS = 8
 """Most steps in one burst. A request that arrives during a burst waits for its end, so the number

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from atts.local.batch import StepBatch
 from atts.local.device_steps import ALL_ROWS, Capture, RowBlocks, StepLayout, packed, unpacked
-from atts.local.grouping import layer_groups
-from atts.local.loader import Weights
+from atts.local.loader import Weights, layer_groups
 from atts.local.model import GatheredAttention, MakeAttend, TorchModel
 from atts.local.model_config import ModelConfig
 from atts.local.options import Graphs

@@ -1,0 +1,756 @@
+"""The formats of other tools that can be imported; each has one function that reads a record."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import isfinite
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+from atts.core import AnswerKind, TokenIds
+from atts.errors import OptionError
+
+Row = Mapping[str, Any]
+Ended = Literal["end", "length", "stopped", "failed"]
+"""The reason why the other tool's text ended: by itself, at a token limit, by a stopping rule, or
+by an error.
+"""
+
+
+class RecordError(ValueError):
+    """A record lacks a required field; the importer adds the record's file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSample:
+    """One rollout that another tool recorded; fields that the tool did not record are None.
+
+    `problem` is the tool's name of the problem. Without one, problems with the same question are
+    the same problem.
+    """
+
+    question: str
+    text: str
+    problem: str | None = None
+    reference: str | None = None
+    kind: AnswerKind | None = None
+    choices: tuple[str, ...] = ()
+    number: int | None = None  # number among the rollouts of its problem
+    answer: str | None = None  # None: atts extracts the answer from the text
+    is_correct: bool | None = None
+    ended: Ended = "end"
+    error: str = ""
+    model: str = ""
+    filter: str = ""  # the tool's filter that extracted the answer, if it used several
+    tokens: int | None = None  # written
+    prompt_tokens: int | None = None
+    seconds: float | None = None
+    dollars: float | None = None
+    # dollars per million tokens, for tokens read and written
+    prices: tuple[float, float] | None = None
+    scores: Mapping[str, float] = field(default_factory=dict[str, float])
+    ids: TokenIds = ()
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """The options of a format's reader; only the plain format uses `columns`."""
+
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    metric: str = ""  # the score that decides whether an answer is correct; "": the first score
+
+
+SampleReader = Callable[[Row, Path, ReadOptions], Iterator[ForeignSample]]
+"""Yields the rollouts of one record, all of one problem. The path is of the record's file.
+
+:raises RecordError: the record lacks something.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format: the name patterns of its files in a directory, and the reader of their records."""
+
+    name: str
+    about: str
+    patterns: tuple[str, ...]
+    read: SampleReader
+    # field of a JSON file with the list of records; "": the file is a list, or one record
+    list_field: str = ""
+
+
+def text_of(row: Row, *names: str) -> str:
+    """Return the first of these fields that is a text or a number.
+
+    :raises RecordError: if there is none.
+    """
+    found = optional_text(row, *names)
+    if found is None:
+        raise RecordError(f"it has no field {' or '.join(map(repr, names))}")
+    return found
+
+
+def optional_text(row: Row, *names: str) -> str | None:
+    """Return the first of these fields that is a text or a number, None if there is none."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+    return None
+
+
+def number_of(row: Row, *names: str) -> float | None:
+    """Return the first of these fields that is a finite number, None if there is none."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None
+
+
+def count_of(row: Row, *names: str) -> int | None:
+    """Return the first of these fields that is a whole number of at least 0, None if there is none."""
+    value = number_of(row, *names)
+    return int(value) if value is not None and value >= 0 and value == int(value) else None
+
+
+def table_of(row: Row, name: str) -> Row:
+    """Return a field that is an object; an empty object if the field is missing or null.
+
+    :raises RecordError: if the field is something else.
+    """
+    value = row.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RecordError(f"its field {name!r} is a {type(value).__name__}, not an object")
+    return cast(Row, value)
+
+
+def list_of(row: Row, *names: str) -> Sequence[Any]:
+    """Return the first of these fields that is a list.
+
+    :raises RecordError: if there is none.
+    """
+    for name in names:
+        value: Any = row.get(name)
+        if isinstance(value, list):
+            found: list[Any] = value
+            return found
+    raise RecordError(f"it has no list {' or '.join(map(repr, names))}")
+
+
+def truth_of(value: object) -> bool | None:
+    """Return the verdict of a grade: True or False for true, false, 0 and 1, None for anything
+    else.
+
+    >>> [truth_of(value) for value in (True, 0.0, 1, 0.5, "yes", None)]
+    [True, False, True, None, None, None]
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    return None
+
+
+_GRADES = {"C": True, "I": False, "N": False}  # the grades for correct, incorrect and no answer
+_ENDS: dict[str, Ended] = {"max_tokens": "length", "model_length": "length"}
+
+
+def read_inspect_ai(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
+    """Read logs of inspect_ai: .eval archives, or their JSON.
+
+    Yield the rollout of one epoch of one sample.
+    """
+    output = table_of(row, "output")
+    choices = output.get("choices") or [{}]
+    if not isinstance(choices, list) or not isinstance(choices[0], dict):
+        raise RecordError("its output has no choices")
+    choice = cast(Row, choices[0])
+    grade = _Grade.of(table_of(row, "scores"), options.metric)
+    error = optional_text(table_of(row, "error"), "message") or ""
+    ended = _ENDS.get(str(choice.get("stop_reason")), "end")
+    if table_of(row, "limit"):
+        ended = "length"
+    usage = _usage(row, output)
+    epoch = count_of(row, "epoch")
+    offered = row.get("choices")
+    yield ForeignSample(
+        question=_resolved(_content(row.get("input")), row),
+        text=_resolved(_content(table_of(choice, "message").get("content", "")), row),
+        problem=text_of(row, "id"),
+        reference=_reference(row.get("target")),
+        kind="choice" if offered else None,
+        choices=tuple(map(str, list_of(row, "choices"))) if offered else (),
+        number=None if epoch is None else epoch - 1,
+        answer=grade.answer,
+        is_correct=grade.is_correct,
+        ended="failed" if error else ended,
+        error=error,
+        model=optional_text(output, "model") or "",
+        tokens=count_of(usage, "output_tokens"),
+        prompt_tokens=_prompt_tokens(usage),
+        seconds=number_of(row, "total_time", "working_time") or number_of(output, "time"),
+        dollars=number_of(usage, "total_cost"),
+        scores=grade.numbers,
+    )
+
+
+class _Grade:
+    """Return the verdict from the grade of one scorer, and every score that is a number."""
+
+    def __init__(self) -> None:
+        self.answer: str | None = None
+        self.is_correct: bool | None = None
+        self.numbers: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, scores: Row, metric: str) -> _Grade:
+        if metric and scores and metric not in scores:
+            raise RecordError(f"it has no score {metric!r}; it has {', '.join(scores)}")
+        grade = cls()
+        for name, score in scores.items():
+            if not isinstance(score, dict):
+                raise RecordError(f"its score {name!r} is not an object")
+            value = cast(Row, score).get("value")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                grade.numbers[name] = float(value)
+        chosen = metric or next(iter(scores), "")
+        if chosen:
+            score = cast(Row, scores.get(chosen, {}))
+            value = score.get("value")
+            grade.answer = optional_text(score, "answer")
+            grade.is_correct = _GRADES.get(value) if isinstance(value, str) else truth_of(value)
+        return grade
+
+
+def _content(value: Any) -> str:
+    """Return the text of a message, or of several, whose content may be in parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise RecordError("a message is neither a text nor a list of parts")
+    texts: list[str] = []
+    parts: list[Any] = value
+    for part in parts:
+        if not isinstance(part, dict):
+            raise RecordError("a part of a message is not an object")
+        if part.get("role") in (None, "user"):
+            texts.append(_part(cast(Row, part)))
+    return "\n\n".join(filter(None, texts))
+
+
+def _part(part: Row) -> str:
+    """Return the text of one part of a message, which is text or reasoning."""
+    if "content" in part:
+        return _content(part["content"])
+    if part.get("type") == "reasoning":
+        return f"<think>\n{part.get('reasoning') or part.get('summary') or ''}\n</think>"
+    return str(part.get("text") or "")
+
+
+def _reference(target: Any) -> str | None:
+    """Return the reference, or the first one if there are several."""
+    if isinstance(target, list):
+        target = cast(Sequence[Any], target)[0] if target else None
+    return str(target).strip() or None if target is not None else None
+
+
+def _usage(row: Row, output: Row) -> Row:
+    """Return the usage of the model that answered.
+
+    The usage of the whole sample counts all its calls. If the sample also used another model, such
+    as a judge, the usage of the last call is returned instead.
+    """
+    by_model = table_of(row, "model_usage")
+    if len(by_model) == 1:
+        (name,) = by_model
+        return table_of(by_model, name)
+    return table_of(output, "usage")
+
+
+def _prompt_tokens(usage: Row) -> int | None:
+    """Return the number of all prompt tokens, including those from the cache."""
+    read_inspect_ai = count_of(usage, "input_tokens")
+    if read_inspect_ai is None:
+        return None
+    cached = ("input_tokens_cache_read", "input_tokens_cache_write")
+    return read_inspect_ai + sum(count_of(usage, name) or 0 for name in cached)
+
+
+_ATTACHMENT = "attachment://"
+
+
+def _resolved(text: str, row: Row) -> str:
+    """Return a long text that the log stores separately from its message."""
+    if not text.startswith(_ATTACHMENT):
+        return text
+    return text_of(table_of(row, "attachments"), text.removeprefix(_ATTACHMENT).strip())
+
+
+INSPECT_AI = Format(
+    "inspect", "logs of inspect_ai: .eval archives, or their JSON", ("*.eval", "*.json"), read_inspect_ai,
+    list_field="samples",
+)  # fmt: skip
+
+
+_QUESTIONS = ("problem", "question", "Question", "Problem", "query", "prompt", "input", "text")
+_STAMP = re.compile(r"_\d{4}-\d\d-\d\dT[\d.:-]+$")
+
+
+def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
+    """Read samples of lm-evaluation-harness that `--log_samples` wrote.
+
+    Yield every reply to one document, under one answer filter.
+    """
+    replies = _only(row, "resps")
+    filtered = _only(row, "filtered_resps")
+    is_each = isinstance(filtered, list) and len(filtered) == len(replies)
+    task = _STAMP.sub("", path.stem.removeprefix("samples_"))
+    numbers = _numbers(row)
+    if options.metric and options.metric not in row:
+        raise RecordError(f"it has no metric {options.metric!r}; it has {', '.join(numbers)}")
+    metric = options.metric or next(
+        (name for name in numbers if truth_of(numbers[name]) is not None), ""
+    )
+    question = optional_text(table_of(row, "doc"), *_QUESTIONS) or _prompt(row)
+    for number, reply in enumerate(replies):
+        if not isinstance(reply, str):
+            raise RecordError(
+                "a reply is not a text; only generation tasks can be read, not those that compare "
+                "likelihoods"
+            )
+        answer = filtered[number] if is_each else filtered
+        is_only = len(replies) == 1
+        yield ForeignSample(
+            question=question,
+            text=reply,
+            problem=f"{task}/{text_of(row, 'doc_id')}",
+            reference=optional_text(row, "target"),
+            number=number,
+            # the harness graded the single answer that its filter made from all replies
+            answer=_answer(answer) if is_each or is_only else None,
+            is_correct=truth_of(row.get(metric)) if is_only and metric else None,
+            filter=optional_text(row, "filter") or "",
+            scores=numbers if is_only else {},
+        )
+
+
+def _only(row: Row, name: str) -> Any:
+    """Return the harness's record of the document's request.
+
+    :raises RecordError: if there are several requests, as in tasks that compare likelihoods.
+    """
+    requests: Sequence[Any] = list_of(row, name)
+    if len(requests) != 1:
+        raise RecordError(
+            f"{len(requests)} requests were made for it; only generation tasks can be read, not "
+            "those that compare likelihoods"
+        )
+    found = requests[0]
+    if name == "resps" and not isinstance(found, list):
+        raise RecordError("its 'resps' do not contain a list of replies")
+    return found
+
+
+def _answer(value: object) -> str | None:
+    """Return an answer that a filter extracted; the harness writes [invalid] if it found none."""
+    if not isinstance(value, str):
+        return None
+    return None if value.strip() in ("", "[invalid]") else value
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    """Return the document's metrics that are numbers."""
+    names = list(map(str, list_of(row, "metrics"))) if "metrics" in row else []
+    if not names:  # versions before 0.4.4 do not name their metrics
+        names = [name for name in row if name in ("exact_match", "acc", "math_verify")]
+    values = {name: number_of(row, name) for name in names}
+    return {
+        name: value for name, value in values.items() if value is not None and math.isfinite(value)
+    }
+
+
+def _prompt(row: Row) -> str:
+    """Return the prompt that was sent, which contains the question."""
+    sent: Any = row.get("arguments")
+    if isinstance(sent, list) and sent and isinstance(sent[0], list) and sent[0]:
+        return str(sent[0][0])
+    if isinstance(sent, dict):
+        first = table_of(table_of(row, "arguments"), "gen_args_0")
+        if "arg_0" in first:
+            return text_of(first, "arg_0")
+    raise RecordError("neither its document nor its request has a question")
+
+
+LM_EVAL = Format(
+    "lm-eval",
+    "samples of lm-evaluation-harness (--log_samples)",
+    ("samples_*.jsonl",),
+    read_lm_eval,
+)
+
+
+_SEED = re.compile(r"-rs(\d+)")
+_VERDICT = re.compile(r"judge?ment:\s*\W*(yes|no)\b", re.IGNORECASE)
+
+
+def read_nemo_skills(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
+    """Read generations of NeMo-Skills: output-rs0.jsonl, output-rs1.jsonl and so on, one rollout
+    per line.
+
+    Yield the rollout of one line; its number is the random seed in the file's name.
+    """
+    seed = _SEED.search(path.name)
+    start = number_of(row, "generation_start_time")
+    end = number_of(row, "generation_end_time")
+    seconds = number_of(row, "generation_time")
+    if seconds is None and start is not None and end is not None:
+        seconds = end - start
+    reward = number_of(row, "reward_model_score")
+    yield ForeignSample(
+        question=text_of(row, "problem", "question"),
+        text=text_of(row, "generation"),
+        problem=optional_text(row, "id", "unique_id", "problem_id"),
+        reference=optional_text(row, "expected_answer"),
+        number=int(seed[1]) if seed else None,
+        answer=optional_text(row, "predicted_answer"),
+        is_correct=_grade(row, options.metric),
+        ended="length" if row.get("finish_reason") == "length" else "end",
+        tokens=count_of(row, "num_generated_tokens"),
+        prompt_tokens=count_of(row, "num_input_tokens"),
+        seconds=seconds,
+        scores={} if reward is None else {"reward": reward},
+    )
+
+
+def _grade(row: Row, metric: str) -> bool | None:
+    """Return the symbolic check's verdict, else the judge's; `metric` names another field."""
+    if metric:
+        if metric not in row:
+            raise RecordError(f"it has no field {metric!r}")
+        value = row[metric]
+        return _judgement(value) if isinstance(value, str) else truth_of(value)
+    for name in ("symbolic_correct", "is_correct"):
+        grade = truth_of(row.get(name))
+        if grade is not None:
+            return grade
+    return _judgement(row.get("judgement"))
+
+
+def _judgement(value: object) -> bool | None:
+    """Return the judgement at the end of a judge's text."""
+    said = _VERDICT.findall(value) if isinstance(value, str) else []
+    return said[-1].lower() == "yes" if said else None
+
+
+NEMO_SKILLS = Format(
+    "nemo-skills",
+    "generations of NeMo-Skills: a directory with output-rs*.jsonl",
+    ("output-rs*.jsonl", "output.jsonl"),
+    read_nemo_skills,
+)
+
+
+def read_matharena(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
+    """Read outputs of MathArena, which have one rollout per row with its cost.
+
+    Yield the rollout of one row.
+    """
+    answer = optional_text(row, "parsed_answer")
+    competition = optional_text(row, "source")
+    problem = text_of(row, "problem_idx")
+    yield ForeignSample(
+        question=text_of(row, "problem", "user_message"),
+        text=_text(row),
+        problem=f"{competition}/{problem}" if competition else problem,
+        reference=optional_text(row, "gold_answer"),
+        number=count_of(row, "idx_answer"),
+        # the column contains Python's text for a missing value
+        answer=None if answer in ("None", "nan", "") else answer,
+        is_correct=truth_of(row.get(options.metric or "correct")),
+        model=optional_text(row, "model_name", "model_config") or "",
+        tokens=count_of(row, "output_tokens"),
+        prompt_tokens=count_of(row, "input_tokens"),
+        dollars=number_of(row, "cost"),
+        prices=_prices(row),
+        seconds=number_of(row, "time"),
+        scores=_points(row),
+    )
+
+
+def _prices(row: Row) -> tuple[float, float] | None:
+    """Return the prices per million tokens, although the names of the columns say per token."""
+    read_price = number_of(row, "input_cost_per_tokens")
+    written = number_of(row, "output_cost_per_tokens")
+    if read_price is None or written is None or min(read_price, written) < 0:
+        return None
+    return read_price, written
+
+
+def _text(row: Row) -> str:
+    """Return the last message; older outputs have no separate text but all messages in JSON."""
+    text = optional_text(row, "answer")
+    if text is not None:
+        return text
+    messages: Any = row.get("all_messages")
+    if isinstance(messages, str):
+        try:
+            messages = json.loads(messages)
+        except ValueError:
+            messages = None
+    if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        return text_of(messages[-1], "content")
+    return text_of(row, "answer")
+
+
+def _points(row: Row) -> dict[str, float]:
+    """Return, for each judge of a proof, the share of points that it gave."""
+    points: dict[str, float] = {}
+    for judge in range(1, 10):
+        given = number_of(row, f"points_judge_{judge}")
+        most = number_of(row, f"max_points_judge_{judge}")
+        if given is None:
+            break
+        points[f"judge {judge}"] = given / most if most else given
+    return points
+
+
+MATHARENA = Format(
+    "matharena", "outputs of MathArena: one row per answer", ("*.jsonl", "*.json"), read_matharena
+)
+
+
+def read_monkey_business(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
+    """Read Monkey Business (Large Language Monkeys), with thousands of samples per problem in one
+    record.
+
+    Yield all samples of one problem.
+    """
+    samples = list_of(row, "samples")
+    has_grades = any(name in row for name in ("is_corrects", "is_correct"))
+    grades = list_of(row, "is_corrects", "is_correct") if has_grades else [None] * len(samples)
+    if len(grades) != len(samples):
+        raise RecordError(f"it has {len(samples)} samples but {len(grades)} grades")
+    worked = optional_text(row, "gt_answer")
+    split = optional_text(row, "orig_dset_split")
+    name = optional_text(row, "orig_dset_idx", "theorem_name", "name")
+    for number, (text, grade) in enumerate(zip(samples, grades, strict=True)):
+        if not isinstance(text, str):
+            raise RecordError(f"its sample {number + 1} is not a text")
+        yield ForeignSample(
+            question=text_of(row, "question", "prompt", "description"),
+            text=text,
+            problem=f"{split}/{name}" if split and name else name,
+            reference=worked,
+            number=number,
+            is_correct=truth_of(grade),
+        )
+
+
+MONKEY_BUSINESS = Format(
+    "monkey-business",
+    "Monkey Business: a list of problems, each with all its samples",
+    ("*.json", "*.jsonl"),
+    read_monkey_business,
+)
+
+
+_WINDOW = 2048  # tokens in the windows and in the tail of the paper
+_BOTTOM = 0.1  # share of the windows whose mean is the bottom confidence
+_ENDS_DEEPCONF: dict[str, Ended] = {"length": "length", "gconf_threshold": "stopped"}
+
+
+def read_deepconf(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
+    """Read traces of DeepConf in JSON, which have a confidence per token.
+
+    Yield every trace of one question.
+    """
+    question = text_of(row, "question", "prompt")
+    reference = optional_text(row, "ground_truth", "answer")
+    name = optional_text(row, "qid")
+    traces = list_of(row, "all_traces", "traces")
+    for each in traces:
+        if not isinstance(each, dict):
+            raise RecordError("one of its traces is not an object")
+        trace = cast(Row, each)
+        ids = trace.get("token_ids")
+        scores = confidences(_confidences(trace))
+        least = number_of(trace, "min_conf")
+        if least is not None:
+            scores["least confidence"] = least
+        yield ForeignSample(
+            question=question,
+            text=text_of(trace, "text"),
+            problem=name,
+            reference=reference,
+            answer=optional_text(trace, "extracted_answer"),
+            ended=_ENDS_DEEPCONF.get(str(trace.get("stop_reason")), "end"),
+            tokens=count_of(trace, "num_tokens"),
+            ids=tuple(map(int, ids)) if isinstance(ids, list) else (),
+            scores=scores,
+        )
+
+
+def _confidences(trace: Row) -> Sequence[float]:
+    if trace.get("confs") is None:
+        return ()
+    values = list_of(trace, "confs")
+    numbers = [float(each) for each in values if isinstance(each, int | float)]
+    if len(numbers) != len(values) or not all(map(isfinite, numbers)):
+        raise RecordError("its 'confs' contain something other than numbers")
+    return numbers
+
+
+def confidences(values: Sequence[float], window: int = _WINDOW) -> dict[str, float]:
+    """Return the paper's four confidences of a trace: the mean, the tail, and the bottom tenth and
+    the least of the windows.
+
+    >>> confidences([1.0, 2.0, 6.0], window=2)
+    {'mean confidence': 3.0, 'tail confidence': 4.0, 'bottom confidence': 1.5, 'least confidence': 1.5}
+    """
+    if not values:
+        return {}
+    width = min(window, len(values))
+    sums = [0.0, *accumulate(values)]
+    means = sorted((sums[end] - sums[end - width]) / width for end in range(width, len(values) + 1))
+    lowest = means[: max(1, int(len(means) * _BOTTOM))]
+    return {
+        "mean confidence": sums[-1] / len(values),
+        "tail confidence": (sums[-1] - sums[-1 - width]) / width,
+        "bottom confidence": sum(lowest) / len(lowest),
+        "least confidence": means[0],
+    }
+
+
+DEEPCONF = Format(
+    "deepconf",
+    "traces of DeepConf in JSON, one file per question",
+    ("*.json", "*.jsonl"),
+    read_deepconf,
+)
+
+
+FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "question": ("question", "problem", "prompt", "input"),
+        "text": ("text", "output", "response", "completion", "generation"),
+        "id": ("id", "problem_id", "unique_id", "question_id"),
+        "reference": ("reference", "gold", "gt_answer", "expected_answer", "target"),
+        "answer": ("predicted_answer", "extracted_answer", "prediction", "pred"),
+        "correct": ("correct", "is_correct"),
+        "sample": ("sample", "sample_id", "idx_answer"),
+        "model": ("model", "model_name"),
+        "tokens": ("tokens", "num_tokens", "output_tokens", "completion_tokens"),
+        "prompt_tokens": ("prompt_tokens", "input_tokens"),
+        "seconds": ("seconds", "duration_seconds", "latency"),
+        "cost": ("cost", "dollars"),
+    }
+)
+"""The columns that are tried for each field if the user names none."""
+_SCORE = "score."
+
+
+def check_columns(columns: Mapping[str, str]) -> None:
+    """Check that the named fields exist.
+
+    :raises OptionError: if one does not, naming it.
+    """
+    for name in columns:
+        if name not in FIELDS and not name.startswith(_SCORE):
+            raise OptionError(
+                "--column", f"there is no field {name!r}", [*FIELDS, "score.NAME"], name
+            )
+
+
+def read_columns(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
+    """Read plain JSON Lines, with a rollout or all rollouts of a problem per line, in columns that
+    the user names.
+
+    Yield the rollout of a line, or one for each entry where columns hold lists.
+    """
+    names = {field: _column(row, field, options.columns) for field in FIELDS}
+    several = [name for name in names.values() if name and isinstance(row[name], list)]
+    lengths = {name: len(cast(list[Any], row[name])) for name in several}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise RecordError(f"its lists are of different lengths ({shown})")
+    if not names["question"] and not names["id"]:
+        raise RecordError(
+            "it has no known column for the question; name one with --column question=NAME"
+        )
+    if not names["text"] and not names["answer"]:
+        raise RecordError("it has no known column for the text; name one with --column text=NAME")
+    for number in range(max(lengths.values(), default=1)):
+        values = {
+            field: (row[name][number] if name in lengths else row[name])
+            for field, name in names.items()
+            if name
+        }
+        scores = {
+            field.removeprefix(_SCORE): _score(row, column, number)
+            for field, column in options.columns.items()
+            if field.startswith(_SCORE)
+        }
+        yield _sample(values, scores, number if several else None)
+
+
+def _sample(values: Row, scores: Mapping[str, float], number: int | None) -> ForeignSample:
+    sample = count_of(values, "sample")
+    name = optional_text(values, "id")
+    return ForeignSample(
+        question=optional_text(values, "question") or name or "",
+        text=optional_text(values, "text") or "",
+        problem=name,
+        reference=optional_text(values, "reference"),
+        number=number if sample is None else sample,
+        answer=optional_text(values, "answer"),
+        is_correct=truth_of(values.get("correct")),
+        model=optional_text(values, "model") or "",
+        tokens=count_of(values, "tokens"),
+        prompt_tokens=count_of(values, "prompt_tokens"),
+        seconds=number_of(values, "seconds"),
+        dollars=number_of(values, "cost"),
+        scores=scores,
+    )
+
+
+def _column(row: Row, field: str, columns: Mapping[str, str]) -> str:
+    """Return the column of a field; "" if the row has none.
+
+    :raises RecordError: the user named a column that the row lacks.
+    """
+    named = columns.get(field)
+    if named is not None:
+        if named not in row:
+            raise RecordError(f"it has no column {named!r}; it has {', '.join(row)}")
+        return named
+    return next((name for name in FIELDS[field] if row.get(name) is not None), "")
+
+
+def _score(row: Row, column: str, number: int) -> float:
+    value = row.get(column)
+    if isinstance(value, list):
+        value = value[number] if number < len(value) else None
+    score = number_of({"score": value}, "score")
+    if score is None:
+        raise RecordError(f"its column {column!r} does not contain a number")
+    return score
+
+
+COLUMNS = Format(
+    "jsonl",
+    "plain JSON Lines; --column names the columns",
+    ("*.jsonl", "*.ndjson", "*.json"),
+    read_columns,
+)

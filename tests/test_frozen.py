@@ -6,8 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from atts.calibration import Calibrator
+from atts.local.cpu.model import NativeModel
+from atts.local.logit_sampling import SampledTokens, SamplingBatch
 from tests.frozen import PARTS, changed, differences, recording
 
 
@@ -38,6 +41,36 @@ def test_a_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Calibrator, "decide", decide_otherwise)
     assert any(place.startswith("/escalated") for place in changed("decisions marginal"))
+
+
+@pytest.mark.parametrize("place", ["attention", "products", "draws"])
+def test_a_changed_kernel_is_found(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """A state that differs in its fifth digit, one wrong logit and one other draw are each named."""
+    plain_forward = NativeModel.forward
+    plain_logits = NativeModel.compute_logits
+    plain_sample = NativeModel.sample
+
+    def forward(self: NativeModel, *args: Any) -> torch.Tensor:
+        return plain_forward(self, *args) * 1.0001
+
+    def compute_logits(self: NativeModel, hidden: torch.Tensor) -> torch.Tensor:
+        logits = plain_logits(self, hidden)
+        logits[30, 200] += 1
+        return logits
+
+    def sample(
+        self: NativeModel, logits: torch.Tensor, sampling: SamplingBatch, uniforms: list[float]
+    ) -> SampledTokens:
+        uniforms[3] = 1 - uniforms[3]
+        return plain_sample(self, logits, sampling, uniforms)
+
+    name, planted = {
+        "attention": ("forward", forward),
+        "products": ("compute_logits", compute_logits),
+        "draws": ("sample", sample),
+    }[place]
+    monkeypatch.setattr(NativeModel, name, planted)
+    assert any(line.startswith(f"/{place}") for line in changed("local kernels"))
 
 
 def test_differences_are_named_by_their_position() -> None:

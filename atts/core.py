@@ -325,6 +325,8 @@ class Turn:
     # number of tokens scored by the target; 0 if an equal chunk of a sibling gave the score
     scored_tokens: int = 0
     is_forced: bool = False  # whether budget forcing inserted the chunk's text
+    # whether the text of the rollout begins again with this turn; the chunks before are discarded
+    restarts: bool = False
 
     @property
     def drafted(self) -> Chunk | None:
@@ -376,7 +378,15 @@ class Turn:
             "scored as an equal chunk after an equal beginning was" if self.score_reused else ""
         )
         return "; ".join(
-            filter(None, (self.note, "budget forcing" if self.is_forced else "", recalled))
+            filter(
+                None,
+                (
+                    self.note,
+                    "budget forcing" if self.is_forced else "",
+                    "the target wrote the rollout again from the prompt" if self.restarts else "",
+                    recalled,
+                ),
+            )
         )
 
 
@@ -431,15 +441,24 @@ class Rollout:
     def ids(self, role: Role) -> TokenIds:
         """Return the ids of prompt and chunks as that model reads them."""
         ids = list(self.prompt.ids(role))
-        for turn in self.turns:
-            for chunk in turn.chunks:
-                ids.extend(chunk.ids(role))
+        for chunk in self.chunks:
+            ids.extend(chunk.ids(role))
         return tuple(ids)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Return the chunks of the text: those since the rollout last started again, if it did."""
+        chunks: list[Chunk] = []
+        for turn in self.turns:
+            if turn.restarts:
+                chunks.clear()
+            chunks.extend(turn.chunks)
+        return chunks
 
     @property
     def text(self) -> str:
         """Return the reasoning so far: the chunks' texts, concatenated."""
-        return "".join(chunk.text for turn in self.turns for chunk in turn.chunks)
+        return "".join(chunk.text for chunk in self.chunks)
 
 
 Combine = Literal["vote", "select", "synthesize", "auto"]

@@ -285,7 +285,8 @@ class RolloutBuilder:
         self.needs_first_rejected = policy.takeover == "repair" and is_comparable
         # whether the target draws a replacement while it scores
         reads_chunks = self.score_source in ("log-probabilities", "judge")
-        is_scoring = policy.takeover == "replace" and reads_chunks
+        # A rollout that starts again has no use for a replacement of one chunk.
+        is_scoring = policy.takeover == "replace" and policy.escalates != "rollout" and reads_chunks
         self.draws = is_scoring and "draw" in target.capabilities
         self._bounds = policy.bounds()
         self._chunk_tokens: dict[Role, int] = {
@@ -301,6 +302,7 @@ class RolloutBuilder:
         self.rollout = Rollout(problem.id, scope.sample, prompt)
         siblings.rollouts[scope.sample] = self.rollout
         self.turn = 0  # the index of the current turn
+        self._is_restarting = False  # whether the next turn begins the text of the rollout again
         self.text = ""
         self.position = 0  # the position in the tree of the siblings' texts
         self._ids: dict[Role, TokenIds] = {"draft": prompt.draft_ids, "target": prompt.target_ids}
@@ -355,6 +357,28 @@ class RolloutBuilder:
         self.policy = replace(self.policy, drafter="target")
         self._bounds = self._bounds._replace(stop=())
         self._chunk_tokens["target"] = max(self._chunk_tokens["target"], _LONG_PIECE)
+
+    def start_again(self) -> None:
+        """Discard the text so far, and let the target write the rollout from the prompt, without a
+        judge.
+
+        The turns so far stay in the rollout, which records their decisions; their chunks are no
+        longer part of its text.
+        """
+        self.hand_over()
+        # The turns so far do not count: the target may write as many as the draft could.
+        self._bounds = self._bounds._replace(turns=self.turn + self._bounds.turns)
+        self._is_restarting = True
+        prompt = self.rollout.prompt
+        self.text = ""
+        self.position = 0
+        self._ids = {"draft": prompt.draft_ids, "target": prompt.target_ids}
+        self._room = self.room_left()
+        self._is_thinking = self.policy.thinking_tokens is not None
+        self.budget_forcings_left = self.policy.budget_forcing
+        self._earlier_answer = None
+        self._searched_to = 0
+        self._last_search = ("", None)
 
     def drop_ahead(self) -> None:
         """Discard the chunk that was written ahead, because the rollout now has a different prefix."""
@@ -452,6 +476,8 @@ class RolloutBuilder:
         if discarded:
             wasted = sum(chunk.tokens for chunk in discarded) - saved
             self.usage += Usage(wasted_tokens=wasted)
+        if self._is_restarting:
+            self.usage += Usage(wasted_tokens=_tokens_kept(self.rollout))
         turn = Turn(
             self.turn,
             tuple(chunks),
@@ -460,7 +486,9 @@ class RolloutBuilder:
             decision,
             note,
             scored_tokens=scored_tokens,
+            restarts=self._is_restarting,
         )
+        self._is_restarting = False
         self._grow(turn)
         self._unassigned = 0 if self._ahead is None else self._ahead.tokens
         finish, answer, why = self._ending(turn)
@@ -541,12 +569,11 @@ class RolloutBuilder:
     def _repeats(self) -> bool:
         """Return whether the last chunks with any text are all the same."""
         last: list[str] = []
-        for turn in reversed(self.rollout.turns):
-            for chunk in reversed(turn.chunks):
-                if chunk.text.strip():
-                    last.append(chunk.text)
-                if len(last) == self.policy.repeats:
-                    return len(set(last)) == 1
+        for chunk in reversed(self.rollout.chunks):
+            if chunk.text.strip():
+                last.append(chunk.text)
+            if len(last) == self.policy.repeats:
+                return len(set(last)) == 1
         return False
 
     def _is_unsure(self, stop: ConfidenceStop) -> bool:
@@ -673,6 +700,13 @@ class RolloutBuilder:
             self.usage += Usage(draft_tokens=new, draft_prefill_tokens=read, calls=1)
         else:
             self.usage += Usage(target_tokens=new, target_prefill_tokens=read, calls=1)
+
+
+def _tokens_kept(rollout: Rollout) -> int:
+    """Count the tokens of a rollout's text that a model wrote, not those that atts inserted."""
+    return sum(
+        chunk.tokens for turn in rollout.turns if not turn.is_forced for chunk in turn.chunks
+    )
 
 
 # Prompts and chunks in the token ids of both models.

@@ -328,7 +328,7 @@ async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
 async def _reward(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """Return the proposal with the score that a reward model gives it."""
     chunk = proposal.chunk
-    written = [one.text for turn in builder.rollout.turns for one in turn.chunks]
+    written = [one.text for one in builder.rollout.chunks]
     steps = [text for text in written if text.strip()]
     # the ids only make the call's key in the journal; the reward model reads the texts
     ids = builder.ids("target", [chunk])

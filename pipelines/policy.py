@@ -37,7 +37,7 @@ from atts.pipelines.votes import VoteKind
 Takeover = Literal["continue", "replace", "repair"]
 Stop = Literal["none", "certain", "likely"]
 AnswerCheck = Literal["stop", "verify"]
-Escalates = Literal["chunk", "rest", "problem"]
+Escalates = Literal["chunk", "rest", "rollout", "problem"]
 EscalatedVote = Literal["all", "target"]
 
 
@@ -165,9 +165,7 @@ class ConfidenceStop:
         """Return the lowest window mean of the rollout's log-probabilities; inf if it is shorter
         than a window.
         """
-        values = [
-            value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs
-        ]
+        values = [value for chunk in rollout.chunks for value in chunk.logprobs]
         sums = [0.0, *accumulate(values)]
         means = [
             (sums[i + self.window] - sums[i]) / self.window
@@ -217,8 +215,8 @@ class Policy:
     ] = False
     escalates: Annotated[
         Escalates,
-        "what is escalated: a chunk, a chunk and the rest of its rollout, or a problem on which the "
-        "draft's rollouts disagree",
+        "what is escalated: a chunk, a chunk and the rest of its rollout, the whole rollout, which "
+        "the target writes again from the prompt, or a problem on which the draft's rollouts disagree",
     ] = "chunk"
     escalated_vote: Annotated[
         EscalatedVote,
@@ -342,6 +340,12 @@ class Policy:
         judges_votes = source_of(self.score) == "votes"
         if self.escalates == "problem":
             self._check_problems()
+        if self.escalates == "rollout" and self.takeover != "replace":
+            raise OptionError(
+                "takeover",
+                f"{self.takeover} keeps a chunk of the draft, but with escalates=rollout the target "
+                "writes the whole rollout again; leave takeover at replace",
+            )
         if judges_votes != (self.escalates == "problem") and self.drafter == "draft":
             raise OptionError(
                 "score",

@@ -288,6 +288,11 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
     score = proposal.score
     if builder.policy.escalates == "rest":
         builder.hand_over()
+    if builder.policy.escalates == "rollout":
+        builder.start_again()
+        written = await builder.write("target")
+        builder.enter([written], [chunk], decision, score, proposal.flaw)
+        return
     if builder.policy.takeover == "continue":
         # the chunk stays and the target writes after it: the paper's mode
         kept = [chunk] if chunk.text or chunk.draft_ids or chunk.target_ids else []

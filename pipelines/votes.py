@@ -66,9 +66,7 @@ def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
     """Return a rollout's vote, or None if it has no answer."""
     if rollout.answer is None:
         return None
-    logprobs = [
-        value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs
-    ]
+    logprobs = [value for chunk in rollout.chunks for value in chunk.logprobs]
     return Ballot(rollout.answer, weight(kind, logprobs))
 
 

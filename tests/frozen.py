@@ -147,6 +147,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "budget forcing": {"budget_forcing": 1},
     "likely stop": {"early_stop": "likely", "confidence": 0.7},
     "rest escalated": {"escalates": "rest"},
+    "rollout escalated": {"escalates": "rollout"},
     "select": {"combine": "select"},
     "synthesis": {"combine": "synthesize"},
 }

@@ -391,6 +391,11 @@ def _opd(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator
                     others.append(
                         _opd_record(case, rollout, "rejected", [*prompt, *path.ids], alone)
                     )
+            if turn.restarts and path.ids:
+                others.append(_opd_record(case, rollout, "rejected", list(prompt), path))
+                path = _Tokens()
+                decisions.clear()
+                start = 0
             for chunk in turn.chunks:
                 path.add(chunk, known if chunk is drafted else None)
             if turn.decision is not None:
@@ -486,6 +491,8 @@ def scored_chunks(case: FinishedCase) -> dict[tuple[int, int], tuple[float, ...]
                     missing.append((key, text))
                 elif logprobs is not None:
                     by_text[text] = logprobs
+            if turn.restarts:
+                prefix = list(rollout.prompt.target_ids)
             for chunk in turn.chunks:
                 prefix.extend(chunk.target_ids)
     for key, text in missing:

@@ -182,7 +182,7 @@ def _token_limits(setup: Setup, policy: Policy) -> Tokens:
     if _accepts_everything(setup):
         return Tokens(min(length, turns * drafted), 0, 0)
     draft = turns * drafted
-    if policy.takeover == "continue" or policy.escalates == "rest":
+    if policy.takeover == "continue" or policy.escalates in ("rest", "rollout"):
         draft = min(draft, length)
     return Tokens(draft, draft, min(length, turns * written))
 

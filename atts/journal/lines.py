@@ -213,6 +213,7 @@ def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRe
                     note=turn.note,
                     scored_tokens=turn.scored_tokens,
                     is_forced=turn.is_forced,
+                    restarts=turn.restarts,
                 ),
                 tuple([_written(chunk, noted.calls) for chunk in turn.chunks]),
                 tuple([_written(chunk, noted.calls) for chunk in turn.discarded]),
@@ -268,6 +269,7 @@ def _completed(event: Event, records: OpenRecords) -> Event:
                 turn.note,
                 scored_tokens=turn.scored_tokens,
                 is_forced=turn.is_forced,
+                restarts=turn.restarts,
             )
             return TurnFinished(problem, sample, restored)
         case _:

@@ -283,6 +283,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
     return {
         "authors": [chunk.author for chunk in turn.chunks],
         "text": "".join(chunk.text for chunk in turn.chunks),
+        "restarts": turn.restarts,
         "discarded": "".join(chunk.text for chunk in turn.discarded),
         "score": score if score is not None and math.isfinite(score) else None,
         "action": None if decision is None else decision.action,
@@ -330,7 +331,7 @@ class LiveRun:
         if self.leader is None:
             self.leader = sample
         if sample == self.leader:
-            self.text += text
+            self.text = text if turn.restarts else self.text + text
         if self.written is not None:
             self.written(sample, text)
 

@@ -301,7 +301,8 @@ class RunReading:
         row["turns"] += 1
         row["seconds"] = self.clock.seconds - row["began"]
         text = "".join(chunk.text for chunk in turn.chunks)
-        self._texts[key] = (self._texts.get(key, "") + text)[-_MOST_TEXT:]
+        before = "" if turn.restarts else self._texts.get(key, "")
+        self._texts[key] = (before + text)[-_MOST_TEXT:]
 
     def _rollout_ended(self, event: RolloutFinished) -> None:
         row = self.problems[event.problem]

@@ -41,6 +41,16 @@ __all__ = ["run_import"]  # a fixture; the import makes it known to pytest
 
 
 @pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a run in which the target writes escalated rollouts again from the prompt."""
+    folder = tmp_path_factory.mktemp("restarted") / "run"
+    policy = Policy(samples=4, early_stop="none", escalates="rollout")
+    setup = Setup(draft="scripted", target="scripted", rate=0.1, policy=policy)
+    evaluate_sync(toy_problems(6, 2), setup, directory=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a small run of the embedded pair with accepted, replaced and repeated chunks."""
     folder = tmp_path_factory.mktemp("recorded") / "run"
@@ -115,6 +125,40 @@ def test_opd_holds_the_recorded_tokens_and_log_probabilities(
                 assert set(record["mask"][place]) == {0}
                 assert set(record["student_logprobs"][place]) == {None}
     assert checked > 50
+
+
+def test_opd_has_both_texts_of_a_rollout_that_was_written_again(
+    restarted: Path, tmp_path: Path
+) -> None:
+    """The record of the rollout has the target's tokens; those that the draft wrote before are
+    rejected tokens after the prompt, with the target's scores.
+    """
+    late = {
+        (problem, rollout.sample): rollout
+        for problem, outcome in outcomes(restarted).items()
+        for rollout in outcome.rollouts
+        if any(turn.restarts and turn.index for turn in rollout.turns)
+    }
+    assert len(late) > 2
+    records = read(restarted, tmp_path, "opd")
+    for record in records:
+        rollout = late.get((record["problem"], record["sample"]))
+        if rollout is not None and record["part"] == "rollout":
+            assert record["prompt_ids"] + record["ids"] == list(rollout.ids("draft"))
+            (decision,) = record["decisions"]
+            assert decision["action"] == "escalate"
+            assert decision["start"] == 0
+    for (problem, sample), rollout in late.items():
+        place = next(turn.index for turn in rollout.turns if turn.restarts)
+        before = [one for turn in rollout.turns[:place] for c in turn.chunks for one in c.draft_ids]
+        (record,) = [
+            one
+            for one in records
+            if (one["problem"], one["sample"], one["part"]) == (problem, sample, "rejected")
+            and one["prompt_ids"] == list(rollout.prompt.draft_ids)
+        ]
+        assert record["ids"] == before
+        assert set(record["mask"]) == {1}
 
 
 def test_opd_includes_replaced_chunks(recorded: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from atts.calibration import Calibrator
 from atts.core import Outcome
 from atts.errors import OptionError, UsageError
 from atts.methods import preset
-from atts.pipelines import ConformalGate, Features, FixedGate, Policy, Tally, TopGate
+from atts.pipelines import CoinGate, ConformalGate, Features, FixedGate, Policy, Tally, TopGate
 from atts.pipelines.scores import disagreement
 from atts.run import RunResult
 from atts.testing import (
@@ -208,6 +208,71 @@ def test_escalating_the_rest_gives_the_target_the_rollout(attempt: Solve) -> Non
             assert writers == ["draft"] * first + ["target"] * (len(writers) - first)
             assert all(turn.decision is None for turn in turns[first + 1 :])
     assert handed_over > 5
+
+
+def test_an_escalated_rollout_is_written_again_from_the_prompt(attempt: Solve) -> None:
+    """Its text is the target's alone, what the draft wrote counts as discarded, and the rate is that
+    of the judged chunks.
+    """
+    policy = Policy(samples=6, escalates="rollout", early_stop="none")
+    gate = ConformalGate(Calibrator(0.2, "aci", seed=5))
+    outcomes = attempt(policy, gate, problems=40)
+    restarted = 0
+    late = 0
+    judged = 0
+    for rollout in (rollout for outcome in outcomes for rollout in outcome.rollouts):
+        turns = rollout.turns
+        judged += sum(turn.decision is not None for turn in turns)
+        written = sum(
+            turn.tokens_written("draft") + turn.tokens_written("target") for turn in turns
+        )
+        usage = rollout.usage
+        assert written == usage.draft_tokens + usage.target_tokens
+        kept = sum(chunk.tokens for chunk in rollout.chunks)
+        assert usage.wasted_tokens == written - kept
+        escalated = [turn.index for turn in turns if turn.decision and turn.decision.escalate]
+        assert [turn.index for turn in turns if turn.restarts] == escalated
+        if not escalated:
+            assert {chunk.author for chunk in rollout.chunks} == {"draft"}
+            continue
+        (place,) = escalated
+        restarted += 1
+        late += place > 0
+        assert {chunk.author for chunk in rollout.chunks} == {"target"}
+        assert rollout.text == "".join(c.text for turn in turns[place:] for c in turn.chunks)
+        assert rollout.ids("target")[: len(rollout.prompt.target_ids)] == rollout.prompt.target_ids
+        assert all(turn.decision is None for turn in turns[place + 1 :])
+    assert late > 5, "some rollouts start again after chunks that were accepted"
+    assert abs(restarted / judged - 0.2) <= 0.03
+
+
+def test_a_fresh_rollout_of_a_skilled_target_is_correct(attempt: Solve) -> None:
+    """A target that never slips repairs even what the draft had got wrong before it was judged."""
+    careless = ScriptedEngine("draft", model=ToyModel(Skill(right=0.5), ToyTokenizer()))
+    careful = ScriptedEngine("target", model=ToyModel(Skill(right=1.0), ToyTokenizer()))
+    kinds: tuple[Literal["rest", "rollout"], ...] = ("rest", "rollout")
+    correct = dict.fromkeys(kinds, 0)
+    for escalates in kinds:
+        outcomes = attempt(
+            Policy(samples=4, escalates=escalates, early_stop="none"),
+            CoinGate(0.3, 1),
+            problems=20,
+            draft=careless,
+            target=careful,
+        )
+        for outcome in outcomes:
+            for rollout in outcome.rollouts:
+                if any(turn.decision and turn.decision.escalate for turn in rollout.turns):
+                    is_correct = rollout.answer == outcome.problem.answer
+                    assert is_correct or escalates == "rest"
+                    correct[escalates] += is_correct
+    assert correct["rollout"] > correct["rest"]
+
+
+def test_a_rollout_written_again_keeps_no_chunk() -> None:
+    """A takeover that continues or repairs a chunk is refused."""
+    with pytest.raises(OptionError, match="takeover"):
+        Policy(escalates="rollout", takeover="continue")
 
 
 @pytest.mark.parametrize("latency", ["quick problems first", "slow problems first"])

@@ -169,6 +169,9 @@ POLICIES = {
     "rest": Policy(
         samples=3, turns=5, chunking=Chunking(12, 12, ()), escalates="rest", early_stop="none"
     ),
+    "rollouts": Policy(
+        samples=3, turns=5, chunking=Chunking(12, 12, ()), escalates="rollout", early_stop="none"
+    ),
     "optimistic": Policy(
         samples=3, turns=5, chunking=Chunking(12, 12, ()), optimistic=True, early_stop="none"
     ),

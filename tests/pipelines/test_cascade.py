@@ -248,8 +248,8 @@ def test_an_escalated_rollout_is_written_again_from_the_prompt(attempt: Solve) -
 
 def test_a_fresh_rollout_of_a_skilled_target_is_correct(attempt: Solve) -> None:
     """A target that never slips repairs even what the draft had got wrong before it was judged."""
-    careless = ScriptedEngine("draft", model=ToyModel(Skill(right=0.5), ToyTokenizer()))
-    careful = ScriptedEngine("target", model=ToyModel(Skill(right=1.0), ToyTokenizer()))
+    careless = ToyModel(Skill(right=0.5), ToyTokenizer())
+    careful = ToyModel(Skill(right=1.0, wander=0.0), ToyTokenizer())
     kinds: tuple[Literal["rest", "rollout"], ...] = ("rest", "rollout")
     correct = dict.fromkeys(kinds, 0)
     for escalates in kinds:
@@ -257,8 +257,8 @@ def test_a_fresh_rollout_of_a_skilled_target_is_correct(attempt: Solve) -> None:
             Policy(samples=4, escalates=escalates, early_stop="none"),
             CoinGate(0.3, 1),
             problems=20,
-            draft=careless,
-            target=careful,
+            draft=ScriptedEngine("draft", model=careless),
+            target=ScriptedEngine("target", model=careful),
         )
         for outcome in outcomes:
             for rollout in outcome.rollouts:

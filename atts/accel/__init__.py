@@ -57,7 +57,7 @@ _HOME = {name: f"atts.accel.{module}" for module, names in _NAMES.items() for na
 
 
 def __getattr__(name: str) -> Any:
-    """Import what most engines need nothing of when it is first used."""
+    """Import a public name when it is first used, because most engines need none of these modules."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts.accel' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

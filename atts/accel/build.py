@@ -1,4 +1,4 @@
-"""The builder of loops that accelerate decoding: target, drafter and slots, from what a plan names."""
+"""Build the loop that accelerates decoding: target, drafter and cache slots, as a plan names them."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ from atts.local.scheduler import Scheduler
 from atts.local.seams import FixedLength, HookedModel, Lengths, Model, Proposer
 
 _K_AHEAD = 16
-"""Most tokens drafted while a step is computed, where no number is given: drafting ends with it."""
+"""Most tokens drafted while the target computes a step, if the options give no number."""
 
 
 def build_accelerated(
     plan: LoopPlan, config: WorkerConfig, send: Send, make_model: MakeModel | None = None
 ) -> tuple[StepLoop, WorkerReady]:
-    """Load and connect what a plan names; `make_model` stands in for the choice of a kernel.
+    """Load and connect the models that a plan names; `make_model` replaces the choice of a kernel.
 
-    A lent drafter that cannot be loaded is left out, as on a GPU, where it would take cache from
-    the target.
+    A lent drafter is left out if it cannot be loaded. It is also left out on a GPU, where its
+    memory would be taken from the target's cache.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
@@ -95,7 +95,9 @@ def build_accelerated(
 
 
 class _Target(NamedTuple):
-    """The target's model and cache, and what was loaded before the cache took the memory."""
+    """The target's model and cache, and the parts that were loaded before the cache took the
+    memory.
+    """
 
     model: Model
     cache: Tensor
@@ -115,7 +117,8 @@ def _build(
     device = device_of(config)
     check_room(config, device)
     if plan.drafter is not None:
-        _drafter_device(plan, config)  # a missing one is an error before anything is loaded
+        # A missing drafter must be an error before anything is loaded.
+        _drafter_device(plan, config)
     kernels: Any = None
     trouble = ""
     if plan.is_shared:
@@ -138,7 +141,7 @@ def _build(
 def _speculating_loop(
     plan: LoopPlan, config: WorkerConfig, target: _Target, send: Send
 ) -> StepLoop:
-    """Connect a target with what proposes to it."""
+    """Connect a target with the proposer of its tokens."""
     slots = DraftedSlots(target.slots)
     scheduler = Scheduler(scheduler_config(config, target.slots), prefix_tree(config), slots)
     table = token_table(config)
@@ -154,7 +157,7 @@ def _speculating_loop(
         lengths,
         vocabulary=config.model.vocabulary,
         table=table,
-        # in one thread what others took of the processor is left out
+        # In one thread, time that other processes took from the processor is not counted.
         clock=thread_time if is_here else perf_counter,
     )
     return StepLoop(target.model, scheduler, table, send, proposals)
@@ -163,9 +166,9 @@ def _speculating_loop(
 def _shared_loop(
     plan: LoopPlan, config: WorkerConfig, kernels: Any, send: Send
 ) -> tuple[StepLoop, _Target]:
-    """Make the loop of a model of a zoo, which others may join."""
+    """Make a step loop for a model of a zoo, which other models of the zoo may join."""
     dtype = dtype_of(config)
-    # the cache is for all of them, so for the deepest
+    # The cache serves all models that may join, so it has the layers of the deepest one.
     depth = max(plan.depth, config.model.num_layers)
     deepest = replace(config, model=replace(config.model, num_layers=depth))
     cache = allocate_cache(deepest, dtype, device_of(config))
@@ -181,7 +184,7 @@ def _shared_loop(
 def _staged_loop(
     plan: LoopPlan, config: WorkerConfig, kernels: Any, send: Send
 ) -> tuple[StepLoop, _Target]:
-    """Make the loop of a model whose layers are in workers."""
+    """Make the step loop of a model whose layers are computed by workers."""
     target, model = _staged(plan, config, kernels)
     if plan.speculates:
         return _speculating_loop(plan, config, target, send), target
@@ -193,7 +196,7 @@ def _staged_loop(
 def _alone(
     plan: LoopPlan, config: WorkerConfig, device: torch.device, make_model: MakeModel | None
 ) -> _Target:
-    """Load a model whole, with its exit where that is listened to."""
+    """Load a whole model, with an early exit if a drafter uses it."""
     weights = whole_weights(config, make_model)
     drafter = _drafter_here(plan, config)
     cache = allocate_cache(config, dtype_of(config), device)
@@ -206,15 +209,15 @@ def _alone(
 
 
 def _drafter_here(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
-    """Load the draft model, unless it works in another process alone."""
+    """Load the draft model, unless another process alone computes it."""
     is_elsewhere = plan.speculation.is_overlapped and plan.speculation.beside == "process"
     return None if is_elsewhere else _drafter_weights(plan, config)
 
 
 def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> ExitModel:
-    """Return the target, which can be heard half-way down its layers.
+    """Return the target with an early exit half-way down its layers.
 
-    :raises UnsupportedByEngine: it has but one.
+    :raises UnsupportedByEngine: the target has only one layer.
     """
     if config.model.num_layers < 2:
         problem = "speculate=mirror hears the target between its layers, and it has one"
@@ -224,8 +227,8 @@ def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> Ex
 
 
 def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target, StagedModel]:
-    """Divide models of a zoo into ranges of layers in workers, or one model of which the first range
-    is here; workers load meanwhile.
+    """Divide models into ranges of layers and have workers load them meanwhile. A model outside a
+    zoo keeps its first range in this process.
     """
     is_shared = kernels is not None
     device = device_of(config)
@@ -269,7 +272,7 @@ def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target
 
 
 def build_stage(setup: StageSetup) -> StageModel:
-    """Return the layers of one stage and their cache, for the thread that runs them.
+    """Return the layers of one stage and their cache, in the thread that will compute them.
 
     :raises EngineError: they cannot be loaded.
     """
@@ -281,7 +284,9 @@ def build_stage(setup: StageSetup) -> StageModel:
 
 
 def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
-    """Load some layers of a model, and its words where these are the first of a model on its own."""
+    """Load some layers of a model, and its embeddings if they are the first layers of a model
+    outside a zoo.
+    """
     config = setup.config
     part = setup.config.model.part(setup.layers)
     alone = not setup.is_shared
@@ -297,7 +302,7 @@ def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
 def _proposer_and_lengths(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> tuple[Proposer, Lengths]:
-    """Make what proposes to the target, and what says how much."""
+    """Make the proposer of tokens for the target, and the rule that chooses how many it proposes."""
     speculation = plan.speculation
     lengths: Lengths = (
         GoodputLengths(MOST_PROPOSED) if speculation.k is None else FixedLength(speculation.k)
@@ -320,9 +325,7 @@ def _proposer_and_lengths(
 
 
 def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
-    """Return whether it is left open how a draft model that the target's own words name is used,
-    and there are two cores.
-    """
+    """Return whether the options name a draft model but leave its use open, and there are two cores."""
     is_open = plan.drafter is not None and not plan.may_lack_drafter
     return is_open and plan.speculation.is_open and device.type == "cpu" and usable_cores() > 1
 
@@ -330,13 +333,13 @@ def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
 def _drafter_device(plan: LoopPlan, config: WorkerConfig) -> torch.device:
     """Return the device on which the draft model is computed.
 
-    :raises ModelLoadError: it is not there.
+    :raises ModelLoadError: this machine lacks the device.
     """
     return device_of(config, plan.speculation.drafter_device, "drafter_device")
 
 
 def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
-    """Load the draft model's, before a cache takes what is left of the memory."""
+    """Load the weights of the draft model before a cache takes the remaining memory."""
     drafter = plan.drafter
     if drafter is None:
         return None
@@ -352,15 +355,14 @@ def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
     )
     group = plan.speculation.fuzzy
     if group > 1 and weights.is_paired:
-        # joined attentions are copies: on a GPU they come before the cache is sized
+        # The joined attention weights are copies, so on a GPU they are made before the cache is
+        # sized.
         return with_groups(drafter.model, weights, group)
     return weights
 
 
 def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerConfig:
-    """Return the draft model with a cache of so many slots; for the rest the target's options hold
-    for it.
-    """
+    """Return the draft model with a cache of this many slots; its other options are the target's."""
     assert plan.drafter is not None, "there is one"
     is_apart = _drafter_device(plan, config).type != device_of(config).type
     kernel = "auto" if is_apart else config.options.kernel
@@ -371,13 +373,13 @@ def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerC
 def _drafter(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> ModelDrafter | None:
-    """Make the draft model, with a cache of as many slots as the target's; None where none is named."""
+    """Make the draft model with as many cache slots as the target has; None if no drafter is named."""
     if plan.drafter is None:
         return None
     assert target.drafter is not None, "its weights were loaded"
     drafter_config = _drafter_config(plan, config, target.slots)
     if plan.speculation.drafter_device:
-        # steps are captured in a stream that the devices of a process share
+        # Steps are captured in a CUDA stream that all devices of a process share.
         drafter_config = replace(
             drafter_config, options=replace(drafter_config.options, graphs="off")
         )
@@ -394,7 +396,7 @@ def _drafter(
 def _overlapped(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> OverlappedDrafter | DrafterProcess:
-    """Make the draft model that works while the target verifies, in a process of its own or inline."""
+    """Make the draft model that works while the target verifies, in its own process or inline."""
     exits = target.exits
     if plan.speculation.beside == "process":
         height, width = rows.table.shape
@@ -415,8 +417,8 @@ def overlapped_drafter(
     slots: int,
     weights: Weights | None = None,
 ) -> OverlappedDrafter:
-    """Make the drafter of an engine that works while its target does: with so many slots, and those
-    of branches behind them.
+    """Make a drafter that works while its target computes. It has `slots` for sequences, and more
+    slots for branches behind them.
 
     :raises ModelLoadError: the weights, or the heads trained for it, cannot be used.
     :raises OutOfMemory: weights or cache do not fit.
@@ -448,8 +450,8 @@ def overlapped_drafter(
 
 
 def _proposer(way: str, drafter: Proposer | None) -> Proposer:
-    """Return the proposer: lookups if they are cheap and likely, and the draft model if there is
-    one.
+    """Return the proposer: lookups if they are cheap and likely to help, and the draft model if
+    there is one.
     """
     if way in ("draft", *OVERLAPPED) and drafter is not None:
         return drafter

@@ -1,4 +1,6 @@
-"""Local engines with what accelerates them: who proposes tokens, and where blocks and layers are."""
+"""Local engines with their accelerators: proposers of tokens, zoos of shared blocks, and stages of
+layers.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ def accelerated(
     replica: int = 0,
     demand: RunDemand | None = None,
 ) -> LocalEngine:
-    """Make an engine that writes what `LocalEngine` writes, in another time.
+    """Make an engine that writes the same tokens as `LocalEngine`, but faster.
 
-    A `proposer` is made where the loop runs, and proposes instead of those that the options name. A
-    draft model that is `lent` is the drafter where the options say nothing against it, its
-    tokenizer is this model's, and both fit into the memory of a CPU; on a GPU it would take cache
-    from this model, and options must name it. Engines on models of one zoo share a step loop where
-    their `replica` is the same. See `LocalEngine` for `demand`.
+    `proposer` is created in the process of the loop, and replaces the proposers that the options
+    name. The draft model `lent` becomes the drafter if the options allow it, the tokenizers are
+    equal, and both models fit into the memory of a CPU. On a GPU it would take cache from this
+    model, so there the options must name the drafter. Engines on models of one zoo share a step
+    loop if their `replica` is equal. See `LocalEngine` for `demand`.
 
     :raises OptionError: an option is unknown or impossible.
     :raises UnsupportedByEngine: with `chat`, the folder holds no chat template.
@@ -55,23 +57,23 @@ def accelerated(
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoop(LoopBuilder):
-    """Builds what a plan names, in the process that runs the loop."""
+    """Builds the models that a plan names, in the process that runs the loop."""
 
     plan: LoopPlan
 
     def build(
         self, config: WorkerConfig, send: Callable[[LoopReport], None]
     ) -> tuple[Loop, WorkerReady]:
-        """Load what the plan names; see `atts.accel.build`."""
+        """Load the models that the plan names; see `atts.accel.build`."""
         with import_lock:
-            from atts.accel.build import build_accelerated  # imports torch
+            from atts.accel.build import build_accelerated  # this module imports torch
 
         return build_accelerated(self.plan, config, send)
 
 
 @dataclass(frozen=True, slots=True)
 class Acceleration(Accelerator):
-    """All that may be added to a local engine; what is not asked for leaves it as it is."""
+    """All accelerators of a local engine; the defaults leave the engine as it is."""
 
     speculation: SpeculationOptions
     stages: StageOptions
@@ -82,17 +84,17 @@ class Acceleration(Accelerator):
     def check(self, options: LocalOptions) -> None:
         """Check that every accelerator works with these engine options.
 
-        :raises OptionError: something cannot.
+        :raises OptionError: an accelerator cannot.
         """
         self.speculation.check()
         self.stages.check()
         self.stages.check_beside(options, self.speculation)
 
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
-        """Find the draft model, and see that its ids mean what this model's do.
+        """Find the draft model, and check that its token ids mean the same as this model's.
 
-        :raises OptionError: they do not.
-        :raises EngineError: a model that is named cannot be used.
+        :raises OptionError: the ids differ in meaning.
+        :raises EngineError: a named model cannot be used.
         """
         speculation = self.speculation
         plan = LoopPlan(speculation, self.stages, proposer=self.proposer)
@@ -108,8 +110,8 @@ class Acceleration(Accelerator):
         return replace(config, builder=builder, more_kv_floats=floats, parts=plan.num_parts)
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Return a part in the loop of a zoo's models where nothing else is computed for this one,
-        else a worker of its own.
+        """Join the loop that models of a zoo share, unless this model needs other computations;
+        then make its own worker.
         """
         folder = Path(model).expanduser()
         drafts = self.speculation.is_on or self.proposer is not None
@@ -127,7 +129,9 @@ class Acceleration(Accelerator):
     def _with_lent(
         self, plan: LoopPlan, config: WorkerConfig, tokenizer: ModelTokenizer
     ) -> LoopPlan:
-        """Add the lent draft model, if it is there and its ids mean what the target's do."""
+        """Add the lent draft model if its folder exists and its token ids mean the same as the
+        target's.
+        """
         try:
             drafter = _find_drafter(config, self.lent, tokenizer)
         except (OptionError, EngineError):
@@ -137,10 +141,10 @@ class Acceleration(Accelerator):
 
 
 def _find_drafter(target: WorkerConfig, words: str, tokenizer: ModelTokenizer) -> WorkerConfig:
-    """Return all that is known of the draft model before it is loaded.
+    """Return the properties of the draft model that are known before it is loaded.
 
-    :raises OptionError: its ids do not mean what the target's do.
-    :raises ZooError: it is a zoo's, and a block of it is damaged.
+    :raises OptionError: its ids have other meanings than the target's.
+    :raises ZooError: the drafter is a model of a zoo, and one of its blocks is damaged.
     """
     name = f"{target.name}'s drafter"
     folder = find_folder(words, name, (*TEXT_FILES, *WEIGHT_FILES))

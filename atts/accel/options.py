@@ -1,4 +1,6 @@
-"""The options of what accelerates a local engine, and the plan of a loop that is made of them."""
+"""The options of the accelerators of a local engine, and the plan of the loop that is built from
+them.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,19 @@ class SpeculationOptions:
 
     # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
     drafter: str = ""
-    speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
-    # where an overlapped drafter works: inline it does so while the target waits
+    speculate: str | None = None  # one of SPECULATE; None: auto if a drafter is named
+    # process in which an overlapped drafter works; an inline drafter works while the target waits
     beside: Beside = "process"
-    fuzzy: int = 1  # attentions of the drafter that read one input; 1: exact
-    k: int | None = None  # tokens proposed at a time; None: as many as pay, 0: none
-    # cpu, cuda or cuda:1, where the drafter is computed; empty: where the target is
+    fuzzy: int = 1  # number of the drafter's attention layers that read one input; 1: exact
+    # tokens proposed at a time; None: the number with the best goodput; 0: none
+    k: int | None = None
+    # device of the drafter: cpu, cuda or cuda:1; empty: the target's device
     drafter_device: str = ""
 
     def check(self) -> None:
-        """See that every option is known, and belongs to this way to speculate.
+        """Check that every option is known and belongs to this way to speculate.
 
-        :raises OptionError: one is not, or does not.
+        :raises OptionError: an option is unknown or belongs to another way.
         """
         if self.speculate is not None and self.speculate not in SPECULATE:
             problem = f"{self.speculate!r} is not a way to speculate"
@@ -86,18 +89,20 @@ class SpeculationOptions:
 
     @property
     def is_on(self) -> bool:
-        """Return True if any tokens are proposed."""
+        """Return True if the engine proposes any tokens."""
         is_on = bool(self.drafter) if self.speculate is None else self.speculate != "off"
         return is_on and self.k != 0
 
     @property
     def takes_lent(self) -> bool:
-        """Return True if the run's draft model may propose, although it is not named here."""
+        """Return True if the run's draft model may propose tokens although these options do not
+        name it.
+        """
         return not self.drafter and self.speculate in (None, "auto") and self.k != 0
 
     @property
     def is_open(self) -> bool:
-        """Return True if the engine may learn how to use the drafter."""
+        """Return True if the engine may choose how it uses the drafter from what it measures."""
         return self.speculate in (None, "auto") and self.k is None and self.fuzzy == 1
 
 
@@ -105,20 +110,22 @@ class SpeculationOptions:
 class StageOptions:
     """Options that divide the layers of a model, or the blocks of several models, among workers."""
 
-    # ranges of layers, each of the others with its keys and values in a worker of its own
+    # number of ranges of layers; every range after the first has its own worker, with its keys and
+    # values
     stages: int = 1
-    # workers of each stage behind the first: one number for all, or "2,1"
+    # number of workers of each stage after the first: one number for all stages, or a list such as
+    # "2,1"
     stage_replicas: str = "1"
-    # steps on their way through the stages at once; None: as many as stages
+    # steps in the stages at the same time; None: as many as stages
     stage_steps: int | None = None
-    stage_worker: StageWorker = "process"  # what such a worker is; behind "ray:", an actor
-    # most that one run of a block takes, where models of a zoo share them; None: all
+    stage_worker: StageWorker = "process"  # kind of worker; an engine behind "ray:" uses actors
+    # most rows of one run of a block that models of a zoo share; None: all
     block_rows: int | None = None
 
     def check(self) -> None:
-        """See that every option is known and possible.
+        """Check that every option is known and possible.
 
-        :raises OptionError: one is not.
+        :raises OptionError: an option is unknown or impossible.
         """
         if self.stage_worker not in get_args(StageWorker):
             raise OptionError(str(self.stage_worker), "no such stage_worker", get_args(StageWorker))
@@ -136,7 +143,7 @@ class StageOptions:
             raise OptionError("stage_replicas", problem)
 
     def check_beside(self, options: LocalOptions, speculation: SpeculationOptions) -> None:
-        """See that an engine with these other options can have stages.
+        """Check that an engine with these other options can have stages.
 
         :raises OptionError: it cannot.
         """
@@ -149,13 +156,15 @@ class StageOptions:
 
     @property
     def replicas(self) -> list[int]:
-        """Return the number of workers of each stage after the first; 0 for a word that is not a number."""
+        """Return the number of workers of each stage after the first; 0 for text that is not a
+        number.
+        """
         counts = [int(word) if word.isdecimal() else 0 for word in self.stage_replicas.split(",")]
         return counts * (self.stages - 1) if len(counts) == 1 else counts
 
 
 class EngineOptions(NamedTuple):
-    """All options of an engine, by the arguments of `atts.accel.accelerated`."""
+    """All options of an engine, under the names of the arguments of `atts.accel.accelerated`."""
 
     options: LocalOptions
     speculation: SpeculationOptions
@@ -163,9 +172,9 @@ class EngineOptions(NamedTuple):
 
 
 def options_of(**settings: Any) -> EngineOptions:
-    """Return the options that these settings belong to, each by its name.
+    """Return the options that contain these settings, each under its name.
 
-    :raises OptionError: one is unknown.
+    :raises OptionError: a setting is unknown.
 
     >>> options_of(threads=1, speculate="suffix").speculation.speculate
     'suffix'
@@ -188,21 +197,21 @@ def options_of(**settings: Any) -> EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """Parts of a loop besides its model."""
+    """The parts of a loop in addition to its model."""
 
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     stages: StageOptions = field(default_factory=StageOptions)
-    drafter: WorkerConfig | None = None  # the model that drafts for this one
-    # it was lent: what hinders it is reported, and the model works without
+    drafter: WorkerConfig | None = None  # the model that drafts for the target
+    # if the drafter was lent, problems with it are reported and the model works without it
     may_lack_drafter: bool = False
-    # class of the user's own proposer, which a process finds by name
+    # class of the user's own proposer, which another process imports by name
     proposer: type[Proposer] | None = None
     is_shared: bool = False  # whether other models of its zoo may be run in the same loop
-    depth: int = 0  # layers of the deepest of these
+    depth: int = 0  # number of layers of the deepest of these models
 
     @property
     def speculates(self) -> bool:
-        """Return whether tokens are proposed."""
+        """Return whether the loop proposes tokens."""
         is_asked = self.proposer is not None and self.speculation.k != 0
         return is_asked or self.speculation.is_on
 
@@ -213,7 +222,7 @@ class LoopPlan:
 
     @property
     def num_parts(self) -> int:
-        """Count the processes of this machine that compute at the same time, and so divide the
+        """Count the processes of this machine that compute at the same time, and so share the
         cores.
         """
         if self.stages.stages > 1 and self.stages.stage_worker == "process":
@@ -224,6 +233,6 @@ class LoopPlan:
         return 2 if is_apart and is_parallel else 1
 
     def without_drafter(self) -> LoopPlan:
-        """Return the same plan, proposing nothing."""
+        """Return the same plan without proposals of tokens."""
         speculation = replace(self.speculation, drafter="", speculate="off", beside="process")
         return replace(self, speculation=speculation, drafter=None, may_lack_drafter=False)

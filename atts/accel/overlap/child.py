@@ -1,4 +1,6 @@
-"""The main program of a drafter's process, which keeps its own cache of the sequences it is sent."""
+"""The main program of a drafter's process, which has its own cache for the sequences that it
+receives.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from atts.local.messages import GONE, FailureReply, write
 from atts.local.proposals import ask_of
 from atts.local.seams import Ask, OverlapStats, TokenProposal
 
-_SLOT_RUN = 64  # slots taken at a time
+_SLOT_RUN = 64  # slots allocated at a time
 
 
 class ToldTarget(InlineTransport):
-    """Works at once, while a target elsewhere computes: the length of its steps is reported, and
-    what its exit says.
+    """The target as the drafter's process sees it: step times and exit guesses arrive as messages,
+    and work is done at once.
     """
 
     is_beside = True
@@ -37,17 +39,17 @@ class ToldTarget(InlineTransport):
         self.listener: ExitListener | None = None
 
     def elapsed(self, began: float) -> float:
-        """Return the seconds that the target reported."""
+        """Return the length of the target's step in seconds, as the target reported it."""
         return self.seconds
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Note whom to tell next."""
+        """Remember the listener of the exit guesses."""
         self.listener = listener
 
 
 class RemoteRows(DraftedRows):
-    """Rows and slots of sequences whose target is elsewhere; those for which there are none are not
-    drafted for.
+    """Rows and slots of sequences whose target is in another process. Sequences without a free row
+    or slots get no drafts.
     """
 
     def __init__(self, slots: int, rows: int, width: int) -> None:
@@ -57,7 +59,9 @@ class RemoteRows(DraftedRows):
         super().__init__(table, DraftedSlots(slots), self._sequences.__getitem__)
 
     def follow(self, step: DraftStep) -> list[Ask]:
-        """Write down what a step tells; what is asked of those that there is room for."""
+        """Record the changes that a step reports; return the requests for drafts that there is room
+        for.
+        """
         for key in step.ended:
             self._drop(self._sequences.pop(key))
             self.forget(key)
@@ -68,7 +72,8 @@ class RemoteRows(DraftedRows):
         for key, ids, room in step.asks:
             sequence = self._sequences[key]
             sequence.ids += ids
-            sequence.logprobs += [0.0] * len(ids)  # their number is how many were written
+            # only the number of log-probabilities is used: it counts the written tokens
+            sequence.logprobs += [0.0] * len(ids)
             if self._has_slots(sequence, len(sequence.ids) + room + 1):
                 asks.append(ask_of(sequence, room))
         return asks
@@ -95,14 +100,14 @@ class RemoteRows(DraftedRows):
 
 
 def main() -> int:
-    """Load the model, then answer one step after the other until the parent is gone."""
+    """Load the model, then answer steps until the parent process has ended."""
     end_with(int(sys.argv[1]))
     from atts.accel.build import overlapped_drafter
     from atts.local.builder import set_threads
 
     orders = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not end up among the answers
+    os.dup2(2, 1)  # other output of this process must not get between the answers
     setup = pickle.load(orders)
     assert isinstance(setup, DraftSetup), "the first message says what is to be loaded"
     rows = RemoteRows(setup.slots, setup.rows, setup.width)
@@ -118,20 +123,20 @@ def main() -> int:
     set_threads(setup.config)
     write(answers, "ready")
     gc.freeze()  # the loaded models stay, so the garbage collector need not look through them
-    with suppress(*GONE):  # cut off: the parent is gone
+    with suppress(*GONE):  # the pipe is broken because the parent has ended
         _serve(orders, answers, Drafting(drafter, rows, target))
     return 0
 
 
 class Drafting(NamedTuple):
-    """A drafter and all that tells it of its target."""
+    """A drafter, and the state of its target as this process knows it."""
 
     drafter: OverlappedDrafter
     rows: RemoteRows
     target: ToldTarget
 
     def take(self, message: Order) -> bool:
-        """Work on a message; whether that was all of a step."""
+        """Handle a message; return whether it was the last one of its step."""
         listener = self.target.listener
         if isinstance(message, Guessing):
             self.drafter.begin_anew(message)
@@ -148,7 +153,7 @@ class Drafting(NamedTuple):
         return self.target.listener is None
 
     def answer(self) -> Drafted:
-        """Return all branches as ids."""
+        """Return all branches as token ids."""
         lines = {
             line.ask.key: DraftedLine(
                 line.base,

@@ -29,8 +29,9 @@ Branch = TypeVar("Branch")
 
 
 class Guessing(NamedTuple):
-    """Choice of outcomes to continue besides full acceptance: so many of each position's most
-    likely tokens.
+    """Choice of the outcomes that are continued in addition to full acceptance: this many of the
+    likeliest tokens at each position. They are ranked by the drafter, or by the target's early
+    exit.
 
     They are those that the drafter finds likeliest, or those that the target itself tells on its
     way.
@@ -41,7 +42,9 @@ class Guessing(NamedTuple):
 
 
 class OutcomeGuess(NamedTuple):
-    """So many proposed tokens stand and this one follows, with this estimated probability."""
+    """Guess that `accepted` proposed tokens are accepted and `token` follows, with an estimated
+    probability.
+    """
 
     accepted: int
     token: int
@@ -50,23 +53,24 @@ class OutcomeGuess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlaceLaw:
-    """Expectation at one position: whether the proposed token is accepted, and what the target may
-    write instead.
+    """Expectation at one position: whether the proposed token is accepted, and which tokens the
+    target may write instead.
     """
 
-    # that the proposed token is accepted if all before it are; of the place after the last one: 1
+    # probability that the proposed token is accepted if all tokens before it are; 1 after the last
+    # token
     acceptance: float
     tokens: Many[int]
-    # probabilities of `tokens`, as far as they are known; they need not sum to 1
+    # known probabilities of `tokens`; they need not sum to 1
     probabilities: Many[float]
 
 
 def ranked_outcomes(proposal: Many[int], places: Many[PlaceLaw]) -> list[OutcomeGuess]:
     """Rank the outcomes of verifying a proposal; `places` has one more than the proposal.
 
-    With S_i the probability that i tokens stand, outcome (i, v) has S_i (1 - a_i) r_i(v), where r_i
-    is the distribution of what else than the proposed token is written there; after the whole
-    proposal (k, v) has S_k q(v).
+    Let S_i be the probability that the first i tokens are accepted, and r_i the distribution of the
+    token that replaces a rejected one. Then outcome (i, v) has probability S_i (1 - a_i) r_i(v).
+    After a whole proposal of k tokens, outcome (k, v) has probability S_k q(v).
 
     >>> first = PlaceLaw(0.75, (7, 8), (0.5, 0.25))
     >>> [tuple(guess) for guess in ranked_outcomes((7,), (first, PlaceLaw(1.0, (5,), (0.5,))))]
@@ -95,9 +99,9 @@ def most_worthwhile(
 ) -> tuple[int, int]:
     """Choose how many of the likeliest outcomes to continue, and by how many tokens.
 
-    `length(n)` is how many tokens n continuations get in the time there is, `acceptance` how likely
-    each token of a proposal is accepted given those before it. One outcome is continued in any
-    case.
+    `length(n)` is the number of tokens that each of n continuations gets in the available time.
+    `acceptance` has the probability of each token to be accepted after those before it. At least
+    one outcome is continued.
     """
     best = (1, max(0, length(1)))
     covered = 0.0
@@ -115,12 +119,12 @@ def most_worthwhile(
 
 
 class OutcomeCache(dict[tuple[int, int], Branch]):
-    """The branches of one step, by outcome; used once: one is selected, and all others are given
-    back.
+    """The branches of one step, by outcome. The cache is used once: one branch is selected, and all
+    others are returned to free their slots.
     """
 
     def put(self, accepted: int, token: int, branch: Branch) -> None:
-        """Keep what follows this outcome."""
+        """Store the branch that continues this outcome."""
         assert (accepted, token) not in self, "an outcome is continued once"
         self[accepted, token] = branch
 
@@ -134,28 +138,28 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
         return chosen, others
 
 
-# A guess that came true is the next proposal, at once. After one that did not, the target steps
-# without a proposal while the drafter begins again; so it does while the drafter is late. Branches
-# read the prefix from the slots of their sequence and write into slots of their own behind the
-# cache's, which they give back when the outcome is known.
+# If a guess came true, its branch is proposed at once. If not, or if the drafter is late, the
+# target takes a step without a proposal while the drafter begins again. Branches read the prefix
+# from the slots of their sequence. They write to their own slots behind those of the cache, and
+# free them when the outcome is known.
 
 Drawn = tuple[list[int], list[PlaceLaw]]
 _CONFIDENT = 0.6
-"""How likely a head must find its token for that to be kept until the next pass, or the target, has
-seen it.
+"""Least probability of a head's token for it to stay in a branch before a pass of the drafter or
+the target checks it.
 """
 
 
 @dataclass(slots=True)
 class DraftBranch:
-    """A guessed token and what the drafter lets follow it."""
+    """A guessed outcome and the tokens with which the drafter continues it."""
 
     line: DraftLine
     accepted: int
     tokens: list[int]
     slots: SlotIds
     row: int  # row of the drafter's table
-    most: int = 1  # tokens it may have
+    most: int = 1  # most tokens that the branch may get
     fed: int = 0  # tokens that the drafter has computed
     # distributions of the tokens after the first
     laws: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
@@ -168,18 +172,18 @@ class DraftBranch:
 
 @dataclass(slots=True)
 class DraftLine:
-    """One sequence as it stands when a step begins, and what its proposal may come to."""
+    """The state of one sequence when a step begins, and the possible outcomes of its proposal."""
 
     ask: Ask
-    base: int  # tokens that are written
+    base: int  # tokens that are already written
     row: int
     proposal: TokenIds
     laws: list[PlaceLaw]  # distributions at the proposal's places
-    uniforms: NDArray[np.float64]  # uniform numbers of the places from `base` on
+    uniforms: NDArray[np.float64]  # random numbers in [0, 1) of the positions from `base` on
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
-    # exit distributions at the same places and the one after, as reported
+    # the exit's distributions at the proposal's positions and the one after them
     exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
-    # rows that the drafter has not computed yet
+    # earlier tokens that the drafter has not computed yet
     fed: list[FedRow] = field(default_factory=list[FedRow])
 
     @property
@@ -190,21 +194,23 @@ class DraftLine:
 
 @dataclass(slots=True)
 class DraftJob:
-    """The drafting that is done during one step."""
+    """The drafting work of one step."""
 
     lines: list[DraftLine] = field(default_factory=list[DraftLine])
     moves: list[tuple[SlotIds, SlotIds]] = field(default_factory=list[tuple[SlotIds, SlotIds]])
-    """From where to where: keys and values of branches that become their sequences'."""
-    texts: list[StepBatch] = field(default_factory=list[StepBatch])  # given text to catch up with
-    lent: list[SlotIds] = field(default_factory=list[SlotIds])  # given back when it is over
-    # what follows each proposal
+    """Slot copies that turn the keys and values of a chosen branch into its sequence's."""
+    # batch that computes text which the drafter has not seen yet
+    texts: list[StepBatch] = field(default_factory=list[StepBatch])
+    # slots to free when the step is over
+    lent: list[SlotIds] = field(default_factory=list[SlotIds])
+    # first token after each proposal
     begun: tuple[list[int], list[PlaceLaw]] = field(default_factory=lambda: ([], []))
-    is_enough: bool = False  # the step is done: no further draft step is begun
+    is_enough: bool = False  # if true, the target's step is done and no further draft step begins
     error: BaseException | None = None
 
 
 class BranchWriter:
-    """Runs the draft model on what is not fed yet, and draws what follows."""
+    """Runs the draft model on tokens that it has not computed yet, and draws the tokens after them."""
 
     def __init__(
         self,
@@ -219,18 +225,21 @@ class BranchWriter:
         self._vocabulary = vocabulary
         self._heads = heads
         self._stats = stats
-        self.streams = False  # whether the heads are used
-        self.fan = 0  # number of a place's first tokens that are named in addition to its own
+        self.streams = False  # whether the streaming heads are used
+        # number of likeliest tokens of a position that are named in addition to its own token
+        self.fan = 0
         self.acceptance = 0.7  # estimated chance that a proposed token is accepted
 
     def following(self, batch: StepBatch, lines: list[DraftLine]) -> Drawn:
-        """Return the token after each line's proposal, and the distribution at its position."""
+        """Return the token that follows each sequence's proposal, and the distribution at its
+        position.
+        """
         places = [len(line.proposal) for line in lines]
         return self._drawn(self._model.forward(batch, self._table), lines, places)
 
     def grow(self, branches: list[DraftBranch]) -> None:
-        """Take one pass: feed the tokens of each branch that were not fed, and draw those that
-        follow.
+        """Take one pass: compute the tokens of each branch that are new, and draw the tokens after
+        them.
         """
         rows = [(branch, at) for branch in branches for at in range(branch.fed, len(branch.tokens))]
         numbers = [(branch.row, branch.start + at, branch.tokens[at]) for branch, at in rows]
@@ -252,7 +261,7 @@ class BranchWriter:
         self._stats.drafted += sum([len(branch.tokens) for branch in branches]) - before
 
     def _stream(self, heads: StreamHeads, branches: list[DraftBranch], hidden: Tensor) -> None:
-        """Add what the heads let follow the newest tokens, as long as they are sure of it."""
+        """Add tokens that the heads predict after the newest token, as long as they are confident."""
         live = [
             (at, branch) for at, branch in enumerate(branches) if len(branch.tokens) < branch.most
         ]
@@ -288,9 +297,7 @@ class BranchWriter:
     def _sampled(
         self, hidden: Tensor, lines: list[DraftLine], places: list[int]
     ) -> tuple[list[int], Tensor, SamplingBatch]:
-        """Return a token for each row, with the number of its line's place, and what it was drawn
-        from.
-        """
+        """Return a token for each row, with its position in its sequence and its distribution."""
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary].contiguous()
         asks = {line.ask.key: line.ask for line in lines}
         index = {key: place for place, key in enumerate(asks)}
@@ -304,8 +311,8 @@ class BranchWriter:
 
 
 def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
-    """Keep of the tokens that were fed those that the model draws itself, and what it draws after;
-    how many were.
+    """Keep the tokens of the heads that the model draws too, and the token after them. Return how
+    many were kept.
     """
     kept = 1
     count = len(drawn)
@@ -321,8 +328,8 @@ def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
 def place_laws(
     logits: Tensor, sampling: SamplingBatch, fan: int, acceptance: float
 ) -> list[PlaceLaw]:
-    """Return the likely tokens of each row: this many, in addition to one that may be proposed
-    there.
+    """Return the `fan` likeliest tokens of each row, and one more in case the proposed token is
+    among them.
     """
     if not fan:
         return [PlaceLaw(acceptance, (), ())] * len(logits)
@@ -334,42 +341,43 @@ def place_laws(
 Work = Callable[[], None]
 
 PATIENCE = 5.0
-"""Seconds in which a drafter must end what it began, where another way to draft is tried."""
+"""Seconds that a drafter has to end its work before another way to draft is tried."""
 
 
 BRANCH_SLOTS = 4096  # slots of all branches together
 _MOST_BRANCHES = 64
-# tokens that a guess is continued by even where no draft step fits into one of the target's
+# tokens of each branch even if no draft step fits into the target's step
 _LEAST = 2
-_FADE = 0.98  # a round, of the counts of accepted tokens
+_FADE = 0.98  # decay per round of the counts of accepted tokens
 
 
 class InlineTransport:
-    """Does pieces of work one after the other, each at once: what is drafted depends on nothing but
-    the texts.
+    """Runs pieces of work in order, each immediately. Drafts depend on the texts alone, not on the
+    timing.
     """
 
-    is_beside = False  # whether it works while its caller does
+    is_beside = False  # whether it works in parallel with its caller
 
     def post(self, work: Work) -> None:
-        """Begin a piece of work; done when this returns."""
+        """Run a piece of work, and return when it is done."""
         work()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether all work is over after so many seconds at the most."""
+        """Return whether all work is done after waiting for at most this many seconds."""
         return True
 
     def elapsed(self, began: float) -> float:
-        """Return the seconds of the target's step, which began then."""
+        """Return the seconds of the target's step, which began at `began`."""
         return perf_counter() - began
 
 
 class OverlappedDrafter(ModelDrafter):
-    """Proposes what was drafted while the step before was verified.
+    """Proposes tokens that were drafted while the previous step was verified.
 
-    Without a fan the one guess is that every token is accepted and the draft's own token follows
-    (PEARL); else the likeliest outcomes are continued, at every place the draft's first tokens
-    among them (SSD), or the first of the target's early exit, as soon as that tells them (Mirror).
+    Without a fan, the only guess is that every token is accepted and the draft's own token follows
+    (PEARL). With a fan, the likeliest outcomes at every position are continued. They come from the
+    draft's own distribution (SSD) or, as soon as it reports, from the target's early exit
+    (Mirror-SD).
     """
 
     def __init__(
@@ -398,13 +406,14 @@ class OverlappedDrafter(ModelDrafter):
         self._all_exits = exits
         rows, width = drafted.table.shape
         self._table = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
-        self._first_row = rows  # the branches begin here, after the rows of the sequences
+        self._first_row = rows  # the rows of branches come after the rows of sequences
         self._last = min(width, self._context)
         self._first_slot = drafted.slots.num_slots
         self._spare = SlotAllocator(BRANCH_SLOTS)
         self._job: DraftJob | None = None
         self._began = 0.0
-        self._budget = 0.0  # seconds: when the job began, and what a step of the target takes
+        # seconds: start of the current drafting work, and the length of a step of the target
+        self._budget = 0.0
         self._is_late = False
         self._costs = StepCosts(wanders=False)
         self._tested = 1.0
@@ -414,7 +423,7 @@ class OverlappedDrafter(ModelDrafter):
         self._guess(guessing)
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Serve the guesses that came true, then begin to continue new ones."""
+        """Propose the branches whose guesses came true, then begin to continue new guesses."""
         if self._exits is not None:
             self._exits.listen(None)
         if self._job is not None and not self._is_over(self._job):
@@ -433,8 +442,8 @@ class OverlappedDrafter(ModelDrafter):
         return proposals
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Learn how likely a proposed token is accepted; those after a rejected one were not
-        tested.
+        """Learn how likely a proposed token is accepted. Tokens after a rejected one were not
+        tested, so they do not count.
         """
         tested = min(accepted + 1, len(proposal.tokens))
         self._tested = self._tested * _FADE + tested
@@ -442,13 +451,15 @@ class OverlappedDrafter(ModelDrafter):
         self._writer.acceptance = self._accepted / self._tested
 
     def serial(self) -> ModelDrafter:
-        """Return a drafter that drafts before a step, while nothing is drafted during one."""
+        """Return a drafter that works before each step, for schemes that draft nothing during a
+        step.
+        """
         return ModelDrafter(self._model, self._config, self._rows, self._target_vocabulary)
 
     def begin_anew(self, guessing: Guessing) -> None:
-        """Give up what is under way; from now on outcomes are guessed so.
+        """Cancel the current drafting work, and set the way to guess outcomes from now on.
 
-        :raises RuntimeError: the drafter does not end, or what it did went wrong.
+        :raises RuntimeError: the drafter does not end its work, or the work failed.
         """
         if self._job is not None:
             self._job.is_enough = True
@@ -468,25 +479,25 @@ class OverlappedDrafter(ModelDrafter):
         self._before = self.stats.drafted, self.stats.passes
 
     def drafted(self) -> list[DraftLine]:
-        """Return the continuations of the step under way, whether finished or not.
+        """Return the continuations of the current step, whether or not they are finished.
 
-        :raises RuntimeError: what went wrong with it.
+        :raises RuntimeError: the drafting failed.
         """
         if self._job is not None and (error := self._job.error) is not None:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         return self._job.lines if self._job is not None else []
 
     def overlap(self) -> OverlapStats:
-        """Return what came of guesses."""
+        """Return the statistics of guesses."""
         return self.stats
 
     def silence(self) -> str:
-        """Return why no guess was proposed."""
+        """Return why no branch was proposed."""
         return self.stats.silence or super().silence()
 
     def _is_over(self, job: DraftJob) -> bool:
-        """Return whether the job is; a late one is waited for once, as long as the step took at the
-        most.
+        """Return whether the drafting is done. A late drafter is waited for once, for at most the
+        length of the target's step.
         """
         job.is_enough = True
         if not self._is_late:
@@ -495,7 +506,9 @@ class OverlappedDrafter(ModelDrafter):
         return not self._is_late
 
     def _collect(self, asks: Many[Ask]) -> dict[int, DraftBranch]:
-        """Return each sequence's branch that was written; the others give their slots back."""
+        """Return the branch of each sequence that matches the written text; free the slots of all
+        others.
+        """
         lines = self.drafted()
         job = self._job
         self._job = None
@@ -517,7 +530,9 @@ class OverlappedDrafter(ModelDrafter):
     def _selected(
         self, line: DraftLine, ids: Many[int] | None
     ) -> tuple[DraftBranch | None, list[DraftBranch]]:
-        """Return the branch that the text took, cut to what is not written yet, and all others."""
+        """Return the branch that the text took, without the tokens that are written already, and
+        all other branches.
+        """
         written = list(ids[line.base :]) if ids is not None else []
         accepted = accepted_length(line.proposal, [*written, -1])
         if ids is not None:
@@ -526,7 +541,7 @@ class OverlappedDrafter(ModelDrafter):
         chosen, others = line.cache.select(accepted, rest[0] if rest else -1)
         if chosen is not None and chosen.tokens[1 : len(rest)] != rest[1:]:
             others = [*others, chosen]
-            chosen = None  # the branch came too late: the text has continued differently
+            chosen = None  # the branch came too late: the text continued with other tokens
         if rest:  # without further tokens nothing was verified
             self.stats.hits = self.stats.hits + bool(chosen)
             self.stats.misses = self.stats.misses + (not chosen)
@@ -534,7 +549,7 @@ class OverlappedDrafter(ModelDrafter):
         return chosen, others
 
     def _credit(self, line: DraftLine, known: int) -> None:
-        """Note that the drafter has computed the text up to here, where its slots are still the
+        """Record that the drafter has computed the text up to here, if its slots are still the
         same.
         """
         sequence = self._rows.sequence(line.ask.key)
@@ -545,12 +560,12 @@ class OverlappedDrafter(ModelDrafter):
             self._rows.advance(sequence, start + count)
 
     def _begin(self, job: DraftJob, ask: Ask, branch: DraftBranch | None) -> TokenProposal:
-        """Add to the job what is needed to continue from this sequence and its proposal, which is
-        the branch's rest.
+        """Add the drafting of this sequence to the step's work; its proposal is the rest of the
+        branch.
         """
         sequence = self._rows.sequence(ask.key)
         base = len(ask.ids)
-        # tokens of the branch that are written
+        # tokens of the branch that are already written
         done = base - branch.start if branch is not None else 0
         tokens = tuple(branch.tokens[done : done + ask.room]) if branch is not None else ()
         laws = branch.laws[done - 1 :][: len(tokens)] if branch is not None else []
@@ -569,12 +584,12 @@ class OverlappedDrafter(ModelDrafter):
         return proposal
 
     def _moved(self, job: DraftJob, line: DraftLine, branch: DraftBranch) -> int:
-        """Give the sequence what the branch computed; return up to where that goes, 0 if it does
-        not fit.
+        """Give the branch's keys and values to the sequence; return the position up to which they
+        go, 0 if they do not fit.
         """
         if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
             return 0
-        # the last is to be fed: what follows is wanted
+        # the last token must be computed again, because the distribution after it is needed
         count = min(branch.fed, line.stop - branch.start - 1)
         stop = branch.start + count
         job.moves.append((branch.slots[:count], self._table[line.row, branch.start : stop].copy()))
@@ -592,12 +607,14 @@ class OverlappedDrafter(ModelDrafter):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Continue what is likely by the target's exit, while the target continues."""
+        """Continue outcomes that the target's exit finds likely, while the target computes its
+        remaining layers.
+        """
         job = self._job
         self._began = perf_counter()
         assert job is not None, "it listens while a job is under way"
         if isinstance(told, Exception):
-            job.error = told  # raised where it is collected
+            job.error = told  # the caller raises this error when it collects the step's results
         else:
             for line in job.lines:
                 laws = told.get(line.ask.key, ())
@@ -607,7 +624,7 @@ class OverlappedDrafter(ModelDrafter):
         self._transport.post(lambda: self._run(job, self._continue))
 
     def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
-        """Work in the drafter's thread; nothing else touches its cache, table and branch slots
+        """Draft in the drafter's thread, which alone uses the cache, the table and the branch slots
         meanwhile.
         """
         try:
@@ -638,7 +655,7 @@ class OverlappedDrafter(ModelDrafter):
 
     @torch.inference_mode()
     def _continue(self, job: DraftJob) -> None:
-        """Continue branch by branch, as long as there is time."""
+        """Continue the branches one token at a time, as long as there is time."""
         branches, length = self._branches(job.lines, *job.begun)
         for step in range(length):
             live = [branch for branch in branches if len(branch.tokens) < branch.most]
@@ -649,11 +666,13 @@ class OverlappedDrafter(ModelDrafter):
             self._costs.add(self._condition, len(live), perf_counter() - began)
 
     def _first(self, lines: list[DraftLine]) -> StepBatch:
-        """Return the rows of these that were not computed yet."""
+        """Return the rows of these sequences that were not computed yet."""
         return self._fed_batch([row for line in lines for row in line.fed])
 
     def _write_windows(self, lines: list[DraftLine]) -> None:
-        """Draw one guess each in one call of the kernels, as long as fits into the target's step."""
+        """Draft one guess per sequence in one kernel call, with as many tokens as fit into the
+        target's step.
+        """
         began = perf_counter()
         length = max(_LEAST, self._length(len(lines), len(lines)))
         guesses = [OutcomeGuess(len(line.proposal), -1, 1.0) for line in lines]
@@ -677,9 +696,7 @@ class OverlappedDrafter(ModelDrafter):
     def _branches(
         self, lines: list[DraftLine], drawn_tokens: list[int], laws: list[PlaceLaw]
     ) -> tuple[list[DraftBranch], int]:
-        """Choose the guesses that are continued, each with slots, and how many tokens each is to
-        get.
-        """
+        """Choose the guesses that are continued, with slots and a number of tokens for each."""
         drawn = zip(lines, drawn_tokens, laws, strict=True)
         guesses = [
             (guess, line) for line, token, law in drawn for guess in self._guesses(line, token, law)
@@ -695,7 +712,9 @@ class OverlappedDrafter(ModelDrafter):
         return branches, length
 
     def _branch(self, place: int, guess: OutcomeGuess, line: DraftLine, length: int) -> DraftBranch:
-        """Give a guess a row that reads its sequence's prefix, with slots of its own after it."""
+        """Give a guess a row that reads the prefix of its sequence, and its own slots after the
+        prefix.
+        """
         slots = self._spare.allocate(length) + np.int32(self._first_slot)
         branch = DraftBranch(line, guess.accepted, [guess.token], slots, self._first_row + place)
         branch.most = min(
@@ -709,8 +728,8 @@ class OverlappedDrafter(ModelDrafter):
         return branch
 
     def _guesses(self, line: DraftLine, drawn_token: int, law: PlaceLaw) -> list[OutcomeGuess]:
-        """Guess that all is accepted and the draft's own token follows; with a fan, guess more
-        everywhere.
+        """Guess that all tokens are accepted and the draft's own token follows; with a fan, add
+        guesses at every position.
         """
         chance = prod([place.acceptance for place in (*line.laws, law)])
         every = OutcomeGuess(len(line.proposal), drawn_token, chance)
@@ -722,8 +741,8 @@ class OverlappedDrafter(ModelDrafter):
         ]
 
     def _worthwhile(self, chances: list[float], lines: int) -> tuple[int, int]:
-        """Choose how many guesses are continued, by how many tokens: what fits into a target's
-        step.
+        """Choose the number of continued guesses and their number of tokens so that they fit into a
+        target's step.
         """
         if not self._fan:
             return lines, self._most
@@ -734,8 +753,8 @@ class OverlappedDrafter(ModelDrafter):
         return count, max(length, min(_LEAST, self._most))
 
     def _length(self, count: int, lines: int) -> int:
-        """Return the number of tokens for each of so many branches: as many as fit into a step of
-        the target.
+        """Return the number of tokens for each of this many branches so that they fit into the
+        target's step.
         """
         curve = self._costs.curve(self._condition) if self._transport.is_beside else None
         if curve is None:
@@ -747,5 +766,7 @@ class OverlappedDrafter(ModelDrafter):
 
     @property
     def _condition(self) -> Condition:
-        """Draft steps of any context are timed as one, those with heads as others."""
+        """Return the class of draft steps that are timed together: steps with heads, or without,
+        whatever the context.
+        """
         return False, int(self._exits is not None)

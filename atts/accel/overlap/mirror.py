@@ -1,4 +1,6 @@
-"""Mirror-SD: what a target's early exit tells its drafter, and the drafter's streaming heads."""
+"""Mirror-SD: guesses from the target's early exit for its drafter, and the drafter's streaming
+heads.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +24,33 @@ from atts.local.model_config import ModelConfig
 from atts.local.seams import HookedModel, LayerHook
 
 EXIT_FILE = "heads/exit.safetensors"
-"""Inside a model's folder: what `scripts/train heads` makes of it."""
-_TOLD = 9  # likeliest tokens of a place: eight besides one that may be proposed there
+"""File in a model's folder that `scripts/train heads` writes."""
+# likeliest tokens of a position: eight, and one more in case the proposed token is among them
+_TOLD = 9
 ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
-"""By sequence: of its places in order, likely tokens and their probabilities."""
+"""For each sequence and each of its positions in order: likely tokens and their probabilities."""
 
 
 class ExitListener(NamedTuple):
-    """A listener, and the rows of decoding sequences that it receives in a step."""
+    """A listener for exit guesses, and the sequences that it wants them of in a step."""
 
-    # keyed by row of the slot table: the sequence, and how its tokens are drawn
+    # keyed by row of the slot table: the sequence and its sampling options
     rows: Mapping[int, tuple[int, Sampling]]
     receive: Callable[[ExitGuesses | Exception], None]
 
 
 class Exits(Protocol):
-    """An exit that may be listened to."""
+    """A source of exit guesses."""
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Tell once, of the next step."""
+        """Report the next step's exit guesses to the listener, once."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExitAdapter:
-    """A matrix added to rows after `layers` layers, so that the model's own output matrix can read
-    them.
+    """A low-rank matrix that is added to the rows after `layers` layers, so that the model's output
+    matrix can read them.
     """
 
     layers: int
@@ -57,15 +60,18 @@ class ExitAdapter:
 
     @classmethod
     def untrained(cls, config: ModelConfig, weights: Weights) -> ExitAdapter:
-        """Return the model's own norm half-way down its layers, and nothing added."""
+        """Return an untrained exit half-way down the layers: the model's own norm, and no added
+        matrix.
+        """
         none = weights.norm.new_zeros(config.hidden_size, 1)
         return cls(max(1, config.num_layers // 2), weights.norm, none.T, none)
 
     @classmethod
     def read(cls, folder: Path, config: ModelConfig, weights: Weights, name: str) -> ExitAdapter:
-        """Read what was trained for the model in this folder; an untrained one where there is none.
+        """Read the exit trained for the model in this folder; return an untrained exit if there is
+        none.
 
-        :raises ModelLoadError: its file is damaged, or of another model.
+        :raises ModelLoadError: the exit's file is damaged or belongs to another model.
         """
         file = folder / EXIT_FILE
         if not file.is_file():
@@ -88,14 +94,14 @@ class ExitAdapter:
         return cls(layers, norm, down, up)
 
     def __call__(self, x: Tensor, eps: float) -> Tensor:
-        """Return rows as the output matrix takes them: [rows, hidden_size]."""
+        """Return rows in the form that the output matrix takes: [rows, hidden_size]."""
         narrow = F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), None, eps), self.down))
         return F.rms_norm(x + F.linear(narrow, self.up), (x.shape[-1],), self.norm, eps)
 
 
 class ExitModel:
-    """A target of which the next step can be heard on its way; every number is what it would be
-    unheard.
+    """A target that reports the guesses of its exit half-way through a step. Its results are the
+    same as without the exit.
     """
 
     def __init__(self, model: HookedModel, adapter: ExitAdapter, eps: float) -> None:
@@ -103,7 +109,7 @@ class ExitModel:
         self._adapter = adapter
         self._eps = eps
         self._listener: ExitListener | None = None
-        # all but the forward is the model's own
+        # all methods except forward are the model's own
         self.use_threads = model.use_threads
         self.compute_logits = model.compute_logits
         self.sample = model.sample
@@ -111,8 +117,8 @@ class ExitModel:
         self.score = model.score
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Tell once, of the next step: of a sequence's newest token and what is proposed to follow
-        it.
+        """Report guesses of the next step once: for each sequence's newest token and the tokens
+        proposed after it.
         """
         self._listener = listener
 
@@ -162,11 +168,11 @@ class ExitModel:
 
 
 STREAM_FILE = "heads/streams.safetensors"
-"""Inside a drafter's folder: what `scripts/train heads` makes of it."""
+"""File in a drafter's folder that `scripts/train heads` writes."""
 
 
 class StreamHead(NamedTuple):
-    """One head: what it adds to a state, so that the output matrix reads a later token from it."""
+    """One head: it changes a hidden state so that the output matrix predicts a later token from it."""
 
     down: Tensor  # [width, hidden_size * (1 + tokens between)]
     up: Tensor  # [hidden_size, width]
@@ -174,8 +180,8 @@ class StreamHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamHeads:
-    """Heads that predict what follows a state h and the tokens drawn after it; head j sees j + 1
-    tokens.
+    """Heads that predict the tokens after a hidden state h; head j sees the j + 1 tokens drawn
+    after h.
     """
 
     embedding: Tensor
@@ -185,9 +191,9 @@ class StreamHeads:
     def read(
         cls, folder: Path, config: ModelConfig, weights: Weights, name: str
     ) -> StreamHeads | None:
-        """Read the heads that were trained for the model in this folder; None where there are none.
+        """Read the heads that were trained for the model in this folder; None if there are none.
 
-        :raises ModelLoadError: their file is damaged, or of another model.
+        :raises ModelLoadError: the heads' file is damaged or belongs to another model.
         """
         file = folder / STREAM_FILE
         if not file.is_file():
@@ -209,8 +215,8 @@ class StreamHeads:
         return cls(weights.embedding, heads)
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return the states from which the output matrix predicts what follows `tokens` [rows, 1 or
-        more]; they are shaped as `hidden`.
+        """Return the states from which the output matrix predicts the token after `tokens` [rows, 1
+        or more]; they are shaped as `hidden`.
         """
         down, up = self.streams[tokens.shape[1] - 1]
         width = self.embedding.shape[1]

@@ -1,4 +1,4 @@
-"""A drafter in a process of its own, which is sent token ids and returns continuations."""
+"""A drafter in its own process, which receives token ids and returns continuations."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from atts.local.worker import worker_environment
 
 
 class DraftSetup(NamedTuple):
-    """The first message: the target's configuration, the plan that names its drafter, and how much
-    that may hold.
+    """The first message: the target's configuration, the plan that names the drafter, and the
+    drafter's limits.
     """
 
     plan: LoopPlan
@@ -42,19 +42,19 @@ class DraftSetup(NamedTuple):
 
 
 class DraftStep(NamedTuple):
-    """A step of the target has begun: what was written since the one before."""
+    """Message at the beginning of a target's step: the tokens written since the previous step."""
 
     fresh: list[tuple[int, SampleRequest]]
     ended: list[int]
-    # sequence, its new ids, and how many tokens it may be proposed
+    # for each sequence: its key, its new ids, and the most tokens to propose
     asks: list[tuple[int, TokenIds, int]]
-    # each settled proposal: its number of tokens, and how many of them were accepted
+    # each proposal with a known outcome: its number of tokens, and how many of them were accepted
     settled: list[tuple[int, int]]
-    seconds: float  # that the last step took
+    seconds: float  # seconds that the target's last step took
 
 
 class DraftedLine(NamedTuple):
-    """Drafts after a sequence of so many ids and this proposal, by the guessed outcomes (accepted,
+    """Drafts after a sequence of this length and this proposal, keyed by guessed outcome (accepted,
     next token).
     """
 
@@ -75,18 +75,18 @@ class Drafted(NamedTuple):
 
 
 class DrafterProcess(Proposer):
-    """Proposes what the other process drafted for what came; whatever hinders it is a step without
-    a proposal.
+    """Proposes tokens that the other process drafted. If that process fails or is late, the step
+    has no proposal.
     """
 
     def __init__(
         self, setup: DraftSetup, sequence: Callable[[int], Sequence], exits: Exits | None
     ) -> None:
-        """Load the model there.
+        """Load the model in the other process.
 
-        :raises EngineError: it cannot be loaded.
+        :raises EngineError: the model cannot be loaded.
         """
-        self._sequence = sequence  # an unfinished request
+        self._sequence = sequence  # the request is not finished yet
         self._exits = exits
         self._hears = False
         self._all_exits = exits
@@ -96,7 +96,7 @@ class DrafterProcess(Proposer):
             command, stdin=pipe, stdout=pipe, process_group=0, env=worker_environment()
         )
         self.pid = process.pid
-        # a full pipe must not hold the target up
+        # the target must not wait for a full pipe
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._answers: SimpleQueue[Drafted] = SimpleQueue()
         try:
@@ -113,7 +113,8 @@ class DrafterProcess(Proposer):
         Thread(target=_pass_on, args=(self._orders, process.stdin), daemon=True).start()
         Thread(target=_read, args=(process.stdout, self._answers), daemon=True).start()
         self._lines: dict[int, DraftedLine] = {}
-        self._known: dict[int, int] = {}  # ids that the other side has of each sequence
+        # number of ids of each sequence that the other process has
+        self._known: dict[int, int] = {}
         self._ended = list[int]()
         self._settled = list[tuple[int, int]]()
         self._is_open = self._is_late = False
@@ -121,7 +122,7 @@ class DrafterProcess(Proposer):
         self.stats = OverlapStats()
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Serve what came true, then tell what was written."""
+        """Propose the branches whose guesses came true, then send the newly written tokens."""
         if self._exits is not None:
             self._exits.listen(None)
         if self._is_open and not self._is_answered():
@@ -133,25 +134,25 @@ class DrafterProcess(Proposer):
         return proposals
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Note what to tell with the next step."""
+        """Note an outcome to send with the next step."""
         self._settled.append((len(proposal.tokens), accepted))
 
     def ended(self, key: int) -> None:
-        """Note what to tell with the next step."""
+        """Note an ended sequence to send with the next step."""
         if self._known.pop(key, None) is not None:
             self._ended.append(key)
             self._lines.pop(key, None)
 
     def overlap(self) -> OverlapStats:
-        """Return what came of guesses."""
+        """Return the statistics of guesses."""
         return self.stats
 
     def silence(self) -> str:
-        """Return why no guess was proposed."""
+        """Return why no branch was proposed."""
         return self.stats.silence or super().silence()
 
     def begin_anew(self, guessing: Guessing) -> None:
-        """Give up what is under way; from now on outcomes are guessed so.
+        """Cancel the current drafting work, and set the way to guess outcomes from now on.
 
         :raises RuntimeError: the other process does not answer, or is gone.
         """
@@ -164,11 +165,12 @@ class DrafterProcess(Proposer):
         self._orders.put(guessing)
 
     def _is_answered(self, patience: float | None = None) -> bool:
-        """Return whether the last step is; a late answer is waited for once, as long as that took
-        at the most.
+        """Return whether the last step is answered. A late answer is waited for once, for at most
+        the length of the target's step.
         """
         if self._hears:
-            self._heard({})  # the exit was not passed: the other side waits for nothing
+            # the target never reached its exit, so the other process waits for no guesses
+            self._heard({})
         if not self._is_late:
             self._seconds = perf_counter() - self._began
         try:
@@ -182,7 +184,7 @@ class DrafterProcess(Proposer):
             raise RuntimeError(answer.error)
         self._is_open = self._is_late = False
         self._lines = answer.lines
-        # only this side knows which answers came too late
+        # only this process knows which answers came too late
         self.stats = replace(answer.stats, late=self.stats.late)
         return True
 
@@ -221,8 +223,8 @@ class DrafterProcess(Proposer):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Pass on what the target's exit tells, while the target continues; an exit that broke
-        tells nothing.
+        """Send the target's exit guesses while the target continues; send empty guesses if the exit
+        failed.
         """
         self._hears = False
         self._began = perf_counter()
@@ -230,7 +232,8 @@ class DrafterProcess(Proposer):
 
 
 def _pass_on(orders: SimpleQueue[Order | None], stream: IO[bytes]) -> None:
-    with suppress(OSError), stream:  # the process is gone, which its missing answers say
+    # the other process has ended; the missing answers will show this
+    with suppress(OSError), stream:
         while (order := orders.get()) is not None:
             write(stream, order)
 
@@ -245,7 +248,7 @@ def _read(stream: IO[bytes], answers: SimpleQueue[Drafted]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], orders: SimpleQueue[Order | None]) -> None:
-    """End the process when its user is gone, or Python ends."""
+    """End the process when its owner is garbage-collected, or when Python exits."""
     orders.put(None)
     process.kill()
     process.wait()

@@ -1,4 +1,4 @@
-"""The choice among drafting schemes, by the tokens a second that each of them writes."""
+"""The choice among drafting schemes by the measured tokens per second of each."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from atts.local.seams import (
     TokenProposal,
 )
 
-_TURN = 16  # steps of a try
-_STRETCH = 64  # steps of the one that is used, after which it is looked at again
-_SETTLE = 4  # first steps of a turn, which do not count: a drafter catches up in them
-_KNOWN = 128  # steps that what is known of a scheme counts for at most
-_GLANCE = 8  # steps after which a try ends that writes half as fast as another
-_SHARE = 0.005  # share of the tokens that tries of one scheme may lose
-_WORTH = 1.05  # gain that an oracle must promise
-_LONGEST = 1024  # steps between two tries, where they lose next to nothing
+_TURN = 16  # steps of a trial
+_STRETCH = 64  # steps between two checks of the scheme in use
+_SETTLE = 4  # first steps of a turn that do not count, because a drafter catches up in them
+_KNOWN = 128  # most steps that the measured rate of a scheme counts for
+_GLANCE = 8  # steps after which a trial at half the other's rate ends
+_SHARE = 0.005  # share of the tokens that trials of one scheme may lose
+_WORTH = 1.05  # least gain, with every outcome guessed, for which a scheme is tried
+_LONGEST = 1024  # steps between two trials if trials lose almost nothing
 
 
 @dataclass(slots=True)
 class _Turn:
     """Counts of the steps of one turn."""
 
-    steps: int = 0  # all of them; those that settle count for nothing else
+    steps: int = 0  # all steps, including the first ones, which count for nothing else
     sequences: int = 0
-    served: int = 0  # sequences that had a proposal
+    served: int = 0  # number of sequences that had a proposal
     tokens: int = 0
     seconds: float = 0.0
 
@@ -51,18 +51,19 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Scheme:
-    """Statistics of one scheme while about as many sequences decode."""
+    """Statistics of one scheme at loads of about the same number of sequences."""
 
-    rate: float = 0.0  # tokens a second
-    # steps that this was measured in, those long ago left out; 0: it was never tried
+    rate: float = 0.0  # measured tokens per second
+    # steps behind that rate, without those long ago; 0: the scheme was never tried
     known: int = 0
-    # tokens a second, had every outcome been guessed; of the first scheme, which guesses none, 0
+    # tokens per second if every outcome had been guessed; 0 for the first scheme, which guesses
+    # none
     promise: float = 0.0
-    seconds: float = 0.0  # that its last try took
-    since: float = 0.0  # tokens that others wrote after it
+    seconds: float = 0.0  # seconds of its last trial
+    since: float = 0.0  # tokens that other schemes wrote after that trial
 
     def learn(self, turn: _Turn) -> None:
-        """Learn what a turn of it came to."""
+        """Learn from the counts of a turn of this scheme."""
         steps = turn.steps - _SETTLE
         rate = turn.tokens / max(1e-9, turn.seconds)
         self.rate = (self.rate * self.known + rate * steps) / (self.known + steps)
@@ -72,26 +73,26 @@ class _Scheme:
         self.since = 0.0
 
     def wait(self, most: float) -> float:
-        """Return the number of tokens to write before it is tried again, at this many tokens a
-        second without it.
+        """Return the number of tokens to write before the scheme is tried again; `rate` is the rate
+        without the trial.
         """
         return (most - self.rate) * self.seconds / _SHARE - self.since
 
 
 @dataclass(slots=True)
 class _Load:
-    """The schemes, and the turn that is under way."""
+    """The schemes, and the current turn."""
 
     schemes: list[_Scheme]
     current: int = 0
-    best: int = -1  # the one that is used between tries
+    best: int = -1  # the scheme in use between trials
     turn: _Turn = field(default_factory=_Turn)
-    stayed: int = 0  # steps since the last try
-    stay: int = _TURN  # that must be at least
+    stayed: int = 0  # steps since the last trial
+    stay: int = _TURN  # least number of steps between two trials
 
     @property
     def is_try(self) -> bool:
-        """Return whether a scheme other than the best one is measured."""
+        """Return whether a scheme is measured that is not the best one."""
         return self.current != self.best
 
     @property
@@ -106,28 +107,29 @@ class _Load:
 
 
 class SchemeControl:
-    """Says which of several schemes is used in the next step, for loads of about 1, 2, 4, 8...
-    sequences apart.
+    """Chooses the scheme of the next step, with separate statistics for loads of about 1, 2, 4,
+    8... sequences.
     """
 
     def __init__(self, schemes: int, *, has_oracle: bool = False) -> None:
-        """Create a control of so many schemes. If `has_oracle` is set, the last scheme differs from
-        the others only in guessing outcomes better.
+        """Create a control of this many schemes. If `has_oracle` is set, the last scheme differs
+        from the others only in guessing outcomes better.
 
-        It is tried only where the goodput of those would pay with every outcome guessed.
+        It is tried only if their goodput would pay with every outcome guessed.
         """
         self._schemes = schemes
         self._has_oracle = has_oracle
         self._loads = dict[int, _Load]()
         self._place = -1
-        self._away = 0  # the load that is measured; steps in a row that were of another
+        # the load that is measured, and the number of consecutive steps at another load
+        self._away = 0
         self.current = 0
 
     def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
-        """Learn what a step wrote in how much time, and how many of its sequences had a proposal."""
+        """Learn from a step: its tokens, its time, and how many of its sequences had a proposal."""
         load_class = sequences[0].bit_length()
         self._away = 0 if load_class == self._place else self._away + 1
-        # a load that goes to and fro is one load
+        # a load that moves between two neighbouring classes counts as one load
         has_moved = self._place < 0 or self._away >= _SETTLE
         self._place = load_class if has_moved else self._place
         load = self._loads.setdefault(self._place, _Load([_Scheme() for _ in range(self._schemes)]))
@@ -148,12 +150,12 @@ class SchemeControl:
 
     @property
     def is_contested(self) -> bool:
-        """Return whether the first scheme is only tried, while another scheme is the best."""
+        """Return whether the first scheme runs as a trial only, while another scheme is the best."""
         return self._place >= 0 and self.current == 0 < self._loads[self._place].best
 
     def _next(self, load: _Load) -> None:
-        """Choose the next scheme: one never tried, else the best, and now and then another for a
-        while.
+        """Choose the next scheme: one never tried, else the best one; from time to time another one
+        for a trial.
         """
         turn = load.turn
         was_try = load.is_try
@@ -186,14 +188,16 @@ class SchemeControl:
 
 
 GUESSING = {"pearl": Guessing(0), "ssd": Guessing(3), "mirror": Guessing(8, is_told=True)}
-"""One guess; the draft's first tokens at a place besides its own; those of the target's exit."""
+"""Ways to guess: one guess; the draft's likeliest tokens at each position; the likeliest tokens of
+the target's exit.
+"""
 
 
 class AdaptiveDrafting(Proposer, Lengths):
-    """Proposes by one of several schemes, as long as it writes the most tokens a second.
+    """Proposes with the scheme that writes the most tokens per second.
 
-    The first scheme is `serial` with the `lengths` that pay for it, none included; the others are
-    those of `ahead`, tried where the first one proposes.
+    The first scheme is `serial`, with the `lengths` that pay, which may be 0. The other schemes are
+    those of `ahead`, which are tried when the first one proposes tokens.
     """
 
     def __init__(
@@ -214,25 +218,27 @@ class AdaptiveDrafting(Proposer, Lengths):
         self._fixed = FixedLength(most)
         self._guessing = [way for way in GUESSING.values() if has_exit or not way.is_told]
         self._control = SchemeControl(1 + len(self._guessing), has_oracle=has_exit)
-        # scheme of this step, and of the last step in which something was proposed
+        # scheme of this step, and of the last step with proposals
         self._scheme = self._asked = 0
         self._began = 0.0
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return whether nothing pays that is drafted before a step."""
+        """Return whether drafting before a step currently pays for no length."""
         self._scheme = self._control.current
         return self._scheme == 0 and not self._control.is_contested and self._lengths.rests(plan)
 
     def choose(self, plan: StepPlan) -> Many[int]:
-        """Return the first scheme's lengths; the others end with the target's step."""
+        """Return the lengths of the first scheme; the other schemes draft until the target's step
+        ends.
+        """
         self._began = perf_counter()
         return (self._fixed if self._scheme else self._lengths).choose(plan)
 
     def observed(
         self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Compare schemes by seconds on the wall: what another process takes is not time of this
-        one.
+        """Compare schemes by wall-clock seconds, because a drafter's process does not add to this
+        process's time.
         """
         tokens = len(plan.decoding) + sum([each.accepted for each in rounds])
         forecast = None if self._scheme else self._lengths.observed(plan, rounds, seconds)
@@ -246,7 +252,7 @@ class AdaptiveDrafting(Proposer, Lengths):
         return forecast
 
     def propose(self, asks: Many[Ask]) -> Many[TokenProposal]:
-        """Propose by the scheme whose turn it is."""
+        """Propose with the scheme whose turn it is."""
         if self._scheme != self._asked:
             self._asked = self._scheme
             self._ahead.begin_anew(self._guessing[max(0, self._scheme - 1)])
@@ -257,11 +263,11 @@ class AdaptiveDrafting(Proposer, Lengths):
         return self._ahead if self._scheme else self._serial
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Tell the drafter that proposed."""
+        """Report the outcome to the drafter that proposed."""
         self._used.settled(key, proposal, accepted)
 
     def ended(self, key: int) -> None:
-        """Tell both drafters."""
+        """Report the ended sequence to both drafters."""
         self._serial.ended(key)
         self._ahead.ended(key)
 

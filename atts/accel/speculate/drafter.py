@@ -1,4 +1,6 @@
-"""The draft model: it writes ahead with the uniforms that the target is about to draw with."""
+"""A draft model that proposes tokens, drawn with the random numbers that the target will use at the
+same positions.
+"""
 
 from __future__ import annotations
 
@@ -30,82 +32,91 @@ from atts.local.logit_sampling import (
 from atts.local.model_config import ModelConfig
 from atts.local.seams import NOTHING, Ask, Model, Proposer, TokenProposal
 
-# Its cache has the slots of the target's, addressed through the same table, so what is freed,
-# shared or evicted there is so here; all it keeps of its own is how far it has come in each
-# sequence.
+# Its cache has the same slots as the target's, through the same table. So slots that the target
+# frees, shares or evicts change here too. The drafter itself only records how many tokens of each
+# sequence it has computed.
 
-_CONFIDENCE = 0.8  # confidence in a drafted token, relative to tokens that are looked up
-_CHUNK = 512  # tokens of given text computed at once
-_FEW = 3  # newest tokens fed side by side with other sequences'
+_CONFIDENCE = 0.8  # confidence in a drafted token, on the scale of the lookup proposers
+_CHUNK = 512  # most tokens of given text in one pass
+_FEW = 3  # last tokens of given text, which are computed together with those of other sequences
 
 FedRow = tuple[int, int, int, bool]
-"""Row, position and token, and whether it is the last one of its sequence, which is sampled after.
+"""Row, position and token, and whether the token is the last one of its sequence, after which the
+drafter samples.
 """
 
 
 def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
-    """Return the tokens of one sequence from a position on."""
+    """Return the tokens of one sequence from a position to its end."""
     last = len(tokens) - 1
     return [(row, start + at, token, at == last) for at, token in enumerate(tokens)]
 
 
 class DraftedSlots(SlotAllocator):
-    """Slots of a target that its drafter's cache has too, and which of them the drafter filled."""
+    """Slots of a target that the drafter's cache has too, with a record of the slots that the
+    drafter filled.
+    """
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
         self.drafted = np.zeros(num_slots + 1, dtype=np.bool_)
 
     def allocate(self, count: int) -> SlotIds:
-        """Hand out slots that the drafter has not filled yet."""
+        """Allocate slots, which the drafter has not filled yet."""
         slots = super().allocate(count)
         self.drafted[slots] = False
         return slots
 
 
 class DraftedRows:
-    """Sequences that a drafter follows, whose rows and slots it shares, and how far it has come."""
+    """Sequences that a drafter follows through the target's rows and slots, with the number of
+    tokens computed for each.
+    """
 
     def __init__(
         self, table: SlotIds, slots: DraftedSlots, sequence: Callable[[int], Sequence]
     ) -> None:
         self.table = table
         self.slots = slots
-        self.sequence = sequence  # an unfinished request
+        self.sequence = sequence  # the request is not finished yet
         # keyed by request: its admission, and the tokens computed for it
         self._progress = dict[int, tuple[int, int]]()
 
     def drafted(self, sequence: Sequence) -> int:
-        """Return how many tokens' keys and values the drafter has cached, in the same slots."""
+        """Return the number of tokens whose keys and values the drafter has cached in the
+        sequence's current slots.
+        """
         admission, count = self._progress.get(sequence.request_id, (-1, 0))
         # a preempted sequence has other slots now
         return count if admission == sequence.num_admissions else 0
 
     def advance(self, sequence: Sequence, count: int) -> None:
-        """Note that the drafter has computed so many tokens of a sequence."""
+        """Record that the drafter has computed this many tokens of a sequence."""
         start = self.drafted(sequence)
         self._progress[sequence.request_id] = sequence.num_admissions, count
         self.slots.drafted[self.table[sequence.row, start:count]] = True
 
     def forget(self, key: int) -> None:
-        """Drop what is known of a sequence that ended."""
+        """Forget a sequence that ended."""
         self._progress.pop(key, None)
 
 
 class ModelDrafter(Proposer):
-    """Proposes what a smaller model draws in the target's place."""
+    """Proposes the tokens that a smaller model draws with the target's random numbers."""
 
     def __init__(
         self, model: Model, config: ModelConfig, rows: DraftedRows, vocabulary: int
     ) -> None:
-        """Create a drafter that never proposes tokens beyond `vocabulary`, the target's."""
+        """Create a drafter that never proposes tokens outside the target's `vocabulary`."""
         self._model = model
         self._config = config
         self._rows = rows
         self._table = rows.table
         self._vocabulary = min(vocabulary, config.vocabulary)
-        self._num_beyond = 0  # texts, summed over steps, that do not fit into the draft's context
-        self._num_unknown = 0  # texts, summed over steps, with tokens that the draft does not know
+        # number of texts, summed over steps, that do not fit into the draft's context
+        self._num_beyond = 0
+        # number of texts, summed over steps, with tokens outside the draft's vocabulary
+        self._num_unknown = 0
         self._target_vocabulary = vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)
         self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))
@@ -114,8 +125,8 @@ class ModelDrafter(Proposer):
         )
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Catch up with each sequence, then draw its next tokens one by one, all sequences side by
-        side.
+        """Compute the missing tokens of each sequence, then draw its next tokens one by one, all
+        sequences in one batch.
         """
         proposals = [NOTHING] * len(asks)
         places = [place for place, ask in enumerate(asks) if self._can_follow(ask)]
@@ -127,14 +138,16 @@ class ModelDrafter(Proposer):
         return proposals
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Keep keys and values of tokens that were accepted; the others' are written over."""
+        """Keep the keys and values of accepted tokens; those of rejected tokens will be
+        overwritten.
+        """
         sequence = self._rows.sequence(key)
-        # the last one was drawn, not fed
+        # the last token was drawn but not computed
         fed = min(accepted, max(0, len(proposal.tokens) - 1))
         self._rows.advance(sequence, self._rows.drafted(sequence) + fed)
 
     def ended(self, key: int) -> None:
-        """Forget how far it had come."""
+        """Forget the number of tokens computed for a sequence."""
         self._rows.forget(key)
 
     def _can_follow(self, ask: Ask) -> bool:
@@ -147,7 +160,7 @@ class ModelDrafter(Proposer):
         return fits and not is_unknown
 
     def silence(self) -> str:
-        """Return why it could follow no text."""
+        """Return why the drafter could follow no text."""
         if self._num_beyond:
             return f"no text fits into the draft's context of {self._context:,} tokens"
         if self._num_unknown:
@@ -155,8 +168,8 @@ class ModelDrafter(Proposer):
         return super().silence()
 
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
-        """Draft for all; those with the most room come first, so that the others drop out from the
-        end.
+        """Draft for all requests, sorted by the number of tokens to draft. Finished ones then leave
+        the batch from its end.
         """
         sequences = [self._rows.sequence(ask.key) for ask in asks]
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
@@ -175,8 +188,8 @@ class ModelDrafter(Proposer):
         first: StepBatch,
         places: tuple[Ints, Ints],
     ) -> list[list[int]]:
-        """Draw as many tokens as each has numbers, in one call of the kernels; the longest come
-        first.
+        """Draw each request's tokens in one call of the kernels, as many as it has random numbers;
+        the longest come first.
         """
         assert self._native is not None, "it draws for itself"
         rows, following = places
@@ -197,7 +210,7 @@ class ModelDrafter(Proposer):
     def _draft_in_turns(
         self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints]
     ) -> list[TokenProposal]:
-        """Draft the same with a step of the model for every turn."""
+        """Draft the same tokens with one pass of the model per position."""
         drafted: list[list[int]] = [[] for _ in asks]
         count = len(asks)
         batch = first
@@ -215,7 +228,7 @@ class ModelDrafter(Proposer):
         return [TokenProposal(tuple(tokens_so_far), _CONFIDENCE) for tokens_so_far in drafted]
 
     def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
-        """Draw a token for each."""
+        """Draw one token for each request."""
         hidden = self._model.forward(batch, self._table)
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary]
         uniforms = [float(ask.uniforms[turn]) for ask in asks]
@@ -230,7 +243,9 @@ class ModelDrafter(Proposer):
         return filtered_rows(self._sampling_batch(asks), self._vocabulary) is not None
 
     def _sampling_batch(self, asks: list[Ask], device: torch.device | None = None) -> SamplingBatch:
-        """Return settings as tensors; the first asks' are the first rows of what was made for all."""
+        """Return sampling settings as tensors; those of the first requests are the first rows of
+        the tensors for all.
+        """
         key = tuple([ask.key for ask in asks])
         if key != self._sampling[0][: len(key)]:
             self._sampling = (
@@ -240,9 +255,7 @@ class ModelDrafter(Proposer):
         return first_rows(self._sampling[1], len(key))
 
     def _catch_up(self, sequences: list[Sequence]) -> StepBatch:
-        """Compute long pieces of what was written since it last drafted; the last few tokens are
-        the batch.
-        """
+        """Compute long missing parts of texts; return the last few tokens of each text as a batch."""
         fed = list[FedRow]()
         for sequence in sequences:
             pieces, start = self._pieces(sequence)
@@ -253,9 +266,10 @@ class ModelDrafter(Proposer):
         return self._fed_batch(fed)
 
     def _pieces(self, sequence: Sequence) -> tuple[list[StepBatch], int]:
-        """Return long pieces of text that is not cached, and where the few tokens after them begin.
+        """Return the long missing parts of texts, and the position where the last few tokens of
+        each begin.
 
-        Where there is much to catch up with, some of it may be found in slots that siblings share.
+        If much is missing, slots shared with sibling rollouts may already have a part of it.
         """
         start = min(self._rows.drafted(sequence), len(sequence.ids) - 1)
         newest = len(sequence.ids) - 1
@@ -282,20 +296,21 @@ Calibration = Literal["exact", "none"]
 
 
 class GroupedModel(Model, Protocol):
-    """A model that may compute the attentions of a group of layers at once, from the first one's
-    input: not exact.
+    """A model that may compute the attention of several layers at once from the first layer's
+    input, which is not exact.
     """
 
     is_grouped: bool
 
 
 class GroupedDrafter(ModelDrafter):
-    """EasySpec's: drafts with attentions of a group that read one input, first and last layer
-    apart.
+    """EasySpec: a drafter in which groups of layers read one input for their attention, except the
+    first and the last layer.
 
-    Keys and values computed so are used within the round alone: the exact pass over what was
-    accepted and the token after it computes them again and gives the first token of the next round.
-    With calibration "none" they are kept, and their errors pile up: for comparison.
+    Keys and values of such layers are used within one round only. An exact pass over the accepted
+    tokens and the token after them computes them again, and gives the first token of the next
+    round. With calibration "none" they are kept and their errors add up, which serves for
+    comparison.
     """
 
     calibration: Calibration = "exact"
@@ -307,7 +322,7 @@ class GroupedDrafter(ModelDrafter):
         self._groups = model
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Forget what the round computed."""
+        """Forget the keys and values that the round computed."""
         if self.calibration == "none":
             super().settled(key, proposal, accepted)
 

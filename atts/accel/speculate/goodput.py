@@ -1,6 +1,7 @@
-"""Speculation lengths by goodput: tokens are proposed where they are likely to pay.
+"""Choose the lengths of proposals by goodput: tokens are proposed if they are likely to save time.
 
-First come the estimates that goodput needs: how long proposals survive, and what steps cost.
+The first part estimates the two inputs of goodput: how many proposed tokens are accepted, and how
+long steps take.
 """
 
 from __future__ import annotations
@@ -16,57 +17,65 @@ from numpy.typing import NDArray
 from atts.local.batch import StepPlan
 from atts.local.seams import Forecast, Lengths, SpeculationRound
 
-# A shared machine is slower now than it was a second ago. So the logs of times are the sum of what
-# the machine adds now, which wanders, and of what so many tokens take, which stays: a Kalman filter
-# tells them apart, for steps of different sizes follow each other. How well each is known is known,
-# and times that are far off count as little as they should.
+# The speed of a shared machine changes within seconds. So the log of a step's time is modelled as a
+# sum of two parts: the machine's present slowness, which changes, and the cost of that number of
+# tokens, which does not. A Kalman filter separates the two, because consecutive steps differ in
+# size. It also estimates the variance of each part, and gives outliers little weight.
 
 
 Floats = NDArray[np.float64]
-# whether given text is fed in the same step, how many sequences, how long they are
+# whether given text is fed in the same step, the class of the number of sequences, and the class of
+# their length
 Condition = tuple[int, ...]
 
 _UNSEEN_VARIANCE = 1.0
-_COPIED = 0.04  # variance of the log of a time that neighbours or another condition promise
-_ENOUGH = 0.12  # variance below which a cell is measured
-_AGEING = 0.00002  # variance that a step adds to a cell that was not seen in it
+# variance of the log of a time that is estimated from neighbours or another condition
+_COPIED = 0.04
+_ENOUGH = 0.12  # variance below which a cell counts as measured
+_AGEING = 0.00002  # variance that each step adds to a cell without a new time
 _STEP = 0.04
-_LEARNING = 1 / 32  # variance of one step's time at first, and how fast it is learnt
-_WANDERING = 0.05  # variance that a step adds to the machine's slowness, as a share of it
-_OUTLYING = 2.5  # standard deviations beyond which a time tells no more
+_LEARNING = 1 / 32  # initial variance of one step's time, and the rate at which it is learnt
+# variance that a step adds to the machine's slowness, as a share of one step's variance
+_WANDERING = 0.05
+_OUTLYING = 2.5  # standard deviations beyond which an outlier gets no further weight
 # least variance of a cell with few times, as a share of one step's variance
 _YOUNG = 0.25
-_STALE = 8  # times added before a curve is drawn again
-_EXACT = 16  # rows up to which each number has a cell of its own; beyond, four cells an octave
+_STALE = 8  # new times after which a curve is fitted again
+# rows up to which each number has its own cell; above, there are four cells per doubling
+_EXACT = 16
 
 
 def size_class(sequences: int) -> int:
-    """Return the class of a number of sequences: factors of two, each around a power of two."""
+    """Return the class of a number of sequences; classes are a factor of two wide, around powers of
+    two.
+    """
     return (3 * sequences // 2).bit_length()
 
 
 def condition(*, is_mixed: bool, context: float, sequences: int) -> Condition:
-    """Return the condition under which one curve holds; contexts differ by factors of four."""
+    """Return the condition that a curve of step times belongs to; context lengths are grouped by
+    factors of four.
+    """
     return is_mixed, size_class(sequences), int(context).bit_length() // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Times at rising numbers of rows."""
+    """Step times for rising numbers of rows."""
 
     rows: Floats
     seconds: Floats
     _known: dict[int, float] = field(default_factory=dict[int, float])
 
     def one(self, rows: int) -> float:
-        """Return the seconds at one number of rows, remembered for the next time."""
+        """Return the seconds at one number of rows; results are cached."""
         if rows not in self._known:
             self._known[rows] = float(self.at(np.array([float(rows)]))[0])
         return self._known[rows]
 
     def at(self, rows: Floats) -> Floats:
-        """Return the seconds: a line between measured cells; beyond them, more than the least
-        possible.
+        """Return the seconds: interpolated between measured cells, and extrapolated above the least
+        possible time beyond them.
         """
         first = self.rows[0]
         last = self.rows[-1]
@@ -80,7 +89,9 @@ class Curve:
         return np.where(rows < first, below, above).astype(np.float64)
 
     def least(self, rows: Floats) -> Floats:
-        """Return the least time that so many rows take; 0 if fewer were never measured."""
+        """Return a lower bound on the time that this many rows take; 0 if fewer rows were never
+        measured.
+        """
         places = np.searchsorted(self.rows, rows, side="right") - 1
         return np.where(places < 0, 0.0, self.seconds[places]).astype(np.float64)
 
@@ -90,15 +101,15 @@ class _Cell:
     rows: float
     log: float  # logarithm of the seconds
     variance: float  # variance of that logarithm
-    seen: int  # the number of the time that was added last
+    seen: int  # index of the latest time
 
 
 class StepCosts:
-    """A table of times by condition and rows, filled as steps are taken."""
+    """A table of step times by condition and number of rows, filled while steps run."""
 
     def __init__(self, *, wanders: bool = True) -> None:
-        """Create an empty table of step times. If the machine's speed `wanders`, only times that
-        were measured close together are compared.
+        """Create an empty table of step times. With `wanders`, the machine's speed may change, so
+        only times measured shortly after each other are compared.
         """
         self._cells: dict[Condition, dict[int, _Cell]] = {}
         self._curves: dict[Condition, Curve] = {}
@@ -115,7 +126,7 @@ class StepCosts:
         return exp(self._machine)
 
     def add(self, where: Condition, rows: int, seconds: float) -> None:
-        """Learn that one step took so long."""
+        """Learn the time of one step."""
         self._added += 1
         if where not in self._cells:
             self._cells[where] = self._like(where)
@@ -129,7 +140,7 @@ class StepCosts:
             self._curves.pop(where, None)
 
     def rest(self, steps: int) -> None:
-        """Note that so many steps were not timed."""
+        """Count steps that were not timed."""
         self._added += steps
         self._of_machine = min(1.0, self._of_machine + self._wandering * self._of_step * steps)
 
@@ -144,7 +155,7 @@ class StepCosts:
         variance = self._of_machine + cell.variance + self._of_step
         most = _OUTLYING * sqrt(variance)
         off = observed - self._machine - cell.log
-        # the few before it were interrupted
+        # the few steps before this one were interrupted
         if off < -most and cell.variance > _YOUNG * self._of_step:
             cell.log += off + most
         surprise = max(-most, min(most, observed - self._machine - cell.log))
@@ -157,11 +168,11 @@ class StepCosts:
         cell.seen = self._added
 
     def is_measured(self, where: Condition, rows: int) -> bool:
-        """Return whether it is known what so many rows take."""
+        """Return whether the time of a step with this many rows is known."""
         return self._variance(where, rows) < _ENOUGH
 
     def doubt(self, where: Condition, rows: int) -> float:
-        """Return the standard deviation of the log of what so many rows are thought to take."""
+        """Return the standard deviation of the log of the estimated time of this many rows."""
         return sqrt(self._variance(where, rows))
 
     def _variance(self, where: Condition, rows: int) -> float:
@@ -173,8 +184,8 @@ class StepCosts:
         )
 
     def curve(self, where: Condition) -> Curve | None:
-        """Step times there, or under the nearest condition that was seen; None: no step was ever
-        timed.
+        """Return the curve of step times under this condition, or the nearest one that was
+        measured; None if no step was timed.
         """
         if where in self._curves:
             return self._curves[where]
@@ -196,9 +207,7 @@ class StepCosts:
         return min(self._cells, key=distance, default=None)
 
     def _like(self, where: Condition) -> dict[int, _Cell]:
-        """Return the cells of a new condition: those of the nearest one, soon outvoted by its own
-        times.
-        """
+        """Return the cells of a new condition, copied from the nearest one with little weight."""
         near = self._nearest(where)
         known = self._cells[near] if near is not None else {}
         return {
@@ -211,10 +220,10 @@ def _place(rows: int) -> int:
 
 
 def _rising(cells: Sequence[_Cell]) -> Curve:
-    """Fit times that never fall as rows rise: neighbours that do are averaged by how well they are
-    known.
+    """Fit times that never fall as rows rise: neighbours that fall are averaged, weighted by their
+    precision.
     """
-    blocks: list[tuple[float, float, int]] = []  # mean of logs, weight, cells
+    blocks: list[tuple[float, float, int]] = []  # mean of logs, weight, number of cells
     for cell in cells:
         mean = cell.log
         weight = 1 / cell.variance
@@ -229,21 +238,21 @@ def _rising(cells: Sequence[_Cell]) -> Curve:
     return Curve(np.array([cell.rows for cell in cells]), np.array(means))
 
 
-Outcome = tuple[int, int, int]  # sequence, tokens proposed, tokens that were accepted
+Outcome = tuple[int, int, int]  # for each proposal: sequence, tokens proposed, tokens accepted
 
-_PRIOR = 0.7  # a place of which nothing is known yet
+_PRIOR = 0.7  # acceptance assumed for a position without observations
 _POOL_DECAY = 0.99
-_OWN_DECAY = 0.97  # a round; the accepted share changes within a text
+_OWN_DECAY = 0.97  # decay per round of the counts, because the accepted share changes within a text
 _POOL_WEIGHT = 2.0
-_OWN_WEIGHT = 8.0  # weight, in tests, of the value that a place's share is shrunk to
-_MOST_WAITING = 1024  # rounds
+_OWN_WEIGHT = 8.0  # weight, in tests, of the prior that a position's acceptance is shrunk to
+_MOST_WAITING = 1024  # most rounds that wait to be counted
 
 
 class Survival:
     """Count by position the rounds that tested it and those in which its token was accepted.
 
-    A position behind a rejected token was never tested, so it counts neither way: accepted over proposed
-    would be biased.
+    A position after a rejected token was never tested, so it is not counted; the ratio of accepted
+    to proposed tokens would be biased.
     """
 
     def __init__(self, most: int) -> None:
@@ -251,7 +260,8 @@ class Survival:
         self._none = np.zeros((2, most))
         self._pool = self._none
         self._own: dict[int, NDArray[np.float64]] = {}
-        # rounds that wait to be counted: together they cost hardly more than one
+        # rounds that wait to be counted, because counting them together costs hardly more than
+        # counting one
         self._new: list[Outcome] = []
 
     def add(self, rounds: Sequence[Outcome]) -> None:
@@ -261,7 +271,9 @@ class Survival:
             self._count()
 
     def acceptance(self, keys: Sequence[int]) -> NDArray[np.float64]:
-        """Estimate how likely each place is accepted with all before it: [sequences, places]."""
+        """Estimate the probability that each position and all before it are accepted: [sequences,
+        positions].
+        """
         self._count()
         rates = list[float]()
         rate = _PRIOR
@@ -275,17 +287,17 @@ class Survival:
         return acceptance.cumprod(axis=1)
 
     def count(self, tested: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learn from counts by place that somebody else kept."""
+        """Learn from counts by position that another object collected."""
         added = np.array([tested, accepted], dtype=np.float64)
         self._pool = self._pool + np.pad(added, ((0, 0), (0, len(self._places) - len(tested))))
 
     def keep(self, keys: Sequence[int]) -> None:
-        """Forget the other sequences, once they are many; the pool has learnt from them."""
+        """Forget all other sequences if there are many; the pooled counts already include them."""
         if len(self._own) > 64 + 2 * len(keys):
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
     def fade(self, most: float) -> None:
-        """Let old observations of a place weigh no more than so many tests."""
+        """Limit the weight of a position's old observations to this many tests."""
         self._count()
         self._pool = self._pool * most / np.maximum(self._pool[0], most)
         self._own = {}
@@ -301,7 +313,7 @@ class Survival:
             np.float64
         )
         counts = dict[int, int]()
-        later = [0] * len(rounds)  # rounds of the same sequence
+        later = [0] * len(rounds)  # several rounds of the same sequence
         for at in range(len(rounds) - 1, -1, -1):
             later[at] = counts.get(rounds[at][0], 0)
             counts[rounds[at][0]] = later[at] + 1
@@ -315,52 +327,56 @@ class Survival:
             self._own[key] = self._own.get(key, self._none) * _OWN_DECAY**count + new
 
 
-_MARGIN = 0.01  # gain below which everything stays as it is
+_MARGIN = 0.01  # relative gain below which the lengths stay unchanged
 _DOUBT = 0.02
 _DOUBT_OF_ONE = (
-    0.001  # gain that proposals must promise compared with none, at least and a sequence
+    0.001  # least gain that proposals must promise over no proposals: in total, and per sequence
 )
 _SURPRISE_WEIGHT = 1 / 32
 _MOST_SURPRISE = 0.5  # largest surprise that one step may count for
-_CAUTION = 0.3  # standard deviations of a time by which it must pay to stop what seemed to pay
-_FORGETTING = 0.8  # share of the surprises that a rest leaves
-_FADED = 1.0  # weight, in tests of each place, of the counts from before a rest
-_PERIODS = 16, 256  # steps between two decisions: after one that changed something, at most
-_LOOKS = 8  # steps that are timed before anything is tried
-_EVERY = 8  # steps of which one is looked at while a decision holds
-# steps in a row that feed other tokens too after which lengths are chosen for such steps
+_CAUTION = 0.3  # standard deviations by which a time must be too long before proposals stop
+_FORGETTING = 0.8  # share of the surprises that remains after a rest
+_FADED = 1.0  # weight, in tests of each position, of the counts from before a rest
+_PERIODS = 16, 256  # steps between two decisions; the first after a change, the last at most
+_LOOKS = 8  # steps that are timed before the first trial
+_EVERY = 8  # while a decision is in force, one of this many steps is timed
+# consecutive steps with other tokens after which lengths are chosen for steps with such tokens
 _MIXED = 32
-# Where the time of proposals was never measured, it may turn out to be this share of the estimate.
+# If the time of proposals was never measured, it may be as low as this share of the estimate.
 _HOPE = 0.5
-_PLAIN = 4  # steps without proposals that are timed now and then
-_SETTLING = 8  # untimed steps before these, in which the target's weights return into the caches
+_PLAIN = 4  # steps without proposals that are timed from time to time
+_SETTLING = 8  # untimed steps before these, in which the target's weights return to the caches
 _SHARE = 0.01  # share of the time that trials may lose
-_ADVANCE = 16  # steps without proposals whose time first trials of a length may lose ahead
-_SAVED = 12  # the most of such steps whose time is saved up for trials
-_HICCUP = 2  # the most of such steps that one of a trial counts for
+# the first trials of a length may lose the time of this many steps without proposals in advance
+_ADVANCE = 16
+_SAVED = 12  # most steps without proposals whose time may be saved up for trials
+_HICCUP = 2  # one step of a trial counts for at most this many steps without proposals
 _TRIED = 2  # steps of a trial
-_RESTS = 64, 4096  # steps for which nothing is looked at: at first, at most
-_LENGTHS = 8, 4, 2, 1, 16  # tried for all sequences in advance; others near lengths that pay
-_FEW = 4  # tokens tried for few sequences
-# share of all time that proposals may have lost when they are stopped, and when they may be tried
-# continue
+_RESTS = 64, 4096  # steps of a rest: of the first one, and of the longest one
+# lengths that are tried for all sequences in advance; other lengths are tried only near one that
+# pays
+_LENGTHS = 8, 4, 2, 1, 16
+_FEW = 4  # lengths that are tried for few sequences
+# Proposals stop when they have lost the first share of all time, and may be tried again below the
+# second share.
 _MOST_LOST = 0.02, 0.012
-_GRACE = 64  # steps without proposals that may be lost at the beginning, whatever the run's length
-_NEW = -1  # stands for a sequence of which nothing is known
+# steps without proposals whose time may be lost at the beginning, however long the run is
+_GRACE = 64
+_NEW = -1  # key of a sequence without observations
 
 
 class StepShape(NamedTuple):
-    """Facts about a step before anything is proposed; `others` are tokens that it feeds in
-    addition.
+    """Facts about a step before tokens are proposed; `others` are tokens of other requests that the
+    step computes too.
     """
 
     keys: Sequence[int]  # sequences that tokens may be proposed for
-    others: int  # prompts and scores that wait, and sequences whose lengths are fixed
+    others: int  # waiting prompts and scores, and sequences with fixed lengths
     context: float  # mean tokens of a sequence
 
     @property
     def rows(self) -> int:
-        """Return the number of tokens that the step feeds without any proposal."""
+        """Return the number of tokens that the step computes without proposals."""
         return len(self.keys) + self.others
 
     @property
@@ -376,25 +392,25 @@ class StepShape(NamedTuple):
 
 @dataclass(slots=True)
 class _Verdict:
-    """The lengths chosen for a load."""
+    """The lengths chosen for one load."""
 
     until: int = 0  # the step of the next decision
     period: int = _PERIODS[0]
-    mean: float = 0.0  # tokens proposed a sequence
-    rate: float = 0.0  # tokens a second, expected
+    mean: float = 0.0  # mean number of tokens proposed per sequence
+    rate: float = 0.0  # expected tokens per second
     keys: Sequence[int] = ()
     lengths: list[int] = field(default_factory=list[int])
 
 
 @dataclass(slots=True)
 class _Trial:
-    """Some steps with other lengths than those decided."""
+    """A few steps with other lengths than the chosen ones."""
 
     length: int
-    left: int  # steps that are looked at
-    settling: int = 0  # steps before these
-    keys: frozenset[int] | None = None  # whom tokens are proposed for; None: all
-    lost: float = 0.0  # seconds, compared with steps without proposals
+    left: int  # timed steps that are left
+    settling: int = 0  # untimed steps before these
+    keys: frozenset[int] | None = None  # sequences that get proposals; None: all
+    lost: float = 0.0  # seconds lost compared with steps without proposals
 
     def lengths(self, keys: Sequence[int]) -> list[int]:
         return [self.length if self.keys is None or key in self.keys else 0 for key in keys]
@@ -402,67 +418,68 @@ class _Trial:
 
 @dataclass(slots=True)
 class _Load:
-    """Statistics that hold while about as many sequences decode."""
+    """Statistics of one class of loads, whose numbers of decoding sequences are similar."""
 
     verdict: _Verdict = field(default_factory=_Verdict)
     steps: int = 0
-    looks: int = _LOOKS  # steps that are looked at one after another
-    mixed: int = 0  # steps in a row that fed other tokens too
+    looks: int = _LOOKS  # consecutive timed steps that are left
+    mixed: int = 0  # consecutive steps that also computed other tokens
     trial: _Trial | None = None
     next_plain: int = 0  # the step of the next trial without proposals
-    gap: int = _PERIODS[0]  # steps from there to the next one
-    surprise: float = 0.0  # log of seconds over those expected, with proposals
-    resting: int = 0  # steps that are left of a rest
+    gap: int = _PERIODS[0]  # steps between that trial and the next one
+    surprise: float = 0.0  # log of the ratio of measured to expected seconds, with proposals
+    resting: int = 0  # remaining steps of a rest
     rested: int = 0
-    rounds: int = 0  # rounds of all loads at the moment when it began to rest
-    rest: int = _RESTS[0]  # the next one
+    rounds: int = 0  # rounds of all loads when the rest began
+    rest: int = _RESTS[0]  # length of the next rest
 
 
 class GoodputControl:
     """Chooses how many tokens are proposed for each sequence, 0 included, from measured times and
     survival.
 
-    Tokens compete by the probability that they stand. Every total is compared, for the goodput need
-    not be unimodal: where the step time has a cliff, stopping at the first fall would stay before
-    it. A decision holds for several steps, for it takes as long as a good part of a small model's
-    step; while nothing is proposed, it rests.
+    The tokens most likely to be accepted are proposed first. Every total number of tokens is
+    compared, because goodput may have several maxima where step times jump. A decision is kept for
+    several steps, because its computation takes a large part of a small model's step. While
+    proposals do not pay, the control rests.
 
-    What trials lose is taken from an account that a small share of the time goes into.
+    Trials may lose a small share of the run's time, which a balance keeps track of.
     """
 
     def __init__(self, most: int, costs: StepCosts | None = None) -> None:
-        """Create a control that proposes up to `most` tokens; `costs` may know step times already."""
+        """Create a control that proposes up to `most` tokens; `costs` may contain step times
+        already.
+        """
         self._most = most
         self._survival = Survival(most)
         self._costs = costs or StepCosts()
         self._proposing = StepCosts(wanders=False)
         self._loads: dict[int, _Load] = {}
-        self._standing: dict[int, list[float]] = {}  # expected tokens by length
+        self._standing: dict[int, list[float]] = {}  # expected accepted tokens by length
         self._wanted = self._asked = set[
             int
-        ]()  # sequences that tokens are wanted for in this step, and were before
+        ]()  # keys of the sequences that want tokens in this step, and in the step before
         self._total = 0  # tokens wanted in this step
-        self._coverage = 1.0  # share of the wanted proposals that the proposers have
+        self._coverage = 1.0  # share of the wanted tokens that the proposers deliver
         self._asks = 0
-        self._rounds = 0  # verified so far
-        self._is_stale = True  # the counts of accepted tokens
+        self._rounds = 0  # number of verified rounds so far
+        self._is_stale = True  # whether the counts of accepted tokens have changed
         self._balance = 0.0  # seconds that trials may lose
         self._elapsed = 0.0  # seconds of all steps
-        # sums over the steps since the last look
+        # sums over the steps since the last timed step
         self._seconds = 0.0
         self._accepted = 0
         self._has_proposed = False
-        self._longest = inf  # seconds of a step that was not interrupted
-        # seconds that steps with proposals took beyond as many tokens without any
+        self._longest = inf  # longest time of a step that was not interrupted
+        # extra seconds of steps with proposals, compared with writing as many tokens without
+        # proposals
         self._lost = 0.0
-        self._is_stopped = False  # because proposals lost too much
-        self._is_looking = False  # at this step
-        self._unseen = 1  # steps since the last one that was looked at, this one included
+        self._is_stopped = False  # whether proposals stopped because they lost too much
+        self._is_looking = False  # whether this step is timed
+        self._unseen = 1  # steps since the last timed step, including this one
 
     def rests(self, sequences: int) -> bool:
-        """Return whether a step of so many sequences is one of those for which nothing is chosen or
-        observed.
-        """
+        """Return whether the control rests: it neither chooses nor observes anything in this step."""
         load = self._loads.get(size_class(sequences))
         if load is None or load.resting == 0:
             return False
@@ -477,7 +494,7 @@ class GoodputControl:
         load.steps += 1
         load.mixed = load.mixed + 1 if step.others else 0
         if load.trial is None:
-            # Tokens of other requests come and go, so the lengths are judged by the steps without them.
+            # Tokens of other requests come and go, so lengths are judged by steps without them.
             is_fit = load.mixed % _MIXED == 0 or not verdict.keys
             if load.rested:
                 self._wake(load, step)
@@ -499,7 +516,9 @@ class GoodputControl:
     def observed(
         self, step: StepShape, rounds: Sequence[Outcome], rows: int, seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn from a step that fed so many rows; what was expected of it, None where nothing was."""
+        """Learn from a step that computed this many rows. Return the forecast of the step, or None
+        if there was none.
+        """
         self._survival.add(rounds)
         self._rounds += len(rounds)
         self._seconds += seconds[0] + min(seconds[1], self._longest)
@@ -512,8 +531,8 @@ class GoodputControl:
         forecast = self._forecast(step, rounds, rows)
         if forecast is not None:
             forecast = forecast._replace(is_trial=load.trial is not None, steps=self._unseen)
-        # A step is steady if most of its sequences were in the last step too. Otherwise the drafter
-        # first had to read what it had missed of them, which costs time.
+        # A step is steady if most of its sequences were in the last step too. In an unsteady step
+        # the drafter first computes the text that it has missed, which costs time.
         is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
         self._costs.rest(self._unseen - 1)
         self._costs.add(step.condition, rows, seconds[1])
@@ -540,10 +559,11 @@ class GoodputControl:
         return forecast
 
     def _account(self, step: StepShape, plain: float) -> None:
-        """Add what the steps since the last look took, and what their proposals lost or saved.
+        """Add the time of the steps since the last look, and the time that their proposals lost or
+        saved.
 
-        Nothing that the forecasts expect enters here. Whatever misleads them, such as a drafter
-        that catches up with long prompts, proposals stop once they have lost too much of the run.
+        Only measured times count here. So proposals stop once they have lost too much time, even if
+        the forecasts are wrong, for example because a drafter reads long prompts.
         """
         spent = self._seconds
         accepted = self._accepted
@@ -570,7 +590,7 @@ class GoodputControl:
                 self._proposing.add(_among(len(self._wanted)), self._total, seconds)
 
     def _charge(self, load: _Load, trial: _Trial, lost: float) -> None:
-        """Charge a trial for what a step of it lost; decide again after the last one."""
+        """Charge a trial for the time that one of its steps lost; decide again after the last step."""
         trial.lost = trial.lost + lost
         trial.left = trial.left - 1
         if not trial.left:
@@ -579,12 +599,12 @@ class GoodputControl:
             load.verdict.until = load.steps
 
     def _rest(self, load: _Load, step: StepShape) -> None:
-        """Look at nothing until the account allows for more, and twice as long each time that
-        nothing pays.
+        """Rest until the balance allows for trials again; each rest that finds nothing is twice as
+        long as the one before.
         """
         due = -self._balance / _SHARE / self._plain(step)
         if self._is_stopped:
-            # until what was lost is a smaller part of the run
+            # until the lost time is a smaller share of the run
             missing = self._lost / _MOST_LOST[1] - self._elapsed
             due = max(due, missing / self._plain(step))
         load.resting = load.rested = int(max(load.rest, min(_RESTS[1], due)))
@@ -592,7 +612,7 @@ class GoodputControl:
         load.rounds = self._rounds
 
     def _wake(self, load: _Load, step: StepShape) -> None:
-        """Time steps again before anything is tried."""
+        """Time steps again before the next trial."""
         seconds = (load.rested - load.resting) * self._plain(step)
         self._elapsed += seconds * self._costs.slowness
         self._is_stopped = self._is_stopped and self._lost > _MOST_LOST[1] * self._elapsed
@@ -627,7 +647,7 @@ class GoodputControl:
             zip([*step.keys, _NEW], acceptance.cumsum(axis=1).tolist(), strict=True)
         )
         chances = acceptance[:-1].ravel()
-        # level by level, for no place is likelier than the one before
+        # position by position, because no position is likelier than the one before it
         order = np.argsort(-chances, kind="stable")
         tokens = step.rows + self._coverage * np.concatenate([[0.0], np.cumsum(chances[order])])
         before = round(verdict.mean * count)
@@ -641,19 +661,19 @@ class GoodputControl:
         self._next(load, verdict, step, wanted)
 
     def _next(self, load: _Load, verdict: _Verdict, step: StepShape, wanted: int | None) -> None:
-        """Begin a trial, or a rest, where it is time for one."""
+        """Begin a trial or a rest, if it is time for one."""
         if not verdict.rate:
             verdict.until = load.steps + _LOOKS
         elif self._is_stopped:
             self._rest(load, step)
         elif self._is_stale and self._balance >= 0:
-            # with whom there is least to catch up
+            # sequences for which the drafter has the least to compute
             newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]
             load.trial = _Trial(min(_FEW, self._most), 4, keys=frozenset(newest))
             self._is_stale = False
         elif (
             verdict.mean and load.steps >= load.next_plain
-        ):  # otherwise nothing would show that proposals no longer pay
+        ):  # without this trial, nothing would show that proposals no longer pay
             forgone = 1 - step.rows / (verdict.rate * self._plain(step))
             load.trial = _Trial(0, _PLAIN, _SETTLING)
             load.next_plain = load.steps + load.gap
@@ -670,10 +690,10 @@ class GoodputControl:
     def _best_total(
         self, load: _Load, verdict: _Verdict, step: StepShape, tokens: NDArray[np.float64]
     ) -> tuple[int, int | None]:
-        """Choose how many tokens to propose in all, given the tokens expected from each total.
+        """Choose the total number of tokens to propose, given the expected tokens of each total.
 
-        And a length to be tried for all: its time is not known, and it would pay if it took as
-        little as it may.
+        Also choose a length to try for all sequences: one whose time is unknown, and that would pay
+        at its least possible time.
         """
         curve = self._costs.curve(step.condition)
         proposing = self._proposing.curve(_among(len(step.keys)))
@@ -683,14 +703,14 @@ class GoodputControl:
         fed = step.rows + self._coverage * totals
         seconds = curve.at(fed)
         lower = np.maximum(curve.least(fed), seconds[0] + _HOPE * (seconds - seconds[0]))
-        if proposing is None:  # a length that was never timed is tried, not chosen
+        if proposing is None:  # a length that was never timed is tried before it is chosen
             seconds[1:] = np.inf
         else:
             spent = proposing.at(totals[1:])
             seconds[1:] += spent
             lower[1:] += np.maximum(proposing.least(totals[1:]), _HOPE * spent)
-        # by so much steps with proposals, drafters that catch up included, took longer than their
-        # parts promise
+        # factor by which steps with proposals take longer than the sum of their parts, because of
+        # drafters that catch up
         seconds[1:] *= (1 + max(_DOUBT, _DOUBT_OF_ONE * len(step.keys))) * exp(
             max(0.0, load.surprise)
         )
@@ -716,7 +736,7 @@ class GoodputControl:
     def _promising(
         self, step: StepShape, lengths: Sequence[int], gains: NDArray[np.float64]
     ) -> int | None:
-        """Return the length among these that was never measured and would gain the most."""
+        """Return the untimed length among these that would gain the most."""
         count = len(step.keys)
         among = _among(len(step.keys))
 
@@ -732,7 +752,7 @@ class GoodputControl:
         return max(open_ones, key=lambda k: float(gains[k * count]), default=None)
 
     def _forecast(self, step: StepShape, rounds: Sequence[Outcome], rows: int) -> Forecast | None:
-        """Estimate a step that feeds so many rows, with proposals of these lengths."""
+        """Estimate the time of a step with this many rows and proposals of these lengths."""
         curve = self._costs.curve(step.condition)
         tokens = float(step.rows)
         if curve is None:
@@ -752,12 +772,12 @@ class GoodputControl:
 
 
 def _among(sequences: int) -> Condition:
-    """Return the condition under which one curve of proposing times holds."""
+    """Return the condition that a curve of proposal times belongs to."""
     return condition(is_mixed=False, context=0, sequences=sequences)
 
 
 def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
-    """Give new sequences the lengths of those that are gone: the total stays what it was."""
+    """Give new sequences the lengths of ended ones, so that the total stays the same."""
     lengths = dict(zip(verdict.keys, verdict.lengths, strict=True))
     kept = {key: lengths.pop(key) for key in keys if key in lengths}
     spare = sorted(lengths.values())
@@ -775,18 +795,18 @@ def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
 
 
 class GoodputLengths(Lengths):
-    """Lengths by goodput."""
+    """Chooses lengths by goodput."""
 
     def __init__(self, most: int) -> None:
         self._control = GoodputControl(most)
         self._shape = StepShape((), 0, 0.0)  # shape of the step for which lengths were last chosen
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return whether nothing pays."""
+        """Return whether the control rests because proposals do not pay."""
         return self._control.rests(len(plan.decoding))
 
     def choose(self, plan: StepPlan) -> Sequence[int]:
-        """Choose as many as pay, by what is known of times and of what was accepted."""
+        """Choose the number of tokens that pays, from measured times and acceptance."""
         keys = [sequence.request_id for sequence in plan.decoding]
         others = sum([chunk.stop - chunk.start for chunk in plan.prefills])
         context = sum([sequence.num_computed for sequence in plan.decoding]) / len(plan.decoding)
@@ -796,7 +816,7 @@ class GoodputLengths(Lengths):
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn survival and times."""
+        """Learn acceptance and step times."""
         outcomes = [(each.request_id, each.guessed, each.accepted) for each in rounds]
         rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
         forecast = self._control.observed(self._shape, outcomes, rows, seconds)

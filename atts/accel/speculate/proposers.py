@@ -1,4 +1,4 @@
-"""Proposers that look tokens up, and the choice of the best among several proposers."""
+"""Proposers that look up tokens in known texts, and a proposer that combines several of them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from dataclasses import dataclass, field
 from atts.local.seams import NOTHING, Ask, Proposer, TokenProposal
 
 _ANCHOR = 4
-"""Tokens that must agree again before a hint is followed after a difference."""
+"""Number of equal tokens after which a hint is followed again once it has differed from the text.
+"""
 
 
 class HintProposer(Proposer):
-    """Follows `Ask.hint` as long as the text does; after a difference it looks for the place where
-    they meet again.
+    """Follows `Ask.hint` while the text equals it; after a difference, searches for the place where
+    they agree again.
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, int] = {}  # keyed by sequence: how much of the hint is written
+        # keyed by sequence: number of tokens of the hint that the text has passed
+        self._places: dict[int, int] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
         """Return the rest of each hint."""
         return [self._next(ask) if ask.hint else NOTHING for ask in asks]
 
     def ended(self, key: int) -> None:
-        """Forget the place."""
+        """Forget the place of a sequence that ended."""
         self._places.pop(key, None)
 
     def _next(self, ask: Ask) -> TokenProposal:
@@ -37,7 +39,9 @@ class HintProposer(Proposer):
         return TokenProposal(tokens, 0.9 if tokens else 0.0)
 
     def _aligned(self, ask: Ask) -> int | None:
-        """Return the place in the hint where the text continues; None when they have parted."""
+        """Return the place in the hint where the text continues; None if the text differs from the
+        hint.
+        """
         if ask.written == 0:
             return 0
         written = tuple(ask.ids[-min(ask.written, _ANCHOR) :])
@@ -56,10 +60,10 @@ class HintProposer(Proposer):
 
 
 _GRAM = 3
-"""Tokens looked up at once: the shortest match."""
-_LONGEST = 24  # matches are not measured further
-_PLACES = 12  # places of one n-gram that are looked at, the newest ones
-_GROUPS = 64  # problems remembered
+"""Least length of a match, in tokens, for a lookup."""
+_LONGEST = 24  # matches are compared up to this length
+_PLACES = 12  # most occurrences of an n-gram that are compared, newest first
+_GROUPS = 64  # most problems whose texts are kept
 
 
 _Text = list[int]
@@ -67,7 +71,7 @@ _Text = list[int]
 
 @dataclass(slots=True)
 class _Group:
-    """The texts of one problem, and where each run of a few tokens ends in them."""
+    """The texts of one problem, with an index of the places where each n-gram ends."""
 
     grams: defaultdict[tuple[int, ...], deque[tuple[_Text, int]]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=_PLACES))
@@ -77,7 +81,7 @@ class _Group:
     latest: dict[str, _Text] = field(default_factory=dict[str, _Text])  # keyed by rollout
 
     def learn(self, ask: Ask) -> None:
-        """Index what a sequence wrote since it was last looked at."""
+        """Add the tokens that a sequence wrote since the last call to the index."""
         text = self.texts.get(ask.key)
         if text is None:
             text = self.texts[ask.key] = self._begun(ask)
@@ -87,8 +91,8 @@ class _Group:
                 self.grams[tuple(text[-_GRAM:])].append((text, end))
 
     def _begun(self, ask: Ask) -> _Text:
-        """Return the text that this request continues with, as far as it is indexed: its rollout's,
-        where that is known.
+        """Return the indexed text that this request continues: its rollout's text, if the rollout
+        is known.
         """
         known = self.latest.get(ask.rollout, _Text()) if ask.rollout else _Text()
         same = next(
@@ -101,8 +105,8 @@ class _Group:
         return text
 
     def places(self, ids: Sequence[int]) -> list[tuple[int, _Text, int]]:
-        """Return the earlier places of the text's end, and the length of each match; the longest
-        match first.
+        """Return the earlier places that match the end of the text, and the length of each match,
+        longest first.
         """
         earlier_places = self.grams.get(tuple(ids[-_GRAM:]), ())
         matches = [
@@ -114,37 +118,41 @@ class _Group:
 
 
 class SuffixProposer(Proposer):
-    """Looks up a text's end among the texts of its problem; learns how far matches of each length
-    are to be trusted.
+    """Proposes what followed earlier occurrences of a text's end in its problem's texts; learns how
+    reliable matches of each length are.
     """
 
     def __init__(self, least: int = _GRAM) -> None:
         """Create a proposer that follows matches of at least `least` tokens."""
         self._least = max(least, _GRAM)
         self._groups: OrderedDict[object, _Group] = OrderedDict()
-        # by length of match, with a prior of ...
+        # by length of match: accepted and tried tokens, with a prior acceptance of length / (length
+        # + 2)
         self._accepted = [1.0 * length for length in range(_LONGEST + 1)]
-        # ... length / (length + 2)
         self._tried = [1.0 * length + 2.0 for length in range(_LONGEST + 1)]
-        # keyed by sequence: the length of the match of its last proposal
+        # keyed by sequence: the length of the match behind its last proposal
         self._matched: dict[int, int] = {}
         self._running: dict[int, _Group] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Propose what followed the longest match; the most frequent where several are as long."""
+        """Propose the tokens after the longest match; among equally long matches, the most frequent
+        tokens.
+        """
         groups = [self._group(ask) for ask in asks]
         for ask, group in zip(asks, groups, strict=True):
             group.learn(ask)
         return [self._next(ask, group) for ask, group in zip(asks, groups, strict=True)]
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Learn how often the first token is accepted after a match of this length."""
+        """Learn how often the first token after a match of this length is accepted."""
         length = self._matched.pop(key, 0)
         self._tried[length] += 1
         self._accepted[length] += accepted > 0
 
     def ended(self, key: int) -> None:
-        """Keep texts for siblings; groups go when there are too many."""
+        """Keep the texts of problems for their other rollouts; drop the oldest problems if there
+        are too many.
+        """
         self._matched.pop(key, None)
         group = self._running.pop(key, None)
         if group is not None:
@@ -173,7 +181,7 @@ class SuffixProposer(Proposer):
 
 
 def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
-    """Count how many tokens before `end` equal the last ones of `ids`."""
+    """Count how many tokens before `end` equal the last tokens of `ids`."""
     length = _GRAM
     most = min(_LONGEST, end, len(ids))
     while length < most and text[end - length - 1] == ids[-length - 1]:
@@ -182,8 +190,8 @@ def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
 
 
 def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
-    """Return the continuation token by token: the most frequent one among the places that still
-    agree.
+    """Return the continuation token by token: the most frequent token among the places that agree
+    so far.
     """
     tokens: list[int] = []
     while places and len(tokens) < most:
@@ -197,18 +205,20 @@ def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
 
 
 class BestProposer(Proposer):
-    """Asks several proposers in turn, the cheapest first: one that is confident enough saves the
-    others the work.
+    """Asks several proposers in order of cost. Once one is confident enough, later proposers are
+    not asked.
     """
 
     def __init__(self, proposers: Sequence[Proposer], enough: float = 0.7) -> None:
         self._proposers = tuple(proposers)
         self._enough = enough
-        # proposer whose proposal each sequence was given last
+        # the proposer of each sequence's last proposal
         self._chosen: dict[int, Proposer] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Return the first confident proposal of each, else the most confident one."""
+        """Return the first confident proposal for each request, or the most confident one if none
+        is confident enough.
+        """
         best = [NOTHING] * len(asks)
         open_places = list(range(len(asks)))
         for proposer in self._proposers:
@@ -223,15 +233,17 @@ class BestProposer(Proposer):
         return best
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Tell the proposer whose proposal it was."""
+        """Report the outcome to the proposer that made the proposal."""
         self._chosen[key].settled(key, proposal, accepted)
 
     def silence(self) -> str:
-        """Return the reason of the last proposer, which is asked when the others know nothing."""
+        """Return the reason of the last proposer, which is asked only if the others have no
+        proposal.
+        """
         return self._proposers[-1].silence()
 
     def ended(self, key: int) -> None:
-        """Tell all proposers."""
+        """Report the ended sequence to all proposers."""
         self._chosen.pop(key, None)
         for proposer in self._proposers:
             proposer.ended(key)

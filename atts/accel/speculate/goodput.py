@@ -297,7 +297,7 @@ class Survival:
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
     def fade(self, most: float) -> None:
-        """Limit the weight of a position's old observations to this many tests."""
+        """Let old observations of a position weigh at most as much as this many tests."""
         self._count()
         self._pool = self._pool * most / np.maximum(self._pool[0], most)
         self._own = {}
@@ -599,9 +599,7 @@ class GoodputControl:
             load.verdict.until = load.steps
 
     def _rest(self, load: _Load, step: StepShape) -> None:
-        """Rest until the balance allows for trials again; each rest that finds nothing is twice as
-        long as the one before.
-        """
+        """Stop timing and trials until the balance allows them again; each useless rest is twice as long as the last."""
         due = -self._balance / _SHARE / self._plain(step)
         if self._is_stopped:
             # until the lost time is a smaller share of the run

@@ -1,6 +1,7 @@
-"""Several models of a zoo in one loop: each block is loaded once, and runs once for all that share it.
+"""Several models of a zoo in one loop: each block is loaded once, and runs once for all that share
+it.
 
-First come the slots that the models share, and the scheduler that lends them.
+The first part is about the cache slots that models share, and the scheduler that lends them.
 """
 
 from __future__ import annotations
@@ -42,35 +43,37 @@ from atts.local.scheduler import WORTH_WAITING, CacheAction, Scheduler, Schedule
 from atts.local.seams import HookedModel, Model
 from atts.models.stored_blocks import content_digest, unit_digests
 
-# Layers are divided where models of the loop part; each column of layers has slots of its own. A
-# position of a sequence has a slot in each column. Where a relative has computed the same tokens
-# through the same blocks, its slots are held once more instead of being computed again, and what
-# went into the first unit that differs is read from where it is kept.
+# Layers are divided where the models of the loop differ. Each range of layers is a column with its
+# own slots, and each position of a sequence has one slot per column. If a related model computed
+# the same tokens with the same blocks, a sequence reads that model's slots instead of computing
+# them again. The input of the first unit that differs is read from a store of states.
 
 OnSplit = Callable[[list[int]], None]
-"""Hears from which of the old columns each new one is."""
+"""Called with the new columns, after a division: for each, the index of the old column that it
+comes from.
+"""
 
 
 class Lineage(NamedTuple):
-    """Names of what a chain computes, equal where the computation is equal: 0 embedding, 1 + 2 *
-    layer attention, ...
+    """Names of the computations of a model's chain, equal if the computations are equal: 0
+    embedding, 1 + 2 * layer attention, ...
     """
 
     units: tuple[str, ...]
-    keys: tuple[str, ...]  # keys of each layer's keys and values, its own part alone
-    whole: int  # the last unit before which the states of all of a step's rows are there
+    keys: tuple[str, ...]  # for each layer: names of the computation of its keys and values alone
+    whole: int  # the last unit before which a step has the states of all its rows
 
 
 class Relative(NamedTuple):
-    """A relative that may have computed a sequence's first tokens."""
+    """A related model that may have computed a sequence's first tokens."""
 
     chain: int
-    layers: int  # layers whose keys and values are the same
-    unit: int  # unit from which on they are computed separately
+    layers: int  # number of layers with the same keys and values
+    unit: int  # first unit that the two models compute separately
 
 
 class Kept(NamedTuple):
-    """Inputs that a unit keeps, by the slots of the column before it."""
+    """Stored inputs of a unit, by the slots of the column before it."""
 
     column: int
     states: NDArray[np.float32]  # [slots, width]
@@ -80,11 +83,13 @@ class Kept(NamedTuple):
 
 
 def alone(parents: list[int]) -> None:
-    """Do nothing: nothing else has columns."""
+    """Do nothing, for loops without columns."""
 
 
 def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
-    """Return how many layers' keys and values two chains share, and the first unit that differs."""
+    """Return the number of layers whose keys and values two chains share, and the first unit that
+    differs.
+    """
     pairs = zip(one.units, other.units, strict=False)
     unit = next(
         (at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(one.units) - 1
@@ -96,8 +101,8 @@ def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
 
 
 class SlotLedger(SlotAllocator):
-    """Slots by column, each with how many hold it: who took it first, and those that read what is
-    written there.
+    """Slots by column, each with the number of its holders: the sequence that wrote it, and the
+    sequences that read it.
     """
 
     def __init__(self, num_slots: int, width: int) -> None:
@@ -108,37 +113,39 @@ class SlotLedger(SlotAllocator):
         self.starts: tuple[int, ...] = (0,)  # the first layer of each column
         self.kin: dict[int, list[Relative]] = {}
         self.kept: dict[int, Kept] = {}  # keyed by the unit that the state goes into
-        # For each row of the slot table: up to where a relative's keys and values of the first
-        # layers are read, and the unit from which on those positions are computed.
+        # For each row of the slot table: the position up to which the row reads a relative's slots,
+        # and the first unit that it computes itself for these positions.
         self.borrowed: Ints = np.zeros(0, dtype=np.int64)
         self._units: Ints = np.zeros(0, dtype=np.int64)
 
     def new_table(self, rows: int, width: int) -> SlotIds:
-        """Return a table of slots, all 0, with a single column: [rows, width, 1]."""
+        """Return a slot table of zeros with a single column: [rows, width, 1]."""
         self.borrowed, self._units = np.zeros((2, rows), dtype=np.int64)
         return np.zeros((1, rows, width), dtype=np.int32).transpose(1, 2, 0)
 
     def lend(self, row: int, stop: int, unit: int) -> None:
-        """Note that a row reads a relative's slots up to `stop`, of the layers before a unit."""
+        """Record that a row reads a relative's slots up to position `stop`, in all layers before a
+        unit.
+        """
         self.borrowed[row] = stop
         self._units[row] = unit
 
     def first_units(self, batch: StepBatch) -> Ints:
-        """Return the unit from which on each sequence of a step is computed: [sequences]."""
+        """Return the first unit that is computed for each sequence of a step: [sequences]."""
         rows = batch.table_rows
         begins = batch.context_lens - np.diff(batch.query_starts)
         return np.where(begins < self.borrowed[rows], self._units[rows], 0)
 
     def relate(self, chains: Mapping[int, Lineage], divide: OnSplit = alone) -> None:
-        """Divide the layers where these chains part; `divide` hears from which of the old columns
-        each new one is.
+        """Divide the layers where these chains differ; `divide` gets the old column that each new
+        column comes from.
 
-        What needs memory comes first: where that ends, or `divide` breaks, all is as it was.
+        Memory is allocated first, so nothing has changed if memory runs out or `divide` fails.
         """
         divergences = {
             (a, b): divergence_point(chains[a], chains[b]) for a in chains for b in chains if a != b
         }
-        # keyed by number of layers: a unit whose whole part can continue there
+        # keyed by number of layers: a unit from which a whole part of the chain can continue there
         units = dict[int, int]()
         for layers, unit in divergences.values():
             if layers:
@@ -164,7 +171,9 @@ class SlotLedger(SlotAllocator):
         self.kin = kin
 
     def _kept(self, unit: int, column: int, parent: int) -> Kept:
-        """Return the state kept before a unit by these slots; nothing if other slots kept it."""
+        """Return the states stored before a unit for these slots; empty if the store is of other
+        slots.
+        """
         known = self.kept.get(unit)
         size = self.num_slots + 1
         if known is not None and known.column == parent:
@@ -174,22 +183,22 @@ class SlotLedger(SlotAllocator):
         )
 
     def column_of(self, layer: int) -> int:
-        """Return the column that a layer is in."""
+        """Return the column that a layer belongs to."""
         return bisect_right(self.starts, layer) - 1
 
     def reach(self, kin: Relative, slots: SlotIds) -> int:
-        """Count the relative's leading positions from which a sequence can continue."""
+        """Count the leading positions of the relative from which a sequence can continue."""
         kept = self.kept[kin.unit]
         known = kept.is_known[slots[:, kept.column]] if len(slots) else np.zeros(0, dtype=np.bool_)
         return len(known) if known.all() else int(known.argmin())
 
     def borrow(self, kin: Relative, slots: SlotIds) -> SlotIds:
-        """Hold a relative's slots of the layers that are the same, with new ones of the others."""
+        """Hold a relative's slots of the shared layers, and allocate slots for the other layers."""
         return self._hold(slots[:, : self._shared(kin)])
 
     def exchange(self, kin: Relative, mine: SlotIds, theirs: SlotIds) -> None:
-        """Hold a relative's slots instead, in place, wherever both were computed alike, so that
-        they are equal.
+        """Replace slots by the relative's slots, in place, wherever both were computed alike and so
+        are equal.
         """
         kept = self.kept[kin.unit]
         alike = np.ones(len(mine), dtype=np.bool_)
@@ -216,11 +225,11 @@ class SlotLedger(SlotAllocator):
         return all_columns
 
     def allocate(self, count: int) -> SlotIds:
-        """Hand out new slots in every column: [count, columns]."""
+        """Allocate slots in every column: [count, columns]."""
         return self._hold(np.zeros((count, 0), dtype=np.int32))
 
     def free(self, runs: Many[SlotIds]) -> None:
-        """Hold these once less; those without a holder are free."""
+        """Release one holder of each of these slots; slots without a holder become free."""
         for run in runs:
             for at, (column, slots) in enumerate(zip(self._columns, run.T, strict=True)):
                 self.holders[at, slots] -= 1
@@ -239,17 +248,17 @@ class SlotLedger(SlotAllocator):
 
 
 class SharedSlots(NamedTuple):
-    """A relative's slots for the first ids of a waiting request."""
+    """A relative's slots that a waiting request may read for its first ids."""
 
     ledger: SlotLedger
     kin: Relative
-    found: PrefixMatch  # in the relative's part of the tree
+    found: PrefixMatch  # node in the relative's part of the prefix tree
     stop: int
     gain: int
 
     def put_into(self, sequence: Sequence, row: SlotIds, free: int) -> None:
-        """Put them into the row, of the layers that are the same, with at most so many `free`
-        ones of the others.
+        """Put the relative's slots into the row for the shared layers, and at most this many `free`
+        slots for the others.
         """
         start = sequence.capacity
         stop = min(self.stop, start + free)
@@ -260,22 +269,24 @@ class SharedSlots(NamedTuple):
 
 
 class KVSharing:
-    """Record of which related models have which keys and values of a sequence's ids."""
+    """Records which related models have cached keys and values of a sequence's ids."""
 
     def __init__(self, tree: PrefixTree, ledger: SlotLedger) -> None:
         self._tree = tree
         self.ledger = ledger
 
     def kinds(self, sequence: Sequence) -> Iterator[tuple[Relative, int]]:
-        """Return each relative of its model, and the kind of what that one computed."""
+        """Return each relative of its model, with the kind of cache that the relative's entries
+        have.
+        """
         for kin in self.ledger.kin.get(sequence.model, ()):
             yield kin, sequence.kind_of(kin.chain)
 
     def best(self, sequence: Sequence, known: int) -> SharedSlots | None:
-        """Find the loan that saves a waiting request the most; what is fed apart is long enough.
+        """Find the loan that saves a waiting request the most work, if enough rows remain to be
+        computed.
 
-        A few rows alone attend by other kernels, and would not say to the bit what they say among
-        many.
+        Very few rows would use another attention kernel, whose results differ in the last bits.
         """
         best = None
         ids = tuple(sequence.ids)
@@ -290,9 +301,7 @@ class KVSharing:
         return best
 
     def deduplicate(self, sequence: Sequence, row: SlotIds, start: int) -> None:
-        """Hold what relatives have computed of the same tokens instead of what this one has, from a
-        position on.
-        """
+        """Replace this model's slots from a position on by those that relatives computed for the same tokens."""
         ids = tuple(sequence.ids[: sequence.num_computed])
         start = max(start, self._tree.match(ids, len(ids), self._tree.root(sequence.kind)).length)
         for kin, kind in self.kinds(sequence):
@@ -302,18 +311,18 @@ class KVSharing:
 
 
 class SharingScheduler(Scheduler):
-    """A scheduler whose sequences read keys and values that models related to theirs computed."""
+    """A scheduler whose sequences can read keys and values that related models computed."""
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, ledger: SlotLedger) -> None:
         super().__init__(config, tree, ledger)
         self._ledger = ledger
         self._sharing = KVSharing(tree, ledger)
-        self._loan: SharedSlots | None = None  # for the request that was looked at last
+        self._loan: SharedSlots | None = None  # the request that was examined last
         self.tables: SlotIds = self.table.transpose(2, 0, 1)  # [columns, rows, tokens]
         self.divide([0])
 
     def divide(self, parents: list[int]) -> None:
-        """Make each column of layers what that old one was; a loan under way is made again."""
+        """Rebuild each column of slots from the given old column; a current loan is made again."""
         for sequence in self.running():
             if sequence.num_computed < self._ledger.borrowed[sequence.row]:
                 self._preempt(sequence)
@@ -321,7 +330,7 @@ class SharingScheduler(Scheduler):
         none = np.zeros((0, len(parents)), dtype=np.int32)
         nodes = list(self.tree.nodes())
         divided = [node.slots[:, parents] if len(node.slots) else none for node in nodes]
-        # everything that needs memory is done, so nothing fails from here on
+        # no memory is allocated after this line, so nothing can fail
         self.tree.no_slots = none
         for node, slots in zip(nodes, divided, strict=True):
             node.slots = slots
@@ -330,7 +339,7 @@ class SharingScheduler(Scheduler):
 
     @property
     def num_locked(self) -> int:
-        """Count the slots that running sequences read or write, in the column that has the most."""
+        """Count the slots that running sequences read or write, in the fullest column."""
         running = self.running()
         if not running:
             return super().num_locked
@@ -338,9 +347,7 @@ class SharingScheduler(Scheduler):
         return self._ledger.num_apart(np.concatenate(rows))
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
-        """Hand what is computed over to the prefix tree, once slots that relatives have are held
-        instead.
-        """
+        """Give computed slots to the prefix tree, after replacing them by equal slots of relatives."""
         assert sequence.node is not None, "a running sequence holds a lock"
         start = max(sequence.num_shared, sequence.node.depth)
         self._sharing.deduplicate(sequence, self.table[sequence.row], start)
@@ -348,7 +355,7 @@ class SharingScheduler(Scheduler):
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
         borrowed = int(self._ledger.borrowed[sequence.row])
-        # later tokens are computed from the first unit on
+        # later tokens are computed in all units
         return min(stop, borrowed) if sequence.num_computed < borrowed else stop
 
     def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:
@@ -367,8 +374,8 @@ class SharingScheduler(Scheduler):
         return True
 
     def _can_free(self, count: int) -> bool:
-        """Return whether slots can be freed, without those of the tree that running sequences hold
-        as well.
+        """Return whether enough slots can be freed, not counting slots of the tree that running
+        sequences also hold.
         """
         free = self._ledger.num_free
         if free >= count or free + self.tree.num_evictable < count:
@@ -385,8 +392,8 @@ class SharingScheduler(Scheduler):
 
 
 class Layers(Protocol):
-    """Computation of rows in some of a model's units: its embedding (0), the halves of its layers,
-    its last norm.
+    """The computation of some of a model's units on rows: its embedding (0), the halves of its
+    layers, its last norm.
     """
 
     def through(
@@ -397,14 +404,12 @@ class Layers(Protocol):
         units: tuple[int, int],
         /,
     ) -> None:
-        """Run the batch through these layers. `rows` belong to the batch's tokens and to its
-        `logit_rows`; the last layer continues with the latter alone.
-        """
+        """Compute the batch in these layers."""
         ...
 
 
 class RangedModel(HookedModel, Layers, Protocol):
-    """A whole model that does."""
+    """Computes a whole model in the same way."""
 
 
 M = TypeVar("M", bound=RangedModel)
@@ -412,18 +417,20 @@ M_co = TypeVar("M_co", bound=RangedModel, covariant=True)
 
 
 class Chain(NamedTuple, Generic[M_co]):
-    """A model in a loop of several."""
+    """A model of a loop that has several models."""
 
     model: M_co
-    units: tuple[str, ...]  # names of the units: equal if chains can pass them together
+    # names of the units; chains with equal names can compute a unit together
+    units: tuple[str, ...]
     lineage: Lineage = Lineage((), (), 0)
     adapter: PackedAdapter | None = None
 
 
 class ManyModels(Generic[M]):
-    """Models of one loop by their numbers, each loaded when it is first asked, and their heads.
+    """The models of one loop by number, with their output heads; each is loaded when it is first
+    used.
 
-    Where heads differ the model of each row of states is in one more column.
+    If heads differ, the rows of states have an additional column with the number of their model.
     """
 
     def __init__(self, load: Callable[[WorkerConfig], Chain[M]], first: WorkerConfig) -> None:
@@ -434,14 +441,14 @@ class ManyModels(Generic[M]):
         self._model = self._chains[0].model
 
     def add(self, config: WorkerConfig) -> None:
-        """Take one more model; its number follows the last one's."""
+        """Add a model; its number is one more than the last one's."""
         self._configs.append(config)
 
     def open(self, number: int, divide: OnSplit = alone) -> None:
-        """Load a model when it is first asked; `divide` hears which of the ledger's old columns
-        each is from then on.
+        """Load a model when it is first used; `divide` gets the ledger's old column that each new
+        column comes from.
 
-        :raises EngineError: it cannot be loaded; all is as it was.
+        :raises EngineError: the model cannot be loaded; nothing has changed.
         """
         if number not in self._chains:
             chain = self._load(self._configs[number])
@@ -451,7 +458,7 @@ class ManyModels(Generic[M]):
             self._has_one_head = len({chain.units[-1] for chain in self._chains.values()}) == 1
 
     def _alike(self, unit: int) -> Ints:
-        """Return for each model, by its number, one that has the same unit."""
+        """Return for each model, by number, the first model with the same unit."""
         representatives = np.zeros(1 + max(self._chains), dtype=np.int64)
         first_with = dict[str, int]()  # keyed by a unit's name
         for number, chain in self._chains.items():
@@ -459,10 +466,10 @@ class ManyModels(Generic[M]):
         return representatives
 
     def _relate(self, number: int, chain: Chain[M], divide: OnSplit) -> None:
-        """See that a model can be run with the others."""
+        """Check that a model can run together with the others."""
 
     def _owned(self, hidden: Floats, owners: Ints) -> Tensor:
-        """Return rows behind the last norms of these models."""
+        """Return the states of these models after their last norms."""
         if self._has_one_head:
             return torch.from_numpy(hidden)
         return torch.from_numpy(
@@ -470,11 +477,11 @@ class ManyModels(Generic[M]):
         )
 
     def use_threads(self, threads: int) -> None:
-        """Compute with so many threads from now on; a step takes those of the first model."""
+        """Set the number of threads; a step uses the number of its first model."""
         self._model.use_threads(threads)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return their logits: [logits, vocabulary] float32."""
+        """Return the logits of the rows: [logits, vocabulary] float32."""
         if self._has_one_head:
             return self._model.compute_logits(hidden)
         logits = torch.empty(len(hidden), self._configs[0].model.vocabulary)
@@ -485,7 +492,7 @@ class ManyModels(Generic[M]):
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score one token a row; return also the logits of some rows."""
+        """Score one token per row; return the logits of some rows as well."""
         if self._has_one_head:
             return self._model.score(hidden, tokens, kept_rows)
         values = np.empty(len(tokens))
@@ -494,7 +501,7 @@ class ManyModels(Generic[M]):
         for model, rows in self._by_head(hidden):
             mine = np.isin(asked, rows)
             scored_tokens = [tokens[row] for row in rows]
-            # the last column of a row names its model
+            # the last column of a row is the number of its model
             scores, logits = model.score(
                 hidden[rows, :-1].contiguous(),
                 scored_tokens,
@@ -505,7 +512,7 @@ class ManyModels(Generic[M]):
         return values.tolist(), kept
 
     def _by_head(self, hidden: Tensor) -> list[tuple[M, Ints]]:
-        """Divide rows by the head that they go to, each with a model that has it."""
+        """Group rows by the output head that they need, each group with a model that has this head."""
         heads = self._heads[hidden[:, -1].numpy().astype(np.int64)]
         return [
             (self._chains[head].model, (heads == head).nonzero()[0])
@@ -515,17 +522,17 @@ class ManyModels(Generic[M]):
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token a row."""
+        """Draw one token per row."""
         return self._model.sample(logits, sampling, uniforms)
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Score each row's token under the raw distribution."""
+        """Score each row's token under the unmodified distribution."""
         return self._model.logprobs(logits, tokens)
 
 
 class ZooLoader:
-    """Loads models of a zoo over one cache, of as many layers as that has; weights of equal blocks
-    are kept once.
+    """Loads models of a zoo that share one cache, which has the cache's number of layers; equal
+    blocks share their weights.
     """
 
     def __init__(self, library: ctypes.CDLL, cache: Tensor, threads: int) -> None:
@@ -582,7 +589,7 @@ class ZooLoader:
 
 
 def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
-    """Name each layer's rotation and window."""
+    """Name each layer's rotation and attention window."""
     return [
         f"{content_name(None, ropes[kind].frequencies, ropes[kind].scales)} {window}"
         for kind, window in zip(shape.ropes, shape.windows, strict=True)
@@ -590,7 +597,7 @@ def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
 
 
 def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
-    """Name the halves of a stored model's layers: equal where they compute the same.
+    """Name the two halves of each layer of a stored model; equal names mean equal computation.
 
     :raises ZooError: the manifest cannot be read.
     """
@@ -604,8 +611,11 @@ def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> l
 def key_names(
     shape: ModelConfig, weights: Weights, ropes: Many[str], deltas: Many[LowRank | None]
 ) -> tuple[str, ...]:
-    """Name what makes each layer's keys and values: rotation, norms, its rows of the first product."""
-    query_rows = shape.num_heads * shape.head_dim  # they come before those of keys and values
+    """Name the parameters that make each layer's keys and values: rotation, norms, and rows of the
+    first matrix.
+    """
+    # the rows of queries come before those of keys and values
+    query_rows = shape.num_heads * shape.head_dim
     names = list[str]()
     for rope, layer, low in zip(ropes, weights.layers, deltas[::4], strict=True):
         keys_and_values = [
@@ -617,7 +627,9 @@ def key_names(
 
 
 def content_name(low: LowRank | None, *tensors: Tensor | None) -> str:
-    """Name numbers by their content: equal for equal ones; an adapter that adds nothing is none."""
+    """Name arrays by their content, so equal arrays have equal names; an adapter that adds nothing
+    has no name.
+    """
     added = (low.down, low.up) if low and low.up.any() else ()
     parts = [
         part.contiguous().numpy().data.cast("B") if part is not None else b"-"
@@ -627,14 +639,14 @@ def content_name(low: LowRank | None, *tensors: Tensor | None) -> str:
 
 
 class LoopModels(Model, Protocol):
-    """Several models that one loop runs as if they were one."""
+    """Several models that one loop computes like a single model."""
 
     def add(self, config: WorkerConfig) -> None:
-        """Take one more model; its number follows the last one's."""
+        """Add a model; its number is one more than the last one's."""
         ...
 
     def open(self, number: int, divide: OnSplit = ...) -> None:
-        """Load a model when it is first asked."""
+        """Load a model when it is first used."""
         ...
 
 
@@ -666,19 +678,19 @@ class ManyModelsLoop(StepLoop):
         """Do nothing: there are no columns of slots here."""
 
 
-# A model is a chain of units: its embedding, attention and feed-forward block of each layer, its
-# head. Two chains share a unit where they have the same block in the same place; rows are summed in
-# the same order whatever runs in the same step, so that a model's numbers are those it computes alone, to
-# the bit. What adapters add is computed for their rows only.
+# A model is a chain of units: its embedding, the attention and feed-forward block of each layer,
+# and its head. Two chains share a unit if they have the same block at the same place. Rows are
+# summed in the same order whatever else the step computes, so a model's results equal those it
+# computes alone, to the bit. Adapters are computed for the rows of their models only.
 
 _Rows = slice | Ints
 _Part = tuple[int, ...]
-"""Rows and units of a model, as `NativeModel.run` takes them."""
+"""Rows and units of a model, in the form that `NativeModel.run` takes."""
 _MOST_LAYOUTS = 256
 
 
 class UnitSpan(NamedTuple):
-    """Units that the same chains pass together, from one up to another."""
+    """A range of units that the same chains compute together."""
 
     start: int
     stop: int
@@ -686,58 +698,56 @@ class UnitSpan(NamedTuple):
 
 
 class _Keeping(NamedTuple):
-    """Rows whose states before a unit are not known any more, are read from where they are kept,
-    and are kept.
+    """Rows before a unit: those whose stored states become invalid, those that read stored states,
+    and those to store.
     """
 
     unit: int
     passing: _Rows
     begun: _Rows
     known: _Rows
-    is_idle: bool  # whether no rows are read or kept
+    is_idle: bool  # whether no rows are read or stored
 
 
 class _Layout(NamedTuple):
-    """Order of computation in a step: where states are kept first, which adapters add to what, and
-    whose the rows are.
+    """The order of computation in a step: where states are stored, which adapters apply, and which
+    model owns each row.
     """
 
     keepings: list[_Keeping]
     runs: list[tuple[_Keeping | None, Ints]]
     adapted: Adapted
-    owners: Ints  # owners of logit rows
+    owners: Ints  # model of each logit row
     unit_calls: int
     unit_rows: int
 
 
 class _Ready(NamedTuple):
-    """A step that is laid out, of the arrays that it was made of and in those that it is computed
-    in.
-    """
+    """The layout of a step, with its input arrays and its working arrays."""
 
     given: tuple[StepBatch, SlotIds]
-    units: Ints  # unit of each sequence from which on it is computed
-    order: tuple[Ints, Ints]  # order of the sequences, and where their logit rows are then
+    units: Ints  # first unit that is computed for each sequence
+    order: tuple[Ints, Ints]  # the order of the sequences, and the places of their logit rows in it
     batch: StepBatch
     layout: _Layout
     rows: tuple[Floats, Floats]
     step: Any  # step object of the native model
 
     def fill(self) -> None:
-        """Take over what is new where sequences write one token each."""
+        """Copy the new tokens of a step in which every sequence writes one token."""
         given, table = self.given
         batch = self.batch
-        # in place: the prepared step holds pointers to these arrays
+        # copy in place, because the prepared step has pointers to these arrays
         for name in ("tokens", "positions", "context_lens"):
             getattr(batch, name)[:] = getattr(given, name)[self.order[0]]
         batch.slots[:] = table[:, batch.table_rows, batch.context_lens - 1]
 
 
 class ChainModel(ManyModels[NativeModel]):
-    """Runs steps of sequences of several models over one cache.
+    """Runs steps with sequences of several models over one cache.
 
-    Sequences are computed in an order in which chains that share blocks are neighbours, so that a
-    block takes a slice.
+    Chains that share blocks are ordered next to each other, so that a block computes one slice of
+    the rows.
     """
 
     def __init__(
@@ -747,19 +757,21 @@ class ChainModel(ManyModels[NativeModel]):
         first: WorkerConfig,
         block_rows: int | None = None,
     ) -> None:
-        """Start a schedule in which a block runs for at most `block_rows` rows at once, where that is given."""
+        """Create a schedule in which one run of a block has at most `block_rows` rows, if that is
+        given.
+        """
         self._loader = load
         self._ledger = ledger
         self._block_rows = block_rows
         self._order: list[int] = []
         self._layouts: dict[tuple[bytes, ...], _Layout] = {}
         self._ready: _Ready | None = None
-        # rows taken through units, and how often a unit was run
+        # number of rows computed in units, and number of runs of units
         self.unit_rows = self.unit_calls = 0
         super().__init__(load, first)
 
     def _relate(self, number: int, chain: Chain[NativeModel], divide: OnSplit) -> None:
-        """Return the chains' numbers, in an order in which neighbours differ in few of their units."""
+        """Return the chains' numbers, ordered so that neighbours share most of their units."""
         chains = {**self._chains, number: chain}
         self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
         self._order = _neighbours(
@@ -774,7 +786,7 @@ class ChainModel(ManyModels[NativeModel]):
 
     @property
     def device_name(self) -> str:
-        """Describe what computes."""
+        """Describe the kernels and the device."""
         return f"{self._model.device_name}, shared blocks"
 
     @property
@@ -783,8 +795,8 @@ class ChainModel(ManyModels[NativeModel]):
         return self._loader.num_bytes
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """Return the final, normed hidden states of the batch's `logit_rows`; each column of the
-        ledger's has a table.
+        """Return the final, normed hidden states of the batch's `logit_rows`; the slot table has a
+        layer for each column of the ledger.
         """
         ready = self._ready
         units = self._ledger.first_units(batch)
@@ -794,7 +806,7 @@ class ChainModel(ManyModels[NativeModel]):
             and ready.given[1] is table
             and np.array_equal(ready.units, units)
         ):
-            ready.fill()  # the next step uses the same arrays with other numbers
+            ready.fill()  # the next step uses the same arrays with other contents
         else:
             self._ready = ready = self._prepared(batch, units, table)
         x, hidden = ready.rows
@@ -825,8 +837,8 @@ class ChainModel(ManyModels[NativeModel]):
 
     @staticmethod
     def _ordered(batch: StepBatch, order: Ints, table: SlotIds) -> tuple[StepBatch, Ints]:
-        """Order a batch by chains, with slots of all columns; return also where its logit rows are
-        then.
+        """Order a batch by chains, with the slots of all columns; also return the new places of its
+        logit rows.
         """
         ordered, rows, _ = picked(batch, order)
         counts = np.diff(ordered.query_starts)
@@ -839,7 +851,7 @@ class ChainModel(ManyModels[NativeModel]):
         return ordered, logit_rows.searchsorted(asked_rows)
 
     def _layout(self, batch: StepBatch, units: Ints, table: SlotIds) -> _Layout:
-        """Return the layout of a step; it is the same as long as each sequence writes one token."""
+        """Return the layout of a step; it is reused while each sequence writes one token."""
         key = tuple(
             [part.tobytes() for part in (batch.models, units, batch.query_starts, batch.logit_rows)]
         )
@@ -888,7 +900,9 @@ class ChainModel(ManyModels[NativeModel]):
         return _Layout(keepings, calls, adapted, owners, int(counts.sum()), int(counts @ rows))
 
     def _keeping(self, unit: int, batch: StepBatch, units: Ints) -> _Keeping:
-        """Keep states of rows computed among many, unless their sequence is computed from there on."""
+        """Plan the storage of states before a unit: sequences that begin at the unit read them, and
+        long inputs write them.
+        """
         counts = np.diff(batch.query_starts)
         passes = (self._depths[batch.models] > unit) & (units < unit)
         passing = passes.repeat(counts)
@@ -899,8 +913,8 @@ class ChainModel(ManyModels[NativeModel]):
         )
 
     def _keep(self, keeping: _Keeping, slots: Ints, x: Floats) -> None:
-        """Read what goes into a unit for sequences that are computed from there on; remember it of
-        the others.
+        """Read stored inputs of a unit for the sequences that begin there; store the inputs of
+        other long sequences.
         """
         kept = self._ledger.kept[keeping.unit]
         mine = slots[kept.column]
@@ -909,8 +923,8 @@ class ChainModel(ManyModels[NativeModel]):
         kept.is_known[mine[keeping.known]] = True
 
     def spans(self, present: Many[int]) -> list[UnitSpan]:
-        """Divide the units of a step's chains: together where they are equal, cut where states are
-        kept.
+        """Divide the units of a step's chains into ranges: chains with equal units run together,
+        and ranges end where states are stored.
         """
         cuts = {*self._ledger.kept, *(1 + 2 * start for start in self._ledger.starts[1:])}
         spans = list[UnitSpan]()
@@ -928,13 +942,13 @@ class ChainModel(ManyModels[NativeModel]):
 
 
 def bounds_of(batch: StepBatch) -> Ints:
-    """Return the bounds of the sequences, in rows, sequences and logit rows."""
+    """Return the bounds of the sequences in the arrays of rows, sequences and logit rows."""
     starts = batch.query_starts
     return np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
 
 
 def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAdapter]) -> Adapted:
-    """Return the rows that adapters add to, by the models that have these."""
+    """Return the rows that each adapter applies to, by model."""
     segments = [
         Segment(first, last, logits, end, adapter.address)
         for chain, adapter in adapters.items()
@@ -947,7 +961,9 @@ def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAd
 
 
 def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
-    """Order chains so that few of the units of neighbours differ; each is put in twice."""
+    """Order chains so that neighbours share many units: insert each chain where it adds the fewest
+    differences, twice.
+    """
     order = list[int]()
 
     def apart(one: int | None, other: int | None) -> int:
@@ -971,7 +987,8 @@ def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
 
 
 def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> list[_Part]:
-    """Return runs of neighbouring sequences as from and to of rows, sequences and logit rows.
+    """Return runs of neighbouring sequences as bounds of rows, sequences and logit rows. A single
+    sequence above the limit stays whole.
 
     One that alone is more stays in one piece.
     """
@@ -995,7 +1012,7 @@ def _floats(rows: int, columns: int) -> Floats:
 
 
 def _among(mask: NDArray[np.bool_]) -> _Rows:
-    """Return which rows a mask has; a slice where they are neighbours."""
+    """Return the indices of a mask, as a slice if they are contiguous."""
     wanted_rows = mask.nonzero()[0]
     first = int(wanted_rows[0]) if len(wanted_rows) else 0
     count = len(wanted_rows)
@@ -1003,8 +1020,8 @@ def _among(mask: NDArray[np.bool_]) -> _Rows:
 
 
 def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.CDLL | None, str]:
-    """Return kernels that run several models of a zoo in one step, if any, and trouble with their
-    cache.
+    """Return kernels that run several models of a zoo in one step, if there are any, and a message
+    if their cache cannot be used.
     """
     options = config.options
     if device.type != "cpu" or options.dtype == "bfloat16" or options.kernel == "torch":
@@ -1018,7 +1035,7 @@ def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.C
 
 
 class SharedLoop(ManyModelsLoop):
-    """A step loop of models that share blocks, and slots of the layers that are the same."""
+    """Return a step loop for models that share blocks, and slots of the layers that are the same."""
 
     def __init__(
         self,

@@ -15,25 +15,26 @@ if TYPE_CHECKING:
 
 
 class Instance(NamedTuple):
-    """A server that holds a block, as one request sees it; all in seconds."""
+    """A server that has a block, as the dispatcher sees it for one request; all times in seconds."""
 
-    wait: float  # for what is before it
+    wait: float  # waiting time for earlier requests
     run: float
-    owns: bool  # the request's keys and values of this block are there
-    move: float  # seconds to bring keys and values there
-    recompute: float  # seconds to compute them there again
-    hop: float  # seconds to bring the states there
+    owns: bool  # whether the server has the request's keys and values of this block
+    move: float  # seconds to copy the keys and values to the server
+    recompute: float  # seconds to compute the keys and values again
+    hop: float  # seconds to send the hidden states to the server
 
     @property
     def cost(self) -> float:
-        """Return the seconds until this instance would have served the request."""
+        """Return the seconds until this server would have finished the request."""
         return (
             self.wait + self.run + (0.0 if self.owns else min(self.move, self.recompute)) + self.hop
         )
 
 
 def dispatched(instances: Sequence[Instance]) -> int:
-    """Choose the cheapest; where several are, one that owns the keys and values.
+    """Choose the server with the lowest cost; among equal ones, a server that has the keys and
+    values.
 
     >>> busy, idle = Instance(0.5, 0.1, True, 0, 0, 0), Instance(0.0, 0.1, False, 0.3, 0.9, 0.01)
     >>> dispatched([busy, idle]), dispatched([busy._replace(wait=0.3), idle])
@@ -43,7 +44,7 @@ def dispatched(instances: Sequence[Instance]) -> int:
 
 
 class Demand(NamedTuple):
-    """Demand for a block: its bytes, and the servers' time that it takes, in servers."""
+    """Demand for a block: its bytes, and the work on it as a number of busy servers."""
 
     bytes: float
     load: float
@@ -52,13 +53,14 @@ class Demand(NamedTuple):
 def placed(
     blocks: Mapping[str, Demand], transitions: Mapping[tuple[str, str], int], rooms: Sequence[float]
 ) -> dict[str, list[int]]:
-    """Place each block on as many servers as its load asks for, near its neighbours.
+    """Place each block on as many servers as its load needs, near its neighbours.
 
-    The busiest block is placed first. Then a block goes where its neighbours by counted transitions
-    are, while there is room and no other server is idler by half a server; at least one server
-    holds it. Room that is left takes smaller neighbours, so that fewer requests hop.
+    The busiest block is placed first. Each following block goes to the server of its most frequent
+    neighbours, if it has room and no other server has half a server's load less. Every block is on
+    at least one server. Remaining room is filled with copies of small neighbours, so that fewer
+    requests change servers.
 
-    :raises ValueError: a block fits nowhere.
+    :raises ValueError: a block fits on no server.
     """
     left = list(rooms)
     loads = [0.0] * len(rooms)
@@ -87,7 +89,7 @@ def placed(
         for at in mine:
             loads[at] += demand.load / len(mine)
         found[name] = mine
-    for one, other in near:  # no hop where a neighbour fits in as well
+    for one, other in near:  # no request changes servers if the neighbour fits on this server too
         for at in found[one]:
             if (
                 at not in found[other]
@@ -100,14 +102,14 @@ def placed(
 
 
 _REMEMBERED = 10_000
-"""Rollouts and problems of which it is known what a replica has cached."""
+"""Most rollouts and problems whose cached tokens are recorded for each replica."""
 _FIRST = 1e-2, 1e-4
-"""Seconds a request, and a token of a prompt, before any was served."""
+"""Estimated seconds per request and per prompt token, before any request was served."""
 
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
-    """Make one engine of several on the same model, each made as another replica."""
-    from atts.servers import ReplicaPool  # placing blocks needs no servers
+    """Create one of several engines on the same model, each as its own replica."""
+    from atts.servers import ReplicaPool  # placement of blocks needs no server clients
 
     return ReplicaPool(
         [(str(at), one) for at, one in enumerate(engines)],
@@ -117,21 +119,22 @@ def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
 
 
 class Dispatch:
-    """Chooses by `placement.dispatched`: wait + run + what is not cached there, computed again.
+    """Chooses a replica with `placement.dispatched`, by waiting time, running time, and time to
+    compute uncached tokens.
 
-    Requests that are in a replica's loop, whichever model's they are, are waited for, each for as
-    long as one has taken so far. Keys and values are not moved between processes, and a request's
-    way into one costs as much as into another.
+    The waiting time is the number of requests in the replica's loop, of all models, times the mean
+    seconds of a request. Keys and values are not moved between processes, and sending a request
+    costs the same for all replicas.
     """
 
     def __init__(self, engines: Sequence[LocalEngine]) -> None:
         self._engines = engines
         self._cached = OrderedDict[
             tuple[str, str], int
-        ]()  # tokens, by replica and rollout or problem
+        ]()  # number of cached tokens, by replica and rollout or problem
 
     def choose(self, free: Sequence[ReplicaLoad], request: SampleRequest | ScoreRequest) -> int:
-        """Choose one of the replicas that are up."""
+        """Choose one of the available replicas."""
         given = len(
             request.ids if isinstance(request, SampleRequest) else request.prefix + request.suffix
         )
@@ -156,7 +159,7 @@ class Dispatch:
 
     @staticmethod
     def _seconds(engines: Sequence[LocalEngine]) -> tuple[float, float]:
-        """Return the loop's mean seconds for a request, and for a token of it, so far."""
+        """Return the mean seconds of the loop so far: per request, and per token of a request."""
         stats = [engine.stats() for engine in engines]
         busy = sum(one.busy_seconds for one in stats)
         tokens = sum(one.prefilled_tokens + one.scored_tokens + one.sampled_tokens for one in stats)

@@ -1,4 +1,4 @@
-"""The worker that engines on models of one zoo share: one step loop for all of them."""
+"""A worker that the engines on models of one zoo share: one step loop computes all of them."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ Share = Callable[[WorkerConfig, int], WorkerConfig]
 
 @dataclass(frozen=True, slots=True)
 class AddModel(Command):
-    """One more model for a loop that runs several: its number follows the last one's."""
+    """Command that adds a model to a loop with several models; its number is one more than the last
+    one's.
+    """
 
     config: WorkerConfig
 
 
 class SharedWorker:
-    """One engine's part in a loop; the first to open starts it, the last to close ends it.
+    """One engine's connection to a shared loop; the first one starts the loop, and the last one to
+    close ends it.
 
-    Engines share a loop where they have the same zoo, options, tokenizer, replica and shape but for
-    the number of layers, and native kernels compute them; else each has one of its own. Steps, busy
-    time and cache are counted for all of them.
+    Engines share a loop if native kernels compute them and they agree in zoo, options, tokenizer,
+    replica and shape, except for the number of layers. Other engines have their own loops. Steps,
+    busy time and cache are counted for all of them.
     """
 
     def __init__(self, zoo: Path, replica: int, stages: StageOptions, share: Share) -> None:
-        """Create a worker. `share` names the function that builds a loop for models of at most so
-        many layers.
-        """
+        """Create a worker."""
         self._zoo = zoo
         self._replica = replica
         self._stages = stages
@@ -61,9 +62,9 @@ class SharedWorker:
         self._stats = LoopStats()
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Join the loop of these models, or start one.
+        """Join the loop of these models; start the loop if this engine is the first.
 
-        :raises EngineError: it could not be started.
+        :raises EngineError: the loop could not be started.
         """
         self._deliver = deliver
         depth = self._depth(config)
@@ -87,33 +88,33 @@ class SharedWorker:
         finally:
             if self._host is None:
                 host.leave(self)
-        # models that cannot join have a loop of their own, as if there were no others
+        # models that cannot join have their own loop
         self._own = new_worker(config.options.worker)
         return self._own.open(config, deliver)
 
     def _depth(self, config: WorkerConfig) -> int:
-        """Return the layers of the zoo's deepest model that can join; the loop's cache is for all
-        of them.
+        """Return the number of layers of the zoo's deepest model that can join, because the cache
+        serves all models.
         """
         depth = config.model.num_layers
         for folder in (self._zoo / MODELS).glob("[!.]*"):
             try:
                 model = read_model_config(folder, config.name)
             except EngineError:
-                continue  # a model that cannot be read joins no loop
+                continue  # a damaged model joins no loop
             if self._shape(replace(config, model=model)) == self._shape(config):
                 depth = max(depth, model.num_layers)
         return depth
 
     def _shape(self, config: WorkerConfig) -> object:
         """Return the properties that models must share to be run in one step."""
-        # with stages, ranges of layers are shared: then models must be as deep
+        # stages share ranges of layers, which needs models with the same number of layers
         depth = config.model.num_layers if self._stages.stages > 1 else 0
         shape = replace(config.model, num_layers=depth, ropes=(), windows=(), ties_embeddings=False)
         return shape, config.pieces, config.options, self._stages
 
     def send(self, command: Command) -> None:
-        """Pass a command on, a request under the loop's own number."""
+        """Send a command to the loop; a request gets the loop's own number."""
         if self._own is not None:
             self._own.send(command)
             return
@@ -135,11 +136,11 @@ class SharedWorker:
 
     @property
     def in_loop(self) -> int | None:
-        """Return the number of requests in the loop, whichever engine sent them."""
+        """Return the number of requests in the loop, from all engines."""
         return None if self._host is None else len(self._host.asked)
 
     def close(self) -> None:
-        """Leave the loop; closing twice is fine."""
+        """Leave the loop; a second call does nothing."""
         host = self._host
         own = self._own
         self._host = None
@@ -153,8 +154,8 @@ class SharedWorker:
     def receive(
         self, replies: list[tuple[Reply, int]], stats: LoopStats | None, in_flight: int
     ) -> None:
-        """Take replies that are this engine's, each with how many ids were given, and the loop's
-        counters.
+        """Receive replies for this engine, each with the number of tokens already delivered, and
+        the loop's counters.
         """
         for reply, given in replies:
             self._count(reply, given)
@@ -178,11 +179,13 @@ _OWN = (
     *("requests", "cancelled", "failed"),
     *("sampled_tokens", "scored_tokens", "prefilled_tokens", "cached_tokens"),
 )
-"""Counters that each engine keeps for itself."""
+"""Counters that each engine has for itself."""
 
 
 class _Asked(NamedTuple):
-    """A request in the loop: whose it is, its number there, and how many ids were given."""
+    """A request in the loop: its engine, its number in that engine, and the number of tokens
+    delivered.
+    """
 
     member: SharedWorker
     request_id: int
@@ -203,9 +206,9 @@ class _Host:
         self._lock = threading.Lock()
 
     def start(self) -> WorkerReady:
-        """Start the loop once; those that come meanwhile wait.
+        """Start the loop once; engines that arrive meanwhile wait.
 
-        :raises EngineError: it could not be started.
+        :raises EngineError: the loop could not be started.
         """
         with self._lock:
             if self._ready is None:
@@ -213,7 +216,7 @@ class _Host:
             return self._ready
 
     def chain_of(self, config: WorkerConfig) -> int:
-        """Return the number of a model in the loop, and announce a new model to it."""
+        """Return the number of a model in the loop; a new model is announced to the loop first."""
         with self._lock:
             if config.folder not in self._chains:
                 self._chains[config.folder] = len(self._chains)
@@ -221,14 +224,14 @@ class _Host:
             return self._chains[config.folder]
 
     def submit(self, asked: _Asked, request: SampleRequest | ScoreRequest, chain: int) -> None:
-        """Pass a request on; numbers rise from one to the next."""
+        """Send a request to the loop under the next number."""
         with self._lock:
             self._last += 1
             self.asked[self._last] = asked
             self._worker.send(Submit(self._last, request, chain))
 
     def cancel(self, member: SharedWorker, request_id: int | None = None) -> int:
-        """Cancel an engine's request, or all of them; how many were not answered."""
+        """Cancel one request of an engine, or all; return the number of unanswered ones."""
         with self._lock:
             mine = [number for number, asked in self.asked.items() if asked.member is member]
             gone = [
@@ -259,7 +262,7 @@ class _Host:
             member.receive(heard, report.stats, in_flight[member])
 
     def leave(self, member: SharedWorker) -> None:
-        """Take one engine out; the last one ends the loop."""
+        """Remove an engine; the loop ends with its last engine."""
         with _HOSTS_LOCK:
             if member in self.members:
                 self.members.remove(member)
@@ -269,7 +272,7 @@ class _Host:
             self._worker.close()
 
     def _retire(self) -> None:
-        """Have engines that open from now on start another loop."""
+        """Make engines that open from now on start a new loop."""
         with _HOSTS_LOCK:
             for key in [key for key, known in _HOSTS.items() if known is self]:
                 del _HOSTS[key]

@@ -1,4 +1,4 @@
-"""The executor of steps on their way through ranges of layers in workers."""
+"""The executor that sends steps through ranges of layers in several workers."""
 
 from __future__ import annotations
 
@@ -37,48 +37,53 @@ from atts.local.messages import FailureReply, WorkerConfig
 
 _NONE: Ints = np.zeros(0, dtype=np.int64)
 Bring = Callable[[int, Ints], Held]
-"""Asks a worker for its keys and values of some slots."""
+"""Function that requests the keys and values of some slots from a worker."""
 _LATEST = 0.1
-"""How much the latest time counts; what a hop takes at least rises by a hundredth of that a step.
+"""Weight of the latest time in a mean. The least time of a hop rises by a hundredth of this weight
+per step, so it can adapt.
 """
 
 
 class StageShare(NamedTuple):
-    """One worker's share of a step."""
+    """One worker's part of a step."""
 
     worker: int
     entries: Ints  # entries of the batch
-    brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that others have, by slots
-    again: Sequence[tuple[StepBatch, Floats]] = ()  # steps that it computes again first
-    slots: Ints = _NONE  # slots whose keys and values it then has
+    # keys and values to receive from other workers, by slots
+    brought: Sequence[tuple[Ints, Held]] = ()
+    # earlier tokens that the worker computes again first
+    again: Sequence[tuple[StepBatch, Floats]] = ()
+    slots: Ints = _NONE  # slots whose keys and values the worker has afterwards
 
 
 class StageCosts:
-    """Seconds that a stage's workers take, as they were measured."""
+    """Measured times of the workers of one stage."""
 
     def __init__(self, setup: StageSetup) -> None:
         model = setup.config.model
         number = 2 if setup.config.options.dtype == "bfloat16" else 4
-        # bytes of one token
+        # bytes of keys and values per token
         self._bytes = 2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number
         self._row = [1e-4, 1e-4]
-        self._byte = 1e-9  # rows alone and among many
+        self._byte = 1e-9  # seconds per row: for single rows, and for many rows together
         self._hops: dict[int, float] = {}
 
     def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Learn what a part of a step took: from its sending to its answer, and within the worker."""
+        """Learn from a part of a step: the time from sending to answer, and the time within the
+        worker.
+        """
         whole, inside = seconds
         is_many = rows >= MANY * sequences
         self._row[is_many] += _LATEST * (inside / rows - self._row[is_many])
         self._hops[worker] = min(whole - inside, (1 + _LATEST / 100) * self._hops.get(worker, inf))
 
     def brought(self, size: int, seconds: float) -> None:
-        """Learn how long keys and values took half of their way."""
+        """Learn the time that keys and values took for half of their way."""
         self._byte += _LATEST * (2 * seconds / size - self._byte)
 
     def instance(self, worker: int, own: tuple[int, bool], lacks: int, wait: float) -> Instance:
-        """Describe a worker for one sequence: what is fed, moved and computed again there, in
-        seconds.
+        """Describe a worker for one sequence: seconds to compute its new tokens, and to copy or
+        recompute earlier ones.
         """
         hop = self._hops.get(worker, 0.0)
         fed, is_there = own
@@ -89,37 +94,39 @@ class StageCosts:
 
 
 class _Sequences(NamedTuple):
-    """Those of a step."""
+    """The sequences of one step."""
 
-    # [sequences, 3] row of the slot table, where position 0 is in the tables of angles, model
+    # [sequences, 3] row of the slot table, offset of its position in the angle tables, model
     whose: Ints
-    entries: Ints  # owner of each entry of the batch
+    entries: Ints  # the sequence of each entry of the batch
     fed: Ints
     slots: Ints  # [sequences, positions]
-    # [workers, sequences, positions] of keys and values before what is fed
+    # [workers, sequences, positions] whether the worker lacks keys and values of a position before
+    # the new tokens
     lacks: NDArray[np.bool_]
 
 
 class KvResidency:
-    """Inputs of a stage by slots, so that any of its workers can continue from them, and the
-    workers that have them.
+    """Inputs of a stage by slots, from which any of its workers can continue, and which worker has
+    which slots computed.
     """
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
         self.rows = np.zeros((slots, width), dtype=np.float32)
-        # number of rows of its sequence that were together with each row, MANY at most
+        # number of rows of the same sequence that were computed together with each row, at most
+        # MANY
         self._together = np.ones(slots, dtype=np.int64)
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
     def note(self, batch: StepBatch, rows: Floats) -> None:
-        """Note what goes in now; no worker has it yet."""
+        """Store the inputs of new tokens, which no worker has computed yet."""
         counts = np.diff(batch.query_starts)
         self.rows[batch.slots] = rows
         self._together[batch.slots] = np.minimum(counts, MANY).repeat(counts)
         self.held[:, batch.slots] = False
 
     def has(self, worker: int, batch: StepBatch, table: SlotIds) -> NDArray[np.bool_]:
-        """Say of which entries of a batch a worker has all that was before."""
+        """Return for each entry of a batch whether a worker has all earlier tokens of its sequence."""
         step = self._lacking(batch, table)
         has_all: NDArray[np.bool_] = ~step.lacks[worker].any(axis=1)[step.entries]
         return has_all
@@ -132,11 +139,12 @@ class KvResidency:
         waits: dict[int, float],
         bring: Bring,
     ) -> list[StageShare]:
-        """Divide the sequences of a step among workers: each goes where it is through first.
+        """Divide the sequences of a step among workers: each goes to the worker that would finish
+        it first.
 
-        `waits` says when each worker begins; then when it is through.
+        `waits` has the time when each worker is free, and is updated to the time when it finishes.
 
-        :raises EngineUnavailable: a worker that is to give keys and values is gone.
+        :raises EngineUnavailable: a worker that has needed keys and values has ended.
         """
         step = self._lacking(batch, table)
         workers = list(waits)
@@ -203,7 +211,8 @@ class KvResidency:
             if len(missing):
                 again.append(self._again(step.whose[at], step.slots[at], missing))
         brought = list[tuple[Ints, Held]]()
-        # in the order of choice: replies that arrive during one request count later
+        # `lacks` was computed before these requests; replies that arrive meanwhile count in later
+        # steps
         for other, lacks in enumerate(step.lacks):
             theirs = np.intersect1d(moved, step.slots[is_brought & ~lacks])
             if len(theirs):
@@ -212,10 +221,11 @@ class KvResidency:
         return StageShare(worker, entries, brought, again, done.nonzero()[0])
 
     def _again(self, whose: Ints, slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
-        """Return earlier rows of a sequence in runs as they were fed: the same to the bit.
+        """Return earlier rows of a sequence in the same groups as before, so that results are equal
+        to the bit.
 
-        `whose`: its row of the table, its turn among angles, and its model. A run of which a part
-        alone is missing is filled up with rows that are written to a slot that is never read.
+        `whose` has the sequence's row of the slot table, its offset in the angle tables, and its
+        model. A group of which only a part is missing is padded with rows whose slot is never read.
         """
         kinds = self._together[slots[missing]]
         is_new = np.append(True, (np.diff(missing) != 1) | (np.diff(kinds) != 0))
@@ -248,12 +258,12 @@ class KvResidency:
 
 
 class LayerRange:
-    """A range of layers: the models that have it, the workers that hold it, and what went into it."""
+    """A range of layers: the models that contain it, the workers that have it, and its inputs."""
 
     def __init__(self, setup: StageSetup, nodes: int) -> None:
         self.setup = setup
         self.members = dict[int, StageSetup]()
-        self.homes = list[int]()  # the workers that are to hold it
+        self.homes = list[int]()  # the workers that should have it
         self.holders = set[int]()
         self.loading = Counter[int]()
         self.failure: EngineError | None = None
@@ -268,7 +278,7 @@ class LayerRange:
             )
 
     def join(self, node: WorkerHandle, setups: Sequence[StageSetup]) -> None:
-        """Have a worker load it, or what some models add to it; it holds it from then on."""
+        """Send the range, or the parts that models add to it, to a worker."""
         self.failure = None
         self.loading[node.number] += 1
         node.ask([*setups], partial(self._joined, node.number))
@@ -279,55 +289,61 @@ class LayerRange:
             self.failure = answer.error(self.setup.config.name)
         elif (
             answer is None and not self.loading[number]
-        ):  # replies that are still to come must arrive before it leaves
+        ):  # the worker keeps the range until its pending replies have arrived
             self.holders.add(number)
         self.loading += Counter()
 
     def leave(self, number: int) -> None:
-        """Take the range from a worker."""
+        """Remove the range from a worker."""
         self.holders.discard(number)
         if self.kept is not None:
             self.kept.held[number] = False
 
     def forget(self, number: int, slots: SlotIds) -> None:
-        """Forget what a worker has there."""
+        """Forget which slots a worker has computed."""
         if self.kept is not None:
             self.kept.held[number, slots] = False
 
     def heard(self, number: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Learn what a part of a step took: from its sending to its answer, and within the worker."""
+        """Learn from a part of a step: the time from sending to answer, and the time within the
+        worker.
+        """
         self.costs.heard(number, rows, sequences, seconds)
         self.seconds += seconds[1]
 
     def demand(self, seconds: float) -> Demand:
-        """Return its size in layers and the workers that it takes, by its work in so many seconds."""
+        """Return the range's number of layers, and the number of workers that its work of these
+        seconds keeps busy.
+        """
         size = len(self.setup.layers)
         busy = self.seconds / seconds / max(1, len(self.holders))
         return Demand(size, self.setup.replicas - 1 + min(1.0, max(0.01 * size, busy)))
 
 
 _LOOKED_AT = 256
-"""Steps after which it is seen whether ranges are better placed otherwise."""
+"""Number of steps between two checks of the placement of ranges."""
 _FEWER = 0.8
-"""As many of the rows that workers hand on, at most, must be left for ranges to move."""
+"""Ranges are moved only if the number of rows sent between workers falls at least to this share."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """A step on its way; each of its entries is before some range of its model's."""
+    """A step in progress; each entry waits for, or is in, a range of its model."""
 
     batch: StepBatch
     table: SlotIds
     rows: Floats
-    hidden: Floats  # behind the last range
+    hidden: Floats  # rows after the last range
     chains: Ints
     levels: Ints
-    visits: int = 0  # under way
+    visits: int = 0  # parts that workers are computing
     error: Exception | None = None
 
     @classmethod
     def of(cls, batch: StepBatch, table: SlotIds, width: int) -> InFlightStep:
-        """Begin before the first range; where no models are named all entries are the first one's."""
+        """Start a step before its first range; without named models, all entries belong to the
+        first model.
+        """
         entries = len(batch.table_rows)
         rows = len(batch.tokens)
         logits = len(batch.logit_rows)
@@ -339,9 +355,7 @@ class InFlightStep:
 
 
 class _Stop(NamedTuple):
-    """Entries of a step that are in a range on a worker's way, and which rows and logit rows of the
-    step theirs are.
-    """
+    """The entries of a step in one range on a worker, with their rows and logit rows in the step."""
 
     held: LayerRange
     entries: Ints
@@ -351,12 +365,10 @@ class _Stop(NamedTuple):
 
 
 class StageExecutor:
-    """The ranges of one model, or of several, in workers. A sequence stays in a worker as far as
-    its way leads there.
+    """The ranges of one model or several models, in workers.
 
     It goes to another that is through sooner, once its keys and values are brought there or
-    computed again. What a worker that is gone was to do, and had, others do, or the one that takes
-    its place.
+    computed again. If a worker ends, its replacement or other workers do its work.
     """
 
     def __init__(
@@ -371,7 +383,8 @@ class StageExecutor:
         """Create an executor of at most `most` workers; if `is_shared` is set, the models of a zoo
         may share their ranges of layers.
 
-        Where a range has but one worker, nothing is kept for others to continue from.
+        A range with a single worker stores no inputs, because no other worker can continue from
+        them.
         """
         self._config = config
         self._build = build
@@ -384,15 +397,15 @@ class StageExecutor:
         self._spare = Counter[int]()
         self.ranges = dict[str, LayerRange]()
         self.paths = dict[int, list[LayerRange]]()  # keyed by model
-        self.handed = Counter[tuple[str, str]]()  # rows, from one range to another
+        self.handed = Counter[tuple[str, str]]()  # rows sent from one range to the next
         self._flights = list[InFlightStep]()
         self._steps = 0
         self._since = perf_counter()
 
     def start(self, label: str) -> int:
-        """Start one more worker, which is replaced once; return its number.
+        """Start one more worker, which is replaced once if it ends; return its number.
 
-        :raises EngineError: there can be none.
+        :raises EngineError: the worker cannot be started.
         """
         number = len(self.nodes)
         self.nodes.append(self._started(number, label))
@@ -400,7 +413,7 @@ class StageExecutor:
         return number
 
     def start_here(self) -> None:
-        """Add a worker that is this process."""
+        """Add this process as a worker."""
         self.nodes.append(WorkerHandle(len(self.nodes), "", WorkerHere(self._build)))
 
     def _started(self, number: int, label: str) -> WorkerHandle:
@@ -410,8 +423,8 @@ class StageExecutor:
     def add(
         self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()
     ) -> None:
-        """Add the ranges of a model one after the other, where they belong or near their
-        neighbours.
+        """Add the ranges of a model in order, in the given workers or near the model's other
+        ranges.
         """
         path = self.paths[chain] = list[LayerRange]()
         for setup in setups:
@@ -435,9 +448,9 @@ class StageExecutor:
                 )
 
     def load(self, chain: int = 0) -> None:
-        """Wait until all that was added of a model is loaded.
+        """Wait until all new ranges of a model are loaded.
 
-        :raises EngineError: something could not be; the model is forgotten.
+        :raises EngineError: a range cannot be loaded; the model is removed.
         """
         path = self.paths[chain]
         while any(held.loading for held in path):
@@ -457,19 +470,19 @@ class StageExecutor:
                 self._let_go(held, held.holders.copy())
 
     def _fill(self, layer_range: LayerRange) -> None:
-        """Have the homes of a range load it that do not hold it."""
+        """Make the workers that should have a range load it, if they have not loaded it."""
         for home in layer_range.homes:
             if home not in layer_range.holders and not layer_range.loading[home]:
                 layer_range.join(self.nodes[home], list(layer_range.members.values()))
 
     def _let_go(self, layer_range: LayerRange, numbers: set[int]) -> None:
-        """Take a range from some workers."""
+        """Remove a range from some workers."""
         for number in numbers:
             layer_range.leave(number)
             self.nodes[number].ask(Leave(layer_range.setup.name), lambda answer: None)
 
     def _placed(self) -> dict[str, list[int]]:
-        """Place ranges by `placement.placed`, in as little room in each worker as will do."""
+        """Place ranges with `placement.placed`, with the least room per worker that works."""
         seconds = max(1e-3, perf_counter() - self._since)
         alive = [node for node in self.nodes if node.error is None]
         demands = {name: held.demand(seconds) for name, held in self.ranges.items()}
@@ -490,9 +503,7 @@ class StageExecutor:
             room *= 1.1
 
     def place(self) -> None:
-        """Have ranges move where fewer rows would be handed from one worker to another; old counts
-        lose weight.
-        """
+        """Move ranges if fewer rows would be sent between workers; old counts lose weight."""
         wanted = self._placed()
         crossing = self.crossing({name: held.homes for name, held in self.ranges.items()})
         if self.crossing(wanted) <= _FEWER * crossing - 1:
@@ -506,13 +517,13 @@ class StageExecutor:
             held.seconds = 0.0
 
     def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
-        """Count the rows that are handed from one worker to another where ranges are there."""
+        """Count the rows that would be sent between workers under this placement."""
         return sum(
             count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}
         )
 
     def begin(self, flight: InFlightStep) -> None:
-        """Send a step on its way.
+        """Start a step.
 
         :raises EngineUnavailable: a range has no worker left.
         """
@@ -526,7 +537,7 @@ class StageExecutor:
         self._go_on(0.0)
 
     def end(self, flight: InFlightStep) -> Floats:
-        """Return the rows behind all ranges that were asked for; raise what hindered the step.
+        """Return the rows after the last range; raise the error that stopped the step.
 
         :raises EngineUnavailable: a range has no worker left.
         """
@@ -562,9 +573,7 @@ class StageExecutor:
                 self._send(flight)
 
     def _mend(self, node: WorkerHandle, error: EngineUnavailable) -> None:
-        """Put a worker in the place of one that is gone, once; else others take over what only it
-        had.
-        """
+        """Replace a worker that has ended, once; after that, other workers do its work."""
         number = node.number
         lost = list[LayerRange]()
         for held in self.ranges.values():
@@ -589,9 +598,10 @@ class StageExecutor:
             self._fill(held)
 
     def _send(self, flight: InFlightStep) -> None:
-        """Send every entry to a worker that has its next range, or wait for one that is loading.
+        """Send every entry to a worker that has its next range; wait for a worker that is loading
+        the range.
 
-        :raises EngineUnavailable: none could load it.
+        :raises EngineUnavailable: no worker could load the range.
         """
         waits = {node.number: node.wait for node in self.nodes}
         starts = defaultdict[int, dict[LayerRange, StageShare]](dict)
@@ -604,7 +614,8 @@ class StageExecutor:
                     starts[share.worker][held] = share._replace(entries=entries[share.entries])
             except (
                 EngineUnavailable
-            ):  # a process that held a part ended; all is divided again once it is replaced
+                # a process with a part of the model ended; work is divided again after it is replaced
+            ):
                 return
         for number, own in starts.items():
             self._visit(flight, self.nodes[number], own, waits[number] - self.nodes[number].wait)
@@ -612,7 +623,7 @@ class StageExecutor:
     def _before(
         self, flight: InFlightStep, levels: Ints, entries: Ints
     ) -> list[tuple[LayerRange, Ints]]:
-        """Return the ranges that these are before, as far as they are on their ways."""
+        """Return the next range of each of these entries."""
         found = dict[LayerRange, list[int]]()
         chains = flight.chains.tolist()
         places = levels.tolist()
@@ -625,7 +636,9 @@ class StageExecutor:
     def _divided(
         self, held: LayerRange, flight: InFlightStep, entries: Ints, waits: dict[int, float]
     ) -> list[StageShare]:
-        """Divide entries among workers; `waits` says when each begins, then when it is through."""
+        """Divide entries among workers; `waits` has the time when each worker is free, and is
+        updated to the time when it finishes.
+        """
         if held.kept is None:
             return [StageShare(next(iter(held.holders)), np.arange(len(entries)))]
         own = {number: waits[number] for number in held.holders}
@@ -635,7 +648,7 @@ class StageExecutor:
         return shares
 
     def _bring(self, held: LayerRange, number: int, slots: Ints) -> Held:
-        """Bring keys and values that a worker has and another lacks."""
+        """Copy keys and values from a worker that has them to a worker that lacks them."""
         began = perf_counter()
         gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
         held.costs.brought(gift.nbytes, perf_counter() - began)
@@ -648,7 +661,7 @@ class StageExecutor:
         starts: Mapping[LayerRange, StageShare],
         seconds: float,
     ) -> None:
-        """Send a worker its entries, each as far as their way leads through what it has."""
+        """Send a worker its entries, each with all consecutive ranges that the worker has."""
         entries = np.sort(np.concatenate([share.entries for share in starts.values()]))
         batch, rows, _ = part_of(flight.batch, entries)
         table = flight.table
@@ -664,8 +677,8 @@ class StageExecutor:
         node.ask(visit, partial(self._visited, flight, node, stops), seconds)
 
     def _way(self, flight: InFlightStep, number: int, entries: Ints) -> Iterator[_Stop]:
-        """Yield the ranges that entries pass in a worker, as long as it has all that the next one
-        needs.
+        """Yield the consecutive ranges of entries in a worker, as long as the worker has all inputs
+        of the next one.
         """
         levels = flight.levels.copy()
         stays = np.zeros(len(flight.levels), dtype=np.bool_)
@@ -689,15 +702,15 @@ class StageExecutor:
         stops: Sequence[tuple[_Stop, Ints]],
         answer: StageReply | EngineUnavailable,
     ) -> None:
-        """Take what a worker did, range after range; if it is gone, its entries stay before the
-        first.
+        """Receive a worker's results, range by range; if the worker has ended, its entries wait for
+        their first range again.
         """
         flight.visits -= 1
         if isinstance(answer, EngineUnavailable):
             return
         if isinstance(answer.rows, Exception):
             flight.error = answer.rows
-            for stop, _ in stops:  # whatever it did of it
+            for stop, _ in stops:  # however much of the work it did
                 stop.held.forget(node.number, flight.table[stop.batch.table_rows])
             return
         hop = perf_counter() - node.sent - sum(answer.seconds)
@@ -705,7 +718,7 @@ class StageExecutor:
             held = stop.held
             if held.kept is not None:
                 held.kept.note(stop.batch, flight.rows[stop.rows])
-                # otherwise the node was asked to release them later
+                # otherwise the request to release the slots is sent later
                 if node.number in held.holders:
                     held.kept.held[node.number, np.append(had, stop.batch.slots)] = True
             held.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))
@@ -717,6 +730,6 @@ class StageExecutor:
 
 
 def _end(workers: Sequence[Worker]) -> None:
-    """Close workers when their user is gone, or Python ends."""
+    """Close the workers when their owner is garbage-collected, or when Python exits."""
     for worker in workers:
         worker.close()

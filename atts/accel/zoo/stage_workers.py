@@ -1,7 +1,7 @@
 """Workers that hold ranges of layers: processes, actors of a Ray cluster, or this process.
 
-A process runs this file as its main program. The messages are in `stages`, so that both sides
-import the same classes.
+A worker process runs this file as its main program. The message classes are in `stages`, so that
+both sides import the same classes.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from atts.local.messages import GONE
 from atts.local.worker import worker_environment
 
 _END_SECONDS = 1.0
-"""For a process that says nothing any more to end."""
+"""Seconds that a silent process gets to end."""
 
 
 class Worker(Protocol):
     """A worker that answers each message before the next one is sent."""
 
     def send(self, message: object) -> None:
-        """Pass a message on.
+        """Send a message.
 
-        :raises EngineUnavailable: the worker is gone.
+        :raises EngineUnavailable: the worker has ended.
         """
         ...
 
     def take(self) -> Any:
         """Wait for the answer.
 
-        :raises EngineUnavailable: the worker is gone.
+        :raises EngineUnavailable: the worker has ended.
         """
         ...
 
     def close(self) -> None:
-        """End it; twice is fine."""
+        """End the worker; a second call does nothing."""
         ...
 
 
@@ -64,24 +64,24 @@ class WorkerHere:
         self._answers = list[object]()
 
     def send(self, message: object) -> None:
-        """Answer at once."""
+        """Handle the message at once."""
         self._answers.append(self._server.answer(message))
 
     def take(self) -> Any:
-        """Return the answer."""
+        """Return the answer to the last message."""
         return self._answers.pop()
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Do nothing: this worker has no resources of its own."""
 
 
 class StageProcess:
-    """A process of its own."""
+    """A worker in its own process."""
 
     def __init__(self, name: str, label: str, build: BuildStage) -> None:
-        """Start it, for an engine; `label` says what it holds.
+        """Start the process, for an engine; `label` names its layers in messages.
 
-        :raises EngineUnavailable: the system starts none.
+        :raises EngineUnavailable: the system cannot start the process.
         """
         self._name = name
         self._label = label
@@ -104,13 +104,13 @@ class StageProcess:
             ) from error
         finally:
             theirs.close()
-        with suppress(*GONE):  # a lost one is recognised by its missing answers
+        with suppress(*GONE):  # a lost process is noticed because its answers are missing
             self._pipe.send(build)
 
     def send(self, message: object) -> None:
-        """Pass a message on.
+        """Send a message.
 
-        :raises EngineUnavailable: the process is gone.
+        :raises EngineUnavailable: the process has ended.
         """
         try:
             self._pipe.send_bytes(_bytes(message))
@@ -120,7 +120,7 @@ class StageProcess:
     def take(self) -> Any:
         """Wait for the answer.
 
-        :raises EngineUnavailable: the process is gone.
+        :raises EngineUnavailable: the process has ended.
         """
         try:
             return pickle.loads(self._pipe.recv_bytes())
@@ -136,14 +136,16 @@ class StageProcess:
         )
 
     def close(self) -> None:
-        """End it; twice is fine."""
+        """End the process; a second call does nothing."""
         self._process.kill()
         self._process.wait()
         self._pipe.close()
 
     @staticmethod
     def ready(processes: Sequence[Any], seconds: float | None) -> list[StageProcess]:
-        """Wait for answers so many seconds, None: without end; return who has answered or is gone."""
+        """Wait up to this many seconds for answers (None: forever); return the workers that have
+        answered or ended.
+        """
         poll = select.poll()
         numbers = [process._pipe.fileno() for process in processes]
         for number in numbers:
@@ -165,12 +167,12 @@ class StageActor(StageServer):
 
 
 class RayStage:
-    """An actor, which is given as many cores and GPUs as the one that this engine is in."""
+    """A worker that is a Ray actor, with as many cores and GPUs as the engine's own actor."""
 
     def __init__(self, name: str, label: str, build: BuildStage) -> None:
-        """Have it started, on another node where there is one; `label` says what it holds.
+        """Start the actor, on another node if there is one; `label` names its layers in messages.
 
-        :raises UnsupportedByEngine: this is not an actor.
+        :raises UnsupportedByEngine: this process is not an actor.
         """
         self._name = name
         self._label = label
@@ -183,16 +185,16 @@ class RayStage:
         }
         actor: Any = self._ray.remote(StageActor).options(**limits, max_restarts=0)
         self._actor: Any = actor.remote(build)
-        self._answer: Any = None  # to come
+        self._answer: Any = None  # Ray objects of answers that have not arrived
 
     def send(self, message: object) -> None:
-        """Pass a message on."""
+        """Send a message."""
         self._answer = self._actor.answer_bytes.remote(_bytes(message))
 
     def take(self) -> Any:
         """Wait for the answer.
 
-        :raises EngineUnavailable: the actor is gone.
+        :raises EngineUnavailable: the actor has ended.
         """
         answer = self._answer
         self._answer = None
@@ -205,13 +207,15 @@ class RayStage:
             ) from error
 
     def close(self) -> None:
-        """End it; twice is fine."""
+        """End the actor; a second call does nothing."""
         if self._ray.is_initialized():
             self._ray.kill(self._actor)
 
     @staticmethod
     def ready(actors: Sequence[Any], seconds: float | None) -> list[RayStage]:
-        """Wait as for processes; return which of those that were asked have answered or are gone."""
+        """Wait as for processes; return the workers that have answered or ended, among those with
+        an open message.
+        """
         asked = {actor._answer: actor for actor in actors if actor._answer is not None}
         answered, _ = (
             _ray("").wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
@@ -235,41 +239,43 @@ def _bytes(message: object) -> bytes:
 
 
 KINDS: dict[str, type[StageProcess | RayStage]] = {"process": StageProcess, "ray": RayStage}
-"""By the option `stage_worker`."""
+"""Worker classes by the value of the option `stage_worker`."""
 
 
 Receive = Callable[[Any], object]
-"""Receive the answer to a message, or why there will be none."""
+"""Callback for the answer to a message, or for the error instead of an answer."""
 
 
 class WorkerHandle:
-    """A worker, and what it is asked: one message after the other."""
+    """A worker and its queue of messages, which are sent one after the other."""
 
     def __init__(self, number: int, label: str, worker: Worker) -> None:
         self.number = number
         self.label = label
         self.worker = worker
-        # when it will have done what it is asked, and when it was last asked
+        # expected time when the worker has finished its messages, and the time of the last message
         self.due = self.sent = 0.0
         self._queue = deque[tuple[object, Receive]]()
-        self._heard: Receive | None = None  # receiver of the answer that is waited for
+        self._heard: Receive | None = None  # receiver of the next answer
         self.error: EngineUnavailable | None = None
         self._table: SlotIds = np.zeros(
             (0, 0), dtype=np.int32
-        )  # rows of slots, as far as they were sent
+        )  # rows of the slot table, as far as the worker has them
 
     @property
     def is_asked(self) -> bool:
-        """Return whether an answer is still to come."""
+        """Return whether an answer is pending."""
         return self._heard is not None
 
     @property
     def wait(self) -> float:
-        """Return the seconds until the worker is free."""
+        """Return the expected seconds until the worker is free."""
         return max(0.0, self.due - perf_counter()) if self.is_asked else 0.0
 
     def ask(self, message: object, receive: Receive, seconds: float = 0.0) -> None:
-        """Send a message when those before are answered, which is thought to take so long."""
+        """Send a message after the earlier ones are answered; it is expected to take this many
+        seconds.
+        """
         if self.error is not None:
             receive(self.error)
             return
@@ -278,7 +284,7 @@ class WorkerHandle:
         self.go()
 
     def go(self) -> None:
-        """Send the next message where none is on its way."""
+        """Send the next message if no answer is pending."""
         while self._queue and self._heard is None:
             message, self._heard = self._queue.popleft()
             self.sent = perf_counter()
@@ -291,7 +297,7 @@ class WorkerHandle:
                     self.receive()
 
     def receive(self) -> None:
-        """Take the answer to what it was asked; one that was asked nothing and can be read is gone."""
+        """Receive an answer; if none is pending, a readable pipe means that the worker has ended."""
         try:
             answer = self.worker.take()
         except EngineUnavailable as error:
@@ -303,9 +309,9 @@ class WorkerHandle:
             heard(answer)
 
     def at_once(self, message: object) -> Any:
-        """Return the answer to a message, before what else it is asked.
+        """Return the answer to a message, which is sent before the messages in the queue.
 
-        :raises EngineUnavailable: it is gone.
+        :raises EngineUnavailable: the worker has ended.
         """
         if self._heard is not None:
             self.receive()
@@ -319,7 +325,7 @@ class WorkerHandle:
         raise self.error
 
     def news(self, batch: StepBatch, table: SlotIds) -> News:
-        """Return the part of the slot table that was not sent yet, for the sequences in a step."""
+        """Return the part of the slot table that was not sent yet, for the sequences of a step."""
         if self._table.shape != table.shape:
             self._table = np.zeros_like(table)
         used = np.unique(batch.table_rows)
@@ -330,7 +336,8 @@ class WorkerHandle:
         return changes
 
     def _lose(self, error: EngineUnavailable) -> None:
-        self.error = error.with_traceback(None)  # its frames would keep who asked
+        # the error's frames would keep the receiver in memory
+        self.error = error.with_traceback(None)
         self.worker.close()
         waiting = [self._heard, *(receive for _, receive in self._queue)]
         self._heard = None
@@ -341,10 +348,10 @@ class WorkerHandle:
 
 
 def main() -> None:
-    """Answer messages until there are no more; a process's program."""
+    """Answer messages until the other side closes the pipe; the main function of a worker process."""
     end_with(int(sys.argv[1]))
     pipe = Connection(int(sys.argv[2]))
-    with suppress(*GONE):  # cut off: who asks is gone
+    with suppress(*GONE):  # the pipe is closed because the parent has ended
         server = StageServer(pipe.recv())
         while True:
             message = pickle.loads(pipe.recv_bytes())

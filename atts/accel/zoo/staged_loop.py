@@ -1,4 +1,6 @@
-"""Models whose layers are in workers, and their step loop with several steps under way."""
+"""Models whose layers are in workers, and a step loop that runs several of their steps at the same
+time.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,11 @@ from atts.local.scheduler import Scheduler, SchedulerConfig
 
 
 class StagedModel(ManyModels[RangedModel]):
-    """A model in stages, the first of which is here; or models of a zoo, whose ranges of layers
-    some have in common.
+    """A model in stages, whose first stage is in this process; or models of a zoo, which share some
+    ranges of layers.
 
-    Words and heads are here. Prompts are each model's own: none is lent to another.
+    Embeddings and heads are in this process. Cached prompts belong to one model and are not lent to
+    others.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class StagedModel(ManyModels[RangedModel]):
         super().__init__(load, config)
 
     def _relate(self, number: int, chain: Chain[RangedModel], divide: OnSplit) -> None:
-        """Have workers load what they lack of the layers of a model of a zoo."""
+        """Make workers load the layers of a zoo's model that they do not have."""
         config = self._configs[number]
         options = self._configs[0].options
         if self._is_shared:
@@ -83,7 +86,7 @@ class StagedModel(ManyModels[RangedModel]):
 
     @property
     def device_name(self) -> str:
-        """Describe where the stages compute."""
+        """Describe the workers and devices of the stages."""
         name = self._model.device_name
         if self._is_shared:
             return f"{name}, shared blocks in {len(self._line.nodes)} processes"
@@ -92,7 +95,7 @@ class StagedModel(ManyModels[RangedModel]):
         return f"{name}, {options.stages} stages{replicas}"
 
     def begin(self, batch: StepBatch, table: SlotIds) -> InFlightStep:
-        """Send a step on its way; what hinders it here is raised at its end.
+        """Start a step; an error in this process is raised when the step ends.
 
         :raises EngineUnavailable: a range has no worker left.
         """
@@ -109,7 +112,7 @@ class StagedModel(ManyModels[RangedModel]):
         return flight
 
     def _embed(self, flight: InFlightStep) -> None:
-        """Return the first rows, from each model's words."""
+        """Return the first rows, from the embeddings of each model."""
         batch = flight.batch
         owners = self._alike(0)[flight.chains].repeat(np.diff(batch.query_starts))
         for chain in np.unique(owners):
@@ -118,7 +121,7 @@ class StagedModel(ManyModels[RangedModel]):
             np.copyto(flight.rows, own, where=(owners == chain)[:, None])
 
     def end(self, flight: InFlightStep) -> Tensor:
-        """Return the result of `forward`, for a step that was begun."""
+        """Return the result of `forward` for a step that was begun."""
         hidden = self._line.end(flight)
         batch = flight.batch
         if self._first is not None:
@@ -137,7 +140,7 @@ class StagedModel(ManyModels[RangedModel]):
 
 
 def _ends(config: WorkerConfig, stages: int) -> list[int]:
-    """Divide layers about evenly, and wherever models of the zoo differ or agree again."""
+    """Divide layers about evenly, and wherever models of the zoo begin or stop to share layers."""
     layers = config.model.num_layers
     stages = min(stages, config.model.num_layers)
     names = list[list[str]]()
@@ -146,9 +149,9 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
             model = read_model_config(folder, config.name)
             halves = half_names(folder, model, load_ropes(folder, model, config.name))
         except EngineError:
-            continue  # the model is not opened, or has ranges of its own
+            continue  # the model is not open, or has ranges of its own
         names += [halves] * (model.num_layers == layers)
-    # for each half of a layer: which models share it
+    # for each half of a layer: the models that share it
     alike = [[[*own].index(name) for name in own] for own in zip(*names, strict=True)]
     partings = {
         at for at in range(1, layers) if alike[2 * at : 2 * at + 2] != alike[2 * at - 2 : 2 * at]
@@ -157,7 +160,7 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
 
 
 class StagedScheduler(Scheduler):
-    """A scheduler that leaves sequences alone whose step is under way."""
+    """A scheduler that does not change sequences whose step is in progress."""
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, most_steps: int) -> None:
         """Create a scheduler with up to `most_steps` steps under way; each step gets its share of
@@ -183,8 +186,8 @@ class StagedScheduler(Scheduler):
 
 
 class StagedLoop(ManyModelsLoop):
-    """Begins steps before earlier ones have ended; what changes a sequence that is under way waits
-    for its step.
+    """Begins steps before earlier ones have ended; changes to a sequence wait for the end of its
+    step.
     """
 
     def __init__(
@@ -201,16 +204,14 @@ class StagedLoop(ManyModelsLoop):
         self._ending: InFlightStep | None = None
 
     def run(self, inbox: Inbox) -> None:
-        """Run as any loop; its model's workers end with it."""
+        """Run like any other loop, and end the model's workers with it."""
         try:
             super().run(inbox)
         finally:
             self._staged.close()
 
     def step(self) -> None:
-        """Begin a step; end the one that has been longest under way, where there are as many as can
-        be.
-        """
+        """Begin a step; first end the oldest one if the number of steps is at its limit."""
         began = perf_counter()
         most = self._staged.most_steps
         plan = self._scheduler.schedule()

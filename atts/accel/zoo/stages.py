@@ -29,24 +29,24 @@ News = tuple[Ints, Ints, SlotIds]
 
 
 class StageSetup(NamedTuple):
-    """Setup of a worker: some layers of a model, with the same number of slots and threads as its
-    other workers.
+    """Setup of a worker: some layers of a model, with as many slots and threads as its other
+    workers.
 
-    Models of a zoo share ranges: `name` is that of what they have alike, and each model adds what
-    is its own.
+    Models of a zoo share ranges: `name` names their common blocks, and each model adds its own
+    parts.
     """
 
     config: WorkerConfig
     layers: range
-    replicas: int = 1  # workers that hold them
+    replicas: int = 1  # number of workers that have these layers
     name: str = ""
     chain: int = 0  # index of the zoo's model
-    is_shared: bool = False  # whether models of a zoo have it in common
+    is_shared: bool = False  # whether models of a zoo share the layers
 
     @property
     def is_last(self) -> bool:
-        """Return whether the stage ends with the model's last layer, which computes the requested
-        rows only.
+        """Return whether the stage has the model's last layer, which computes the requested rows
+        only.
         """
         return self.layers.stop == self.config.model.num_layers
 
@@ -55,55 +55,53 @@ class StageSetup(NamedTuple):
 
 
 class RangeStep(NamedTuple):
-    """One worker's share of a step in one of its ranges."""
+    """One worker's part of a step in one of its ranges."""
 
     name: str
     entries: Ints  # entries of the visit's batch
-    brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that another worker has, by slots
+    brought: Sequence[tuple[Ints, Held]] = ()  # keys and values from another worker, by slots
     # earlier rows whose keys and values are computed again
     again: Sequence[tuple[StepBatch, Floats]] = ()
 
 
 class StageCall(NamedTuple):
-    """Sequences of a step that pass one or more of a worker's ranges, each as many of them as its
-    way leads through.
-    """
+    """Sequences of a step that pass through consecutive ranges of a worker."""
 
     batch: StepBatch
     rows: Floats
     shape: tuple[int, ...]  # shape of the slot table
-    news: News  # in it, since the visit before
+    news: News  # entries of the slot table that changed since the last visit
     steps: Sequence[RangeStep]
 
 
 class StageReply(NamedTuple):
-    """The rows behind each of the ranges, or what hindered them; and how long each took."""
+    """The rows after each range, or the error that stopped them, and the time of each range."""
 
     rows: Sequence[Floats] | Exception
     seconds: Sequence[float]
 
 
 class Wanted(NamedTuple):
-    """Keys and values of some slots that another worker lacks."""
+    """Request for keys and values of some slots, which another worker lacks."""
 
     name: str
     slots: Ints
 
 
 class Leave(NamedTuple):
-    """A range that is a worker's no longer."""
+    """Command to unload a range from a worker."""
 
     name: str
 
 
 class StageModel:
-    """Some layers of a model, and their keys and values."""
+    """Some layers of a model, with their keys and values."""
 
     def __init__(self, setup: StageSetup, model: Layers, cache: Tensor) -> None:
         self.setup = setup
         self.cache = cache
         self._model = model
-        # otherwise the embeddings, norms and heads of a zoo's models are in the loop's process
+        # embeddings, norms and heads of shared layers are in the loop's process
         alone = not setup.is_shared
         self._units = (
             int(setup.layers.start > 0 or not alone),
@@ -111,23 +109,25 @@ class StageModel:
         )
 
     def join(self, setup: StageSetup) -> None:
-        """Take one more model that has these layers.
+        """Add a model that has these layers.
 
-        :raises EngineError: what is its own cannot be loaded.
+        :raises EngineError: the model's own parts cannot be loaded.
         """
 
     def held(self, slots: Ints) -> Held:
-        """Return the keys and values there."""
+        """Return the keys and values in these slots."""
         return self.cache[:, :, torch.from_numpy(slots)].view(torch.uint8).numpy(force=True)
 
     def take(self, slots: Ints, contents: Held) -> None:
-        """Take keys and values from elsewhere."""
+        """Store keys and values from another worker in these slots."""
         self.cache[:, :, torch.from_numpy(slots)] = (
             torch.from_numpy(contents).view(self.cache.dtype).to(self.cache)
         )
 
     def run(self, batch: StepBatch, table: SlotIds, rows: Floats) -> Floats:
-        """Return the rows behind these layers: all of them, behind the last those asked for."""
+        """Return the rows after these layers: all rows, or only the requested ones after the last
+        layer.
+        """
         if not self.setup.is_last:
             every = np.arange(len(batch.tokens))
             batch = replace(batch, num_logits=np.diff(batch.query_starts), logit_rows=every)
@@ -140,8 +140,8 @@ class StageModel:
 
 
 class SharedLayers(StageModel):
-    """Layers that several models of a zoo have: rows of all of them at once, to which each one's
-    adapter adds.
+    """Layers that several models of a zoo share: rows of all models are computed together, and each
+    adapter is applied to its own rows.
     """
 
     def __init__(self, setup: StageSetup, model: NativeModel, cache: Tensor) -> None:
@@ -150,9 +150,9 @@ class SharedLayers(StageModel):
         self._adapters = dict[int, PackedAdapter]()
 
     def join(self, setup: StageSetup) -> None:
-        """Take one more model.
+        """Add a model.
 
-        :raises EngineError: its adapter cannot be used.
+        :raises EngineError: the model's adapter cannot be used.
         """
         config = setup.config
         layers = setup.layers
@@ -174,17 +174,16 @@ BuildStage = Callable[[StageSetup], StageModel]
 
 
 class StageServer:
-    """Ranges of layers by their names, in a worker's process or actor, or in the loop's own
-    process.
-    """
+    """Ranges of layers by name, in a worker's process or actor, or in the loop's own process."""
 
     def __init__(self, build: BuildStage) -> None:
         self._build = build
         self._held: dict[str, StageModel] = {}
-        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # the table as far as it was sent
+        # the slot table, as far as it was received
+        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)
 
     def answer(self, message: Any) -> object:
-        """Answer a message; None, or why not, to a range that is to be loaded."""
+        """Answer a message. The answer to a range that is to be loaded is None, or the error."""
         match message:
             case list():
                 return self._load(message)
@@ -197,7 +196,7 @@ class StageServer:
                 return None
 
     def _load(self, setups: Sequence[StageSetup]) -> FailureReply | None:
-        """Hold a range for all of these models, or none of it."""
+        """Load a range for all of these models, or for none if one fails."""
         name = setups[0].name
         try:
             stage = self._held.get(name) or self._build(setups[0])
@@ -241,8 +240,8 @@ class StageServer:
 
 
 def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup]:
-    """Divide a model's layers into stages of about as many bytes; the first has embedding and head
-    too.
+    """Divide a model's layers into stages of about equal size in bytes; the first stage also has
+    the embedding and the head.
 
     :raises UnsupportedByEngine: there are more stages than layers.
     """
@@ -254,7 +253,9 @@ def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup
         raise UnsupportedByEngine(config.name, problem, f"Write stages={model.num_layers} or less")
     words = model.vocabulary * model.hidden_size
     layer = (model.matrix_weights - words) / model.num_layers
-    outer = (words if model.ties_embeddings else 2 * words) / layer  # in layers
+    outer = (
+        words if model.ties_embeddings else 2 * words
+    ) / layer  # size of embedding and head, in layers
     first = round((model.num_layers + outer) / stages - outer)
     first = max(1, min(first, model.num_layers - stages + 1)) if stages > 1 else model.num_layers
     rest = model.num_layers - first

@@ -1,7 +1,7 @@
-"""The directory of a zoo: models are added, removed and exported, whatever crashes meanwhile.
+"""The directory of a zoo: it stays valid if adding, removing or exporting a model is interrupted.
 
-First come the model folders that are added: they are checked, and completed from a base. The last
-part measures how similar blocks of one shape are, and replaces some blocks of a model.
+The first part checks added model folders and completes them from a base model. The last part
+measures the similarity of blocks of one shape, and replaces blocks of a model.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_LENGTH = 8  # bytes that say how long a header is
+_LENGTH = 8  # number of bytes that contain the length of a header
 _ALIGNMENT = 8
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Place of a tensor's bytes, and their description in the file's header."""
+    """Place of a tensor's bytes, and its description in the file's header."""
 
     kind: str
     shape: Sequence[int]
@@ -68,7 +68,7 @@ class StoredTensor:
 
 
 class WeightFile:
-    """A safetensors file, mapped: its header as text, and its tensors by name."""
+    """A memory-mapped safetensors file: its header as text, and its tensors by name."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         """Read the header of a file that the caller has checked."""
@@ -92,19 +92,19 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a model, and what is to be in its file."""
+    """A part of a model, and the tensors of its file."""
 
     stored: StoredBlock
     parts: Sequence[bytes | memoryview]
 
 
 def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
-    """Return the blocks of a model, in the order in which a token passes them."""
+    """Return the blocks of a model in the order in which a token passes through them."""
     places = dict[str, dict[str, tuple[str, StoredTensor]]]()
     for file in files:
         for name, tensor in file.tensors.items():
             place, inner = _place(name, family)
-            # named twice, with and without the prefix of the full model
+            # a tensor is named twice, with and without the prefix of the full model
             if inner in places.get(place, ()):
                 place = "rest"
                 inner = name
@@ -115,7 +115,7 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
 def completed(
     own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int
 ) -> Block:
-    """Complete the part of a model's weights in `own` by its base's."""
+    """Complete the weights in `own`, which are a part of a model, from its base's."""
     weights = dict[str, tuple[str, StoredTensor]]()
     for tensors in (base, *(file.tensors for file in own)):
         for name, tensor in tensors.items():
@@ -145,8 +145,8 @@ def _entries(header: str) -> Iterator[tuple[str, dict[str, Any], int, int]]:
 
 
 def _place(name: str, family: Family) -> tuple[str, str]:
-    """Return the block that a tensor belongs to, and its name there, the same in whatever layer the
-    block stands.
+    """Return the block that a tensor belongs to, and its name in the block, which is the same in
+    every layer.
     """
     found = _LAYER.fullmatch(name)
     if found is None:
@@ -165,7 +165,7 @@ def _order(place: str) -> tuple[int, int, str]:
 
 
 def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
-    """Make a block whose file depends on nothing but its tensors."""
+    """Make a block whose file depends on its tensors alone."""
     header = dict[str, Any]()
     end = 0
     order = sorted(tensors, key=lambda inner: (-_width(tensors[inner][1].kind), inner))
@@ -185,7 +185,7 @@ def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
 
 
 def _width(kind: str) -> int:
-    """Return the bits of a type such as BF16 or F8_E4M3."""
+    """Return the number of bits of a type such as BF16 or F8_E4M3."""
     number = re.search(r"\d+", kind)
     return int(number[0]) if number else 8
 
@@ -202,16 +202,16 @@ _OTHER_WEIGHTS = (
     "*.h5",
     "*.msgpack",
 )
-"""Weights in forms that no local engine reads: they stay where they are."""
+"""File endings of weights that no local engine reads; such files are not copied."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _INDEX = ".safetensors.index.json"
-"""What says in which of several files a weight is."""
+"""Index files, which name the file of each weight."""
 
 
 def check_name(name: str, taken: Collection[str] = ()) -> None:
-    """See that a model can be called so.
+    """Check that a model may have this name.
 
-    :raises OptionError: it cannot, or another is.
+    :raises OptionError: the name is not allowed, or another model has it.
     """
     if not _NAME.fullmatch(name):
         raise OptionError(
@@ -224,9 +224,9 @@ def check_name(name: str, taken: Collection[str] = ()) -> None:
 
 
 def checked(folder: Path, name: str) -> Family:
-    """Describe how the model in a folder is built, all of which is there.
+    """Read the configuration of a complete model in a folder.
 
-    :raises ModelLoadError: the folder holds no model that a local engine computes.
+    :raises ModelLoadError: the folder contains no model that a local engine can run.
     """
     config, _ = check_model(folder, name)
     with import_lock:
@@ -236,11 +236,11 @@ def checked(folder: Path, name: str) -> Family:
 
 
 def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
-    """Write a model to a new folder: weights and other files that `folder` lacks are those of a
-    zoo's model, `base`.
+    """Write a model to a new folder. Weights and other files that `folder` lacks come from `base`,
+    a model of a zoo.
 
-    A folder without weights makes the base's first layers before its head, as many as its
-    configuration says.
+    For a folder without weights, the model has the base's first layers and its head; the folder's
+    configuration gives the number of layers.
 
     :raises OptionError: the base is an adapter's model.
     :raises ModelLoadError: the folder's weights are damaged.
@@ -273,7 +273,9 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
 
 
 def tensors_of(folder: Path, model: StoredModel, stack: ExitStack) -> dict[str, StoredTensor]:
-    """Return every tensor of a zoo's model by its name in the model's files, an adapter's included."""
+    """Return every tensor of a zoo's model by its name in the model's files, including an
+    adapter's.
+    """
     tensors = dict[str, StoredTensor]()
     for file in model.files if model.is_whole else ():
         tensors |= WeightFile(folder / file.name, stack).tensors
@@ -284,9 +286,9 @@ def tensors_of(folder: Path, model: StoredModel, stack: ExitStack) -> dict[str, 
 
 
 def unadapted(model: StoredModel, option: str) -> StoredModel:
-    """Return the model, where it has no adapter.
+    """Return the model if it has no adapter.
 
-    :raises OptionError: it has one.
+    :raises OptionError: it has an adapter.
     """
     if model.base:
         raise OptionError(
@@ -296,7 +298,7 @@ def unadapted(model: StoredModel, option: str) -> StoredModel:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """List what lies in a model's folder besides its weights."""
+    """List the files of a model's folder other than its weights."""
     with storage(folder):
         plain = [
             path
@@ -324,46 +326,48 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """Blocks that exactly these models have; below stand those that fewer of them have."""
+    """Blocks that exactly these models have; its children are blocks that fewer of them have."""
 
     models: tuple[str, ...]
-    places: tuple[str, ...]  # in the first of these models
-    bytes: int  # stored, once
+    places: tuple[str, ...]  # places in the first of these models
+    bytes: int  # bytes of the blocks, which are stored once
     below: tuple[SharedPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLine:
-    """One model of a zoo; `parts` says of each of its blocks how many models have it."""
+    """One model of a zoo; `parts` has, for each of its blocks, the number of models with that
+    block.
+    """
 
     name: str
     base: str
-    bytes: int  # size of the file when it was added
+    bytes: int  # size of the model's files when it was added
     parts: Mapping[str, int]
     is_whole: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ZooContents:
-    """A zoo at one moment."""
+    """The contents of a zoo at one moment."""
 
     zoo: str
     models: tuple[ModelLine, ...]
     tree: tuple[SharedPart, ...]
-    blocks: int  # unique ones
+    blocks: int  # number of different blocks
     stored: int  # bytes of the zoo
-    apart: int  # bytes of the folders that were added, of an adapter with its base's
+    apart: int  # bytes of the added folders; for an adapter, with those of its base
 
     @property
     def saved(self) -> float:
-        """Return the share of bytes that sharing saves; below 0 if the manifests take more than
+        """Return the share of bytes that sharing saves; negative if the manifests take more than
         sharing saves.
         """
         return 1 - self.stored / self.apart if self.apart else 0.0
 
 
 def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContents:
-    """Describe what a zoo holds; `stored` are the bytes on its disk."""
+    """Describe the contents of a zoo; `stored` is the number of bytes on its disk."""
     owners = dict[str, tuple[str, ...]]()
     parts = dict[tuple[str, ...], list[StoredBlock]]()
     for model in models:
@@ -387,7 +391,7 @@ def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContent
 
 
 def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
-    """Arrange parts below the smallest one whose models are more than its own."""
+    """Arrange parts in a tree: each below the smallest part whose models include all of its own."""
     ordered = sorted(groups, key=lambda part: (-len(part.models), part.models))
     below = dict[tuple[str, ...], list[SharedPart]]()
     for part in reversed(ordered):
@@ -401,7 +405,7 @@ def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
 
 
 def written_places(places: Sequence[str]) -> str:
-    """Shorten places: runs of layers as from and to.
+    """Shorten a list of places: consecutive layers become a range.
 
     >>> written_places(["embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"])
     'embedding, layers 0-1'
@@ -429,16 +433,17 @@ def written_places(places: Sequence[str]) -> str:
 _LOCK = "lock"
 _ADAPTER_FILE = "adapter_model.safetensors"
 _COMPLETED = ".completed"
-"""Where a model is written of which a folder holds only a part, as long as it is added."""
+"""Folder below the zoo for the files of a model that are completed from a base while it is added.
+"""
 
 
 class Zoo:
-    """Models below one directory: `models/NAME/` has a manifest and small files, `blocks/` the
-    weights they share.
+    """Models in one directory: `models/NAME/` has a manifest and small files, `blocks/` has the
+    weights that models share.
 
-    What is added or removed is there, or gone, by one renaming at the end; a process that is killed
-    before leaves files that no model names, and the next change deletes them. Changes of several
-    processes are made one after the other.
+    Adding or removing a model takes effect by one renaming at the end. A process that is killed
+    earlier leaves files that no model names, which the next change deletes. A lock lets one process
+    at a time change the zoo.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -456,7 +461,7 @@ class Zoo:
             )
 
     def folder(self, name: str) -> Path:
-        """Return the folder with a model's configuration and tokenizer, as a local engine opens it.
+        """Return the folder with a model's configuration and tokenizer, which a local engine opens.
 
         :raises ZooError: there is no such model.
         """
@@ -477,14 +482,15 @@ class Zoo:
         return read_stored(self.folder(name))
 
     def show(self) -> ZooContents:
-        """Describe who shares what, and its bytes, of those models whose manifests can be read.
+        """Describe which models share blocks, and their sizes; models with a damaged manifest are
+        left out.
 
         :raises ZooError: it is not a zoo, or one of a newer version.
         """
         return contents(str(self.directory), self._known(), self._size())
 
     def damage(self) -> list[str]:
-        """List what is damaged, a line for each model, every block compared with its digest.
+        """Compare every block with its digest; return one line for each damaged model.
 
         :raises ZooError: it is not a zoo, or one of a newer version.
         """
@@ -498,18 +504,17 @@ class Zoo:
         return found
 
     def add(self, name: str, folder: Path, base: str = "") -> StoredModel:
-        """Store a model under a name, each block of it that is not there yet.
+        """Store a model under a name; blocks that the zoo already has are not written again.
 
-        The folder may hold an adapter in peft's layout: its model is that of `base`, the adapter a
-        block of its own. Where no base is named, it is the model that was added from the folder
-        which the adapter names as its base. A folder with a configuration may hold only what is its
-        own, of layers tuned or of fewer layers: weights and tokenizer files that it lacks are those
-        of `base`.
+        The folder may contain a PEFT adapter: then the model is `base` with the adapter as one more
+        block. If no base is named, it is the model that was added from the folder that the adapter
+        names. A folder with a configuration may lack weights or tokenizer files, for example of
+        layers that were not tuned; these come from `base`.
 
-        :raises OptionError: the name cannot be one, or is taken.
-        :raises ModelLoadError: the folder holds no model that a local engine computes.
-        :raises ZooError: this is not a zoo, or a newer one.
-        :raises StorageError: the disk refuses; nothing has changed.
+        :raises OptionError: the name is not allowed or is taken.
+        :raises ModelLoadError: the folder contains no model that a local engine can run.
+        :raises ZooError: this is not a zoo, or one of a newer version.
+        :raises StorageError: the disk cannot be written; nothing has changed.
         """
         check_name(name)
         if not folder.is_dir():
@@ -519,7 +524,8 @@ class Zoo:
             )
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             return self._add_adapter(name, folder, base)
-        family = None if base else checked(folder, name)  # before a new directory becomes a zoo
+        # this test must precede the line that makes a new directory a zoo
+        family = None if base else checked(folder, name)
         with self._adding(name), ExitStack() as stack:
             whole = self.directory / _COMPLETED if base else folder
             if base:
@@ -546,14 +552,14 @@ class Zoo:
             return self._put(replace(model, is_whole=True), [*side, *files])
 
     def _add_adapter(self, name: str, folder: Path, base: str) -> StoredModel:
-        """Store an adapter as the model that it makes of another: the same blocks, and one more."""
+        """Store an adapter as a model: the blocks of its base, and one more for the adapter."""
         with self._adding(name), ExitStack() as stack:
             base_model = self._base_of(folder, base, name)
             home = self._models / base_model.name
             file = folder / _ADAPTER_FILE
             config, _ = check_model(home, name)
             with import_lock:
-                from atts.local.loader import check_adapter  # imports torch
+                from atts.local.loader import check_adapter  # this module imports torch
             check_adapter(folder, file, config, name)
             with storage(folder):
                 mapped = WeightFile(file, stack)
@@ -591,10 +597,11 @@ class Zoo:
         raise OptionError("--base", f"{problem}; name one: {names}")
 
     def remove(self, name: str) -> int:
-        """Forget a model, and delete what no other needs; how many bytes became free.
+        """Remove a model, and delete blocks that no other model needs; return the number of freed
+        bytes.
 
         :raises ZooError: there is no such model.
-        :raises StorageError: the disk refuses.
+        :raises StorageError: the disk cannot be written.
         """
         with self._changing():
             folder = self.folder(name)
@@ -606,11 +613,11 @@ class Zoo:
             return before - self._size()
 
     def export(self, name: str, out: Path) -> None:
-        """Write a model's folder as it was added, every file compared with its digest on the way.
+        """Write a model's folder as it was added, and compare every file with its digest.
 
         :raises ZooError: there is no such model, or a block of it is damaged.
-        :raises OptionError: `out` is there already.
-        :raises StorageError: the disk refuses; nothing is left behind.
+        :raises OptionError: `out` exists already.
+        :raises StorageError: the disk cannot be written; no files are left.
         """
         if out.exists():
             raise OptionError("OUT", f"{out} is there already; name a new folder")
@@ -634,7 +641,7 @@ class Zoo:
                     )
 
     def _refuse_links_out(self, folder: Path) -> None:
-        """Refuse a folder with a link that leads out of the zoo: its content was never added here.
+        """Refuse a folder with a link to a file outside the zoo, because that file was never added.
 
         :raises ZooError: there is such a link.
         """
@@ -648,9 +655,10 @@ class Zoo:
                 )
 
     def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[BlockSimilarity]:
-        """Find for each block of a model those of its shape that are nearest by parameters.
+        """Find for each block of a model the blocks of the same shape with the nearest parameters.
 
-        `most` at each place, at most so many lengths of the model's own block `apart`.
+        At most `most` blocks per place are returned. Their distance is at most `apart`, relative to
+        the length of the model's own block.
 
         :raises OptionError: it is an adapter's model.
         :raises ZooError: there is no such model, or its manifest is damaged.
@@ -664,11 +672,11 @@ class Zoo:
     def keep(
         self, name: str, model: StoredModel, digests: Mapping[str, str], loss: Loss
     ) -> StoredModel:
-        """Store a model with other blocks of the zoo at some places, and what that was measured to
-        lose.
+        """Store a variant of a model with other blocks of the zoo at some places, and the measured
+        loss of the change.
 
-        :raises OptionError: the name cannot be one, or is taken.
-        :raises StorageError: the disk refuses; nothing has changed.
+        :raises OptionError: the name is not allowed or is taken.
+        :raises StorageError: the disk cannot be written; nothing has changed.
         """
         with self._adding(name), ExitStack() as stack:
             made = replace(changed(model, digests), name=name, loss=loss)
@@ -681,9 +689,10 @@ class Zoo:
             return self._put(made, side_files(self.folder(model.name)))
 
     def within(self, name: str, bound: float) -> StoredModel:
-        """Choose what was kept for a model and diverges from it by at most so many nats a token.
+        """Choose the stored variant of a model with the largest divergence up to this many nats per
+        token.
 
-        :raises OptionError: nothing was.
+        :raises OptionError: no variant is close enough.
         :raises ZooError: there is no such model, or its manifest is damaged.
         """
         own = name, self.model(name).marks[1]
@@ -713,14 +722,14 @@ class Zoo:
 
     @contextmanager
     def _adding(self, name: str) -> Generator[None, None, None]:
-        """Hold the zoo's lock while a model of a new name is added."""
+        """Hold the zoo's lock while a model with a new name is added."""
         with self._changing(create=True):
             check_name(name, self.names())
             yield
 
     @contextmanager
     def _changing(self, *, create: bool = False) -> Generator[None, None, None]:
-        """Hold the zoo's lock, once the leavings of processes that are gone are removed."""
+        """Hold the zoo's lock, after deleting unfinished files of processes that have ended."""
         if create and not (self.directory / MARK).exists():
             self._create()
         check_schema(self.directory)
@@ -746,17 +755,15 @@ class Zoo:
             write_atomic(self.directory / MARK, msgspec.json.encode({"schema": SCHEMA}))
 
     def _read(self, name: str) -> StoredModel | None:
-        """Return a model's manifest; None where it is damaged, and the model shares nothing any
-        more.
-        """
+        """Return a model's manifest; None if it is damaged, so that the model shares no blocks."""
         try:
             return read_stored(self._models / name)
         except ZooError:
             return None
 
     def _separate(self, model: StoredModel) -> None:
-        """Cut a model that is whole into its blocks: they are written first, and its files deleted
-        last.
+        """Cut a whole model into its blocks: blocks are written first, and the model's files are
+        deleted last.
         """
         if not model.is_whole:
             return
@@ -771,7 +778,7 @@ class Zoo:
         self._collect()
 
     def _write_blocks(self, blocks: Iterable[Block]) -> None:
-        """Write those that are not there yet; one that is there and damaged is written again."""
+        """Write the blocks that are missing or damaged."""
         for block in blocks:
             path = block_path(self.directory, block.stored.digest)
             digest = block.stored.digest
@@ -783,8 +790,8 @@ class Zoo:
     def _put(
         self, model: StoredModel, files: Sequence[Path], adapter: Sequence[Path] = ()
     ) -> StoredModel:
-        """Write a model's folder next to the others, an adapter's files in a folder below, then give
-        it its name.
+        """Write a model's folder under a temporary name, with an adapter's files in a subfolder,
+        then rename it.
         """
         with _made(self._models / model.name) as temporary:
             copy_files(files, temporary)
@@ -803,10 +810,9 @@ class Zoo:
         return model
 
     def _collect(self) -> None:
-        """Delete what no model names: of adds and removes that were cut off, and of models that are
-        gone.
+        """Delete files that no model names, from interrupted changes or removed models.
 
-        While a manifest cannot be read, every block is kept: it may be that model's.
+        While a manifest cannot be read, all blocks are kept, because that model may need them.
         """
         models = [(name, self._read(name)) for name in self.names()]
         with storage(self.directory):
@@ -831,7 +837,9 @@ class Zoo:
 
 @contextmanager
 def _made(folder: Path) -> Generator[Path, None, None]:
-    """Make a folder under another name, renamed when all is written; else nothing is left."""
+    """Make a folder under a temporary name, and rename it when all is written; after an error,
+    nothing is left.
+    """
     temporary = folder.with_name(f".{folder.name}.{token_hex(6)}")
     with storage(folder):
         try:
@@ -848,12 +856,12 @@ _KINDS = ("embedding", "attention", "mlp", "head")
 
 @dataclass(frozen=True, slots=True)
 class BlockSimilarity:
-    """A block of a model, and another of its shape that is not equal to it."""
+    """A block of a model, and a different block of the same shape."""
 
     place: str
     digest: str  # digest of the other block
     other: str  # origin of the other block: MODEL/PLACE
-    distance: float  # between their parameters, in lengths of the model's own
+    distance: float  # distance of their parameters, relative to the length of the model's own
     cosine: float
 
 
@@ -862,7 +870,8 @@ def likenesses(
 ) -> list[BlockSimilarity]:
     """Find for each block of a model the nearest of its shape by parameters.
 
-    The model's own blocks are in memory at once, as float32, and of the others one after the other.
+    All blocks of the model are in memory at once, as float32; the other blocks are read one after
+    the other.
     """
     own_blocks = {
         block.digest: _read(zoo, block.digest)
@@ -902,7 +911,7 @@ def _kind(place: str) -> str:
 
 
 def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
-    """Read how a block's tensors are called and shaped, and its numbers in a row."""
+    """Read the names and shapes of a block's tensors, and their numbers as one array."""
     with import_lock:
         import torch
         from safetensors.torch import load_file
@@ -912,7 +921,7 @@ def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
 
 
 def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Return the distance in lengths of the first, and the cosine."""
+    """Return the distance relative to the length of the first array, and the cosine."""
     length = float(mine.norm())
     other = float(theirs.norm())
     cosine = float(mine @ theirs) / (length * other) if length and other else 0.0
@@ -920,7 +929,7 @@ def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 
 def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
-    """Change a cut model's manifest to other blocks at some places; its marks say so."""
+    """Change a cut model's manifest to use other blocks at some places, and mark it as changed."""
     blocks = tuple(
         replace(block, digest=digests.get(block.place, block.digest)) for block in model.blocks
     )
@@ -932,7 +941,7 @@ def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
 def substituted(
     zoo: Path, model: StoredModel, digests: Mapping[str, str]
 ) -> Generator[Path, None, None]:
-    """Make a folder of a cut model with other blocks of its zoo at some places, gone afterwards."""
+    """Yield a temporary folder of a cut model with other blocks of its zoo at some places."""
     with TemporaryDirectory() as scratch:
         home = Path(scratch) / MODELS / model.name
         copytree(zoo / MODELS / model.name, home)
@@ -949,17 +958,18 @@ if TYPE_CHECKING:
 
 
 class Divergence(NamedTuple):
-    """Divergence of one model's distributions from another's, over all positions of some texts."""
+    """Divergence between the distributions of two models, over all positions of some texts."""
 
-    tokens: int  # places
+    tokens: int  # number of positions
     nats: float  # mean Kullback-Leibler divergence
-    flips: float  # the share of places where another token is the likeliest
+    flips: float  # share of positions at which the two models have different likeliest tokens
 
 
 def divergence(one: Path, other: Path, texts: Sequence[tuple[TokenIds, int]]) -> Divergence:
-    """Measure the divergence from the model in `one` to that in `other` over texts, in float32.
+    """Measure the divergence from the model in `one` to the model in `other` over texts, in
+    float32.
 
-    :raises ModelLoadError: the weights of one cannot be used.
+    :raises ModelLoadError: the weights of a model cannot be used.
     """
     longest = max(len(ids) for ids, _ in texts)
     tokens = 0
@@ -987,7 +997,7 @@ def _model(folder: Path, longest: int) -> TorchModel:
 
 
 def _laws(model: TorchModel, ids: TokenIds) -> Tensor:
-    """Return the logarithms of what is likely after each token: [tokens, vocabulary]."""
+    """Return the log-probabilities of the next token at each position: [tokens, vocabulary]."""
     import numpy as np
 
     from atts.local.batch import single_rows

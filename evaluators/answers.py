@@ -87,7 +87,7 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
 
 
 def inner(content: str) -> str:
-    """Return the content of a box without further boxes around all of it."""
+    """Return the content of a box; if it is a box itself, return the content of the inner box."""
     for _ in range(8):
         stripped = content.strip()
         inside, open_at = boxes(stripped)

@@ -768,7 +768,7 @@ class PilotRow:
 
     arm: PilotArm
     accuracy: Estimate  # accuracy of single rollouts
-    gain: Estimate | None  # over the coin of the same policy and rate
+    gain: Estimate | None  # gain over the coin of the same policy and rate
     p_value: float
     cost: float
     # cost of a point of accuracy above the draft alone; infinite if it is not better

@@ -90,9 +90,9 @@ class _Reference:
 
     zoo: Zoo
     model: StoredModel
-    words: str  # name of the problems
+    words: str  # name of the dataset
     problems: tuple[Problem, ...]
-    # its answers after their prompts, and the lengths of the prompts
+    # token ids of each prompt with the model's answer, and the length of the prompt
     texts: tuple[tuple[TokenIds, int], ...]
     right: tuple[bool, ...]
 

@@ -247,7 +247,7 @@ class evaluate:
         self._done.set()
 
     async def _whole(self) -> RunResult:
-        if self._events is not None:  # already running
+        if self._events is not None:  # the session is running already
             return await self.result()
         return await self._run()
 

@@ -48,7 +48,7 @@ class ForeignSample:
     error: str = ""
     model: str = ""
     filter: str = ""  # the tool's filter that extracted the answer, if it used several
-    tokens: int | None = None  # written
+    tokens: int | None = None  # number of tokens written
     prompt_tokens: int | None = None
     seconds: float | None = None
     dollars: float | None = None

@@ -31,7 +31,8 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._stack: SlotIds = np.arange(num_slots, 0, -1, dtype=np.int32)  # low slots on top
+        # the top of the stack has the lowest slots
+        self._stack: SlotIds = np.arange(num_slots, 0, -1, dtype=np.int32)
         self.num_slots = self.num_free = num_slots
         self._least_free = num_slots
 

@@ -127,12 +127,12 @@ def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -
     if parts.username or parts.password:
         raise OptionError(
             "engine",
-            "a URL must not hold a user or a password; put an API key into a variable or a file",
+            "a URL must not contain a user or a password; put an API key into a variable or a file",
         )
     if parts.fragment:
         raise OptionError(
             "engine",
-            "a URL must not hold a part after #: no server sees it, and it would be kept with the run",
+            "a URL must not contain a part after #, because no server receives it and the run would store it",
         )
     settings = _settings(parts.query)
     if dialect == ChatDialect.name:

@@ -279,8 +279,9 @@ def with_reasoning(so_far: str, reasoning: str, content: str) -> str:
 
 class _Message(Struct):
     content: str | None = None
-    # vLLM's name, OpenRouter's and Ollama's, and before it DeepSeek's, which others took over.
-    # Untyped: a server may put something else there, and its content counts all the same.
+    # Names of the field with the reasoning: `reasoning` is used by vLLM, OpenRouter and Ollama, and
+    # `reasoning_content` is DeepSeek's older name. The fields are untyped, so that a reply with
+    # another type there still counts.
     reasoning: Any = None
     reasoning_content: Any = None
 

@@ -49,7 +49,8 @@ HIGHEST = 1e-4
 CLAMPED = -9999.0
 _MINUS_INFINITY = -1e300
 _WORDS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|NaN|-?Infinity', re.DOTALL)
-# Numbers that no reply can hold stand in for what JSON lacks: they are refused later by name.
+# Numbers that no valid reply contains replace NaN and the infinities, which JSON lacks. Later
+# checks then refuse the reply.
 _NUMBERS = {b"NaN": b"1e300", b"Infinity": b"1e300", b"-Infinity": b"-1e300"}
 
 
@@ -105,7 +106,8 @@ def are_logprobs(values: Sequence[float | None]) -> bool:
         known = [value for value in values if value is not None]
     if not known:
         return True
-    # Extremes and a sum instead of a loop: NaN escapes comparisons, but not a sum.
+    # The smallest number, the largest number and the sum replace a slower loop. Comparisons miss a
+    # NaN, but the sum shows it.
     return LOWEST < min(known) and max(known) <= HIGHEST and not math.isnan(sum(known))
 
 
@@ -204,11 +206,12 @@ def error_text(reply: bytes) -> str:
     return " ".join(text.split())[:300] or "no reason given"
 
 
-# httpx2's pool is searched linearly: many small ones are faster than one large one.
+# httpx2 searches its pool linearly, so many small pools are faster than one large pool.
 SHARDS = 16
 # The limit for the body of an error, which only people read.
 ERROR_BYTES = 1 << 16
-# Shorter than the servers' (uvicorn closes after 5), so that they never close first.
+# Idle connections are closed after a shorter time than the servers' (5 s in uvicorn), so that the
+# server never closes first.
 KEEP_ALIVE_SECONDS = 4.0
 
 
@@ -287,7 +290,7 @@ class AiohttpTransport:
             request = self._session.request(
                 method, url, data=body, headers=headers, allow_redirects=False
             )
-            # gives the connection back, or closes it when not all was read
+            # returns the connection to the pool, or closes it if the reply was not read completely
             async with request as response:
                 whole = await _whole(
                     response.status, response.headers, response.content.iter_any(), most
@@ -349,7 +352,8 @@ class HttpxTransport:
                 finally:
                     await response.aclose()
                     with suppress(library.HTTPError, library.StreamError):
-                        # ends every generator that hands them on, where not all was read
+                        # closes all generators that pass on the chunks if the reply was not read
+                        # completely
                         async for _ in chunks:
                             continue
                 return HttpReply(
@@ -386,7 +390,9 @@ async def _whole(
     """
     encoding = headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "deflate"):
-        raise ReplyRejected(f"its reply is encoded as {encoding[:40]!r}, which was not asked for")
+        raise ReplyRejected(
+            f"its reply is encoded as {encoding[:40]!r}, which atts did not request"
+        )
     body = _Body(
         most if status == 200 else ERROR_BYTES,
         zlib.decompressobj(47) if encoding in ("gzip", "deflate") else None,
@@ -463,8 +469,9 @@ def _error_words(error: BaseException) -> str:
     while cause := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(cause)
     for cause in causes:
-        # Libraries add names of their own parts to what the system said. The numbers of TLS errors
-        # are not the system's.
+        # Libraries put names of their own parts into the system's message, so the message is made
+        # from the error number. TLS errors are excluded, because their numbers are not the
+        # system's.
         if isinstance(cause, OSError) and cause.errno and not isinstance(cause, ssl.SSLError):
             return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
     message = next((str(cause) for cause in causes if str(cause)), "")
@@ -482,7 +489,7 @@ _OVERFLOW = (
     "max_model_len",
     "too long",
 )
-# A question about the server costs it no work, so it answers soon or never.
+# The server computes nothing for a question about itself, so a short time limit is enough.
 _LOOK_SECONDS = 10.0
 _LOOK_BYTES = 16 << 20
 # The most bytes of a reply to a call: a fixed number, and a number for each token of the call.
@@ -515,7 +522,7 @@ class Refused(EngineUnavailable):
     """
 
     def __init__(self, engine: str, problem: str, wait: float) -> None:
-        super().__init__(engine, problem, "Try again later, or send less at once")
+        super().__init__(engine, problem, "Try again later, or with fewer requests at once")
         self.wait = wait
 
 

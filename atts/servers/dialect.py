@@ -110,7 +110,7 @@ class Dialect(ABC):
         if options.thinking == "send" and not self.takes_thinking_budget:
             raise OptionError(
                 "thinking",
-                f"servers of dialect {self.name} are not sent a thinking budget; leave thinking out, "
+                f"atts sends no thinking budget to servers of dialect {self.name}; leave thinking out, "
                 "and atts closes the think block itself",
             )
         self._options = options
@@ -148,7 +148,7 @@ class Dialect(ABC):
         """
         raise UnsupportedByEngine(
             client.name,
-            f"dialect {self.name} has no tokenize, which compares the server's ids with ours",
+            f"dialect {self.name} has no method tokenize, which atts needs to compare the server's token ids with its own",
             f"Override tokenize in {type(self).__name__}",
         )
 
@@ -452,7 +452,9 @@ class DialectClient:
             kept = list[dict[int, float]]()
             for row in rows[len(prefix) - 1 :]:
                 if not row or not are_scores(tuple(row.values())):
-                    raise BadReply(self._name, "a list of tokens is empty, or not of log-probs")
+                    raise BadReply(
+                        self._name, "a list of likely tokens is empty or has no log-probabilities"
+                    )
                 likeliest = sorted(row, key=row.__getitem__, reverse=True)[:top]
                 kept.append({token: row[token] for token in likeliest})
             return kept

@@ -48,8 +48,8 @@ R = TypeVar("R", SampleRequest, ScoreRequest)
 _log = logging.getLogger("atts.servers")
 _log.addHandler(logging.NullHandler())
 _DEFAULTS = RemoteOptions()
-# Seconds between two checks of a server that was given up; every call asks, but each check takes
-# time.
+# Seconds between two checks of a server that was given up; calls in between do not check, because
+# each check takes time.
 _LOOK_AGAIN_SECONDS = 5.0
 
 
@@ -480,7 +480,9 @@ async def find_dialect(client: Client, name: str) -> Dialect:
     if refused is not None:
         raise client.refusal(refused)
     advice = f"Is the URL right? Or say which dialect it speaks: {', '.join(DIALECTS)}"
-    raise UnsupportedByEngine(client.name, f"nothing at {client.url} is known", advice)
+    raise UnsupportedByEngine(
+        client.name, f"atts does not recognise the server at {client.url}", advice
+    )
 
 
 async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
@@ -501,10 +503,10 @@ async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
 def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokenizer) -> EngineSpec:
     """Describe the server as an engine, before its claims are tested.
 
-    :raises UnsupportedByEngine: it does not say how long its context is.
+    :raises UnsupportedByEngine: it does not report its context length.
     """
     if identity.context_length <= dialect.spare:
-        raise UnsupportedByEngine(name, "it does not say how long its context is")
+        raise UnsupportedByEngine(name, "it does not report its context length")
     end: Any = getattr(tokenizer, "end_id", None)
     return EngineSpec(
         name=name,

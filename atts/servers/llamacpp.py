@@ -20,7 +20,7 @@ from atts.servers.dialect import (
     tokens_of,
 )
 
-# A bias that leaves no other token a chance; log-probs are taken before it.
+# A bias so large that no other token can be drawn; the server's log-probs are from before the bias.
 _FORCE = 1e9
 _REPLY_FIELDS = {
     "cache_prompt": True,
@@ -116,7 +116,7 @@ class LlamaCppDialect(Forcer):
         completion: _Completion = decode(reply, _Completion)
         (row,) = completion.completion_probabilities
         if row.id != token or completion.tokens != (token,):
-            raise ValueError(f"it was made to write {token}, and wrote {row.id}")
+            raise ValueError(f"it was forced to write token {token}, but wrote {row.id}")
         return row.logprob
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
@@ -139,6 +139,6 @@ def _matched(ids: TokenIds, rows: tuple[_Row, ...]) -> tuple[float | None, ...]:
     while matching < min(len(ids), len(rows)) and rows[matching].id == ids[matching]:
         matching += 1
     if len(rows) > len(ids) or (len(rows) == len(ids) and matching < len(ids)):
-        raise ValueError("the log-probs are not of the ids that came with them")
+        raise ValueError("the log-probabilities belong to other token ids than those in the reply")
     known = [row.logprob for row in rows[:matching]]
     return (*known, *[None] * (len(ids) - matching))

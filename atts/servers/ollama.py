@@ -20,7 +20,8 @@ from atts.servers.dialect import (
 )
 from atts.servers.options import RemoteOptions
 
-# Every position takes memory there, so a default is small; the setting `context` asks for more.
+# Ollama allocates memory for every position, so its default context is small; the setting `context`
+# requests a larger one.
 CONTEXT = 8192
 
 

@@ -17,9 +17,9 @@ from atts.files import open_ordinary
 KEY_VARIABLE = "ATTS_API_KEY"
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 _LONGEST_KEY = 1 << 16
-# Spaces and control characters, which no URL holds.
+# Spaces and control characters, which no URL contains.
 _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
-# Capitals with few digits: an API key hardly looks like this.
+# The form of a variable's name: capitals with few digits, which an API key hardly has.
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
 """How a server that takes messages is made to continue an answer: by a request in words ("ask"), by
@@ -68,7 +68,8 @@ class ApiKey:
             else:
                 problem = f"the variable {self.variable} is not set"
             if self.variable == OPENAI_KEY_VARIABLE:
-                # It may have been chosen for the user, who typed no `key`.
+                # atts may have chosen this variable, so the advice must not mention `key`, which
+                # the user did not type.
                 advice = f"set it, or {KEY_VARIABLE}, to the API key"
             else:
                 advice = "set it to the API key, or leave `key` out"
@@ -77,7 +78,7 @@ class ApiKey:
             where = self.file or self.variable
             raise OptionError(
                 "key",
-                f"the one in {where} holds a space, a control character or a letter beyond ASCII",
+                f"the one in {where} contains a space, a control character or a letter beyond ASCII",
             )
         return key
 
@@ -128,7 +129,7 @@ class RemoteOptions:
     connect_seconds: float = 10.0
     wait_seconds: float = 600.0
     give_up_after: float = GIVE_UP_AFTER
-    # For asking the server to free a request.
+    # Seconds that a request to cancel another request may take.
     cancel_seconds: float = 2.0
     recheck_seconds: float = 15.0
     recheck_requests: int = 64

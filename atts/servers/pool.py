@@ -43,10 +43,11 @@ State = Literal["up", "down", "refused"]
 """The state of a replica: "down" means that it failed and is tried again later, "refused" that it
 came back as another engine.
 """
-_BACK_SECONDS = 0.5  # before a failed replica is asked again; doubles with every failure
+_BACK_SECONDS = 0.5  # seconds before a failed replica is tried again; doubled with every failure
 _LONGEST_SECONDS = 30.0
-_FAILURES = 3  # time-outs or impossible replies in a row that count as a lost replica
-_SLACK = 8  # requests a replica may have above its fair share before work spills over
+_FAILURES = 3  # consecutive time-outs or invalid replies after which a replica counts as lost
+# requests above its fair share that a replica may have before other replicas get new ones
+_SLACK = 8
 
 
 class Replica(Engine, Protocol):
@@ -90,7 +91,7 @@ class _Member:
     in_a_row: int = 0
     retry_at: float = 0.0
     checking: anyio.Lock = field(default_factory=anyio.Lock)
-    checks: int = 0  # after which it was up
+    checks: int = 0  # number of checks after which the replica was usable
     reason: str = ""
 
     @property
@@ -128,7 +129,7 @@ class ReplicaPool:
         self._stack = AsyncExitStack()
         self._state: EngineState = "new"
         self._first: Replica | None = None
-        self._clock: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
+        self._clock: Callable[[], float] = lambda: 0.0  # the event loop's clock, once the loop runs
 
     @property
     def spec(self) -> EngineSpec:
@@ -171,12 +172,13 @@ class ReplicaPool:
             engine = member.engine
             if member.state == "down" and isinstance(engine, Returning):
                 if await engine.comes_back():
-                    # One of the calls that ask at once checks; the others continue when it has.
+                    # Of several calls that arrive together, one checks the replica; the others wait
+                    # and then continue.
                     async with member.checking:
                         if member.state == "down":
                             await self._look(member)
             if member.state == "up":
-                # One replica is enough.
+                # One usable replica is enough.
                 group.cancel_scope.cancel()
 
         async with task_group() as group:
@@ -241,7 +243,7 @@ class ReplicaPool:
         try:
             answer = await call(member.engine)
         except EngineUnavailable as error:
-            # otherwise it was lost again before its recovery was noticed
+            # if the replica was found usable meanwhile, this error is from before its recovery
             if member.checks == checks:
                 self._fail(member, error)
             raise
@@ -267,7 +269,7 @@ class ReplicaPool:
         await self._check(member)
         if member.state == "refused":
             raise EngineUnavailable(
-                self._name, f"{member.name} is another engine now ({error})"
+                self._name, f"{member.name} came back with another model or version ({error})"
             ) from error
 
     def _fail(self, member: _Member, error: EngineError) -> None:
@@ -304,7 +306,8 @@ class ReplicaPool:
         rollout = request.rollout
         if not rollout:
             return least
-        # Where the rollout's prefix is cached, unless that replica has far more to do than others.
+        # Use the replica that has the rollout's prefix in its cache, unless it has far more
+        # requests than the others.
         home = max(free, key=lambda member: _weight(member.name, rollout))
         fair = sum(member.in_flight for member in free) / len(free)
         return home if home.in_flight <= 1.25 * fair + _SLACK else least
@@ -329,7 +332,7 @@ class ReplicaPool:
             advice = "Serve the same model the same way everywhere"
             require_alike(f"replica {member.name}", self._first.spec, member.engine.spec, advice)
         except (EngineUnavailable, EngineTimeout, BadReply) as error:
-            # For `_fail` to take it down again, for longer.
+            # `_fail` doubles the waiting time only for a replica that is up.
             member.state = "up"
             self._fail(member, error)
         except ATTSError as error:

@@ -254,7 +254,7 @@ class ServerProbe:
                     raise OtherTokenizer(self._client.name, text, theirs, ours)
         except (EngineError, ValueError) as error:
             return Finding("tokenizer", "unknown", f"the server does not tokenize for us ({error})")
-        return Finding("tokenizer", "yes", f"the server's ids of {len(_TEXTS)} texts are ours")
+        return Finding("tokenizer", "yes", f"the server's ids of {len(_TEXTS)} texts equal ours")
 
     async def _see_stop(self, ids: TokenIds) -> Finding:
         """Request the greedy text again, with a stop string in the middle of it."""
@@ -335,7 +335,7 @@ class ServerProbe:
         if drift > TOLERANCE:
             seen = f"the same chunk scored {drift:.3f} nats otherwise from the cache"
             return Finding("scores", "no", seen, "score")
-        # At temperature 0 both are of the raw distribution.
+        # At temperature 0 both scores and sampled log-probs are of the unchanged distribution.
         difference = _distance(first.logprobs, _known_logprobs(written))
         if difference > 2 * TOLERANCE:
             seen = f"scores are {difference:.3f} nats from the log-probs sampled with"
@@ -465,30 +465,33 @@ def _first_ids(ids: TokenIds) -> str:
     return " ".join(map(str, ids[:6])) + more
 
 
-# The test of a server's own speculation. A request for one token is never speculated. So each token
-# of a sampled text is compared with one that is drawn alone after the same beginning: on a lossless
-# server the two are exchangeable, so the difference of their log-probabilities is as often above 0
-# as below, and the sum of such differences over the root of the sum of their squares is about a
-# standard normal number, whatever the model.
+# The test of a server's own speculation compares each token of a sampled text with a token drawn
+# alone after the same beginning. Servers do not speculate for a request of one token. On a lossless
+# server both tokens have the same distribution, so the difference of their log-probabilities is
+# positive as often as negative. The sum of these differences, divided by the root of the sum of
+# their squares, is then about a standard normal number for every model.
 
 _SAMPLED_TEXTS = 8
 _WARM = Sampling(temperature=0.7)
-# A lossless server exceeds this about once in a million times.
+# A lossless server exceeds this number of standard deviations about once in a million tests.
 _MOST_DEVIATIONS = 5.0
-# Nats between two tokens that either may be the likeliest one.
+# If two tokens differ by at most this many nats, either may be the likeliest one.
 _TIE = 0.1
-# The nats that count for a token with probability 0.
+# The log-probability, in nats, that counts for a token with probability 0.
 _FLOOR = -30.0
 
 
 class Lossless(NamedTuple):
     """Comparison of a server's texts with the distribution that it scores by."""
 
-    tokens: int  # sampled in texts, each compared with one drawn alone
-    deficit: float  # nats by which they are less likely than those, on average
-    # The deficit in standard errors; below 0 where texts are likelier than they may be.
+    tokens: int  # number of tokens of sampled texts, each compared with a token drawn alone
+    # mean number of nats by which tokens of texts are less likely than tokens drawn alone
+    deficit: float
+    # The deficit in standard errors; negative if tokens of texts are more likely than tokens drawn
+    # alone.
     deviation: float
-    # The most nats by which a token of a greedy text is less likely than the likeliest.
+    # The largest number of nats by which a token of a greedy text is less likely than the likeliest
+    # token.
     greedy_gap: float
 
     @property
@@ -499,7 +502,7 @@ class Lossless(NamedTuple):
             direction = "less" if self.deficit > 0 else "more"
             problems.append(
                 f"{self.tokens} tokens sampled at temperature {_WARM.temperature:g} are "
-                f"{abs(self.deficit):.2f} nats {direction} likely than such as are drawn one by one "
+                f"{abs(self.deficit):.2f} nats {direction} likely than tokens drawn one at a time "
                 f"({abs(self.deviation):.1f} deviations)"
             )
         if self.greedy_gap > _TIE:

@@ -30,7 +30,8 @@ from atts.servers.pool import ReplicaPool, require_alike
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 10.0
-_PATIENCE = 2.0  # for a replacement that is starting: requests go elsewhere meanwhile
+# seconds to wait for a replacement that starts; requests go to other replicas meanwhile
+_PATIENCE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class RayEngine(ReplicaPool):
         self, make: Callable[[], Engine], *, name: str = "ray", options: RayOptions = _DEFAULTS
     ) -> None:
         self._options = options
-        # the cluster, when this engine closes
+        # what happens to the Ray cluster when this engine closes
         self._shut: Literal["leave it", "end it"] = "leave it"
         self._actors = [
             ActorReplica(make, f"{name}/{number}", options) for number in range(options.actors)
@@ -105,7 +106,7 @@ class RayEngine(ReplicaPool):
         self._shut = await anyio.to_thread.run_sync(_join, self._name, self._options.address)
         try:
             for actor in self._actors:
-                actor.start()  # all load at once; the pool then waits for each
+                actor.start()  # all actors load at the same time; the pool then waits for each
             await super().__aenter__()
         except BaseException:
             await self._leave()
@@ -155,7 +156,7 @@ def _begin(name: str, quiet: dict[str, Any]) -> None:
     """Start a cluster in this machine."""
     try:
         _ray().init(address="local", include_dashboard=False, **quiet)
-    except Exception as error:  # Ray raises nothing more telling
+    except Exception as error:  # Ray raises no more specific error
         _ray().shutdown()
         advice = (
             "A busy machine may be slower than Ray's 30 s: start it first with `ray start --head`"
@@ -176,7 +177,7 @@ class ActorReplica(BaseEngine):
         self._options = options
         self._slots = SlotQueue(options.in_flight)
         self._handle: Any = None
-        self._opening: Any = None  # the reference to what `Host.open` will say
+        self._opening: Any = None  # reference to the result of `Host.open`
 
     @property
     def handle(self) -> Any:
@@ -216,7 +217,9 @@ class ActorReplica(BaseEngine):
             return await self._reopen()
         wanted = f"{self._options.cpus:g} cores and {self._options.gpus:g} GPUs"
         advice = f"Has the cluster {wanted} free for each actor? See `ray status`"
-        raise EngineUnavailable(self._name, f"its actor is not there after {patience:g} s", advice)
+        raise EngineUnavailable(
+            self._name, f"its actor did not start within {patience:g} s", advice
+        )
 
     async def comes_back(self) -> bool:
         """Wait for the actor that replaces one that died, as long as an actor may take to load."""

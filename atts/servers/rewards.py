@@ -122,7 +122,7 @@ class RemoteRewardModel:
         if reply.status == 404:
             raise UnsupportedByEngine(
                 _NAME,
-                f"{client.url} has no route {self._route}: it serves a model that writes text",
+                f"{client.url} has no route {self._route}, so it serves a model that writes text",
                 "Start vLLM with --runner pooling, or SGLang with --is-embedding",
             )
         if reply.status != 200:
@@ -176,9 +176,7 @@ class RemoteRewardModel:
                 row = rows[-1]
             values = [float(value) for value in (row if isinstance(row, list) else [row])]
         except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise BadReply(
-                _NAME, f"the reply of {self._route} has no reward where one belongs"
-            ) from error
+            raise BadReply(_NAME, f"the reply of {self._route} lacks a reward") from error
         return chance_of(values)
 
 
@@ -201,7 +199,8 @@ def chance_of(values: Sequence[float]) -> float:
     """
     if not 1 <= len(values) <= 2:
         raise BadReply(
-            _NAME, f"a row has {len(values)} numbers, not one or two: an embedding is no reward"
+            _NAME,
+            f"a row has {len(values)} numbers instead of one or two, so it is an embedding, not a reward",
         )
     if not all(map(math.isfinite, values)):
         raise BadReply(_NAME, "a reward is not a number")

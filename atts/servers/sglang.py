@@ -106,7 +106,9 @@ class SglangDialect(Scorer):
         rows = meta.output_token_logprobs or ()
         finish = finish_of(meta.finish_reason.type if meta.finish_reason else None)
         if tuple([row[1] for row in rows]) != generated.output_ids:
-            raise ValueError("the log-probs are not of the ids that came with them")
+            raise ValueError(
+                "the log-probabilities belong to other token ids than those in the reply"
+            )
         logprobs = tuple([row[0] for row in rows])
         return RawCompletion(generated.output_ids, logprobs, finish, meta.cached_tokens or 0)
 

@@ -90,9 +90,9 @@ class VllmDialect(TopScorer):
         super().__init__(options)
         # Whether the routes of --enable-scale-out are open.
         self._scale_out = False
-        # The version that was asked for cached scores, and whether it gives them.
+        # The server version for which cached scores were tried, and whether they worked.
         self._cached_scores: tuple[str, bool] | None = None
-        self._has_thinking_budget = ""  # the version that has taken one
+        self._has_thinking_budget = ""  # the server version that accepted a thinking budget
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
@@ -296,7 +296,9 @@ def _prompt_logprobs(completion: _Completion, request: ScoreRequest) -> Scores:
     for row, token in zip(rows[len(request.prefix) :], request.suffix, strict=True):
         scored = row.get(str(token)) if row else None
         if scored is None:
-            raise ValueError("the log-probs are of other ids than those asked about")
+            raise ValueError(
+                "the log-probabilities belong to other token ids than the requested ones"
+            )
         values.append(logprob_of(scored.logprob))
     return Scores(tuple(values), completion.cached)
 
@@ -323,9 +325,9 @@ class VllmFeature:
     """Something that vLLM can do from one version on."""
 
     since: VllmVersion
-    flag: str  # "": no flag asks for it
+    flag: str  # the server's flag that enables it; "": none is needed
     does: str
-    without: str  # what a run on an older version lacks
+    without: str  # the effect on a run with an older version
 
 
 _THINKING_BUDGET: VllmVersion = (0, 19)

@@ -40,7 +40,7 @@ class StoppedText:
         if self.is_stopped:
             return ""
         text = self._held + text
-        # what was shown began no stop string, so each one lies within the rest
+        # no stop string begins in the shown text, so every stop string is in the rest
         found = [(text.find(stop), len(stop)) for stop in self._stop if stop in text]
         if found:
             self.is_stopped = True
@@ -297,9 +297,10 @@ class LiveRun:
 
     written: Callable[[int, str], None] | None = None  # called with each turn of a rollout
     leader: int | None = None  # the rollout that was the first to finish a turn
-    text: str = ""  # the leader's
+    text: str = ""  # text of the leader
     turns: Counter[int] = field(default_factory=Counter[int])  # keyed by rollout
-    ended: dict[int, str | None] = field(default_factory=dict[int, str | None])  # answers
+    # answer of each ended rollout
+    ended: dict[int, str | None] = field(default_factory=dict[int, str | None])
     judged: int = 0
     escalated: int = 0
     is_plain: bool = False  # whether the rollout of one model has no answer apart from its text

@@ -163,7 +163,7 @@ def problems(
 def exercises(
     split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> list[Exercise]:
-    """Return the same problems with their worked solutions, in the same order."""
+    """Return the problems that `problems` makes, in the same order, with their worked solutions."""
     if count < 0:
         raise OptionError("count", f"{count} is negative")
     distinct = dict[str, Exercise]()

@@ -305,8 +305,8 @@ class _Lexer:
         elif mode == "text" or (self._is_word(run) and not (len(run) == 2 and ahead[:1] == "^")):
             self.add("word", run)
         else:
-            # The letters are factors side by side; a known function at their start, or a root or pi
-            # after one letter, stays whole.
+            # Several letters are a product, such as ab; a known function at their start, or a root
+            # or pi after one letter, is read as one symbol.
             for piece in _FACTORS.findall(run):
                 self.letters(piece, "maths")
 

@@ -52,7 +52,7 @@ def test_a_variable_that_is_not_set_is_refused(
 def test_a_key_that_no_header_can_hold_is_refused(key: str, tmp_path: Path) -> None:
     """The message does not contain the key."""
     (tmp_path / "key").write_text(key, encoding="utf-8")
-    with pytest.raises(OptionError, match="holds a space, a control character") as refused:
+    with pytest.raises(OptionError, match="contains a space, a control character") as refused:
         ApiKey(file=tmp_path / "key").read()
     assert key not in str(refused.value)
 

@@ -55,7 +55,7 @@ async def test_a_lossless_server_is_accepted_with_its_speculation_reported(
 @pytest.mark.parametrize(
     ("dialect", "flaw", "words"),
     [
-        ("vllm", "hot", "nats less likely than such as are drawn one by one"),
+        ("vllm", "hot", "nats less likely than tokens drawn one at a time"),
         ("sglang", "greedy", "greedy text"),
     ],
 )

@@ -118,7 +118,7 @@ def test_a_dialect_that_cannot_send_the_budget_says_so() -> None:
     """Otherwise the setting would be ignored silently."""
     address = read_server("sglang:http://localhost:1/m?thinking=send")
     assert address.options.thinking == "send"
-    with pytest.raises(OptionError, match="dialect sglang are not sent a thinking budget"):
+    with pytest.raises(OptionError, match="no thinking budget to servers of dialect sglang"):
         SglangDialect(address.options)
     with pytest.raises(OptionError, match="thinking"):
         read_server("vllm:http://localhost:1/m?thinking=maybe")

@@ -404,7 +404,9 @@ class Layers(Protocol):
         units: tuple[int, int],
         /,
     ) -> None:
-        """Compute the batch in these layers."""
+        """Compute the batch in these layers. `rows` are the states of the batch's tokens and of its
+        `logit_rows`; the last layer computes only the latter.
+        """
         ...
 
 

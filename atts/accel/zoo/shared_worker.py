@@ -50,7 +50,9 @@ class SharedWorker:
     """
 
     def __init__(self, zoo: Path, replica: int, stages: StageOptions, share: Share) -> None:
-        """Create a worker."""
+        """Create a worker. `share` returns the settings of a loop for models of at most the given
+        number of layers.
+        """
         self._zoo = zoo
         self._replica = replica
         self._stages = stages

@@ -367,8 +367,9 @@ class _Stop(NamedTuple):
 class StageExecutor:
     """The ranges of one model or several models, in workers.
 
-    It goes to another that is through sooner, once its keys and values are brought there or
-    computed again. If a worker ends, its replacement or other workers do its work.
+    A sequence stays in one worker for all consecutive ranges there. It moves to a worker that would
+    finish sooner, after its keys and values are copied or computed again. If a worker ends, its
+    replacement or other workers do its work.
     """
 
     def __init__(

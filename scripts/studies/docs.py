@@ -99,18 +99,18 @@ def pages() -> dict[str, str]:
 _GPUS = """\
 # Pairs on GPUs
 
-This table is for people with GPUs who choose a pair. It says for every pair and card whether both models open in one
-process, and how many rollouts they work on at once. `atts pairs --local` prints it for the installed version:
-`scripts/docs` computes this page with the same functions that an engine calls when it opens. Nothing on it has been
+This table is for people with GPUs who choose a pair. It shows for every pair and card whether both models open in one
+process, and how many rollouts they can process at once. `atts pairs --local` prints it for the installed version:
+`scripts/docs` computes this page with the same functions that an engine calls when it opens. Nothing on this page has been
 measured on a GPU yet.
 
-Memory is gigabytes of weights + cache in bfloat16; each engine also keeps 1.5 GB for its own needs, and 8 % of a card is
-left to others. "At once" counts whole rollouts in the cache, of the 64 that a run starts. Where two GPUs are used, the
-target has the first and the draft the second. A model larger than two cards is a server's work: the last column says
-how many of the cards vLLM needs for the pair (* with the target in FP8), and `atts pairs PAIR --card CARD` prints the
+The memory of a model is given as gigabytes of weights + cache in bfloat16. Each engine also reserves 1.5 GB, and 8 % of a card
+stays free for other programs. "At once" counts the whole rollouts that fit into the cache, of the 64 that a run starts. With two
+GPUs, the target has the first and the draft the second. A model that is larger than two cards needs a server: the last column is
+the number of cards that vLLM needs for the pair (* with the target in FP8), and `atts pairs PAIR --card CARD` prints the
 commands.
 
-| pair | tokens of a rollout | card | opens on | draft | target | at once | with servers |
+| pair | tokens per rollout | card | opens on | draft | target | at once | with servers |
 |---|---|---|---|---|---|---|---|"""
 
 

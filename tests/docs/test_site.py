@@ -151,7 +151,7 @@ def test_pages_admit_what_is_slower_or_missing() -> None:
     (row,) = re.findall(r"^\| EasySpec \|.*$", page, flags=re.M)
     assert f"it loses, {grouped}x where `draft` has {serial}x" in row
     blocks = (ROOT / "docs" / "blocks.md").read_text()
-    _, _, lacking = blocks.partition("Not built, of what BlockLLM describes:")
+    _, _, lacking = blocks.partition("BlockLLM describes these parts, which atts does not have:")
     for mechanism in (
         "equivalent block while a request runs",
         "queue and a batch size",

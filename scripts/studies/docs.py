@@ -101,14 +101,14 @@ _GPUS = """\
 
 This table is for people with GPUs who choose a pair. It shows for every pair and card whether both models open in one
 process, and how many rollouts they can process at once. `atts pairs --local` prints it for the installed version:
-`scripts/docs` computes this page with the same functions that an engine calls when it opens. Nothing on this page has been
-measured on a GPU yet.
+`scripts/docs` computes this page with the same functions that an engine calls when it opens. Nothing on this page has
+been measured on a GPU yet.
 
-The memory of a model is given as gigabytes of weights + cache in bfloat16. Each engine also reserves 1.5 GB, and 8 % of a card
-stays free for other programs. "At once" counts the whole rollouts that fit into the cache, of the 64 that a run starts. With two
-GPUs, the target has the first and the draft the second. A model that is larger than two cards needs a server: the last column is
-the number of cards that vLLM needs for the pair (* with the target in FP8), and `atts pairs PAIR --card CARD` prints the
-commands.
+The memory of a model is given as gigabytes of weights + cache in bfloat16. Each engine also reserves 1.5 GB, and 8 %
+of a card stays free for other programs. "At once" counts the whole rollouts that fit into the cache, of the 64 that a
+run starts. With two GPUs, the target has the first and the draft the second. A model that is larger than two cards
+needs a server: the last column is the number of cards that vLLM needs for the pair (* with the target in FP8), and
+`atts pairs PAIR --card CARD` prints the commands.
 
 | pair | tokens per rollout | card | opens on | draft | target | at once | with servers |
 |---|---|---|---|---|---|---|---|"""

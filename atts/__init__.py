@@ -1,4 +1,4 @@
-"""Asynchronous test-time scaling of LLM reasoning, with conformal guarantees on who does the work."""
+"""Asynchronous test-time scaling of LLM reasoning, with conformal control of the share that the large model writes."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
-"""A draft and a target behind two servers, reached by their URLs.
+"""Run atts with a draft and a target on two servers, which are given by URL.
 
-    python examples/two_servers.py                                                     # two toy servers of its own
+    python examples/two_servers.py                                                     # starts two toy servers
     python examples/two_servers.py vllm:http://gpu1:8000/Qwen/Qwen3-1.7B vllm:http://gpu2:8000/Qwen/Qwen3-32B
 
-atts knows the APIs of vLLM, SGLang and llama.cpp; `atts probe URL` says what a server can do.
+atts knows the APIs of vLLM, SGLang and llama.cpp; `atts probe URL` lists the features of a server.
 """
 
 import sys

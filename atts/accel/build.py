@@ -220,7 +220,9 @@ def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> Ex
     :raises UnsupportedByEngine: the target has only one layer.
     """
     if config.model.num_layers < 2:
-        problem = "speculate=mirror hears the target between its layers, and it has one"
+        problem = (
+            "speculate=mirror needs an early exit between two layers, but the target has one layer"
+        )
         raise UnsupportedByEngine(config.name, problem, "Write speculate=ssd")
     adapter = ExitAdapter.read(config.folder, config.model, weights, config.name)
     return ExitModel(model, adapter, config.model.norm_eps)
@@ -249,7 +251,7 @@ def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target
         if is_shared:
             line.start_here()
             for _ in range(sum(stages.replicas)):
-                line.start("a worker with layers of it")
+                line.start("a worker with some of its layers")
             no_layers = replace(plain, model=plain.model.part(range(0)))
             cache = allocate_cache(no_layers, dtype, device)
             load = ZooLoader(kernels, cache, threads_of(config))

@@ -148,7 +148,7 @@ class StageOptions:
         :raises OptionError: it cannot.
         """
         if self.stages > 1 and speculation.speculate == "mirror":
-            raise OptionError("stages", "are not heard between their layers (mirror)")
+            raise OptionError("stages", "have no early exit (mirror)")
         if self.stages > 1 and options.scores != "float32":
             raise OptionError(
                 "scores", "bfloat16 is for the native kernels in one process, in float32 otherwise"

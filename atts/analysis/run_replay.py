@@ -394,7 +394,7 @@ def _by_round(gate: RoundGate, chunks: Iterable[_JudgedChunk]) -> Iterator[tuple
 def _with_cut_turn(
     rollout: Rollout, decided: Mapping[tuple[int, int], tuple[int, Decided]]
 ) -> Rollout:
-    """Return the rollout with the decision of the turn that a settled vote cut short, if any."""
+    """Return the rollout, with the last decision if a settled vote cancelled the turn after that decision."""
     _, event = decided.get((rollout.sample, len(rollout.turns)), (0, None))
     if event is None or event.decision.score is None:
         return rollout

@@ -614,7 +614,9 @@ def takeover_examples(run: RecordedRun) -> Examples:
                     continue
                 rate = decision.rate
                 if not 0 < rate < 1:
-                    raise UsageError(f"at rate {rate:g} no coin chooses; give one between 0 and 1")
+                    raise UsageError(
+                        f"rate {rate:g} leaves nothing to chance; give a coin's rate between 0 and 1"
+                    )
                 row = judge_features(
                     teacher.get((rollout.sample, turn.index), ()),
                     drafted.logprobs,

@@ -240,8 +240,8 @@ def _details(
     for benchmark, row in pair.published.items():
         speeds = f"{row.marginal:g}x marginal, {row.conditional:g}x conditional"
         yield (
-            f"  published {benchmark}: correct in any of 16 {100 * row.accuracy:.1f} %, speed-up "
-            f"{speeds}"
+            f"  published {benchmark}: {100 * row.accuracy:.1f} % solved by any of 16 rollouts, "
+            f"speed-up {speeds}"
         )
     for kind, placement in placed.items():
         yield f"  memory    {placement or _without(pair, kind)}"

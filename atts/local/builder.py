@@ -135,7 +135,7 @@ def choose_model(
         try:
             if unknown := unknown_parts(config.model):
                 raise UnsupportedByEngine(
-                    config.name, f"the native kernels do not know {unknown}", "Use torch"
+                    config.name, f"the native kernels do not support {unknown}", "Use torch"
                 )
             library, trouble = native_library(config.name, config.model)
             if rounds and not library.atts_has_pairs():

@@ -149,7 +149,7 @@ class StepLoop:
             case Close():
                 self._is_closing = True
             case _:
-                raise AssertionError(f"a loop does not know {command!r}")
+                raise AssertionError(f"a loop has no command {command!r}")
 
     def _submit(self, command: Submit) -> None:
         self._stats.requests += 1

@@ -314,7 +314,7 @@ def read_hf_config(folder: Path, name: str) -> Any:
     refuse_gguf(folder, name)
     if not path.is_file():
         raise ModelLoadError(
-            name, f"{folder} holds no config.json", "Name a folder written by save_pretrained"
+            name, f"{folder} has no config.json", "Name a folder written by save_pretrained"
         )
     refuse_code(folder, name)
     values = read_object(path, name)

@@ -20,16 +20,16 @@ from atts.concurrency import python_command
 _SECONDS = 5.0
 _BYTES = 1 << 30
 _CHARACTERS = 4 << 20
-"""Limits of one rendering in the child: seconds of processor time, bytes of memory, characters of
-text.
+"""Limits of one rendering in the child process: seconds of processor time, bytes of memory, and
+characters of output.
 """
 _TOO_LARGE = f"it takes more than {_BYTES >> 30} GiB of memory, or writes more than {_CHARACTERS >> 20} Mi characters"
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
 """The environment variables that the child inherits."""
 _MARK = "CONTINUE-FROM-HERE "
-"""Appended to a message that is left open, to find where the template puts the message's end.
+"""Text appended to an unfinished message, to find the place where the template writes the end of the message.
 
-The mark ends in a space, which shows whether the template trims messages.
+The mark ends with a space, so that a template that trims messages is noticed.
 """
 
 Rows = Sequence[Mapping[str, str]]

@@ -73,7 +73,7 @@ def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK
 def read_object(path: Path, name: str) -> dict[str, Any]:
     """Read the JSON object in a file of a model folder.
 
-    :raises ModelLoadError: the file holds no JSON object, or is implausibly long.
+    :raises ModelLoadError: the file contains no JSON object, or is too large for one of a model folder.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:

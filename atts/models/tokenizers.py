@@ -156,7 +156,7 @@ def _open(folder: Path, name: str) -> Any:
     is_older = any((folder / file).is_file() for file in ("tokenizer.model", "vocab.json"))
     if not path.is_file() and not is_older:
         raise ModelLoadError(
-            name, f"{folder} holds no tokenizer", "Copy the model's tokenizer files into its folder"
+            name, f"{folder} has no tokenizer", "Copy the model's tokenizer files into its folder"
         )
     with import_lock:
         try:

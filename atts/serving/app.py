@@ -333,7 +333,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for this error only"
-    words = {404: "no such route", 405: "this route does not have this method"}
+    words = {404: "no such route", 405: "this route does not accept this method"}
     refusal = RequestError(words.get(error.status_code, error.detail), status=error.status_code)
     return _json(refusal.body, refusal.status)
 
@@ -341,7 +341,9 @@ async def _no_route(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """Answer an internal error: the log has the details, the client gets none."""
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    refusal = RequestError("an internal error of the server", status=500, kind="server_error")
+    refusal = RequestError(
+        "an internal error; the server's log has the details", status=500, kind="server_error"
+    )
     return _json(refusal.body, refusal.status)
 
 

@@ -27,8 +27,8 @@ def run_virtual(
     """Run an async function under virtual time and return what it returns.
 
     `anyio.sleep`, `anyio.current_time`, deadlines and time-outs are virtual, from 0 on.
-    `time.monotonic` and the wall clock stay real. `patience_seconds` is how long, really, sockets
-    may take to answer before a jump.
+    `time.monotonic` and the wall clock stay real. `patience_seconds` is the real time that sockets
+    may take to answer before virtual time jumps.
 
     >>> async def nap() -> float:
     ...     await anyio.sleep(3600)
@@ -51,14 +51,14 @@ def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str
     return {"clock": clock, "instruments": [clock]}
 
 
-# Time stands still while anything can run. When every task waits, it jumps to the next timer. While
-# worker threads are outstanding it passes really instead: their results are waited for, and no
-# timer overtakes them that would not have. Real sockets and subprocesses are polled before each
-# jump, not waited for; tests that have them give `patience_seconds`.
+# Virtual time stands still while anything can run. When every task waits, it jumps to the next
+# timer. While results of worker threads are outstanding, real time passes instead, so that no timer
+# ends before a thread that it should follow. Real sockets and subprocesses are polled before each
+# jump, but not waited for; tests that use them set `patience_seconds`.
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop whose time is its selector's."""
+    """An asyncio loop whose time comes from its selector."""
 
     def __init__(self, patience_seconds: float = 0.0) -> None:
         self._executing: set[asyncio.Future[Any]] = set()
@@ -66,27 +66,27 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._virtual)
 
     def time(self) -> float:
-        """Return the virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was created."""
         return self._virtual.now
 
     def run_in_executor(  # type: ignore[override]  # the stub's variadic form cannot be restated
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Run a function in a thread as the base class does, and remember that one is at work."""
+        """Run a function in a thread as the base class does, and count the thread as busy."""
         future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
         self._executing.add(future)
         future.add_done_callback(self._executing.discard)
         return future
 
     def has_threads(self) -> bool:
-        """Return whether the result of a worker thread is still outstanding."""
+        """Return whether the result of a worker thread is outstanding."""
         return bool(self._executing) or any(_owes(thread, self) for thread in threading.enumerate())
 
 
 def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
-    # anyio keeps its asyncio workers in a set, and those whose last result arrived in a queue of
-    # idle ones next to it; both change on the loop's own thread only, so there is no moment in
-    # which a delivered result still counts as missing
+    # anyio has one set of all worker threads and one queue of idle threads whose results have
+    # arrived. Both change on the loop's own thread only, so a delivered result never counts as
+    # outstanding.
     workers = getattr(thread, "workers", ())
     idle = getattr(thread, "idle_workers", ())
     return getattr(thread, "loop", None) is loop and thread in workers and thread not in idle
@@ -103,8 +103,8 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout <= 0:
-            return super().select(timeout)  # nothing to jump to: whatever comes is real
-        # asked before polling: a thread that finishes in between has already woken the loop
+            return super().select(timeout)  # there is no timer to jump to, so wait in real time
+        # read this before polling, because a thread that ends in between has already woken the loop
         wait = timeout if self._has_threads() else min(timeout, self._patience_seconds)
         ready = super().select(wait)
         if not ready:
@@ -113,15 +113,16 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class TrioClock:
-    """A trio clock and instrument that jumps to the next deadline once polling found nothing to do.
+    """A trio clock and instrument that jumps to the next deadline when polling finds no work.
 
-    trio's own `MockClock` does the same, except that its time overtakes worker threads.
+    trio's own `MockClock` does the same, except that its time may jump while worker threads still
+    work.
     """
 
     def __init__(self, patience_seconds: float = 0.0) -> None:
         self._now = 0.0
         self._patience_seconds = patience_seconds
-        # real time at which the wait under way ends; None: no wait under way
+        # real time at which the current wait ends; None: there is no wait
         self._jump_at: float | None = None
 
     def start_clock(self) -> None:
@@ -132,7 +133,7 @@ class TrioClock:
         return self._now
 
     def before_task_step(self, task: object) -> None:
-        """Note that a task runs: the wait under way is over."""
+        """Record that a task runs, so the current wait is over."""
         self._jump_at = None
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
@@ -153,6 +154,6 @@ class TrioClock:
 
 
 def _trio_threads() -> int:
-    from trio.testing import active_thread_count  # trio is an extra
+    from trio.testing import active_thread_count  # trio is an optional dependency
 
     return active_thread_count()

@@ -1,4 +1,4 @@
-"""The checks of the conformance suite: what an engine answers, and how it works."""
+"""The checks of the conformance suite, on the results and the behaviour of an engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from atts.sampling import Seed
 _Result = TypeVar("_Result")
 PLAIN = Sampling()
 GREEDY = Sampling(temperature=0.0)
-LOOSE = Sampling(temperature=1.5)  # temperature at which even a sure model has alternatives to draw
+# a temperature at which even a confident model has several likely tokens
+LOOSE = Sampling(temperature=1.5)
 
 
 class Broken(Exception):
@@ -38,22 +39,23 @@ class Broken(Exception):
 
 
 class NotApplicable(Exception):
-    """A check cannot be made of this engine; the message says why."""
+    """A check does not apply to this engine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """The thoroughness and the patience of a conformance check.
+    """The extent of a conformance check, with its tolerances and time limits.
 
     The defaults suit engines of some thousand tokens a second.
 
-    `tolerance` is in nats per token, between a token's log-prob when sampled and when scored; `tie`
-    how close two best tokens may be before either counts as greedy. `tokens` bounds ordinary
-    requests, `long_tokens` those meant to be cancelled or to reach the model's end. `draws` is how
-    many single tokens test how they are drawn. `timeout_seconds` holds for each check,
-    `settle_seconds` for the release of cancelled work. `boundary` is the longest context that is
-    filled to the brim. `seeding` "none" is for engines that do not promise to reproduce a seed:
-    they are compared by greedy texts, up to ties. `skip` names checks to leave out.
+    `tolerance` is the allowed difference, in nats per token, between sampled and scored log-
+    probabilities. Two best tokens closer than `tie` both count as greedy. `tokens` limits ordinary
+    requests; `long_tokens` limits requests that are cancelled or should reach the model's end.
+    `draws` is the number of single tokens that test the distribution of draws. `timeout_seconds`
+    limits each check, and `settle_seconds` the release of cancelled work. `boundary` is the longest
+    context that a check fills completely. `seeding` "none" is for engines that do not promise to
+    reproduce a seed: they are compared by greedy texts, up to ties. `skip` names checks to leave
+    out.
     """
 
     tolerance: float = 1e-3
@@ -77,18 +79,19 @@ Need = Capability | Literal["seeds", "factory"]
 Check = Callable[["Probe"], Awaitable[None]]
 _registered: dict[str, Check] = {}
 CHECKS: Mapping[str, Check] = MappingProxyType(_registered)
-"""Every check by name, in the order they are made; the first line of its docstring is the promise.
+"""Every check by name, in the order they are made; the first line of a check's docstring is the
+promise.
 """
 
 
 OPENING = "opening"
-"""The check without which no other can be made."""
+"""The check that all other checks need."""
 
 
 def check(*needs: Need) -> Callable[[Check], Check]:
     """Register a function as the check of its name.
 
-    It is left out where the engine lacks what the check needs.
+    The check is skipped if the engine lacks a capability that the check needs.
     """
 
     def register(function: Check) -> Check:
@@ -104,7 +107,7 @@ def check(*needs: Need) -> Callable[[Check], Check]:
 
 
 class Probe:
-    """An open engine, and the requests that its checks make."""
+    """An open engine, with helpers that make the requests of checks."""
 
     def __init__(
         self, engine: Engine, options: CheckOptions, factory: Callable[[], Engine] | None = None
@@ -126,9 +129,9 @@ class Probe:
         return self.prompts[0]
 
     def request(self, prompt: int = 0, seed: int = 0, sampling: Sampling = PLAIN) -> SampleRequest:
-        """Return a request whose answer can be asked for again.
+        """Return a request that gives the same answer again.
 
-        It is a greedy one where seeds are not reproduced.
+        The request is greedy if the engine does not reproduce seeds.
         """
         name = Seed(run=20_250_918, problem=f"check {prompt}", sample=seed)
         sampling = sampling if self.options.seeding == "exact" else GREEDY
@@ -143,7 +146,7 @@ class Probe:
         ]
 
     def long(self, request: SampleRequest) -> SampleRequest:
-        """Return the same request, as long as the options and the context allow."""
+        """Return the request with the most tokens that the options and the context allow."""
         room = self.engine.spec.context_length - len(request.ids)
         return replace(request, max_tokens=min(self.options.long_tokens, room))
 
@@ -154,13 +157,13 @@ class Probe:
     async def score(
         self, prefix: TokenIds, suffix: TokenIds, rollout: str = ""
     ) -> tuple[float, ...]:
-        """Return log-probabilities, after checking that they are one per token and possible."""
+        """Return log-probabilities, after checking that there is one per token and none is above 0."""
         logprobs = (await self.engine.score(ScoreRequest(prefix, suffix, rollout))).logprobs
         require(
             len(logprobs) == len(suffix),
             f"scoring {len(suffix)} tokens gave {len(logprobs)} log-probs",
         )
-        wrong = [value for value in logprobs if not value <= 1e-6]  # NaN compares false
+        wrong = [value for value in logprobs if not value <= 1e-6]  # comparisons with NaN are false
         require(not wrong, f"scored log-probs must be numbers and at most 0, got {wrong[:3]}")
         return logprobs
 
@@ -170,11 +173,11 @@ class Probe:
         return self.factory()
 
     def can(self, capability: Capability) -> bool:
-        """Return whether the engine says that it has this capability."""
+        """Return whether the engine's spec lists this capability."""
         return capability in self.engine.spec.capabilities
 
     def need(self, *needs: Need) -> None:
-        """Leave the check out unless all of these are there."""
+        """Skip the check if the engine lacks one of these capabilities."""
         missing = {"sample", "score", "draw"}.intersection(needs) - self.engine.spec.capabilities
         if missing:
             raise NotApplicable(f"the engine does not {' or '.join(sorted(missing))}")

@@ -1,6 +1,6 @@
-"""A scripted engine: the toy language model behind real queues, latencies, faults and cancellations.
+"""A scripted engine: the toy language model with real queues, latencies, faults and cancellation.
 
-First come the faults: calls that fail, hang or answer nonsense, on a seeded schedule.
+The first part has the faults: calls that fail, hang or answer nonsense, on a seeded schedule.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ late. hang: for ever.
 The others answer what cannot be true: a log-prob too few, a NaN among them, nothing at all, ids no
 vocabulary has (a score has no ids: a positive log-prob).
 """
-_REMEMBERED = 4096  # scores whose attempts are counted: retries come soon
+_REMEMBERED = 4096  # most scores whose attempts are counted; retries come soon, so few are needed
 _Kind = TypeVar("_Kind", bound=str)
 
 
 def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> None:
-    """Refuse shares of faults that are not probabilities, and unknown kinds.
+    """Check that shares of faults are probabilities and that their kinds are known.
 
     :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
     """
@@ -60,7 +60,7 @@ def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> Non
 
 
 def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
-    """Return the kind of fault that a uniform number falls on, if any."""
+    """Return the kind of fault that a uniform number selects, or None."""
     for kind, share in shares.items():
         uniform -= share
         if uniform < 0:
@@ -73,9 +73,9 @@ class Faults:
     """The calls that fail, and how: a share of all calls by kind, and fixed call numbers first.
 
     The shares are drawn from the request itself (seed, ids, rollout): the same calls fail under any
-    schedule. A retry fares otherwise if it changes the seed's attempt; scores are distinguished by
-    how often they were asked. Calls are numbered from 0 in order of arrival. `delay_seconds` is how
-    late the slow, dropped and timed-out answer.
+    schedule. A retry may have another fault, because the seed's attempt changes; for scores, the
+    number of earlier requests is used. Calls are numbered from 0 in order of arrival.
+    `delay_seconds` is the delay of slow, dropped and timed-out calls.
 
     :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
     """
@@ -96,7 +96,7 @@ NO_FAULTS = Faults()
 
 
 class FaultSchedule:
-    """The faults of one engine's life: it counts calls, and decides the fault of each."""
+    """The faults of one engine: it counts calls, and chooses the fault of each call."""
 
     def __init__(self, faults: Faults, engine: str) -> None:
         self._faults = faults
@@ -124,7 +124,7 @@ class FaultSchedule:
             return replace(
                 seed, purpose=f"fault {self._faults.seed} {seed.purpose} {hash(request.ids)}"
             )
-        # hashes of ints are the same in every run
+        # hashes of integers are the same in every process
         key = (
             request.rollout,
             hash(request.prefix),
@@ -134,7 +134,7 @@ class FaultSchedule:
         return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
 
     async def before(self, kind: FaultKind | None) -> None:
-        """Fail, wait or hang, as the fault has it, before an answer is made.
+        """Raise, wait or hang before an answer is made, as the fault says.
 
         :raises EngineUnavailable: refused or dropped.
         :raises EngineTimeout: timed out.
@@ -156,7 +156,7 @@ class FaultSchedule:
 
 
 def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
-    """Return the answer as it arrives with a fault of this kind."""
+    """Return the answer, changed as a fault of this kind changes it."""
     logprobs: tuple[float, ...] = answer.logprobs
     if kind == "wrong_length":
         return replace(answer, logprobs=logprobs[:-1])
@@ -173,7 +173,7 @@ def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
 
 
 class FaultyEngine(EngineAround):
-    """Any engine, made to fail on a schedule.
+    """An engine that wraps any other engine and makes it fail on a schedule.
 
     Opening and closing it opens and closes the engine inside.
     """
@@ -186,7 +186,7 @@ class FaultyEngine(EngineAround):
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Return the inner engine's answer, or what the schedule has instead."""
+        """Return the inner engine's answer, or the result of a scheduled fault."""
         if self._schedule is None:
             raise UsageError("a faulty engine must be opened with `async with` before it is called")
         kind = self._schedule.pick(request)
@@ -205,10 +205,10 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The seconds that a request holds its slot; real, or virtual under `run_virtual`.
+    """The seconds that a request uses a slot; virtual under `run_virtual`, else real.
 
-    `jitter` spreads a request's time log-normally (the deviation of its logarithm), seeded by the
-    request itself.
+    `jitter` is the standard deviation of the logarithm of a request's time, whose noise is seeded
+    by the request.
     """
 
     per_sample: float = 0.0
@@ -220,7 +220,7 @@ class Latency:
     seed: int = 0
 
     def spread(self, key: Seed) -> float:
-        """Return the factor on one request's time."""
+        """Return the random factor on a request's time."""
         if not self.jitter:
             return 1.0
         first = (key.key() % 2**64 + 0.5) / 2**64
@@ -234,10 +234,10 @@ NO_LATENCY = Latency()
 
 @dataclass(frozen=True, slots=True)
 class ScoreDrift:
-    """Scores that drift: log-probabilities times `factor` (above 1: perplexity rises).
+    """Scores that drift: log-probabilities are multiplied by `factor` (above 1, perplexity rises).
 
-    It sets in after `after` score calls, or for rollouts whose text before the scored suffix has
-    `after` steps or more.
+    The drift begins after `after` score calls, or in rollouts with at least `after` steps before
+    the scored text.
     """
 
     after: int = 0
@@ -255,9 +255,9 @@ NO_DRIFT = ScoreDrift()
 class ScriptedEngine(BaseEngine):
     """A toy model as an engine: seeded, with honest log-probabilities.
 
-    Latency, queue, failures and drift are whatever is asked for.
+    Latency, queue, failures and drift can be set.
 
-    Without latency a call only yields to other tasks once; `concurrency` None means no queue.
+    Without latency a call yields to other tasks once; `concurrency` None means no queue.
 
     >>> from atts.core import Message
     >>> from atts.testing.clock import run_virtual
@@ -316,7 +316,7 @@ class ScriptedEngine(BaseEngine):
     async def _serve(
         self, request: _Request, work: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Queue for a slot, do the work, and answer as the fault schedule has it."""
+        """Wait for a slot, do the work, and answer as the fault schedule says."""
         fault = self._faults.pick(request)
         asked = self._clock()
         if not self._slots.take_nowait():
@@ -356,7 +356,7 @@ class ScriptedEngine(BaseEngine):
         scored = len(request.suffix)
         times = self._latency
         seconds = times.per_score + times.scored_token * scored + times.prefilled_token * prefilled
-        # hashes of ints are the same in every run
+        # hashes of integers are the same in every process
         name = f"{hash(request.prefix)} {hash(request.suffix)}"
         await self._wait(seconds, Seed(run=times.seed, problem=name, purpose="latency"))
         self._cache.keep(request.rollout, request.prefix + request.suffix)
@@ -386,7 +386,7 @@ class ScriptedEngine(BaseEngine):
 def _spec_of(
     role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability]
 ) -> EngineSpec:
-    """Return the spec of an engine on a toy model; models of other skills have other names."""
+    """Return the spec of an engine on a toy model; models with other skills have other names."""
     return EngineSpec(
         name=role,
         model=f"toy {blake2b(repr(model.skill).encode(), digest_size=6).hexdigest()}",

@@ -1,5 +1,5 @@
-"""HTTP servers around any engine that speak a serving engine's dialect, quirks included, and fail on
-demand.
+"""HTTP servers around any engine that imitate the API of a serving engine, with its quirks, and
+fail on demand.
 
 The server and its parts come first, then one section for each dialect with its routes: the chat API,
 llama.cpp, Ollama, SGLang as its 0.5.23 sources have it, and vLLM as its 0.33 sources have it. A
@@ -42,21 +42,22 @@ ServerDialect = Literal["vllm", "sglang", "llamacpp", "ollama", "chat"]
 ServerFault = Literal[
     "refused", "reset", "429", "500", "truncated", "wrong_ids", "nan", "slow_loris", "hang"
 ]
-"""refused: closed unread. reset: broken off in mid-reply. truncated: half the JSON. slow_loris: a
-byte now and then.
+"""refused: the connection is closed before the request is read. reset: closed in mid-reply.
+truncated: half of the JSON is sent. slow_loris: one byte is sent from time to time.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFaults:
-    """The share of the calls that do work which fail, and how; drawn for every call from a seed.
+    """The share of working calls that fail, and the kinds of failure; each call's fault is drawn
+    from a seed.
 
     :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
     """
 
     shares: Mapping[ServerFault, float] = field(default_factory=dict[ServerFault, float])
     seed: int = 0
-    retry_after: str = "0"  # said with a 429
+    retry_after: str = "0"  # value of the header Retry-After of a reply with status 429
 
     def __post_init__(self) -> None:
         check_shares(self.shares, get_args(ServerFault))
@@ -98,7 +99,7 @@ class ServerQuirks:
     thinking: Literal["closed", "ignored", "refused"] = "closed"
 
     def written(self, request: SampleRequest) -> SampleRequest:
-        """Return the request as it is carried out: broken speculation draws otherwise."""
+        """Return the request as the server computes it: broken speculation changes the draws."""
         broken = "hot" if request.sampling.temperature else "greedy"
         # A request for one token is never speculated.
         if self.speculation == broken and request.max_tokens > 1:
@@ -111,7 +112,7 @@ PLAIN_SERVER = ServerQuirks()
 
 
 class BlockCache:
-    """The prefixes that a server has computed, in whole blocks.
+    """The prefixes that a server has computed, in blocks of tokens.
 
     The last block of a prompt is always computed again.
     """
@@ -127,12 +128,12 @@ class BlockCache:
         return count
 
     def keep(self, ids: TokenIds) -> None:
-        """Note that these ids have been computed."""
+        """Record that these ids have been computed."""
         self._known.update(hash(ids[:end]) for end in range(_BLOCK, len(ids) + 1, _BLOCK))
 
 
 class Refusal(Exception):
-    """The server refuses a request: with which status, and which words."""
+    """The server refuses a request with this status and text."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -140,7 +141,7 @@ class Refusal(Exception):
 
 
 class Aborted(Refusal):
-    """A request was aborted while it was worked on."""
+    """A request was aborted while the server worked on it."""
 
     def __init__(self) -> None:
         super().__init__(499, "aborted")
@@ -148,14 +149,16 @@ class Aborted(Refusal):
 
 @dataclass(slots=True)
 class DraftCounter:
-    """Counts what a server that speculates proposed, and how much of it was accepted, by place."""
+    """Counts of the tokens that speculation proposed and accepted, by position."""
 
     rounds: int = 0
     proposed: int = 0
     accepted: list[int] = field(default_factory=list[int])
 
     def write(self, done: Completion, acceptance: tuple[float, ...]) -> None:
-        """Count the rounds in which a text was written: each place is accepted with its chance."""
+        """Count the rounds in which a text was written; each position is accepted with its
+        probability.
+        """
         random_draw = random.Random(hash(done.ids))
         self.accepted = self.accepted or [0] * len(acceptance)
         left = len(done.ids)
@@ -172,7 +175,7 @@ class DraftCounter:
 
 @dataclass(slots=True)
 class ServerState:
-    """The engine of a server with its jobs by request id, its cache and its quirks."""
+    """The engine of a server, with its running requests, its cache and its quirks."""
 
     engine: Engine
     model: str
@@ -188,7 +191,7 @@ class ServerState:
         return self.engine.spec.context_length
 
     def abort(self, rid: str, match: Literal["exact", "prefix"] = "exact") -> None:
-        """Free a request, or all whose id begins so."""
+        """Cancel a request, or all requests whose id begins with this text."""
         for name in list(self.jobs):
             if name == rid or (match == "prefix" and name.startswith(rid)):
                 self.jobs[name].cancel()
@@ -206,9 +209,9 @@ class ServerCall:
     async def sample(
         self, request: SampleRequest, rid: str = "", *, spoil: bool = True
     ) -> Completion:
-        """Return a completion, spoilt if the fault says so, its cached tokens counted.
+        """Return a completion with its cached tokens counted; a fault may spoil it.
 
-        :raises Aborted: it was aborted under way.
+        :raises Aborted: the request was aborted.
         """
         state = self.state
         done = await self._job(
@@ -222,9 +225,9 @@ class ServerCall:
         return replace(done, cached_tokens=cached)
 
     async def score(self, ids: TokenIds, start: int, rid: str = "") -> tuple[TokenIds, Scores]:
-        """Return the ids from `start` on and their scores, spoilt if the fault says so.
+        """Return the ids from `start` on with their scores; a fault may spoil them.
 
-        :raises Aborted: it was aborted under way.
+        :raises Aborted: the request was aborted.
         """
         request = ScoreRequest(ids[:start], ids[start:])
         scores = await self._job(
@@ -251,7 +254,7 @@ class ServerCall:
     def check_model(self) -> None:
         """Refuse a call that names another model.
 
-        :raises Refusal: it does.
+        :raises Refusal: the model has another name.
         """
         if self.body.get("model") != self.state.model:
             raise Refusal(
@@ -261,9 +264,9 @@ class ServerCall:
             )
 
     def check_room(self, ids: TokenIds, limit: int) -> None:
-        """Refuse what does not fit the context.
+        """Refuse a request that does not fit into the context.
 
-        :raises Refusal: it does not.
+        :raises Refusal: the request is too long.
         """
         most = self.state.context_length
         wanted = len(ids) + limit
@@ -290,7 +293,7 @@ class ServerCall:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The paths of a dialect. Requests for tokens or scores fail on demand; questions about the server do not."""
+    """The routes of a dialect; only requests for tokens or scores fail on demand."""
 
     questions: Mapping[str, Callable[[ServerCall], Any]]
     work: Mapping[str, Callable[[ServerCall], Awaitable[Any]]]
@@ -301,7 +304,7 @@ def request_of(
 ) -> SampleRequest:
     """Return the engine's request.
 
-    A field that was not sent has the server's own default, which is not neutral.
+    A missing field has the server's own default, which may filter tokens.
     """
     sampling = Sampling(
         float(fields.get("temperature", default.temperature)),
@@ -318,18 +321,18 @@ def request_of(
 
 
 def finish_word(done: Completion) -> Literal["stop", "length"]:
-    """Return why it ended: a stop string and the model's own end are one word."""
+    """Return the reason of the end; the server reports a stop string and the model's own end alike."""
     return "length" if done.ended == "length" else "stop"
 
 
 def shown(done: Completion, stop: tuple[str, ...]) -> str:
-    """Return the text up to the first stop string, which is left out."""
+    """Return the text before the first stop string."""
     places = [done.text.find(word) for word in stop if word in done.text]
     return done.text[: min(places)] if places else done.text
 
 
 class DialectServer:
-    """A server in a thread, on a loopback port, from `with` to the end of the block.
+    """A server in a thread on a loopback port, which runs for the duration of the `with` block.
 
     `make` makes the engine it serves, again at every start. `kill` breaks every connection off,
     `restart` begins again on the same port; `faults` may be set while it runs. Needs aiohttp: `pip
@@ -359,10 +362,10 @@ class DialectServer:
         self.dialect: ServerDialect = dialect
         self.quirks = quirks
         self.faults = faults
-        self.calls: list[str] = []  # the path of every call that does work
+        self.calls: list[str] = []  # path of every call that needed work
         self._make = make
         self._model = model
-        self.key = key  # key that the server requires; may be changed while it runs
+        self.key = key  # API key that the server requires; may be changed while it runs
         self._loading_seconds = loading_seconds
         self._port = port
         self._random = random.Random(faults.seed)
@@ -372,7 +375,7 @@ class DialectServer:
 
     @property
     def url(self) -> str:
-        """Return where it listens."""
+        """Return the server's URL."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
@@ -399,9 +402,9 @@ class DialectServer:
         self.kill()
 
     def start(self) -> None:
-        """Listen; returns when it does.
+        """Start to listen, and return when the port is open.
 
-        :raises BaseException: what kept it from starting.
+        :raises BaseException: the error that prevented the start.
         """
         assert self._open is None, "it runs already"
         with ExitStack() as stack:
@@ -420,7 +423,7 @@ class DialectServer:
             stack.close()
 
     def restart(self, *, quirks: ServerQuirks | None = None) -> None:
-        """Kill it and begin again on the same port, with other quirks if given."""
+        """Kill the server and start it again on the same port, with other quirks if they are given."""
         self.kill()
         self.quirks = quirks or self.quirks
         self.start()
@@ -470,9 +473,9 @@ class DialectServer:
         return await self._respond(request, routes, fault)
 
     def _is_loading(self) -> bool:
-        """Return whether it still loads.
+        """Return whether the server still loads.
 
-        Loading begins with the first look, so that it is seen however busy the machine is.
+        Loading begins with the first call, so that a test sees it on any machine.
         """
         now = asyncio.get_running_loop().time()
         if self._ready_at is None:
@@ -575,12 +578,13 @@ _ANSWER = "The answer"
 
 
 def without_marks(text: str) -> str:
-    """Return a text of the assistant as its model wrote it, without the marks around reasoning."""
+    """Return a message of the assistant as its model wrote it, without the marks around reasoning."""
     return text.replace(THINK, "").replace(THINK_END, "")
 
 
 def split_reasoning(so_far: str, text: str) -> tuple[str, str]:
-    """Divide what continues a text into reasoning, and content from the answer's sentence on.
+    """Divide the text after a prompt into reasoning, and content that begins with the sentence of
+    the answer.
 
     >>> split_reasoning("", "So 4.\\n\\nThe answer is 4.")
     ('So 4.\\n\\n', 'The answer is 4.')
@@ -638,7 +642,7 @@ async def chat_completions(call: ServerCall) -> Any:
     reasoning = ""
     if quirks.reasoning != "off" and text is not None:
         reasoning, content = split_reasoning(_so_far(body["messages"]), text)
-        # vLLM's parsers give null for an empty content, OpenAI an empty text
+        # vLLM's parsers give null for an empty content, but OpenAI gives an empty text
         message["content"] = content if quirks.reasoning == "hidden" else content or None
         if quirks.reasoning != "hidden":
             message[quirks.reasoning] = reasoning or None
@@ -676,7 +680,8 @@ def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
             "closed": False,
         }
         if not wanted[call.state.quirks.prefill]:
-            messages[-1] = Message("user", messages[-1].content)  # without a word, as SGLang does
+            # the field is ignored silently, as in SGLang
+            messages[-1] = Message("user", messages[-1].content)
     return call.state.engine.tokenizer.render(messages)
 
 
@@ -686,7 +691,7 @@ def _so_far(rows: list[dict[str, Any]]) -> str:
 
 
 async def _digits(call: ServerCall, ids: TokenIds) -> list[dict[str, Any]]:
-    """Return the ten digits, which stand in for the likeliest tokens."""
+    """Return the ten digits, which replace the likeliest tokens."""
     rows: list[dict[str, Any]] = []
     for digit in range(10):
         (token, *_) = call.state.engine.tokenizer.encode(str(digit))
@@ -761,7 +766,8 @@ async def ignoring(call: ServerCall) -> Any:
 
 def _reply(state: ServerState, done: Completion, word: str) -> Any:
     pairs = list(zip(done.ids, done.logprobs, strict=True))
-    # as many entries less as the stop word has tokens by itself, wherever they were in the text
+    # the reply lacks as many entries as the stop string has tokens by itself, wherever they were in
+    # the text
     if word:
         pairs = pairs[: max(0, len(pairs) - len(state.engine.tokenizer.encode(word)))]
     kinds = {"length": "limit", "end": "eos", "delimiter": "word"}
@@ -798,7 +804,7 @@ LLAMACPP_ROUTES = Routes(
 )
 
 
-_SMALL = 64  # places, unless more are asked for
+_SMALL = 64  # context length in positions, unless the request sets it
 _DEFAULT_OLLAMA = Sampling(0.8, 40, 0.9)
 
 
@@ -884,7 +890,7 @@ def server_info(call: ServerCall) -> dict[str, str | None]:
 
 
 def abort_sglang(call: ServerCall) -> dict[str, str]:
-    """Answer POST /abort_request: every id that begins so is aborted, an empty one means all."""
+    """Answer POST /abort_request: every request whose id begins with the given text is aborted."""
     call.state.abort(call.body["rid"], "prefix")
     return {}
 
@@ -905,7 +911,7 @@ async def generate_sglang(call: ServerCall) -> Any:
     limit = int(settings.get("max_new_tokens", 128))
     if limit == 0:
         return await _scored(call, rid)
-    limit = min(limit, most - len(ids) - 2)  # shortened without a word
+    limit = min(limit, most - len(ids) - 2)  # the request is shortened silently
     request = request_of(ids, limit, settings, Sampling(), seed="sampling_seed")
     try:
         return _completion(call.state, await call.sample(request, rid), request, rid)
@@ -939,7 +945,7 @@ async def _scored(call: ServerCall, rid: str) -> Any:
 
 def _completion(state: ServerState, done: Completion, request: SampleRequest, rid: str) -> Any:
     heat = request.sampling.temperature
-    # stands in for "after temperature"
+    # this replaces log-probabilities "after temperature"
     divide = heat if state.quirks.logprobs != "raw" and heat > 0 else 1.0
     rows = [
         [value / divide, token, None] for value, token in zip(done.logprobs, done.ids, strict=True)
@@ -995,7 +1001,8 @@ async def completions_vllm(call: ServerCall) -> Any:
         for place in range(1, len(ids)) if body["prompt_logprobs"] else ():
             rows[place] |= await _likeliest(call, ids[:place], int(body["prompt_logprobs"]))
     request = request_of(ids, limit, body, _DEFAULT_VLLM)
-    done = await _thought(call, request, rid, spoil=not is_scored)  # a reply is spoilt once
+    # each reply is spoilt at most once
+    done = await _thought(call, request, rid, spoil=not is_scored)
     text = done.text if body.get("include_stop_str_in_output") else shown(done, request.stop)
     choice |= {
         "text": text,
@@ -1084,7 +1091,7 @@ async def generate_vllm(call: ServerCall) -> Any:
     packed = None
     if hit <= start and state.quirks.scoring == "honest":
         ids_scored, scores = await call.score(ids, start + 1, rid)
-        ids_lost = call.fault == "wrong_ids"  # ids do not travel: one is lost
+        ids_lost = call.fault == "wrong_ids"  # ids are not sent, so one is lost
         packed = (
             _packed(scores.logprobs[:-1] if ids_lost else scores.logprobs) if ids_scored else None
         )
@@ -1114,7 +1121,7 @@ def _check_open(call: ServerCall) -> None:
 def sent_logprobs(state: ServerState, done: Completion, request: SampleRequest) -> list[float]:
     """Return sampled log-probs as sent.
 
-    Dividing by the temperature stands in for "after it", halving for "cut".
+    Division by the temperature imitates "after temperature", and halving imitates "cut".
     """
     heat = request.sampling.temperature
     is_cut = request.sampling != Sampling(request.sampling.temperature)
@@ -1136,7 +1143,7 @@ async def _prompt_rows(
 
 
 async def _likeliest(call: ServerCall, ids: TokenIds, top: int) -> dict[str, dict[str, Any]]:
-    """Return the likeliest tokens after these ids, which the engine is asked about one by one."""
+    """Return the likeliest tokens after these ids; the engine scores the candidates one by one."""
     found: list[tuple[float, int]] = []
     for token in range(call.state.engine.spec.vocabulary):
         scores = await call.state.engine.score(ScoreRequest(ids, (token,)))
@@ -1162,19 +1169,19 @@ def _packed(values: tuple[float, ...]) -> str:
 
 
 def _stop_reason(done: Completion, request: SampleRequest) -> str | int | None:
-    """Return the stop that ended it; null for the model's own end."""
+    """Return the stop string or id that ended the text; null for the model's own end."""
     if done.ended != "delimiter":
         return done.ids[-1] if done.ids[-1] in request.stop_ids else None
     return next((stop for stop in request.stop if stop in done.text), done.ids[-1])
 
 
 def metrics(call: ServerCall) -> str:
-    """Answer GET /metrics, with counters of speculation only where there is any."""
+    """Answer GET /metrics; counters of speculation are included only if the server speculates."""
     text = call.gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
     if call.state.quirks.speculation == "off":
         return text
     drafts = call.state.drafts
-    # As after a long time at work: a client must look at differences.
+    # Counters begin high, as after a long run, so that a client has to use differences.
     counts = {
         "drafts": 400_000 + drafts.rounds,
         "draft_tokens": 1_200_000 + drafts.proposed,
@@ -1215,13 +1222,15 @@ _ROUTES: dict[ServerDialect, Routes] = {
 
 
 def routes_of(dialect: ServerDialect) -> Routes:
-    """Return the paths of a dialect, and what answers them."""
+    """Return the routes of a dialect, with their handlers."""
     return _ROUTES[dialect]
 
 
 RewardRoute = Literal["/pooling", "/classify", ""]
 Rewards = Callable[[str, Sequence[str]], float]
-"""The chance that the last of some steps is correct, by problem and steps."""
+"""A function that gives the probability that the last step is correct, from the problem and its
+steps.
+"""
 
 
 class RewardServer:
@@ -1255,20 +1264,20 @@ class RewardServer:
         self.separator = separator
         self.route = "/classify" if dialect == "sglang" and route else route
         self.pools = pools
-        self.numbers = numbers  # in a row
+        self.numbers = numbers  # length of the row of numbers in a reply
         self.decode = decode
-        self.bodies: list[dict[str, Any]] = []  # bodies of every call for rewards
+        self.bodies: list[dict[str, Any]] = []  # body of every call for rewards
         self._http: ThreadingHTTPServer | None = None
 
     @property
     def url(self) -> str:
-        """Return where it listens."""
+        """Return the server's URL."""
         assert self._http is not None, "it listens while it is open"
         return f"http://127.0.0.1:{self._http.server_port}"
 
     @property
     def address(self) -> str:
-        """Return its address for `score.reward`."""
+        """Return the server's address for `score.reward`."""
         return f"{self.dialect}:{self.url}/{self.model}"
 
     def __enter__(self) -> Self:
@@ -1334,5 +1343,5 @@ class RewardServer:
         return {"object": "list", "data": [{"index": 0, "object": "pooling", "data": rows}]}
 
     def row(self, chance: float) -> list[float]:
-        """Return a reward as the model's row of numbers."""
+        """Return a reward as the row of numbers that the model would send."""
         return [1 - chance, chance] if self.numbers == 2 else [chance] * self.numbers

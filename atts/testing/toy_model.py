@@ -1,6 +1,6 @@
 """The toy language model: next-token distributions that depend on the previous ids alone.
 
-First comes its language: the words, the tokenizer, the questions and the grammar.
+The first part is its language: the words, the tokenizer, the questions and the grammar.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Language(msgspec.Struct, frozen=True):
 
     specials: tuple[str, ...]
     fillers: tuple[str, ...]
-    openers: dict[str, float]  # phrases, and how often each begins a step
+    openers: dict[str, float]  # phrases that begin a step, with their frequencies
     full_stops: dict[str, float]
     rare_slips: tuple[int, ...]
-    words: dict[str, str]  # words, and the meaning of each in the grammar
+    words: dict[str, str]  # words, with their meaning in the grammar
     phases: dict[str, dict[str, str]]  # next phase, by phase and kind of word
-    phrases: dict[str, dict[str, float]]  # phrases that may be said without thought, by phase
+    phrases: dict[str, dict[str, float]]  # idle phrases, by phase
 
 
 LANGUAGE = msgspec.toml.decode(
@@ -70,9 +70,9 @@ TEMPLATE = "{role}{content} ... <|assistant|>"
 class ToyTokenizer:
     """A tokenizer by greedy longest match over a small vocabulary, with single bytes for the rest.
 
-    The same text can be spelt by several id sequences, as in real tokenizers: what a model wrote
-    need not be what `encode` makes of it. The "other" dialect numbers its tokens differently and
-    lacks the merges, for pairs of models that share no tokenizer.
+    Several id sequences can have the same text, as in real tokenizers, so a model's ids may differ
+    from those of `encode`. The "other" dialect numbers its tokens differently and lacks the merges,
+    for pairs of models that share no tokenizer.
 
     >>> tokenizer = ToyTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So 4 plus 4 is 8.\\n\\nça va"))
@@ -97,7 +97,8 @@ class ToyTokenizer:
         self.dialect = dialect
         self.pieces: tuple[bytes, ...] = (*(b"" for _ in SPECIALS), *pieces)
         self.vocabulary = len(self.pieces)
-        self.end_id = 0  # the token with which a model ends its text; the specials come first
+        # the token with which a model ends its text; special tokens have the lowest ids
+        self.end_id = 0
         text = repr((self.pieces, SPECIALS, TEMPLATE))
         self.digest = blake2b(text.encode(), digest_size=16).hexdigest()
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece}
@@ -110,7 +111,7 @@ class ToyTokenizer:
         return self._ids.get(text.encode())
 
     def encode(self, text: str) -> TokenIds:
-        """Return the ids of `text`; specials that are spelt out in it are just text."""
+        """Return the ids of `text`; names of special tokens in it are ordinary text."""
         ids: list[int] = []
         position = 0
         for match in self._pattern.finditer(text):
@@ -126,7 +127,7 @@ class ToyTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with special tokens left out.
 
-        A character that was cut in the middle reads U+FFFD.
+        An incomplete character becomes U+FFFD.
 
         :raises UsageError: an id outside the vocabulary.
         """
@@ -153,15 +154,15 @@ class ToyTokenizer:
 _STATEMENT = re.compile(r"Start at (\d{1,2})\.((?: [+-]\d{1,2},?)+)")
 _OPERATION = re.compile(r"[+-]\d{1,2}")
 _BOX = re.compile(r"\\boxed\{(\d+)\}")
-MOODS = 8  # how finely the traits of a question are distinguished
+MOODS = 8  # number of levels of each trait of a question
 
 
 @dataclass(frozen=True)
 class Question:
-    """A chain of sums as a model reads it, with traits that make some questions harder.
+    """A chain of sums, with traits that make some questions harder.
 
-    `mood` is how loosely its solutions are phrased, `hardness` how often steps go wrong; both are
-    levels below `MOODS`, a function of the text alone, and the same for every model.
+    `mood` is the level of variation in the phrasing of solutions, and `hardness` the level of the
+    error rate. Both are below `MOODS` and depend on the text alone, not on the model.
     """
 
     text: str
@@ -170,7 +171,7 @@ class Question:
 
     @cached_property
     def truth(self) -> tuple[int, ...]:
-        """Return the right value before the first step and after each one."""
+        """Return the correct value before the first step and after each step."""
         values = [self.start]
         for operation in self.operations:
             values.append((values[-1] + operation) % 100)
@@ -182,25 +183,23 @@ class Question:
 
     @cached_property
     def hardness(self) -> int:
-        """Return the level of hardness: long chains are harder, and some for no visible reason."""
+        """Return the level of hardness: long chains are harder, and some short ones are too."""
         return min(MOODS - 1, (len(self.operations) + self._noise[0] % 4) // 2)
 
     @cached_property
     def mood(self) -> int:
-        """Return the mood of a solution: how loosely it is phrased, which depends loosely on its
-        hardness.
-        """
+        """Return the mood of a solution, which correlates with its hardness."""
         return (self.hardness + self._noise[1] % MOODS * 3) // 4
 
     def misconception(self, step: int) -> int:
-        """Return by how much people usually get this step wrong."""
+        """Return the difference of the typical wrong result of a step from the correct one."""
         return (1, -1, 10, -10, 2, -2)[self._noise[step % 16] % 6]
 
 
 def read_question(text: str) -> Question:
     """Return the last toy problem stated in `text`.
 
-    Any other text is a question too, with a chain made from its hash.
+    For any other text, return a chain made from its hash.
 
     >>> read_question("Please solve: Start at 4. +3, -2. What is the result?").truth
     (4, 7, 5)
@@ -248,7 +247,7 @@ def toy_answer(text: str) -> str | None:
 
 
 def toy_groups(answers: Sequence[str]) -> list[int]:
-    """Return a group number for each toy answer, equal where their texts are.
+    """Return a group number for each toy answer; answers with equal texts are in one group.
 
     >>> toy_groups(["5", "7", "5"])
     [0, 1, 0]
@@ -273,7 +272,7 @@ _NEXT = LANGUAGE.phases
 
 
 class ReadingState:
-    """The meaning of the ids so far; it takes one word at a time, and copies cheaply."""
+    """The meaning of the ids so far; it reads one word at a time, and is cheap to copy."""
 
     __slots__ = (
         "answered",
@@ -291,7 +290,7 @@ class ReadingState:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        # ids of a message that is not the assistant's, while inside one
+        # ids of the current message, if it is not the assistant's
         self.prompt: list[int] | None = None
         self.restart(question)
 
@@ -301,8 +300,8 @@ class ReadingState:
         self.prompt = None
         self.phase = "open"
         self.word = -1
-        self.step = self.steps = 0  # sums done; blank lines passed
-        # value as last claimed, and as quoted in the step under way
+        self.step = self.steps = 0  # number of sums done, and number of blank lines read
+        # value last stated, and value quoted in the current step
         self.value = self.left = question.start
         self.sign = 1
         self.operand = 0
@@ -364,7 +363,7 @@ class ReadingState:
 
     @property
     def result(self) -> int:
-        """Return the result of the sum under way, as it is written."""
+        """Return the result that the text states for the current sum."""
         return (self.left + self.sign * self.operand) % 100
 
     @property
@@ -394,7 +393,7 @@ _FILTERED_KEPT = 8192
 
 
 class Distribution:
-    """A few likely tokens, and one small probability for each of the others."""
+    """A few likely tokens, and one small probability for all other tokens."""
 
     __slots__ = (
         "_bounds",
@@ -429,7 +428,7 @@ class Distribution:
     def of(cls, weights: Mapping[int, float], vocabulary: int, leak: float) -> Distribution:
         """Return probabilities in proportion to `weights`.
 
-        A share `leak` is divided evenly by the whole vocabulary.
+        A share `leak` is divided evenly over the whole vocabulary.
         """
         total = math.fsum(weights.values())
         floor = leak / vocabulary
@@ -444,7 +443,7 @@ class Distribution:
         return cls(ids, probabilities, floor, vocabulary - len(ids), vocabulary)
 
     def logprob(self, index: int) -> float:
-        """Return the log-probability of a token; -inf for one that was filtered out."""
+        """Return the log-probability of a token; -inf for a filtered token."""
         logprob = self._logprobs.get(index)
         if logprob is not None:
             return logprob
@@ -459,7 +458,9 @@ class Distribution:
         return of_likely - self._floor_ids * self.floor * math.log(self.floor)
 
     def draw(self, uniform: float) -> int:
-        """Return the token at a uniform in [0, 1): inverse distribution, likely tokens first."""
+        """Return the token at a uniform number in [0, 1), by inverse distribution with likely
+        tokens first.
+        """
         target = uniform * self._mass
         rank = bisect_right(self._bounds, target)
         if rank < len(self.ids):
@@ -475,11 +476,12 @@ class Distribution:
         return self if sampling == Sampling() else _filtered(self, sampling)
 
     def filtered(self, sampling: Sampling) -> Distribution:
-        """Compute what `under` remembers."""
+        """Compute the filtered distribution, which `under` caches."""
         if sampling.temperature == 0:
             return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
         power = 1 / sampling.temperature
-        top = self.probabilities[0]  # scaled out, so that low temperatures do not underflow
+        # divided by the largest, so that low temperatures do not underflow
+        top = self.probabilities[0]
         weights = [(p / top) ** power for p in self.probabilities]
         floor = (self.floor / top) ** power
         floors = self._floor_ids
@@ -512,7 +514,7 @@ class Distribution:
         return rank
 
 
-_filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)  # asked for at every token
+_filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)  # this function runs for every token
 
 
 def _nucleus(
@@ -528,21 +530,22 @@ def _nucleus(
 
 
 _ASSISTANT = SPECIALS.index("<|assistant|>")
-_LEAK = 1e-4  # shared by the whole vocabulary, so that nothing is impossible
+_LEAK = 1e-4  # share of probability that all tokens get, so that none is impossible
 _QUESTIONS_KEPT = 4096
-_DISTRIBUTIONS_KEPT = 4096  # a hundred problems of eight rollouts need a third of them
+# most cached states; a hundred problems of eight rollouts need a third of this number
+_DISTRIBUTIONS_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Skill:
     """The skills of a toy model; every field but `fluency` and `verbosity` is a probability.
 
-    `right`: a step of middling hardness comes out right. `typical`: a slip is the question's usual
-    one, which lets slips repeat across samples and makes them less surprising to a scorer.
-    `repair`: a wrong value is noticed at the next step. `wander`: a step says nothing. `fluency`
-    sharpens the phrasing; `verbosity` is the mean number of idle words per phrase. The target finds
-    a slip of the draft the more surprising the more often it is `right` and the less `typical` the
-    slip, and the surprise stands out the more the fewer idle words surround it.
+    `right`: a step of medium hardness is correct. `typical`: a slip is the question's usual one,
+    which lets slips repeat across samples and makes them less surprising to a scorer. `repair`: a
+    wrong value is noticed at the next step. `wander`: a step says nothing. `fluency` sharpens the
+    phrasing; `verbosity` is the mean number of idle words per phrase. The target gives a slip of
+    the draft a lower probability if the target is more often `right` and the slip less `typical`.
+    Fewer idle words make this easier to see in a score.
     """
 
     right: float = 0.85
@@ -574,8 +577,8 @@ class ToyModel:
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
         """Return the state after `ids`, which begins from a copy of `state` when one is given."""
-        # Ids that open no assistant's turn are a text to continue. Its question is derived from the
-        # first id alone.
+        # Ids without a turn of the assistant are a text to continue, whose question is derived from
+        # the first id alone.
         state = (
             ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
         )
@@ -596,7 +599,7 @@ class ToyModel:
     def _turn(self, state: ReadingState, index: int) -> None:
         if index == _ASSISTANT:
             state.restart(_question(self.tokenizer, tuple(state.prompt or ())))
-        else:  # the system's and the user's text are read as one text
+        else:  # system and user text are read as one text
             state.prompt = state.prompt or []
 
     def distribution(self, state: ReadingState) -> Distribution:
@@ -676,11 +679,11 @@ class ToyModel:
         return [(f" {value}", weight) for value, weight in values]
 
     def _firmness(self, question: Question) -> float:
-        """Return how settled the phrasing is, from 0 (anything goes) to `fluency`."""
+        """Return the sharpness of the phrasing, from 0 (all phrases equally likely) to `fluency`."""
         return self.skill.fluency * (1 - question.mood / (MOODS - 1))
 
     def _idle(self, state: ReadingState) -> list[tuple[str, float]]:
-        """Return idle words, each with its weight after the last one."""
+        """Return idle words with their weights after the last idle word."""
         firmness = self._firmness(state.question)
         likings = _LIKINGS[state.word]
         weights = [
@@ -694,7 +697,7 @@ class ToyModel:
     def _choice(
         self, options: Mapping[str, float], state: ReadingState, total: float
     ) -> list[tuple[str, float]]:
-        """Return ways to say the same; the firmer the phrasing, the more the likeliest gets."""
+        """Return ways to say the same, with weights; more sharpness favours the likeliest."""
         power = 1 + 3 * self._firmness(state.question)
         weights = [(word, share**power) for word, share in options.items()]
         scale = total / sum(weight for _, weight in weights)
@@ -704,7 +707,7 @@ class ToyModel:
         weights: dict[int, float] = {}
         for word, weight in words:
             index = self.tokenizer.end_id if word == "<|end|>" else self.tokenizer.piece_id(word)
-            if index is not None:  # the other dialect lacks some tokens
+            if index is not None:  # the tokenizer of the other dialect lacks some tokens
                 weights[index] = weights.get(index, 0.0) + weight
         distribution = self._known[key] = Distribution.of(weights, self.tokenizer.vocabulary, _LEAK)
         return distribution
@@ -716,9 +719,9 @@ def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
-    """Return how much each idle word likes each to follow, from 0 to 1.
+    """Return the weight of each idle word after each other one, from 0 to 1.
 
-    The last number is for going on at all; the word -1 is a phrase's start.
+    The last number is the weight of another idle word at all; word -1 is the start of a phrase.
     """
     size = len(FILLERS) + 1
     rows = {
@@ -732,12 +735,12 @@ _LIKINGS = _likings()
 
 
 def _hard(question: Question) -> float:
-    """Return the factor of a question on the share of slips; 1 in the middle."""
+    """Return the factor of a question on the error rate of steps; 1 for medium hardness."""
     return (question.hardness + 0.5) / (MOODS / 2)
 
 
 def _key(state: ReadingState) -> tuple[object, ...]:
-    """Return all that the next words depend on, apart from the model's skill."""
+    """Return the state that the next words depend on, in addition to the model's skill."""
     phase = state.phase
     question = state.question
     if phase == "open":
@@ -778,7 +781,7 @@ class Selector:
     judge: float = 0.8
 
     def verdict(self, question: str, is_right: bool, seed: Seed) -> str | None:
-        """Return the reply to a question about the last step; None if it asks something else."""
+        """Return the reply to a question about the last step; None for other prompts."""
         is_rating = question.endswith(_RATES)
         if not is_rating and not (question.endswith(_ANSWERS) and _JUDGES in question):
             return None
@@ -815,12 +818,12 @@ _COMPARES = "Correct: 1"
 _JUDGES = "Is the last step correct?"
 _ANSWERS = "Answer:"
 _RATES = "I think the quality score is:"
-_QUESTION_IDS = 160  # at the end of a prompt, spelt letter by letter
-_QUESTION_REPLY = 8  # tokens, at most, of a reply to a question about a step
+_QUESTION_IDS = 160  # the end of such a prompt, as the ids of single letters
+_QUESTION_REPLY = 8  # most tokens of a reply to a question about a step
 
 
 class Writer:
-    """A toy model that remembers where recent requests ended, which saves time only."""
+    """A toy model that caches the states at the ends of recent requests, which only saves time."""
 
     def __init__(
         self, model: ToyModel, memory: int = 1024, selector: Selector | None = None
@@ -832,7 +835,7 @@ class Writer:
     def write(self, request: SampleRequest) -> Completion:
         """Continue a text, with one uniform of the request's stream for each position."""
         model = self.model
-        # a prompt that asks about solutions; nothing is written yet
+        # the prompt asks about solutions, and nothing is written yet
         if request.ids and request.ids[-1] == _ASSISTANT:
             reply = self._selector.reply(model.tokenizer.decode(request.ids), request.seed)
             if reply is not None:
@@ -872,7 +875,7 @@ class Writer:
         return Completion(kept, model.tokenizer.decode(kept), ended, tuple(logprobs))
 
     def _spelt(self, text: str, request: SampleRequest) -> Completion:
-        """Return a reply that is known beforehand, as far as it may be long."""
+        """Return a reply that is fixed in advance, cut to the allowed length."""
         tokenizer = self.model.tokenizer
         ids = (*tokenizer.encode(text), tokenizer.end_id)
         kept = ids[: request.max_tokens]
@@ -880,7 +883,7 @@ class Writer:
         return Completion(kept, tokenizer.decode(kept), ended, (0.0,) * len(kept))
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Return the raw log-probability of every token of the suffix, or minus the entropies."""
+        """Return the log-probability of every token of the suffix, or the negative entropies."""
         state = self._read(request.prefix).copy()
         logprobs: list[float] = []
         for index in request.suffix:
@@ -894,7 +897,9 @@ class Writer:
         return tuple(logprobs)
 
     def begin(self, request: SampleRequest, suffix: TokenIds) -> Beginning:
-        """Return the request's answer up to and with the first token that is not the suffix's."""
+        """Return the request's answer up to and including the first token that differs from the
+        suffix.
+        """
         whole = self.write(replace(request, max_tokens=min(request.max_tokens, len(suffix) + 1)))
         stood = next(
             (
@@ -918,7 +923,7 @@ class Writer:
 
 
 class PrefixMemory:
-    """The contents of a cache: the ids that each rollout last went through.
+    """The contents of a cache: the latest ids of each rollout.
 
     The least recent rollout is forgotten first.
     """
@@ -929,7 +934,7 @@ class PrefixMemory:
     def cached(self, rollout: str, ids: TokenIds) -> int:
         """Return the number of leading ids that need no computing.
 
-        It is never all of them, for the last one gives the next distribution.
+        The last id is always computed, because it gives the next distribution.
         """
         seen = self._seen.get(rollout, ())
         limit = min(len(seen), len(ids) - 1)
@@ -938,6 +943,6 @@ class PrefixMemory:
         return next(i for i in range(limit) if seen[i] != ids[i])
 
     def keep(self, rollout: str, ids: TokenIds) -> None:
-        """Remember a rollout's latest ids; a request without a rollout leaves nothing behind."""
+        """Record a rollout's latest ids; a request without a rollout is not recorded."""
         if rollout:
             self._seen[rollout] = ids

@@ -79,7 +79,7 @@ def study(options: Options) -> list[Table]:
         for name, pairs in sets.items()
         if pairs
     ]
-    tables.append(asked({name: pairs for name, pairs in sets.items() if pairs}))
+    tables.append(sympy_questions({name: pairs for name, pairs in sets.items() if pairs}))
     everything = [pair for pairs in sets.values() for pair in pairs]
     tables.append(rules_off(_some(everything, options.pick(60, 10_000, 10_000))))
     hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
@@ -226,18 +226,16 @@ def beside(name: str, pairs: Sequence[Pair]) -> Table:
     )
 
 
-def _apart(work: Callable[..., T], *given: object) -> T:
-    """Run a call in a process of its own, which has loaded nothing of the other checkers."""
+def _in_new_process(work: Callable[..., T], *given: object) -> T:
+    """Run a call in a new process, which has not imported the other checkers."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(work, *given).result()
 
 
 def hostile_answers(pairs: Sequence[Pair]) -> Table:
-    """Run our checker alone on hostile answers: the slowest pair, what was wrongly called equal,
-    peak memory.
-    """
+    """Run our checker alone on hostile answers; report its slowest pair, false equals and peak memory."""
     names = "equal | different | unscored | false equal | slowest wall s | CPU s | peak MB"
-    return Table.of(f"Hostile answers: {len(pairs)}", names, [_apart(_attacked, pairs)])
+    return Table.of(f"Hostile answers: {len(pairs)}", names, [_in_new_process(_attacked, pairs)])
 
 
 def _attacked(pairs: Sequence[Pair]) -> Row:
@@ -254,17 +252,15 @@ def _attacked(pairs: Sequence[Pair]) -> Row:
         busy.append(time.thread_time() - spent)
         counts[verdict.status] += 1
         false_equal += verdict.is_equal and not pair.expected
-    return (*counts.values(), false_equal, max(seconds), max(busy), _peak_megabytes())
+    return (*counts.values(), false_equal, max(seconds), max(busy), _peak_memory_mb())
 
 
 def grouping(count: int) -> Table:
-    """Group many answers: distinct ones of each kind, and few values in many spellings, a process
-    for each.
-    """
+    """Group many answers, each set in a new process: sets of distinct answers, and few values in many spellings."""
     rows: list[Row] = []
     for name in (*_DISTINCT, "mixed", "100 values"):
         say(f"grouping: {name}")
-        rows.append((name, count, *_apart(_grouped, name, count)))
+        rows.append((name, count, *_in_new_process(_grouped, name, count)))
     return Table.of("Grouping", "answers | number | classes | wall s | CPU s | peak MB", rows)
 
 
@@ -292,10 +288,10 @@ def _grouped(name: str, count: int) -> Row:
     busy = time.process_time()
     classes = max(group(texts)) + 1
     spent = time.perf_counter() - start, time.process_time() - busy
-    return (classes, *spent, _peak_megabytes())
+    return (classes, *spent, _peak_memory_mb())
 
 
-def _peak_megabytes() -> float | None:
+def _peak_memory_mb() -> float | None:
     """Return the peak memory of this process.
 
     The system's own count begins with the parent's memory.
@@ -382,8 +378,8 @@ def _nothing(*_: object) -> None:
     return None
 
 
-def _functions(*names: str) -> list[Switch]:
-    """Return switches after which these functions have no value of ours."""
+def _function_switches(*names: str) -> list[Switch]:
+    """Return switches that make our checker treat these functions as undecided."""
     tables = (evaluation.FUNCTIONS, evaluation.EXACT)
     return [
         (table, name, _undecided_function(table))
@@ -416,9 +412,9 @@ RULES: dict[str, list[Switch]] = {
         (evaluation.EXACT, "gcd", _undecided),
         (evaluation.EXACT, "lcm", _undecided),
     ],
-    "hyperbolic functions": _functions(*"sinh cosh tanh coth sech csch".split()),
-    "sec, csc and cot": _functions("sec", "csc", "cot"),
-    "arcsin, arccos and arctan": _functions("arcsin", "arccos", "arctan"),
+    "hyperbolic functions": _function_switches(*"sinh cosh tanh coth sech csch".split()),
+    "sec, csc and cot": _function_switches("sec", "csc", "cot"),
+    "arcsin, arccos and arctan": _function_switches("arcsin", "arccos", "arctan"),
     "sets of reals": [(regions.Line, "region", _nothing)],
     "classes such as 8k+3": [(views, "progression", _nothing)],
     "dots written out": [(views, "with_terms", _first)],
@@ -466,12 +462,12 @@ def rules_off(pairs: Sequence[Pair]) -> Table:
     )
 
 
-def asked(sets: dict[str, list[Pair]]) -> Table:
-    """Count the pairs that are put to sympy and measure what these cost, the worker's start apart."""
+def sympy_questions(sets: dict[str, list[Pair]]) -> Table:
+    """Count the pairs that need sympy, and measure their time without the start of its worker."""
     equivalent(r"\sum_{k=1}^{n}k", r"\frac{n(n+1)}{2}")  # starts the worker
     rows = list[Row]()
     for name, pairs in sets.items():
-        WORKER.answers.clear()  # what the comparisons above have asked is remembered
+        WORKER.answers.clear()  # the cache has the answers to the comparisons above
         seconds = list[float]()
         decided = 0
         for pair in pairs:

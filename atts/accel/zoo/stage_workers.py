@@ -100,7 +100,7 @@ class StageProcess:
         except OSError as error:
             self._pipe.close()
             raise EngineUnavailable(
-                self._name, f"its stages' processes cannot be started ({error})"
+                self._name, f"the worker processes of its stages cannot be started ({error})"
             ) from error
         finally:
             theirs.close()

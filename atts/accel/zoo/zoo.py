@@ -215,7 +215,7 @@ def check_name(name: str, taken: Collection[str] = ()) -> None:
     """
     if not _NAME.fullmatch(name):
         raise OptionError(
-            "NAME", f"{name!r} cannot be a model's name; use letters, digits, '.', '_' and '-'"
+            "NAME", f"{name!r} cannot be a model name; use letters, digits, '.', '_' and '-'"
         )
     if name in taken:
         raise OptionError(
@@ -620,7 +620,7 @@ class Zoo:
         :raises StorageError: the disk cannot be written; no files are left.
         """
         if out.exists():
-            raise OptionError("OUT", f"{out} is there already; name a new folder")
+            raise OptionError("OUT", f"{out} exists already; name a new folder")
         folder = self.folder(name)
         model = check_stored(folder)
         assert model is not None, "a model of a zoo has a manifest"
@@ -637,7 +637,8 @@ class Zoo:
                 write_atomic(path, joined(file, tensors))
                 if file_digest(path) != file.digest:
                     raise ZooError(
-                        self.directory, f"{file.name} of {name!r} did not come out as it was added"
+                        self.directory,
+                        f"{file.name} of {name!r} differs from the file that was added",
                     )
 
     def _refuse_links_out(self, folder: Path) -> None:
@@ -748,7 +749,7 @@ class Zoo:
                 for name in others
             ):
                 raise ZooError(
-                    self.directory, "it is not a zoo, and not empty", "Name a new folder"
+                    self.directory, "the directory is neither a zoo nor empty", "Name a new folder"
                 )
             for part in (MODELS, BLOCKS):
                 (self.directory / part).mkdir(parents=True, exist_ok=True)

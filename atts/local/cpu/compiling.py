@@ -199,7 +199,7 @@ def native_library(
     """Return the compiled kernels, from the cache or newly built, and a description of any problem
     with the cache.
 
-    :raises UnsupportedByEngine: no compiler, a failed build, a head size the kernels do not know,
+    :raises UnsupportedByEngine: no compiler, a failed build, a head size that the kernels do not support,
         or a foreign tuning.
     """
     if tuning not in tunings():
@@ -224,7 +224,9 @@ def native_library(
         function.argtypes = arguments
     if not library.atts_supports(config.head_dim):
         raise UnsupportedByEngine(
-            engine, f"the native kernels do not know head dimension {config.head_dim}", "Use torch"
+            engine,
+            f"the native kernels do not support head dimension {config.head_dim}",
+            "Use torch",
         )
     return library, trouble
 

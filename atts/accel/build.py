@@ -95,8 +95,8 @@ def build_accelerated(
 
 
 class _Target(NamedTuple):
-    """The target's model and cache, and the parts that were loaded before the cache took the
-    memory.
+    """The target's model and cache, and the parts that are loaded before the cache takes the
+    remaining memory.
     """
 
     model: Model
@@ -229,8 +229,8 @@ def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> Ex
 
 
 def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target, StagedModel]:
-    """Divide models into ranges of layers and have workers load them meanwhile. A model outside a
-    zoo keeps its first range in this process.
+    """Divide models into ranges of layers, which workers load in parallel. A model outside a zoo
+    keeps its first range in this process.
     """
     is_shared = kernels is not None
     device = device_of(config)

@@ -110,8 +110,8 @@ class Acceleration(Accelerator):
         return replace(config, builder=builder, more_kv_floats=floats, parts=plan.num_parts)
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Join the loop that models of a zoo share, unless this model needs other computations;
-        then make its own worker.
+        """Join the loop that models of a zoo share. Make a separate worker if this model needs
+        other computations.
         """
         folder = Path(model).expanduser()
         drafts = self.speculation.is_on or self.proposer is not None
@@ -141,9 +141,9 @@ class Acceleration(Accelerator):
 
 
 def _find_drafter(target: WorkerConfig, words: str, tokenizer: ModelTokenizer) -> WorkerConfig:
-    """Return the properties of the draft model that are known before it is loaded.
+    """Return the properties of the draft model that its files show before it is loaded.
 
-    :raises OptionError: its ids have other meanings than the target's.
+    :raises OptionError: the draft's token ids have other meanings than the target's.
     :raises ZooError: the drafter is a model of a zoo, and one of its blocks is damaged.
     """
     name = f"{target.name}'s drafter"

@@ -102,7 +102,7 @@ class SpeculationOptions:
 
     @property
     def is_open(self) -> bool:
-        """Return True if the engine may choose how it uses the drafter from what it measures."""
+        """Return True if the engine may choose the use of the drafter from its measurements."""
         return self.speculate in (None, "auto") and self.k is None and self.fuzzy == 1
 
 

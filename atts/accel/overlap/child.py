@@ -28,8 +28,8 @@ _SLOT_RUN = 64  # slots allocated at a time
 
 
 class ToldTarget(InlineTransport):
-    """The target as the drafter's process sees it: step times and exit guesses arrive as messages,
-    and work is done at once.
+    """A stand-in for the target in the drafter's process. Step times and exit guesses arrive as
+    messages, and each piece of work runs at once.
     """
 
     is_beside = True
@@ -59,8 +59,8 @@ class RemoteRows(DraftedRows):
         super().__init__(table, DraftedSlots(slots), self._sequences.__getitem__)
 
     def follow(self, step: DraftStep) -> list[Ask]:
-        """Record the changes that a step reports; return the requests for drafts that there is room
-        for.
+        """Record the changes that a step reports; return the requests for drafts that fit into the
+        free rows and slots.
         """
         for key in step.ended:
             self._drop(self._sequences.pop(key))

@@ -29,12 +29,10 @@ Branch = TypeVar("Branch")
 
 
 class Guessing(NamedTuple):
-    """Choice of the outcomes that are continued in addition to full acceptance: this many of the
-    likeliest tokens at each position. They are ranked by the drafter, or by the target's early
-    exit.
+    """The outcomes that the drafter continues in addition to full acceptance.
 
-    They are those that the drafter finds likeliest, or those that the target itself tells on its
-    way.
+    These are the `fan` likeliest tokens at each position. The drafter ranks the tokens, or the
+    target's early exit if `is_told` is set.
     """
 
     fan: int
@@ -42,9 +40,7 @@ class Guessing(NamedTuple):
 
 
 class OutcomeGuess(NamedTuple):
-    """Guess that `accepted` proposed tokens are accepted and `token` follows, with an estimated
-    probability.
-    """
+    """A guess with its probability: `accepted` proposed tokens are accepted, and `token` follows."""
 
     accepted: int
     token: int
@@ -311,8 +307,8 @@ class BranchWriter:
 
 
 def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
-    """Keep the tokens of the heads that the model draws too, and the token after them. Return how
-    many were kept.
+    """Keep the heads' tokens that the model draws too, and the model's token after them. Return the
+    number of tokens kept.
     """
     kept = 1
     count = len(drawn)
@@ -352,11 +348,11 @@ _FADE = 0.98  # decay per round of the counts of accepted tokens
 
 
 class InlineTransport:
-    """Runs pieces of work in order, each immediately. Drafts depend on the texts alone, not on the
-    timing.
+    """Runs each piece of work at once in the caller's thread. So drafts depend on the texts alone,
+    and timing does not change them.
     """
 
-    is_beside = False  # whether it works in parallel with its caller
+    is_beside = False  # whether the work runs in parallel with its caller
 
     def post(self, work: Work) -> None:
         """Run a piece of work, and return when it is done."""
@@ -394,10 +390,10 @@ class OverlappedDrafter(ModelDrafter):
         exits: Exits | None = None,
         heads: StreamHeads | None = None,
     ) -> None:
-        """Create a drafter that proposes up to `most` tokens. `cache` is the model's; it has slots
+        """Create a drafter that proposes up to `most` tokens. The draft model's `cache` has slots
         for branches after the slots of the target's tokens.
 
-        With `heads`, branches of what `exits` tell get several tokens a pass.
+        With `heads`, branches that continue guesses of `exits` get several tokens per pass.
         """
         super().__init__(model, config, drafted, vocabulary)
         self._cache = cache
@@ -496,8 +492,8 @@ class OverlappedDrafter(ModelDrafter):
         return self.stats.silence or super().silence()
 
     def _is_over(self, job: DraftJob) -> bool:
-        """Return whether the drafting is done. A late drafter is waited for once, for at most the
-        length of the target's step.
+        """Return whether the drafting is done. Wait for a late drafter once, for at most the length
+        of the target's step.
         """
         job.is_enough = True
         if not self._is_late:
@@ -584,8 +580,8 @@ class OverlappedDrafter(ModelDrafter):
         return proposal
 
     def _moved(self, job: DraftJob, line: DraftLine, branch: DraftBranch) -> int:
-        """Give the branch's keys and values to the sequence; return the position up to which they
-        go, 0 if they do not fit.
+        """Copy the branch's keys and values to the sequence. Return the position where the copy ends,
+        or 0 if the keys and values do not fit.
         """
         if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
             return 0

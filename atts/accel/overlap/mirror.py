@@ -32,7 +32,7 @@ ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
 
 
 class ExitListener(NamedTuple):
-    """A listener for exit guesses, and the sequences that it wants them of in a step."""
+    """A listener for exit guesses, and the sequences whose guesses it receives in a step."""
 
     # keyed by row of the slot table: the sequence and its sampling options
     rows: Mapping[int, tuple[int, Sampling]]
@@ -180,7 +180,7 @@ class StreamHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamHeads:
-    """Heads that predict the tokens after a hidden state h; head j sees the j + 1 tokens drawn
+    """Heads that predict the tokens after a hidden state h. Head j receives the j + 1 tokens drawn
     after h.
     """
 

@@ -54,8 +54,8 @@ class DraftStep(NamedTuple):
 
 
 class DraftedLine(NamedTuple):
-    """Drafts after a sequence of this length and this proposal, keyed by guessed outcome (accepted,
-    next token).
+    """Drafts that continue a sequence and its proposal, keyed by guessed outcome: the number of
+    accepted tokens and the next token.
     """
 
     base: int
@@ -165,8 +165,8 @@ class DrafterProcess(Proposer):
         self._orders.put(guessing)
 
     def _is_answered(self, patience: float | None = None) -> bool:
-        """Return whether the last step is answered. A late answer is waited for once, for at most
-        the length of the target's step.
+        """Return whether the last step is answered. Wait for a late answer once, for at most the
+        length of the target's step.
         """
         if self._hears:
             # the target never reached its exit, so the other process waits for no guesses

@@ -115,7 +115,7 @@ class SchemeControl:
         """Create a control of this many schemes. If `has_oracle` is set, the last scheme differs
         from the others only in guessing outcomes better.
 
-        It is tried only if their goodput would pay with every outcome guessed.
+        The last scheme is then tried only if the others would pay with every outcome guessed.
         """
         self._schemes = schemes
         self._has_oracle = has_oracle
@@ -154,8 +154,8 @@ class SchemeControl:
         return self._place >= 0 and self.current == 0 < self._loads[self._place].best
 
     def _next(self, load: _Load) -> None:
-        """Choose the next scheme: one never tried, else the best one; from time to time another one
-        for a trial.
+        """Choose the next scheme: a scheme never tried, or else the best scheme. From time to time,
+        choose another scheme for a trial.
         """
         turn = load.turn
         was_try = load.is_try

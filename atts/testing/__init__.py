@@ -1,5 +1,5 @@
-"""Test tools that need no model: a scripted engine, virtual time, faults, dialect servers, a
-conformance suite.
+"""Test tools that need no model: a scripted engine, virtual time, faults, fake servers, and the
+conformance suite for engines.
 """
 
 from atts.testing.clock import Backend, run_virtual, virtual_options

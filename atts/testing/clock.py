@@ -1,4 +1,4 @@
-"""Virtual time, in which code that sleeps for hours runs in milliseconds and in the same order."""
+"""Virtual time: code that sleeps for hours runs in milliseconds, with its tasks in the same order."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def run_virtual(
     """Run an async function under virtual time and return what it returns.
 
     `anyio.sleep`, `anyio.current_time`, deadlines and time-outs are virtual, from 0 on.
-    `time.monotonic` and the wall clock stay real. `patience_seconds` is the real time that sockets
-    may take to answer before virtual time jumps.
+    `time.monotonic` and the wall clock stay real. `patience_seconds` are the real seconds that
+    sockets have to answer before virtual time jumps.
 
     >>> async def nap() -> float:
     ...     await anyio.sleep(3600)
@@ -51,14 +51,14 @@ def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str
     return {"clock": clock, "instruments": [clock]}
 
 
-# Virtual time stands still while anything can run. When every task waits, it jumps to the next
-# timer. While results of worker threads are outstanding, real time passes instead, so that no timer
-# ends before a thread that it should follow. Real sockets and subprocesses are polled before each
-# jump, but not waited for; tests that use them set `patience_seconds`.
+# Virtual time stops while any task can run. When every task waits, virtual time jumps to the next
+# timer. But while worker threads compute, the loop waits in real time, so that a timer comes before
+# a thread's result only if it would also do so in real time. Sockets and subprocesses are only
+# polled before each jump, so tests that use them must set `patience_seconds`.
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop whose time comes from its selector."""
+    """An asyncio loop that reads the time from its selector."""
 
     def __init__(self, patience_seconds: float = 0.0) -> None:
         self._executing: set[asyncio.Future[Any]] = set()
@@ -72,7 +72,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]  # the stub's variadic form cannot be restated
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Run a function in a thread as the base class does, and count the thread as busy."""
+        """Run a function in a thread as the base class does, and remember the call until it ends."""
         future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
         self._executing.add(future)
         future.add_done_callback(self._executing.discard)
@@ -84,9 +84,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
-    # anyio has one set of all worker threads and one queue of idle threads whose results have
-    # arrived. Both change on the loop's own thread only, so a delivered result never counts as
-    # outstanding.
+    # anyio keeps all its worker threads in a set, and the idle ones in a queue too. A worker is idle
+    # once its last result has arrived. Both collections change in the loop's thread only, so a
+    # delivered result never counts as missing.
     workers = getattr(thread, "workers", ())
     idle = getattr(thread, "idle_workers", ())
     return getattr(thread, "loop", None) is loop and thread in workers and thread not in idle
@@ -103,8 +103,8 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout <= 0:
-            return super().select(timeout)  # there is no timer to jump to, so wait in real time
-        # read this before polling, because a thread that ends in between has already woken the loop
+            return super().select(timeout)  # no timer to jump to: only real events can arrive
+        # Threads are counted before polling, because a thread that ends in between wakes the loop.
         wait = timeout if self._has_threads() else min(timeout, self._patience_seconds)
         ready = super().select(wait)
         if not ready:
@@ -113,31 +113,30 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class TrioClock:
-    """A trio clock and instrument that jumps to the next deadline when polling finds no work.
+    """A trio clock and instrument that jumps to the next deadline when polling finds no event.
 
-    trio's own `MockClock` does the same, except that its time may jump while worker threads still
-    work.
+    trio's own `MockClock` does the same, but it does not wait for worker threads before it jumps.
     """
 
     def __init__(self, patience_seconds: float = 0.0) -> None:
         self._now = 0.0
         self._patience_seconds = patience_seconds
-        # real time at which the current wait ends; None: there is no wait
+        # real time at which the current wait ends; None: there is no current wait
         self._jump_at: float | None = None
 
     def start_clock(self) -> None:
-        """Start nothing: time begins at 0."""
+        """Do nothing, because virtual time begins at 0."""
 
     def current_time(self) -> float:
         """Return the virtual seconds since the run began."""
         return self._now
 
     def before_task_step(self, task: object) -> None:
-        """Record that a task runs, so the current wait is over."""
+        """End the current wait, because a task runs."""
         self._jump_at = None
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Return how many real seconds to wait for events; trio asks whenever no task can run."""
+        """Return the real seconds to wait for events; trio calls this when no task can run."""
         virtual = deadline - self._now
         if virtual <= 0 or virtual == math.inf:
             return max(0.0, virtual)

@@ -1,6 +1,7 @@
-"""A scripted engine: the toy language model with real queues, latencies, faults and cancellation.
+"""A scripted engine: the toy language model with queues, latencies, faults and cancellations.
 
-The first part has the faults: calls that fail, hang or answer nonsense, on a seeded schedule.
+The first part defines the faults: calls that fail, hang or return impossible answers. A seed decides
+which calls have a fault.
 """
 
 from __future__ import annotations
@@ -32,18 +33,21 @@ from atts.testing.toy_model import (
 FaultKind = Literal[
     "refused", "slow", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"
 ]
-"""refused: turned away at once. slow: answers late. dropped: fails mid-answer. timeout: gives up
-late. hang: for ever.
+"""Kinds of faults.
 
-The others answer what cannot be true: a log-prob too few, a NaN among them, nothing at all, ids no
-vocabulary has (a score has no ids: a positive log-prob).
+refused: the call fails at once. slow: the answer is late. dropped: the connection breaks while the
+answer arrives. timeout: the call fails after a wait. hang: the answer never arrives.
+
+The other kinds are impossible answers. wrong_length: one log-prob is missing. nan: a log-prob is
+NaN. empty: the answer has no tokens. wrong_ids: an id is outside the vocabulary; a score has no ids,
+so a log-prob is positive instead.
 """
-_REMEMBERED = 4096  # most scores whose attempts are counted; retries come soon, so few are needed
+_REMEMBERED = 4096  # most scores whose attempts are counted; few suffice because retries come soon
 _Kind = TypeVar("_Kind", bound=str)
 
 
 def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> None:
-    """Check that shares of faults are probabilities and that their kinds are known.
+    """Refuse unknown kinds of faults, and shares that are not probabilities.
 
     :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
     """
@@ -60,7 +64,7 @@ def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> Non
 
 
 def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
-    """Return the kind of fault that a uniform number selects, or None."""
+    """Return the kind of fault that a uniform random number selects, or None for no fault."""
     for kind, share in shares.items():
         uniform -= share
         if uniform < 0:
@@ -70,12 +74,12 @@ def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The calls that fail, and how: a share of all calls by kind, and fixed call numbers first.
+    """The faults of an engine: the share of calls with each kind, and calls with a fixed fault.
 
-    The shares are drawn from the request itself (seed, ids, rollout): the same calls fail under any
-    schedule. A retry may have another fault, because the seed's attempt changes; for scores, the
-    number of earlier requests is used. Calls are numbered from 0 in order of arrival.
-    `delay_seconds` is the delay of slow, dropped and timed-out calls.
+    `calls` maps call numbers, from 0 in order of arrival, to their faults, and overrides `shares`.
+    With `shares`, the request (seed, ids, rollout) decides its fault, so the same requests fail in
+    any order. A retry gets another draw: a sample by the attempt in its seed, a score by the number
+    of earlier calls. `delay_seconds` is the delay of the kinds slow, dropped and timeout.
 
     :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
     """
@@ -96,7 +100,7 @@ NO_FAULTS = Faults()
 
 
 class FaultSchedule:
-    """The faults of one engine: it counts calls, and chooses the fault of each call."""
+    """The faults of one engine while it is open: counts the calls, and decides the fault of each."""
 
     def __init__(self, faults: Faults, engine: str) -> None:
         self._faults = faults
@@ -124,7 +128,7 @@ class FaultSchedule:
             return replace(
                 seed, purpose=f"fault {self._faults.seed} {seed.purpose} {hash(request.ids)}"
             )
-        # hashes of integers are the same in every process
+        # Python hashes tuples of ints equally in every process, so the draw is reproducible.
         key = (
             request.rollout,
             hash(request.prefix),
@@ -134,7 +138,7 @@ class FaultSchedule:
         return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
 
     async def before(self, kind: FaultKind | None) -> None:
-        """Raise, wait or hang before an answer is made, as the fault says.
+        """Fail, wait or hang before the answer is computed, if the fault says so.
 
         :raises EngineUnavailable: refused or dropped.
         :raises EngineTimeout: timed out.
@@ -156,7 +160,7 @@ class FaultSchedule:
 
 
 def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
-    """Return the answer, changed as a fault of this kind changes it."""
+    """Return the answer with a fault of this kind built in."""
     logprobs: tuple[float, ...] = answer.logprobs
     if kind == "wrong_length":
         return replace(answer, logprobs=logprobs[:-1])
@@ -173,9 +177,9 @@ def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
 
 
 class FaultyEngine(EngineAround):
-    """An engine that wraps any other engine and makes it fail on a schedule.
+    """A wrapper that adds faults to any engine.
 
-    Opening and closing it opens and closes the engine inside.
+    Opening and closing the wrapper opens and closes the inner engine.
     """
 
     def __init__(self, engine: Engine, faults: Faults) -> None:
@@ -186,7 +190,7 @@ class FaultyEngine(EngineAround):
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Return the inner engine's answer, or the result of a scheduled fault."""
+        """Return the inner engine's answer, with the fault of this call."""
         if self._schedule is None:
             raise UsageError("a faulty engine must be opened with `async with` before it is called")
         kind = self._schedule.pick(request)
@@ -205,10 +209,10 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The seconds that a request uses a slot; virtual under `run_virtual`, else real.
+    """The seconds that a request occupies its slot. The seconds are virtual under `run_virtual`.
 
-    `jitter` is the standard deviation of the logarithm of a request's time, whose noise is seeded
-    by the request.
+    Each request's time is multiplied by a log-normal factor. `jitter` is the standard deviation of
+    the factor's logarithm; the request and `seed` decide the factor.
     """
 
     per_sample: float = 0.0
@@ -220,7 +224,7 @@ class Latency:
     seed: int = 0
 
     def spread(self, key: Seed) -> float:
-        """Return the random factor on a request's time."""
+        """Return the random factor of one request's time."""
         if not self.jitter:
             return 1.0
         first = (key.key() % 2**64 + 0.5) / 2**64
@@ -234,10 +238,10 @@ NO_LATENCY = Latency()
 
 @dataclass(frozen=True, slots=True)
 class ScoreDrift:
-    """Scores that drift: log-probabilities are multiplied by `factor` (above 1, perplexity rises).
+    """A change of scores: log-probabilities are multiplied by `factor`; above 1, perplexity rises.
 
-    The drift begins after `after` score calls, or in rollouts with at least `after` steps before
-    the scored text.
+    With `when` "calls", the change begins after `after` score calls. With "steps", it concerns the
+    rollouts with at least `after` steps before the scored suffix.
     """
 
     after: int = 0
@@ -253,11 +257,10 @@ NO_DRIFT = ScoreDrift()
 
 
 class ScriptedEngine(BaseEngine):
-    """A toy model as an engine: seeded, with honest log-probabilities.
+    """A toy model as an engine: reproducible by seeds, with exact log-probabilities.
 
-    Latency, queue, failures and drift can be set.
-
-    Without latency a call yields to other tasks once; `concurrency` None means no queue.
+    The arguments add latency, a queue, faults and drift. Without latency, a call only yields to
+    other tasks once. With `concurrency` None there is no queue.
 
     >>> from atts.core import Message
     >>> from atts.testing.clock import run_virtual
@@ -316,7 +319,7 @@ class ScriptedEngine(BaseEngine):
     async def _serve(
         self, request: _Request, work: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Wait for a slot, do the work, and answer as the fault schedule says."""
+        """Queue for a slot, do the work, and return the answer with the fault of this call."""
         fault = self._faults.pick(request)
         asked = self._clock()
         if not self._slots.take_nowait():
@@ -356,7 +359,7 @@ class ScriptedEngine(BaseEngine):
         scored = len(request.suffix)
         times = self._latency
         seconds = times.per_score + times.scored_token * scored + times.prefilled_token * prefilled
-        # hashes of integers are the same in every process
+        # Python hashes tuples of ints equally in every process, so the time is reproducible.
         name = f"{hash(request.prefix)} {hash(request.suffix)}"
         await self._wait(seconds, Seed(run=times.seed, problem=name, purpose="latency"))
         self._cache.keep(request.rollout, request.prefix + request.suffix)
@@ -386,7 +389,7 @@ class ScriptedEngine(BaseEngine):
 def _spec_of(
     role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability]
 ) -> EngineSpec:
-    """Return the spec of an engine on a toy model; models with other skills have other names."""
+    """Return the spec of an engine on a toy model. The model's name depends on its skill."""
     return EngineSpec(
         name=role,
         model=f"toy {blake2b(repr(model.skill).encode(), digest_size=6).hexdigest()}",

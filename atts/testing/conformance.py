@@ -1,4 +1,4 @@
-"""The checks of the conformance suite, on the results and the behaviour of an engine."""
+"""The conformance suite: checks of an engine's answers and of its behaviour under load."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from atts.sampling import Seed
 _Result = TypeVar("_Result")
 PLAIN = Sampling()
 GREEDY = Sampling(temperature=0.0)
-# a temperature at which even a confident model has several likely tokens
-LOOSE = Sampling(temperature=1.5)
+LOOSE = Sampling(temperature=1.5)  # high, so that even a confident model draws several tokens
 
 
 class Broken(Exception):
@@ -39,23 +38,27 @@ class Broken(Exception):
 
 
 class NotApplicable(Exception):
-    """A check does not apply to this engine; the message says why."""
+    """A check does not apply to this engine; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """The extent of a conformance check, with its tolerances and time limits.
+    """The sizes and time limits of a conformance check.
 
-    The defaults suit engines of some thousand tokens a second.
+    The defaults suit engines with some thousand tokens per second.
 
-    `tolerance` is the allowed difference, in nats per token, between sampled and scored log-
-    probabilities. Two best tokens closer than `tie` both count as greedy. `tokens` limits ordinary
-    requests; `long_tokens` limits requests that are cancelled or should reach the model's end.
-    `draws` is the number of single tokens that test the distribution of draws. `timeout_seconds`
-    limits each check, and `settle_seconds` the release of cancelled work. `boundary` is the longest
-    context that a check fills completely. `seeding` "none" is for engines that do not promise to
-    reproduce a seed: they are compared by greedy texts, up to ties. `skip` names checks to leave
-    out.
+    - `tolerance`: largest difference in nats between the log-probs of a token when it is sampled and
+      when it is scored.
+    - `tie`: if the log-probs of the two best tokens differ by at most this, both count as greedy.
+    - `tokens`: token limit of ordinary requests.
+    - `long_tokens`: token limit of requests that are cancelled, or that reach the model's end.
+    - `draws`: number of single tokens that test the sampling distribution.
+    - `timeout_seconds`: time limit of each check.
+    - `settle_seconds`: time limit for the engine to drop cancelled work.
+    - `boundary`: longest context that a check fills completely.
+    - `seeding`: "none" if the engine does not promise to reproduce seeds. Then greedy texts are
+      compared, up to ties.
+    - `skip`: names of checks to skip.
     """
 
     tolerance: float = 1e-3
@@ -79,19 +82,19 @@ Need = Capability | Literal["seeds", "factory"]
 Check = Callable[["Probe"], Awaitable[None]]
 _registered: dict[str, Check] = {}
 CHECKS: Mapping[str, Check] = MappingProxyType(_registered)
-"""Every check by name, in the order they are made; the first line of a check's docstring is the
-promise.
+"""All checks by name, in the order in which they run. The first line of a check's docstring is the
+promise that it checks.
 """
 
 
 OPENING = "opening"
-"""The check that all other checks need."""
+"""The first check; if it fails, no other check can run."""
 
 
 def check(*needs: Need) -> Callable[[Check], Check]:
-    """Register a function as the check of its name.
+    """Register a function as a check under its name.
 
-    The check is skipped if the engine lacks a capability that the check needs.
+    The check is skipped if the engine lacks one of the `needs`.
     """
 
     def register(function: Check) -> Check:
@@ -107,7 +110,7 @@ def check(*needs: Need) -> Callable[[Check], Check]:
 
 
 class Probe:
-    """An open engine, with helpers that make the requests of checks."""
+    """An open engine, and the requests that the checks send to it."""
 
     def __init__(
         self, engine: Engine, options: CheckOptions, factory: Callable[[], Engine] | None = None
@@ -129,7 +132,7 @@ class Probe:
         return self.prompts[0]
 
     def request(self, prompt: int = 0, seed: int = 0, sampling: Sampling = PLAIN) -> SampleRequest:
-        """Return a request that gives the same answer again.
+        """Return a request whose answer is reproducible.
 
         The request is greedy if the engine does not reproduce seeds.
         """
@@ -146,7 +149,7 @@ class Probe:
         ]
 
     def long(self, request: SampleRequest) -> SampleRequest:
-        """Return the request with the most tokens that the options and the context allow."""
+        """Return the same request with the largest token limit that options and context allow."""
         room = self.engine.spec.context_length - len(request.ids)
         return replace(request, max_tokens=min(self.options.long_tokens, room))
 
@@ -157,18 +160,19 @@ class Probe:
     async def score(
         self, prefix: TokenIds, suffix: TokenIds, rollout: str = ""
     ) -> tuple[float, ...]:
-        """Return log-probabilities, after checking that there is one per token and none is above 0."""
+        """Return log-probabilities; check that each token has one, and that none is NaN or positive."""
         logprobs = (await self.engine.score(ScoreRequest(prefix, suffix, rollout))).logprobs
         require(
             len(logprobs) == len(suffix),
             f"scoring {len(suffix)} tokens gave {len(logprobs)} log-probs",
         )
-        wrong = [value for value in logprobs if not value <= 1e-6]  # comparisons with NaN are false
+        # The comparison is negated because it is false for NaN.
+        wrong = [value for value in logprobs if not value <= 1e-6]
         require(not wrong, f"scored log-probs must be numbers and at most 0, got {wrong[:3]}")
         return logprobs
 
     def new_engine(self) -> Engine:
-        """Return a second engine, not open yet, for checks that need a factory."""
+        """Return a second, unopened engine for checks that need a factory."""
         assert self.factory is not None, "the check says that it needs a factory"
         return self.factory()
 
@@ -177,7 +181,7 @@ class Probe:
         return capability in self.engine.spec.capabilities
 
     def need(self, *needs: Need) -> None:
-        """Skip the check if the engine lacks one of these capabilities."""
+        """Skip the check unless the engine and the options have all `needs`."""
         missing = {"sample", "score", "draw"}.intersection(needs) - self.engine.spec.capabilities
         if missing:
             raise NotApplicable(f"the engine does not {' or '.join(sorted(missing))}")
@@ -201,9 +205,9 @@ class Probe:
     async def require_same(
         self, what: str, request: SampleRequest, ours: TokenIds, theirs: TokenIds
     ) -> None:
-        """Fail the check unless two answers to a request are the same tokens.
+        """Fail the check unless two answers to a request have the same tokens.
 
-        Greedy answers are compared up to the first tie between best tokens.
+        Greedy answers are compared up to the first tie between the best tokens.
         """
         if ours == theirs:
             return
@@ -245,7 +249,7 @@ async def refused(
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return how many leading ids two sequences share."""
+    """Return the number of equal leading ids of two sequences."""
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 

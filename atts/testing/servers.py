@@ -1,9 +1,9 @@
-"""HTTP servers around any engine that imitate the API of a serving engine, with its quirks, and
-fail on demand.
+"""HTTP servers for tests: each serves any engine in the dialect of a known server, and fails on
+demand.
 
-The server and its parts come first, then one section for each dialect with its routes: the chat API,
-llama.cpp, Ollama, SGLang as its 0.5.23 sources have it, and vLLM as its 0.33 sources have it. A
-reward server is at the end.
+The server and its parts come first. Then each dialect has a section with its routes: the chat API,
+llama.cpp, Ollama, SGLang (after the sources of 0.5.23) and vLLM (after the sources of 0.33). The
+last section is a server of reward models.
 """
 
 from __future__ import annotations
@@ -42,22 +42,25 @@ ServerDialect = Literal["vllm", "sglang", "llamacpp", "ollama", "chat"]
 ServerFault = Literal[
     "refused", "reset", "429", "500", "truncated", "wrong_ids", "nan", "slow_loris", "hang"
 ]
-"""refused: the connection is closed before the request is read. reset: closed in mid-reply.
-truncated: half of the JSON is sent. slow_loris: one byte is sent from time to time.
+"""Kinds of faults of a server.
+
+429 and 500: the reply has this status. wrong_ids, nan and hang are as in `FaultKind`. refused: the
+server breaks the connection before it reads the request. reset: the connection breaks during the
+reply. truncated: the reply is half of its JSON. slow_loris: the reply has one byte per second.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFaults:
-    """The share of working calls that fail, and the kinds of failure; each call's fault is drawn
-    from a seed.
+    """The share of failing calls by kind of fault. A seeded generator draws the fault of each call
+    for tokens or scores.
 
     :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
     """
 
     shares: Mapping[ServerFault, float] = field(default_factory=dict[ServerFault, float])
     seed: int = 0
-    retry_after: str = "0"  # value of the header Retry-After of a reply with status 429
+    retry_after: str = "0"  # the header Retry-After of a reply with status 429
 
     def __post_init__(self) -> None:
         check_shares(self.shares, get_args(ServerFault))
@@ -67,23 +70,30 @@ class ServerFaults:
 class ServerQuirks:
     """Settings of a server that change what a client sees.
 
-    `cached_scores` opens vLLM's route that scores from the cache (--enable-scale-out); "refused":
-    it is open, and does not take what scoring needs, as on processors. `logprobs` "processed" gives
-    sampled log-probs after temperature: SGLang's default, vLLM's --logprobs-mode. `disconnect`
-    "ignore" leaves ghosts running when a client goes away, as some releases did. `scoring`
-    "ignored" takes a scoring request and answers without scores, as llama.cpp and `transformers
-    serve` do. `version` is what it says it is; "" its dialect's. `speculation` other than "off" is
-    reported as that server reports it; "hot" writes garbage at temperatures above 0, as a vLLM for
-    processors did, "greedy" strays at temperature 0, "lossless" changes nothing; a request for one
-    token is never speculated. `acceptance` is the chance of each proposed token, where all before
-    it were accepted; the counters of a vLLM server follow it. `prefill` is when a chat API
-    continues with a last assistant message: set by vLLM's two flags, by a mark on the message,
-    always, or never (it becomes a user's); "closed" and "prefix" also refuse fields that hosted
-    models do not know. `ratings` "off": it tells no likely tokens. `reasoning` other than "off"
-    takes what comes before the answer out of the content: into a field of that name (Ollama's is
-    "thinking" in any case), or "hidden", as OpenAI does, whose models are sampled at temperature 1
-    only. `thinking` is what vLLM does with a thinking budget: close the block, ignore the budget as
-    with some kinds of speculation, or refuse it, as without --reasoning-parser.
+    - `cached_scores`: "on" opens vLLM's route that scores from the cache (--enable-scale-out).
+      "refused" opens the route too, but refuses the fields that scoring needs, as vLLM does on CPUs.
+    - `logprobs`: "processed" gives sampled log-probs after temperature. This is SGLang's default,
+      and an option of vLLM (--logprobs-mode).
+    - `disconnect`: "ignore" continues a request after its client has disconnected, as some releases
+      did.
+    - `scoring`: "ignored" accepts a scoring request but answers without scores, as llama.cpp and
+      `transformers serve` do.
+    - `version`: the version that the server reports; "" is a version that fits the dialect.
+    - `speculation`: the server reports speculation unless this is "off". "hot" writes garbage at
+      temperatures above 0, as a vLLM for CPUs did. "greedy" writes garbage at temperature 0.
+      "lossless" changes no text. A request for one token is never speculated.
+    - `acceptance`: for each position, the probability that its token is accepted if all before it
+      were; the counters of a vLLM server follow these probabilities.
+    - `prefill`: when a chat API continues a last assistant message. "continue": if vLLM's two flags
+      are set; "prefix": if the message has a mark; "trailing": always; "closed": never, and the
+      message becomes a user's. "closed" and "prefix" also refuse fields unknown to hosted models.
+    - `ratings`: "off" refuses to report likely tokens.
+    - `reasoning`: unless "off", the text before the answer is removed from the content. It is sent
+      in the field of this name (Ollama always calls it "thinking"). "hidden" sends it nowhere, as
+      OpenAI does, and accepts temperature 1 only.
+    - `thinking`: vLLM's treatment of a thinking budget. "closed" ends the think block, "ignored"
+      ignores the budget as with some kinds of speculation, and "refused" refuses the request, as
+      without --reasoning-parser.
     """
 
     cached_scores: Literal["on", "refused", "off"] = "on"
@@ -99,7 +109,7 @@ class ServerQuirks:
     thinking: Literal["closed", "ignored", "refused"] = "closed"
 
     def written(self, request: SampleRequest) -> SampleRequest:
-        """Return the request as the server computes it: broken speculation changes the draws."""
+        """Return the request to execute; broken speculation samples at temperature 8."""
         broken = "hot" if request.sampling.temperature else "greedy"
         # A request for one token is never speculated.
         if self.speculation == broken and request.max_tokens > 1:
@@ -114,7 +124,7 @@ PLAIN_SERVER = ServerQuirks()
 class BlockCache:
     """The prefixes that a server has computed, in blocks of tokens.
 
-    The last block of a prompt is always computed again.
+    The last block of a prompt is always computed again, even if it is cached.
     """
 
     def __init__(self) -> None:
@@ -133,7 +143,7 @@ class BlockCache:
 
 
 class Refusal(Exception):
-    """The server refuses a request with this status and text."""
+    """The server refuses a request, with a status and a message."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -141,7 +151,7 @@ class Refusal(Exception):
 
 
 class Aborted(Refusal):
-    """A request was aborted while the server worked on it."""
+    """A request was aborted while the engine worked on it."""
 
     def __init__(self) -> None:
         super().__init__(499, "aborted")
@@ -149,16 +159,14 @@ class Aborted(Refusal):
 
 @dataclass(slots=True)
 class DraftCounter:
-    """Counts of the tokens that speculation proposed and accepted, by position."""
+    """Counts the tokens that a speculating server proposed, and the accepted ones by position."""
 
     rounds: int = 0
     proposed: int = 0
     accepted: list[int] = field(default_factory=list[int])
 
     def write(self, done: Completion, acceptance: tuple[float, ...]) -> None:
-        """Count the rounds in which a text was written; each position is accepted with its
-        probability.
-        """
+        """Simulate and count the rounds that wrote a text, with the acceptance of each position."""
         random_draw = random.Random(hash(done.ids))
         self.accepted = self.accepted or [0] * len(acceptance)
         left = len(done.ids)
@@ -191,7 +199,7 @@ class ServerState:
         return self.engine.spec.context_length
 
     def abort(self, rid: str, match: Literal["exact", "prefix"] = "exact") -> None:
-        """Cancel a request, or all requests whose id begins with this text."""
+        """Cancel the request with this id, or with `match` "prefix" all whose id begins with it."""
         for name in list(self.jobs):
             if name == rid or (match == "prefix" and name.startswith(rid)):
                 self.jobs[name].cancel()
@@ -209,9 +217,9 @@ class ServerCall:
     async def sample(
         self, request: SampleRequest, rid: str = "", *, spoil: bool = True
     ) -> Completion:
-        """Return a completion with its cached tokens counted; a fault may spoil it.
+        """Return a completion with the fault of this call and the number of cached tokens.
 
-        :raises Aborted: the request was aborted.
+        :raises Aborted: the request was aborted before it was done.
         """
         state = self.state
         done = await self._job(
@@ -225,9 +233,9 @@ class ServerCall:
         return replace(done, cached_tokens=cached)
 
     async def score(self, ids: TokenIds, start: int, rid: str = "") -> tuple[TokenIds, Scores]:
-        """Return the ids from `start` on with their scores; a fault may spoil them.
+        """Return the ids from `start` on and their scores, with the fault of this call.
 
-        :raises Aborted: the request was aborted.
+        :raises Aborted: the request was aborted before it was done.
         """
         request = ScoreRequest(ids[:start], ids[start:])
         scores = await self._job(
@@ -252,9 +260,9 @@ class ServerCall:
         return done[0]
 
     def check_model(self) -> None:
-        """Refuse a call that names another model.
+        """Check that the call names this server's model.
 
-        :raises Refusal: the model has another name.
+        :raises Refusal: it names another model.
         """
         if self.body.get("model") != self.state.model:
             raise Refusal(
@@ -264,9 +272,9 @@ class ServerCall:
             )
 
     def check_room(self, ids: TokenIds, limit: int) -> None:
-        """Refuse a request that does not fit into the context.
+        """Check that the prompt and the requested tokens fit into the context.
 
-        :raises Refusal: the request is too long.
+        :raises Refusal: they do not fit.
         """
         most = self.state.context_length
         wanted = len(ids) + limit
@@ -275,25 +283,27 @@ class ServerCall:
             raise Refusal(400, words)
 
     def model_row(self, owner: str) -> dict[str, Any]:
-        """Return the model, as /v1/models lists it where the context is reported."""
+        """Return the entry of /v1/models for the model, with its context length."""
         model = self.state.model
         row = {"id": model, "object": "model", "owned_by": owner, "root": model, "parent": None}
         return row | {"max_model_len": self.state.context_length}
 
     def tokens(self, name: str) -> dict[str, Any]:
-        """Return the reply of /tokenize: the ids of the text under that name."""
+        """Return the reply of /tokenize: the ids of the text in this field of the request."""
         tokens = self.state.engine.tokenizer.encode(self.body[name])
         return {"tokens": tokens, "count": len(tokens)}
 
     def gauges(self, running: str, waiting: str) -> str:
-        """Return the reply of /metrics: the requests at work, and none waiting."""
+        """Return the reply of /metrics: the number of running requests, and 0 waiting requests."""
         labels = f'{{engine="0",model_name="{self.state.model}"}}'
         return f"{running}{labels} {float(len(self.state.jobs))}\n{waiting}{labels} 0.0\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The routes of a dialect; only requests for tokens or scores fail on demand."""
+    """The paths of a dialect. Faults affect `work`, the requests for tokens or scores, but not
+    `questions` about the server.
+    """
 
     questions: Mapping[str, Callable[[ServerCall], Any]]
     work: Mapping[str, Callable[[ServerCall], Awaitable[Any]]]
@@ -302,9 +312,9 @@ class Routes:
 def request_of(
     ids: TokenIds, limit: int, fields: Mapping[str, Any], default: Sampling, *, seed: str = "seed"
 ) -> SampleRequest:
-    """Return the engine's request.
+    """Return the request for the engine.
 
-    A missing field has the server's own default, which may filter tokens.
+    A field that the client did not send gets the server's default, which may change the sampling.
     """
     sampling = Sampling(
         float(fields.get("temperature", default.temperature)),
@@ -321,7 +331,7 @@ def request_of(
 
 
 def finish_word(done: Completion) -> Literal["stop", "length"]:
-    """Return the reason of the end; the server reports a stop string and the model's own end alike."""
+    """Return the finish reason: "stop" for a stop string and for the model's own end."""
     return "length" if done.ended == "length" else "stop"
 
 
@@ -332,11 +342,11 @@ def shown(done: Completion, stop: tuple[str, ...]) -> str:
 
 
 class DialectServer:
-    """A server in a thread on a loopback port, which runs for the duration of the `with` block.
+    """A context manager that runs a server in a thread, on a loopback port.
 
-    `make` makes the engine it serves, again at every start. `kill` breaks every connection off,
-    `restart` begins again on the same port; `faults` may be set while it runs. Needs aiohttp: `pip
-    install 'atts[servers]'`.
+    `make` returns the engine to serve; it is called at every start. `kill` breaks all connections,
+    and `restart` starts the server again on the same port. `faults` may be changed while the server
+    runs. Requires aiohttp: `pip install 'atts[servers]'`.
 
     >>> from atts.testing import ScriptedEngine
     >>> import urllib.request
@@ -362,7 +372,7 @@ class DialectServer:
         self.dialect: ServerDialect = dialect
         self.quirks = quirks
         self.faults = faults
-        self.calls: list[str] = []  # path of every call that needed work
+        self.calls: list[str] = []  # the path of every request for tokens or scores
         self._make = make
         self._model = model
         self.key = key  # API key that the server requires; may be changed while it runs
@@ -375,7 +385,7 @@ class DialectServer:
 
     @property
     def url(self) -> str:
-        """Return the server's URL."""
+        """Return the address where the server listens."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
@@ -385,7 +395,7 @@ class DialectServer:
 
     @property
     def served(self) -> int:
-        """Return the number of completions and scores given since its start."""
+        """Return the number of completions and scores since the last start."""
         return self._state.served if self._state else 0
 
     def __enter__(self) -> Self:
@@ -402,9 +412,9 @@ class DialectServer:
         self.kill()
 
     def start(self) -> None:
-        """Start to listen, and return when the port is open.
+        """Start the server, and return when it listens.
 
-        :raises BaseException: the error that prevented the start.
+        :raises BaseException: the server cannot start.
         """
         assert self._open is None, "it runs already"
         with ExitStack() as stack:
@@ -413,9 +423,9 @@ class DialectServer:
             self._open = stack.pop_all()
 
     def kill(self) -> None:
-        """Break off every connection and stop listening, as a killed process does.
+        """Break all connections and stop listening, as a killed process does.
 
-        Killing twice is fine.
+        Further calls do nothing.
         """
         stack = self._open
         self._open = None
@@ -423,7 +433,7 @@ class DialectServer:
             stack.close()
 
     def restart(self, *, quirks: ServerQuirks | None = None) -> None:
-        """Kill the server and start it again on the same port, with other quirks if they are given."""
+        """Kill the server and start it again on the same port, with other quirks if given."""
         self.kill()
         self.quirks = quirks or self.quirks
         self.start()
@@ -475,7 +485,7 @@ class DialectServer:
     def _is_loading(self) -> bool:
         """Return whether the server still loads.
 
-        Loading begins with the first call, so that a test sees it on any machine.
+        Loading begins with the first request, so a client sees it even on a busy machine.
         """
         now = asyncio.get_running_loop().time()
         if self._ready_at is None:
@@ -578,13 +588,13 @@ _ANSWER = "The answer"
 
 
 def without_marks(text: str) -> str:
-    """Return a message of the assistant as its model wrote it, without the marks around reasoning."""
+    """Return an assistant's text without the marks around reasoning, as the toy model wrote it."""
     return text.replace(THINK, "").replace(THINK_END, "")
 
 
 def split_reasoning(so_far: str, text: str) -> tuple[str, str]:
-    """Divide the text after a prompt into reasoning, and content that begins with the sentence of
-    the answer.
+    """Divide the continuation of a text into reasoning and content, which begins with the answer's
+    sentence.
 
     >>> split_reasoning("", "So 4.\\n\\nThe answer is 4.")
     ('So 4.\\n\\n', 'The answer is 4.')
@@ -609,7 +619,7 @@ _STRICT = (
 
 
 def chat_models(call: ServerCall) -> dict[str, Any]:
-    """Answer GET /v1/models, which does not say how long a context is."""
+    """Answer GET /v1/models, which does not report the context length."""
     return {
         "object": "list",
         "data": [{"id": call.state.model, "object": "model", "owned_by": "host"}],
@@ -668,7 +678,7 @@ async def chat_completions(call: ServerCall) -> Any:
 def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
     """Return the ids of the messages.
 
-    A last assistant message stays open only where this server leaves it open.
+    The answer continues a last assistant message only if the quirk `prefill` says so.
     """
     messages = [Message(row["role"], without_marks(row["content"])) for row in rows]
     if messages and messages[-1].role == "assistant":
@@ -680,18 +690,18 @@ def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
             "closed": False,
         }
         if not wanted[call.state.quirks.prefill]:
-            # the field is ignored silently, as in SGLang
+            # SGLang too changes the role without an error.
             messages[-1] = Message("user", messages[-1].content)
     return call.state.engine.tokenizer.render(messages)
 
 
 def _so_far(rows: list[dict[str, Any]]) -> str:
-    """Return the beginning of the answer, if the last message is one."""
+    """Return the beginning of the answer if the last message is the assistant's, or else ""."""
     return rows[-1]["content"] if rows and rows[-1]["role"] == "assistant" else ""
 
 
 async def _digits(call: ServerCall, ids: TokenIds) -> list[dict[str, Any]]:
-    """Return the ten digits, which replace the likeliest tokens."""
+    """Return the ten digits with their log-probs, instead of the likeliest tokens."""
     rows: list[dict[str, Any]] = []
     for digit in range(10):
         (token, *_) = call.state.engine.tokenizer.encode(str(digit))
@@ -718,9 +728,9 @@ def props(call: ServerCall) -> dict[str, Any]:
 
 
 async def completion(call: ServerCall) -> Any:
-    """Answer POST /completion, with sampling defaults of its own.
+    """Answer POST /completion, with llama.cpp's sampling defaults.
 
-    A `logit_bias` forces a token, which shows its log-probability.
+    A request with a `logit_bias` returns the biased token and its log-probability.
     """
     body = call.body
     most = call.state.context_length
@@ -742,7 +752,7 @@ async def completion(call: ServerCall) -> Any:
 
 
 async def ignoring(call: ServerCall) -> Any:
-    """Answer POST /v1/completions, which ignores that the prompt's log-probs are asked for."""
+    """Answer POST /v1/completions, which ignores a request for the prompt's log-probs."""
     prompt = call.body["prompt"]
     ids = call.state.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
     done = await call.sample(
@@ -766,8 +776,8 @@ async def ignoring(call: ServerCall) -> Any:
 
 def _reply(state: ServerState, done: Completion, word: str) -> Any:
     pairs = list(zip(done.ids, done.logprobs, strict=True))
-    # the reply lacks as many entries as the stop string has tokens by itself, wherever they were in
-    # the text
+    # llama.cpp removes as many entries as the stop word alone has tokens, although the text may
+    # spell the stop word with fewer or more tokens.
     if word:
         pairs = pairs[: max(0, len(pairs) - len(state.engine.tokenizer.encode(word)))]
     kinds = {"length": "limit", "end": "eos", "delimiter": "word"}
@@ -804,7 +814,7 @@ LLAMACPP_ROUTES = Routes(
 )
 
 
-_SMALL = 64  # context length in positions, unless the request sets it
+_SMALL = 64  # context length in tokens if a request gives none
 _DEFAULT_OLLAMA = Sampling(0.8, 40, 0.9)
 
 
@@ -827,9 +837,9 @@ def show(call: ServerCall) -> dict[str, Any]:
 
 
 async def chat(call: ServerCall) -> Any:
-    """Answer POST /api/chat, not streamed, with sampling defaults of its own.
+    """Answer POST /api/chat without streaming, with Ollama's sampling defaults.
 
-    A last assistant message is continued.
+    The answer continues a last assistant message.
     """
     body = call.body
     _check_model(call)
@@ -890,13 +900,13 @@ def server_info(call: ServerCall) -> dict[str, str | None]:
 
 
 def abort_sglang(call: ServerCall) -> dict[str, str]:
-    """Answer POST /abort_request: every request whose id begins with the given text is aborted."""
+    """Answer POST /abort_request: abort every request whose id begins with `rid`; "" aborts all."""
     call.state.abort(call.body["rid"], "prefix")
     return {}
 
 
 async def generate_sglang(call: ServerCall) -> Any:
-    """Answer POST /generate: without new tokens it scores from `logprob_start_len` on."""
+    """Answer POST /generate; if no new tokens are requested, score from `logprob_start_len` on."""
     body = call.body
     most = call.state.context_length
     ids = tuple(body["input_ids"])
@@ -911,7 +921,7 @@ async def generate_sglang(call: ServerCall) -> Any:
     limit = int(settings.get("max_new_tokens", 128))
     if limit == 0:
         return await _scored(call, rid)
-    limit = min(limit, most - len(ids) - 2)  # the request is shortened silently
+    limit = min(limit, most - len(ids) - 2)  # SGLang shortens the answer without an error
     request = request_of(ids, limit, settings, Sampling(), seed="sampling_seed")
     try:
         return _completion(call.state, await call.sample(request, rid), request, rid)
@@ -945,7 +955,7 @@ async def _scored(call: ServerCall, rid: str) -> Any:
 
 def _completion(state: ServerState, done: Completion, request: SampleRequest, rid: str) -> Any:
     heat = request.sampling.temperature
-    # this replaces log-probabilities "after temperature"
+    # The division approximates log-probs after temperature.
     divide = heat if state.quirks.logprobs != "raw" and heat > 0 else 1.0
     rows = [
         [value / divide, token, None] for value, token in zip(done.logprobs, done.ids, strict=True)
@@ -984,7 +994,7 @@ _THINK_END = "</think>"
 
 
 async def completions_vllm(call: ServerCall) -> Any:
-    """Answer POST /v1/completions: one prompt of ids is sampled, and scored where that is asked."""
+    """Answer POST /v1/completions: continue one prompt of ids, and score the prompt if requested."""
     body = call.body
     state = call.state
     call.check_model()
@@ -1001,7 +1011,7 @@ async def completions_vllm(call: ServerCall) -> Any:
         for place in range(1, len(ids)) if body["prompt_logprobs"] else ():
             rows[place] |= await _likeliest(call, ids[:place], int(body["prompt_logprobs"]))
     request = request_of(ids, limit, body, _DEFAULT_VLLM)
-    # each reply is spoilt at most once
+    # The fault changes either the scores or the completion of a reply, not both.
     done = await _thought(call, request, rid, spoil=not is_scored)
     text = done.text if body.get("include_stop_str_in_output") else shown(done, request.stop)
     choice |= {
@@ -1034,7 +1044,7 @@ async def completions_vllm(call: ServerCall) -> Any:
 async def _thought(
     call: ServerCall, request: SampleRequest, rid: str, *, spoil: bool
 ) -> Completion:
-    """Continue a text; a think block that is open in the prompt is closed at the budget."""
+    """Continue a text. End a think block that is open in the prompt when its budget is used up."""
     budget = call.body.get("thinking_token_budget")
     quirks = call.state.quirks
     if budget is not None and quirks.thinking == "refused":
@@ -1062,9 +1072,9 @@ async def _thought(
 
 
 async def generate_vllm(call: ServerCall) -> Any:
-    """Answer POST /inference/v1/generate: scores of given tokens from a cached prefix.
+    """Answer POST /inference/v1/generate: score given tokens after a cached prefix.
 
-    They are null when the cache goes past them.
+    The scores are null if the cache also covers some of the tokens to score.
     """
     body = call.body
     state = call.state
@@ -1091,7 +1101,8 @@ async def generate_vllm(call: ServerCall) -> Any:
     packed = None
     if hit <= start and state.quirks.scoring == "honest":
         ids_scored, scores = await call.score(ids, start + 1, rid)
-        ids_lost = call.fault == "wrong_ids"  # ids are not sent, so one is lost
+        # The reply contains no ids, so the fault "wrong_ids" removes a score instead.
+        ids_lost = call.fault == "wrong_ids"
         packed = (
             _packed(scores.logprobs[:-1] if ids_lost else scores.logprobs) if ids_scored else None
         )
@@ -1106,7 +1117,7 @@ async def generate_vllm(call: ServerCall) -> Any:
 
 
 def abort_vllm(call: ServerCall) -> str:
-    """Answer POST /inference/v1/abort_requests: exact ids are aborted, unknown ones ignored."""
+    """Answer POST /inference/v1/abort_requests: abort requests by exact id; ignore unknown ids."""
     _check_open(call)
     for rid in call.body["request_ids"]:
         call.state.abort(rid)
@@ -1119,9 +1130,10 @@ def _check_open(call: ServerCall) -> None:
 
 
 def sent_logprobs(state: ServerState, done: Completion, request: SampleRequest) -> list[float]:
-    """Return sampled log-probs as sent.
+    """Return the sampled log-probs that the server sends.
 
-    Division by the temperature imitates "after temperature", and halving imitates "cut".
+    If they are "processed", they are divided by the temperature, and by 2 if tokens are filtered.
+    Both divisions are rough models of the real processing.
     """
     heat = request.sampling.temperature
     is_cut = request.sampling != Sampling(request.sampling.temperature)
@@ -1143,7 +1155,7 @@ async def _prompt_rows(
 
 
 async def _likeliest(call: ServerCall, ids: TokenIds, top: int) -> dict[str, dict[str, Any]]:
-    """Return the likeliest tokens after these ids; the engine scores the candidates one by one."""
+    """Return the likeliest tokens after these ids; the engine scores every token of the vocabulary."""
     found: list[tuple[float, int]] = []
     for token in range(call.state.engine.spec.vocabulary):
         scores = await call.state.engine.score(ScoreRequest(ids, (token,)))
@@ -1169,19 +1181,19 @@ def _packed(values: tuple[float, ...]) -> str:
 
 
 def _stop_reason(done: Completion, request: SampleRequest) -> str | int | None:
-    """Return the stop string or id that ended the text; null for the model's own end."""
+    """Return the stop string or stop id that ended the text; None for the model's own end."""
     if done.ended != "delimiter":
         return done.ids[-1] if done.ids[-1] in request.stop_ids else None
     return next((stop for stop in request.stop if stop in done.text), done.ids[-1])
 
 
 def metrics(call: ServerCall) -> str:
-    """Answer GET /metrics; counters of speculation are included only if the server speculates."""
+    """Answer GET /metrics, with counters of speculation if the server speculates."""
     text = call.gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
     if call.state.quirks.speculation == "off":
         return text
     drafts = call.state.drafts
-    # Counters begin high, as after a long run, so that a client has to use differences.
+    # The counters begin high, as on a server that has run for long, so a client must use differences.
     counts = {
         "drafts": 400_000 + drafts.rounds,
         "draft_tokens": 1_200_000 + drafts.proposed,
@@ -1222,24 +1234,22 @@ _ROUTES: dict[ServerDialect, Routes] = {
 
 
 def routes_of(dialect: ServerDialect) -> Routes:
-    """Return the routes of a dialect, with their handlers."""
+    """Return the paths of a dialect, each with the function that answers it."""
     return _ROUTES[dialect]
 
 
 RewardRoute = Literal["/pooling", "/classify", ""]
 Rewards = Callable[[str, Sequence[str]], float]
-"""A function that gives the probability that the last step is correct, from the problem and its
-steps.
-"""
+"""A function from a problem and its steps to the probability that the last step is correct."""
 
 
 class RewardServer:
-    """A reward model whose rewards a function plants; a context manager that serves while it is open.
+    """A context manager that runs a server of a reward model, whose rewards come from a function.
 
-    vLLM's `/pooling` gives a row for each separator, and with `pools` "all" one for each word, as a
-    model without step pooling does. vLLM's `/classify` and SGLang's give one for the whole text.
-    SGLang is asked with ids, which `decode` turns into text; there the text is one step. Without a
-    route the server serves a model that writes.
+    vLLM's `/pooling` returns a row for each separator; with `pools` "all", it returns a row for each
+    word, as models without step pooling do. The route `/classify` returns one row for the whole
+    text. SGLang receives ids, which `decode` converts to text, and takes the text as one step. With
+    the route "", the server has no route for rewards, as if its model wrote text.
 
     >>> with RewardServer(lambda problem, steps: 0.9) as server:
     ...     server.url.startswith("http://127.0.0.1:")
@@ -1264,20 +1274,20 @@ class RewardServer:
         self.separator = separator
         self.route = "/classify" if dialect == "sglang" and route else route
         self.pools = pools
-        self.numbers = numbers  # length of the row of numbers in a reply
+        self.numbers = numbers  # numbers in a row
         self.decode = decode
         self.bodies: list[dict[str, Any]] = []  # body of every call for rewards
         self._http: ThreadingHTTPServer | None = None
 
     @property
     def url(self) -> str:
-        """Return the server's URL."""
+        """Return the address where the server listens."""
         assert self._http is not None, "it listens while it is open"
         return f"http://127.0.0.1:{self._http.server_port}"
 
     @property
     def address(self) -> str:
-        """Return the server's address for `score.reward`."""
+        """Return the server's address for the setting `score.reward`."""
         return f"{self.dialect}:{self.url}/{self.model}"
 
     def __enter__(self) -> Self:

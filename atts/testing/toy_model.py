@@ -1,6 +1,6 @@
-"""The toy language model: next-token distributions that depend on the previous ids alone.
+"""The toy language model: next-token distributions that depend only on the previous ids.
 
-The first part is its language: the words, the tokenizer, the questions and the grammar.
+The first part defines the model's language: the words, the tokenizer, the questions and the grammar.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Language(msgspec.Struct, frozen=True):
 
     specials: tuple[str, ...]
     fillers: tuple[str, ...]
-    openers: dict[str, float]  # phrases that begin a step, with their frequencies
+    openers: dict[str, float]  # phrases, with the weight of each as the beginning of a step
     full_stops: dict[str, float]
     rare_slips: tuple[int, ...]
     words: dict[str, str]  # words, with their meaning in the grammar
     phases: dict[str, dict[str, str]]  # next phase, by phase and kind of word
-    phrases: dict[str, dict[str, float]]  # idle phrases, by phase
+    phrases: dict[str, dict[str, float]]  # weights of words in phases that need no computation
 
 
 LANGUAGE = msgspec.toml.decode(
@@ -58,7 +58,7 @@ LANGUAGE = msgspec.toml.decode(
 SPECIALS = LANGUAGE.specials
 FILLERS = LANGUAGE.fillers
 OPENERS = tuple(LANGUAGE.openers)
-# a blank line may begin or end inside a token
+# Tokens that begin or end a blank line, because blank lines of real texts begin inside tokens too.
 MERGES = (
     ".\n",
     ".\n\n",
@@ -70,9 +70,9 @@ TEMPLATE = "{role}{content} ... <|assistant|>"
 class ToyTokenizer:
     """A tokenizer by greedy longest match over a small vocabulary, with single bytes for the rest.
 
-    Several id sequences can have the same text, as in real tokenizers, so a model's ids may differ
-    from those of `encode`. The "other" dialect numbers its tokens differently and lacks the merges,
-    for pairs of models that share no tokenizer.
+    As in real tokenizers, several id sequences decode to the same text. So the ids that a model
+    wrote may differ from `encode` of their text. The "other" dialect has other ids and no merges; it
+    serves for pairs of models with different tokenizers.
 
     >>> tokenizer = ToyTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So 4 plus 4 is 8.\\n\\nça va"))
@@ -97,8 +97,7 @@ class ToyTokenizer:
         self.dialect = dialect
         self.pieces: tuple[bytes, ...] = (*(b"" for _ in SPECIALS), *pieces)
         self.vocabulary = len(self.pieces)
-        # the token with which a model ends its text; special tokens have the lowest ids
-        self.end_id = 0
+        self.end_id = 0  # the first special token, with which a model ends its text
         text = repr((self.pieces, SPECIALS, TEMPLATE))
         self.digest = blake2b(text.encode(), digest_size=16).hexdigest()
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece}
@@ -107,11 +106,11 @@ class ToyTokenizer:
         )
 
     def piece_id(self, text: str) -> int | None:
-        """Return the id of the token that is exactly this text, if there is one."""
+        """Return the id of the token with exactly this text; None if there is no such token."""
         return self._ids.get(text.encode())
 
     def encode(self, text: str) -> TokenIds:
-        """Return the ids of `text`; names of special tokens in it are ordinary text."""
+        """Return the ids of `text`; names of special tokens in the text are encoded as plain text."""
         ids: list[int] = []
         position = 0
         for match in self._pattern.finditer(text):
@@ -125,11 +124,11 @@ class ToyTokenizer:
         return tuple(self._ids[bytes([byte])] for byte in text.encode()) if text else ()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, with special tokens left out.
+        """Return the text of `ids` without special tokens.
 
         An incomplete character becomes U+FFFD.
 
-        :raises UsageError: an id outside the vocabulary.
+        :raises UsageError: an id is outside the vocabulary.
         """
         if ids and not (0 <= min(ids) and max(ids) < len(self.pieces)):
             raise UsageError(
@@ -138,9 +137,9 @@ class ToyTokenizer:
         return b"".join([self.pieces[index] for index in ids]).decode(errors="replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """Return the ids of a conversation, each message opened by its role's token.
+        """Return the ids of a conversation, in which each message begins with its role's token.
 
-        A last assistant message is left open to be continued.
+        The model can continue a last assistant message.
         """
         ids: list[int] = []
         for message in messages:
@@ -161,8 +160,8 @@ MOODS = 8  # number of levels of each trait of a question
 class Question:
     """A chain of sums, with traits that make some questions harder.
 
-    `mood` is the level of variation in the phrasing of solutions, and `hardness` the level of the
-    error rate. Both are below `MOODS` and depend on the text alone, not on the model.
+    `mood` sets the variety of phrases in solutions, and `hardness` the share of wrong steps. Both
+    are levels below `MOODS`. They depend only on the text, so they are equal for all models.
     """
 
     text: str
@@ -183,23 +182,23 @@ class Question:
 
     @cached_property
     def hardness(self) -> int:
-        """Return the level of hardness: long chains are harder, and some short ones are too."""
+        """Return the level of hardness, which grows with the chain and has a random part."""
         return min(MOODS - 1, (len(self.operations) + self._noise[0] % 4) // 2)
 
     @cached_property
     def mood(self) -> int:
-        """Return the mood of a solution, which correlates with its hardness."""
+        """Return the level of variety in the phrases of solutions, which partly follows hardness."""
         return (self.hardness + self._noise[1] % MOODS * 3) // 4
 
     def misconception(self, step: int) -> int:
-        """Return the difference of the typical wrong result of a step from the correct one."""
+        """Return the difference from the correct value in the most common error of this step."""
         return (1, -1, 10, -10, 2, -2)[self._noise[step % 16] % 6]
 
 
 def read_question(text: str) -> Question:
-    """Return the last toy problem stated in `text`.
+    """Return the last toy problem that `text` states.
 
-    For any other text, return a chain made from its hash.
+    A text without a toy problem gives a question too, with a chain made from the text's hash.
 
     >>> read_question("Please solve: Start at 4. +3, -2. What is the result?").truth
     (4, 7, 5)
@@ -217,9 +216,9 @@ def read_question(text: str) -> Question:
 
 
 def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
-    """Return seeded chain-of-sums problems with their right answers, all different.
+    """Return different random chain-of-sums problems with their correct answers.
 
-    Levels 1 to 5 go by the length of the chain.
+    The level of a problem, 1 to 5, grows with the length of its chain.
 
     >>> toy_problems(1)[0].answer.isdigit()
     True
@@ -247,7 +246,7 @@ def toy_answer(text: str) -> str | None:
 
 
 def toy_groups(answers: Sequence[str]) -> list[int]:
-    """Return a group number for each toy answer; answers with equal texts are in one group.
+    """Return a group number for each toy answer; answers with equal texts have equal numbers.
 
     >>> toy_groups(["5", "7", "5"])
     [0, 1, 0]
@@ -272,7 +271,7 @@ _NEXT = LANGUAGE.phases
 
 
 class ReadingState:
-    """The meaning of the ids so far; it reads one word at a time, and is cheap to copy."""
+    """The state of the grammar after some ids. It reads one word at a time, and copies are cheap."""
 
     __slots__ = (
         "answered",
@@ -290,7 +289,7 @@ class ReadingState:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        # ids of the current message, if it is not the assistant's
+        # ids of the current message so far if its role is not the assistant's; else None
         self.prompt: list[int] | None = None
         self.restart(question)
 
@@ -300,8 +299,8 @@ class ReadingState:
         self.prompt = None
         self.phase = "open"
         self.word = -1
-        self.step = self.steps = 0  # number of sums done, and number of blank lines read
-        # value last stated, and value quoted in the current step
+        self.step = self.steps = 0  # number of sums done, and of blank lines read
+        # last value that the text claims, and the value that the current step quotes
         self.value = self.left = question.start
         self.sign = 1
         self.operand = 0
@@ -363,17 +362,17 @@ class ReadingState:
 
     @property
     def result(self) -> int:
-        """Return the result that the text states for the current sum."""
+        """Return the result of the current sum, computed from the numbers in the text."""
         return (self.left + self.sign * self.operand) % 100
 
     @property
     def operation(self) -> int:
-        """Return the sum that comes next."""
+        """Return the next operation: the number to add."""
         return self.question.operations[self.step % len(self.question.operations)]
 
 
 def atoms(piece: bytes) -> tuple[tuple[str, int], ...]:
-    """Return the meaning of a token's text, newlines apart from the rest."""
+    """Return the meaning of a token's text, with its newlines as separate atoms."""
     head = piece.lstrip(b"\n")
     core = head.rstrip(b"\n")
     newline = (("newline", 0),)
@@ -393,7 +392,7 @@ _FILTERED_KEPT = 8192
 
 
 class Distribution:
-    """A few likely tokens, and one small probability for all other tokens."""
+    """A few likely tokens with their probabilities, and one small probability for each other token."""
 
     __slots__ = (
         "_bounds",
@@ -414,7 +413,9 @@ class Distribution:
         floors: int,
         vocabulary: int,
     ) -> None:
-        """Take `ids` by falling probability; each of the first `floors` other ids has `floor`."""
+        """Create a distribution of `ids` in order of falling probability. Each of the first `floors`
+        other ids has the probability `floor`.
+        """
         self.ids = ids
         self.probabilities = probabilities
         self.floor = floor
@@ -428,7 +429,7 @@ class Distribution:
     def of(cls, weights: Mapping[int, float], vocabulary: int, leak: float) -> Distribution:
         """Return probabilities in proportion to `weights`.
 
-        A share `leak` is divided evenly over the whole vocabulary.
+        The whole vocabulary shares the probability `leak` evenly.
         """
         total = math.fsum(weights.values())
         floor = leak / vocabulary
@@ -443,7 +444,7 @@ class Distribution:
         return cls(ids, probabilities, floor, vocabulary - len(ids), vocabulary)
 
     def logprob(self, index: int) -> float:
-        """Return the log-probability of a token; -inf for a filtered token."""
+        """Return the log-probability of a token; -inf if the token was filtered out."""
         logprob = self._logprobs.get(index)
         if logprob is not None:
             return logprob
@@ -458,30 +459,29 @@ class Distribution:
         return of_likely - self._floor_ids * self.floor * math.log(self.floor)
 
     def draw(self, uniform: float) -> int:
-        """Return the token at a uniform number in [0, 1), by inverse distribution with likely
-        tokens first.
+        """Return the token of a uniform random number in [0, 1): inverse transform sampling, with the
+        likeliest tokens first.
         """
         target = uniform * self._mass
         rank = bisect_right(self._bounds, target)
         if rank < len(self.ids):
             return self.ids[rank]
         if not self._floor_ids:
-            return self.ids[-1]  # the last bound may round to just below the mass
+            return self.ids[-1]  # rounding may leave the last bound just below the mass
         return self._floor_id(
             min(self._floor_ids - 1, int((target - self._bounds[-1]) / self.floor))
         )
 
     def under(self, sampling: Sampling) -> Distribution:
-        """Return this distribution at a temperature, cut by top-k, top-p and min-p."""
+        """Return this distribution at a temperature, filtered by top-k, top-p and min-p."""
         return self if sampling == Sampling() else _filtered(self, sampling)
 
     def filtered(self, sampling: Sampling) -> Distribution:
-        """Compute the filtered distribution, which `under` caches."""
+        """Compute the distribution that `under` returns and caches."""
         if sampling.temperature == 0:
             return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
         power = 1 / sampling.temperature
-        # divided by the largest, so that low temperatures do not underflow
-        top = self.probabilities[0]
+        top = self.probabilities[0]  # a divisor, because powers at low temperatures underflow
         weights = [(p / top) ** power for p in self.probabilities]
         floor = (self.floor / top) ** power
         floors = self._floor_ids
@@ -492,7 +492,7 @@ class Distribution:
             )
         if sampling.top_p < 1:
             weights, floors = _nucleus(weights, floor, floors, sampling.top_p)
-        # the largest weight is 1
+        # The largest weight is 1, so min-p can be compared with the weights.
         weights = [weight for weight in weights if weight >= sampling.min_p]
         if floor < sampling.min_p or floor == 0.0:
             floors = 0
@@ -514,13 +514,13 @@ class Distribution:
         return rank
 
 
-_filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)  # this function runs for every token
+_filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)  # cached: every token needs it
 
 
 def _nucleus(
     weights: list[float], floor: float, floors: int, top_p: float
 ) -> tuple[list[float], int]:
-    """Return the fewest tokens, likeliest first, that together reach `top_p` of the mass."""
+    """Return the smallest set of likeliest tokens whose probabilities sum to at least `top_p`."""
     wanted = top_p * (math.fsum(weights) + floors * floor)
     for count, reached in enumerate(accumulate(weights), start=1):
         if reached >= wanted:
@@ -530,22 +530,25 @@ def _nucleus(
 
 
 _ASSISTANT = SPECIALS.index("<|assistant|>")
-_LEAK = 1e-4  # share of probability that all tokens get, so that none is impossible
+_LEAK = 1e-4  # probability that the whole vocabulary shares, so that every token is possible
 _QUESTIONS_KEPT = 4096
-# most cached states; a hundred problems of eight rollouts need a third of this number
-_DISTRIBUTIONS_KEPT = 4096
+_DISTRIBUTIONS_KEPT = 4096  # 100 problems with 8 rollouts need a third of this number
 
 
 @dataclass(frozen=True, slots=True)
 class Skill:
     """The skills of a toy model; every field but `fluency` and `verbosity` is a probability.
 
-    `right`: a step of medium hardness is correct. `typical`: a slip is the question's usual one,
-    which lets slips repeat across samples and makes them less surprising to a scorer. `repair`: a
-    wrong value is noticed at the next step. `wander`: a step says nothing. `fluency` sharpens the
-    phrasing; `verbosity` is the mean number of idle words per phrase. The target gives a slip of
-    the draft a lower probability if the target is more often `right` and the slip less `typical`.
-    Fewer idle words make this easier to see in a score.
+    - `right`: a step of medium hardness is correct.
+    - `typical`: a wrong step makes the question's most common error. So errors repeat across samples,
+      and surprise a scorer less.
+    - `repair`: the next step corrects a wrong value.
+    - `wander`: a step contains no sum.
+    - `fluency`: a high value makes the likeliest phrases likelier.
+    - `verbosity`: the mean number of filler words per phrase.
+
+    Errors of the draft surprise the target more if the target's `right` is high and its `typical` is
+    low. Filler words dilute this surprise in the score of a chunk.
     """
 
     right: float = 0.85
@@ -561,12 +564,13 @@ TARGET = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
 
 
 class ToyModel:
-    """A skill and a tokenizer: ids in, next-token distributions out.
+    """A toy model, which maps ids to a distribution of the next token.
 
-    Equal models give equal distributions. A solution is a chain of steps ended by blank lines, `So
-    we take: 17 plus 5 is 22.`, and a last one, `The answer is \\boxed{31}.` A model that slips
-    continues from its wrong value, so a wrong step makes a wrong answer, unless some later step
-    (`Wait that was 22.`) repairs it. How often a model slips, notices and rambles is its `Skill`.
+    Models with equal skill and tokenizer give equal distributions. A solution is a chain of steps
+    such as `So we take: 17 plus 5 is 22.`, each with a blank line after it. The last step is `The
+    answer is \\boxed{31}.` After a wrong step the model continues from the wrong value. So the answer
+    is wrong unless a later step (`Wait that was 22.`) corrects the value. `Skill` sets the
+    probabilities of errors, corrections and steps without a sum.
     """
 
     def __init__(self, skill: Skill, tokenizer: ToyTokenizer) -> None:
@@ -576,9 +580,9 @@ class ToyModel:
         self._known: Recent[tuple[object, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
-        """Return the state after `ids`, which begins from a copy of `state` when one is given."""
-        # Ids without a turn of the assistant are a text to continue, whose question is derived from
-        # the first id alone.
+        """Return the state after `ids`, beginning with a copy of `state` if it is given."""
+        # Ids without an assistant's turn are a text to continue. Its question depends on the first id
+        # alone.
         state = (
             ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
         )
@@ -587,7 +591,7 @@ class ToyModel:
         return state
 
     def advance(self, state: ReadingState, index: int) -> None:
-        """Read one id, in place."""
+        """Read one id, and change `state` in place."""
         if state.prompt is None:
             for kind, payload in self._atoms[index]:
                 state.take(kind, payload)
@@ -599,7 +603,7 @@ class ToyModel:
     def _turn(self, state: ReadingState, index: int) -> None:
         if index == _ASSISTANT:
             state.restart(_question(self.tokenizer, tuple(state.prompt or ())))
-        else:  # system and user text are read as one text
+        else:  # the texts of the system and the user are joined
             state.prompt = state.prompt or []
 
     def distribution(self, state: ReadingState) -> Distribution:
@@ -679,11 +683,11 @@ class ToyModel:
         return [(f" {value}", weight) for value, weight in values]
 
     def _firmness(self, question: Question) -> float:
-        """Return the sharpness of the phrasing, from 0 (all phrases equally likely) to `fluency`."""
+        """Return a number from 0 to `fluency`; at 0, the choice of phrases varies most."""
         return self.skill.fluency * (1 - question.mood / (MOODS - 1))
 
     def _idle(self, state: ReadingState) -> list[tuple[str, float]]:
-        """Return idle words with their weights after the last idle word."""
+        """Return the filler words, each with its probability after the last word."""
         firmness = self._firmness(state.question)
         likings = _LIKINGS[state.word]
         weights = [
@@ -697,7 +701,9 @@ class ToyModel:
     def _choice(
         self, options: Mapping[str, float], state: ReadingState, total: float
     ) -> list[tuple[str, float]]:
-        """Return ways to say the same, with weights; more sharpness favours the likeliest."""
+        """Return equivalent phrases with probabilities that sum to `total`. A high `_firmness` makes
+        the likeliest phrase likelier.
+        """
         power = 1 + 3 * self._firmness(state.question)
         weights = [(word, share**power) for word, share in options.items()]
         scale = total / sum(weight for _, weight in weights)
@@ -719,9 +725,10 @@ def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
-    """Return the weight of each idle word after each other one, from 0 to 1.
+    """Return for each filler word the affinity of each next filler word, from 0 to 1.
 
-    The last number is the weight of another idle word at all; word -1 is the start of a phrase.
+    The last number of a row is the affinity of any further filler word. The row -1 is for the start
+    of a phrase.
     """
     size = len(FILLERS) + 1
     rows = {
@@ -735,12 +742,12 @@ _LIKINGS = _likings()
 
 
 def _hard(question: Question) -> float:
-    """Return the factor of a question on the error rate of steps; 1 for medium hardness."""
+    """Return the factor by which a question's hardness changes the share of errors; 1 is medium."""
     return (question.hardness + 0.5) / (MOODS / 2)
 
 
 def _key(state: ReadingState) -> tuple[object, ...]:
-    """Return the state that the next words depend on, in addition to the model's skill."""
+    """Return the parts of the state that decide the next words, given the model's skill."""
     phase = state.phase
     question = state.question
     if phase == "open":
@@ -765,15 +772,15 @@ def _key(state: ReadingState) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Planted skill with which a toy model answers questions about steps and solutions.
+    """The skill with which a toy model answers questions about steps and solutions.
 
-    A question that `atts.pipelines` asks about the last step (a verdict or a rating) is answered
-    correctly with probability `judge`. The other fields are about prompts with numbered solutions.
+    `judge` is the probability of a correct reply to a question of `atts.pipelines` about the last
+    step: a verdict or a rating. The other fields concern prompts with numbered solutions.
 
-    With probability `first` it calls the first solution correct without a look. Otherwise it names
-    the correct one with probability `skill`, and the wrong one else; a fair coin decides where both
-    are correct or neither is. A synthesis ends with the correct result with probability `skill`, and
-    with that of the first solution else.
+    For a comparison, the model names the first solution with probability `first`. Otherwise, it
+    names the correct solution with probability `skill`, or else the wrong solution. If both
+    solutions are correct or both are wrong, the choice is random. A synthesis ends with the correct
+    result with probability `skill`, or else with the result of the first solution.
     """
 
     skill: float = 0.8
@@ -781,7 +788,7 @@ class Selector:
     judge: float = 0.8
 
     def verdict(self, question: str, is_right: bool, seed: Seed) -> str | None:
-        """Return the reply to a question about the last step; None for other prompts."""
+        """Return the reply to a question about the last step; None for any other question."""
         is_rating = question.endswith(_RATES)
         if not is_rating and not (question.endswith(_ANSWERS) and _JUDGES in question):
             return None
@@ -792,7 +799,7 @@ class Selector:
         return "Yes" if says_right else "No"
 
     def reply(self, text: str, seed: Seed) -> str | None:
-        """Return the reply to a prompt, None for a prompt without two solutions."""
+        """Return the reply to a prompt with solutions; None for a prompt without two solutions."""
         begin = text.find(_SOLUTION.format(1))
         if begin < 0 or _SOLUTION.format(2) not in text:
             return None
@@ -818,12 +825,12 @@ _COMPARES = "Correct: 1"
 _JUDGES = "Is the last step correct?"
 _ANSWERS = "Answer:"
 _RATES = "I think the quality score is:"
-_QUESTION_IDS = 160  # the end of such a prompt, as the ids of single letters
+_QUESTION_IDS = 160  # last ids of a prompt that may be a question, which has one token per letter
 _QUESTION_REPLY = 8  # most tokens of a reply to a question about a step
 
 
 class Writer:
-    """A toy model that caches the states at the ends of recent requests, which only saves time."""
+    """A toy model that caches the states after recent requests, only to save time."""
 
     def __init__(
         self, model: ToyModel, memory: int = 1024, selector: Selector | None = None
@@ -833,9 +840,9 @@ class Writer:
         self._states: Recent[TokenIds, ReadingState] = Recent(memory)
 
     def write(self, request: SampleRequest) -> Completion:
-        """Continue a text, with one uniform of the request's stream for each position."""
+        """Continue a text, with one random number of the request's stream for each position."""
         model = self.model
-        # the prompt asks about solutions, and nothing is written yet
+        # A prompt whose answer has not begun may ask about solutions.
         if request.ids and request.ids[-1] == _ASSISTANT:
             reply = self._selector.reply(model.tokenizer.decode(request.ids), request.seed)
             if reply is not None:
@@ -875,7 +882,7 @@ class Writer:
         return Completion(kept, model.tokenizer.decode(kept), ended, tuple(logprobs))
 
     def _spelt(self, text: str, request: SampleRequest) -> Completion:
-        """Return a reply that is fixed in advance, cut to the allowed length."""
+        """Return a fixed reply, cut at the request's token limit."""
         tokenizer = self.model.tokenizer
         ids = (*tokenizer.encode(text), tokenizer.end_id)
         kept = ids[: request.max_tokens]
@@ -883,7 +890,7 @@ class Writer:
         return Completion(kept, tokenizer.decode(kept), ended, (0.0,) * len(kept))
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Return the log-probability of every token of the suffix, or the negative entropies."""
+        """Return the raw log-probability of every token of the suffix, or the negative entropies."""
         state = self._read(request.prefix).copy()
         logprobs: list[float] = []
         for index in request.suffix:
@@ -923,18 +930,18 @@ class Writer:
 
 
 class PrefixMemory:
-    """The contents of a cache: the latest ids of each rollout.
+    """A model of a prefix cache: the latest ids of each rollout.
 
-    The least recent rollout is forgotten first.
+    The least recently used rollout is evicted first.
     """
 
     def __init__(self, rollouts: int = 4096) -> None:
         self._seen: Recent[str, TokenIds] = Recent(rollouts)
 
     def cached(self, rollout: str, ids: TokenIds) -> int:
-        """Return the number of leading ids that need no computing.
+        """Return the number of cached leading ids.
 
-        The last id is always computed, because it gives the next distribution.
+        The last id never counts as cached, because its computation gives the next distribution.
         """
         seen = self._seen.get(rollout, ())
         limit = min(len(seen), len(ids) - 1)
@@ -943,6 +950,6 @@ class PrefixMemory:
         return next(i for i in range(limit) if seen[i] != ids[i])
 
     def keep(self, rollout: str, ids: TokenIds) -> None:
-        """Record a rollout's latest ids; a request without a rollout is not recorded."""
+        """Store a rollout's latest ids, unless the request names no rollout."""
         if rollout:
             self._seen[rollout] = ids

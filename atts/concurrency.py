@@ -173,7 +173,7 @@ def clock() -> Callable[[], float]:
             return asyncio.get_running_loop().time
     except RuntimeError:
         pass
-    from trio.lowlevel import current_clock  # an extra, and installed where its loop is running
+    from trio.lowlevel import current_clock  # trio is installed if its loop runs
 
     return current_clock().current_time
 

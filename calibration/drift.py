@@ -302,11 +302,11 @@ def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Gen
     """
     n = len(ours)
     k = len(theirs)
-    # If run r draws question q, it counts at r * k + q, so that one bincount serves all runs.
+    # A draw of question q in run r gets the number r * k + q, so one bincount counts all runs.
     drawn = draw.integers(k, size=(draws, n)) + k * np.arange(draws)[:, None]
-    # A run is a row of weights over our n questions and their k: [1 + draws, n + k].
+    # Each row has one run's weights of the n questions in `ours` and the k in `theirs`.
     weights = np.zeros((draws + 1, n + k))
-    weights[0, :n] = 1 / n  # the run as it is
+    weights[0, :n] = 1 / n  # the actual run
     weights[1:, n:] = np.bincount(drawn.ravel(), minlength=draws * k).reshape(draws, k) / n
     live = normal_scores(ours, theirs)
     stored = normal_scores(theirs, theirs)

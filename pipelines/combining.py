@@ -493,7 +493,7 @@ class CombineSummary:
     winnable: int  # graded split problems with a wrong vote and a correct answer among the rollouts
     gain: Estimate  # gain in accuracy over graded problems, with its interval
     ceiling: float  # the gain of an oracle that is asked about the same problems
-    below: float  # the last share of the leading answer up to which a vote counted as split
+    below: float  # final threshold: a vote counted as split if its leader had at most this share
     actions: tuple[str, ...]
     usage: Usage
     unusable: int = 0  # problems about which the target could not be asked

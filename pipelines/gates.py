@@ -149,7 +149,7 @@ class NonLearningGate(ABC):
         """Request a score for every chunk."""
         return features.decision("verify", why="every chunk is scored")
 
-    # abstract, because "verify" from the preview cannot be the final decision
+    # every gate must override this, because the preview's "verify" is not a final decision
     @abstractmethod
     def decide(self, features: Features, score: float) -> Decision:
         """Return "accept" or "escalate" for a chunk of this score."""

@@ -102,7 +102,7 @@ class _Worker:
             return await self._ask(number, question, policy), number
         except UnsupportedByEngine:
             if not self._has_answered:
-                raise  # it cannot do its part at all
+                raise  # this engine never worked, so a retry is useless
         if number == self._number:
             self._number += 1
             self._sessions[self._number] = Session(self._setup)
@@ -162,7 +162,7 @@ def _fill(sample: Any, rollout: Rollout) -> None:
         for chunk in turn.chunks:
             count = len(chunk.draft_ids)
             ids += chunk.draft_ids
-            # what the draft did not write, or reports nothing of, cannot be trained on
+            # only tokens that the draft wrote with log-probabilities can be trained on
             is_known = chunk.author == "draft" and len(chunk.logprobs) >= count
             mask += [int(is_known)] * count
             logprobs += chunk.logprobs[:count] if is_known else [0.0] * count

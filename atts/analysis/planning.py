@@ -470,7 +470,7 @@ class UntriedRate:
 
     rate: float
     realised: float
-    off_policy: float  # the share of rollouts whose end is unknown
+    off_policy: float  # share of rollouts whose further text is not in the record
     low: float
     high: float
     target_tokens: float  # per problem

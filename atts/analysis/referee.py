@@ -322,7 +322,7 @@ CONFIDENCE = "confidence"
 """The name of the score from atts' log-probabilities, which is e to the power of their mean."""
 ORACLE = "pass@n"
 ALL = "all"
-_MOST_ROLLOUTS = 64  # most rollouts of a problem in one order, unless the options ask for more
+_MOST_ROLLOUTS = 64  # most rollouts per problem in one order, unless the options set more
 _POINT = 0.01
 _ORDERS = 200
 _FEWEST_ORDERS = 20

@@ -224,7 +224,7 @@ class Job:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise OptionError("limit", f"{self.limit} leaves no problem; give at least 1")
-        _ = self.caps  # refuses impossible caps
+        _ = self.caps  # reading the property raises an error for impossible caps
         check_logs(self.log)
         for pair in self.column:
             if not all(pair.partition("=")):

@@ -571,7 +571,7 @@ class SyncSession:
     ) -> None:
         opened = self._open
         self._open = None
-        # A forked child has neither the thread nor anything of the session to close.
+        # A forked child has no thread of the session, so there is nothing to close.
         if opened is None or self._thread is None or os.getpid() != self._process:
             return
         portal, _ = opened
@@ -732,7 +732,7 @@ async def combine(
         if name in source.manifest.settings
     }
     decisive = {"rollouts_of": Setting(Path(run).name, "atts combine")}
-    if "method" in source.manifest.configuration:  # the rollouts' own
+    if "method" in source.manifest.configuration:  # the method of the recorded rollouts
         decisive["method"] = source.manifest.configuration["method"]
     rollouts = RecordedRollouts(source.outcomes, found.count)
     gate_is_done = plan.on_problem_done

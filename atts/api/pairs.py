@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atts.local import EngineShare
 
 PAIR = "pair "
-"""The beginning of the origin of a value that a pair has set; the pair's name follows."""
+"""Prefix of the origin of values that a pair sets; the pair's name follows."""
 Place = Literal["vllm", "sglang", "local"]
 _FIRST_PORT: Mapping[Role, int] = MappingProxyType({"target": 8000, "draft": 8001})
 _NEXT_PORT: Mapping[Role, int] = MappingProxyType({"target": 100, "draft": 1})

@@ -32,7 +32,7 @@ class LoadTiming:
     """The measurements of a server with `load` requests in flight."""
 
     load: int
-    tokens: int  # that came back
+    tokens: int  # number of tokens in the replies
     seconds: float
     drafted: DraftCounts | None  # None if the server proposes nothing, or does not count
 

@@ -198,7 +198,7 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     rows = [
         ("rollouts", busy if snapshot.state != "over" else f"{snapshot.rollouts_done:,} ended"),
         (snapshot.judged_unit, chunks if snapshot.accepted + snapshot.escalated else ""),
-        # a count of what was done: an interval over problems would be of other runs
+        # no interval, because the rate of the finished work is exact
         ("rate", f"{snapshot.rate.value:.3f}{nominal}" if snapshot.rate.n_samples else ""),
         ("accuracy", snapshot.accuracy.brief() if snapshot.graded else ""),
         ("tokens", f"{share}; {speed}" if tokens["draft"] + tokens["target"] else ""),

@@ -231,7 +231,7 @@ class Admission:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Start waiting rollouts while there is room, then let a new problem in."""
+        """Start waiting rollouts while there is room, then allow one more problem to open."""
         queue = self._queue
         while queue:
             group = queue[0][3]

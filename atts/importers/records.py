@@ -251,7 +251,7 @@ class _EvalArchive:
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
         self._path = path
         self._archive = archive
-        # an entry that was written again replaces the earlier one
+        # a later entry of the same name replaces the earlier one
         named = {entry.filename: entry for entry in archive.infolist()}
         self._entries = [
             entry for name, entry in named.items() if re.fullmatch(r"samples/[^/]*\.json", name)

@@ -185,7 +185,7 @@ def _files(format: Format, path: Path) -> list[Path]:
             return sorted(files, key=_natural)
     pickles = sorted(path.rglob("*.pkl"))
     if pickles:
-        return pickles[:1]  # opening it raises an error with the reason
+        return pickles[:1]  # opening a pickle file raises an error that says why it is refused
     raise DatasetError(
         str(path),
         f"it has no file named {' or '.join(format.patterns)}, as files of {format.name} are",

@@ -248,7 +248,7 @@ def _completed(event: Event, records: OpenRecords) -> Event:
                     raise ValueError("it refers to a prompt that does not exist")
                 prompt = earlier
             elif prompt.draft_ids == prompt.target_ids:
-                # A shared tokenizer: one tuple in memory, as when it was written.
+                # With a shared tokenizer, both fields use one tuple, as they did when written.
                 prompt = Prompt(prompt.draft_ids, prompt.draft_ids)
             return structs.replace(event, prompt=prompt, is_repeated=False)
         case TurnFinished(problem=problem, sample=sample, turn=turn):

@@ -25,7 +25,7 @@ def main() -> int:
 
     commands = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries may print, and their output must not mix with the replies
+    os.dup2(2, 1)  # output that libraries print must not get between the replies
 
     config = pickle.load(commands)
     assert isinstance(config, WorkerConfig), "the first message is the configuration"

@@ -53,7 +53,7 @@ whole context.
 class _Class(NamedTuple):
     rows: Tensor  # [blocks, width] indices of the queries
     slots: Tensor  # [blocks * length]
-    mask: Tensor | None  # [blocks, 1, width, length]
+    mask: Tensor | None  # True where a query may read a slot
 
 
 class GatheredAttention:

@@ -151,7 +151,7 @@ class TemplateProcess:
         assert child.stdin is not None
         assert child.stdout is not None
         line = b""
-        with suppress(OSError):  # the child died while we wrote to it
+        with suppress(OSError):  # the child ended while the parent wrote to it
             child.stdin.write(request)
             child.stdin.flush()
             line = child.stdout.readline()

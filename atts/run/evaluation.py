@@ -311,7 +311,9 @@ def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
 
 
 _ENDLESS = 1 << 40  # context length that never cuts a rollout
-_FLOPS_PER_CORE = 2e10  # assumed operations per second of a core, to distinguish hours from minutes
+_FLOPS_PER_CORE = (
+    2e10  # assumed operations per second of a core, for a rough estimate of a run's time
+)
 
 
 def engine_warnings(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:

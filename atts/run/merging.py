@@ -248,7 +248,7 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 
     All problems are started first, in the order of the dataset.
     """
-    # each part counts its sessions and nodes from where the part before it ended
+    # the numbers of a part's sessions and nodes follow those of the part before it
     sessions = 0
     nodes = 0
     for part in parts:

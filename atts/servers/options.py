@@ -19,7 +19,7 @@ OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 _LONGEST_KEY = 1 << 16
 # Spaces and control characters, which no URL contains.
 _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
-# The form of a variable's name: capitals with few digits, which an API key hardly has.
+# The name of a variable has capitals and few digits, so an API key hardly matches.
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
 """How a server that takes messages is made to continue an answer: by a request in words ("ask"), by

@@ -43,7 +43,7 @@ _CLOSE = {"Connection": "close"}
 whole body.
 """
 _USER = "atts.user"
-"""The entry of a request's scope that has the user of its key."""
+"""Name of the entry in a request's ASGI scope that contains the user of its API key."""
 
 
 def build_app(service: Service, responses: Responses) -> ASGIApp:

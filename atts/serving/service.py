@@ -312,7 +312,7 @@ class ServeOptions:
     server_caps: Caps = Caps()  # caps on all requests together, including earlier sessions
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
     requests: int = 64  # most requests that run at once
-    queue: int = 256  # more that wait
+    queue: int = 256  # most requests that wait in addition
     # which policy answers requests that chat programs send by themselves
     housekeeping: Literal["draft", "policy"] = "draft"
     body_bytes: int = 1 << 20

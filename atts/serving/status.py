@@ -295,7 +295,7 @@ class RunReading:
         key = (event.problem, event.sample)
         turn = event.turn
         if turn.index < self._turns[key]:
-            return  # a later session repeated it
+            return  # a later session repeated this turn
         self._turns[key] = turn.index + 1
         row = self.problems[event.problem]
         row["turns"] += 1

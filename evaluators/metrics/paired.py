@@ -72,7 +72,7 @@ class McNemar:
     first_only: int
     second_only: int
     neither: int
-    p_value: float  # exact, two-sided
+    p_value: float  # two-sided p-value of the exact test
     # the mid-p-value, which is less conservative: the observed outcome has half its weight
     mid_p: float
 

@@ -184,7 +184,9 @@ class _Lexer:
             is_word = first in vocabulary.ATTACHED or (len(first) > 2 and vocabulary.is_word(first))
             if rest[:1] == "^" and len(first) == 1 and not self.after("number"):
                 return None
-            is_part = self.gap and FORMS["amount"].match(text, end)  # as in 7 h 4 min
+            is_part = self.gap and FORMS["amount"].match(
+                text, end
+            )  # more of the amount follows, as in 7 h 4 min
             is_doubtful = len(first) == 1 or (first.islower() and not is_word)
             is_product = bool(rest) and all(
                 len(part) == 1 and part != "/" for part in phrase.split()

@@ -138,7 +138,7 @@ class Stage(NamedTuple):
     steps: list[Step]
     marks: tuple[str, ...]
     steps_of: dict[str, list[int]]
-    always: list[int]  # steps without marks, or for texts without their marks
+    always: list[int]  # steps that run on every text, whatever marks it has
 
 
 def _rewritten(text: str, stage: Stage) -> str:

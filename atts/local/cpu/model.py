@@ -259,9 +259,8 @@ class NativeWeights:
         own = self._config.num_heads * self._config.head_dim
         together = joined(weights, self._config)
         merged = [_Layer.from_buffer_copy(layer) for layer in layers]
-        if layers[
-            0
-        ].attention_bf16:  # half the memory to read, and what a group computes is not exact anyway
+        # bfloat16 halves the memory to read; grouped attention is not exact in float32 either
+        if layers[0].attention_bf16:
             together = replace(together, qkv=together.qkv.bfloat16().float())
         self._fill_half(merged[0], 0, together, "")
         self._place(merged[0], group)

@@ -158,7 +158,7 @@ class Context:
     target: Engine
     gate: Gate | RoundGate
     answers: Answers
-    bind: EngineBinder  # `atts.run.EngineCalls` is one
+    bind: EngineBinder  # `atts.run.EngineCalls` implements this protocol
     seed: int = 0
     listener: RolloutListener = NullListener()
     # roles whose log-probabilities are used; see `needed_logprobs`

@@ -344,7 +344,9 @@ def replay_policy(
 
 
 def _replay(record: _Record, gate: Gate | RoundGate | None, group: Grouper) -> Replayed:
-    strayed: dict[tuple[str, int], int] = {}  # the first turn off the recorded path, by rollout
+    strayed: dict[
+        tuple[str, int], int
+    ] = {}  # keyed by rollout: first turn whose decision differs from the record
     if gate is None:
         rows = [row for one in record.problems.values() for row in one.rows]
         decisions = Decisions(Steps(record.turns, rows), rows)

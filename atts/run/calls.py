@@ -507,7 +507,7 @@ class RunLengthEstimate(RunLength):
         self._there = [rollouts]
         self._ended = [0.0]
         self._went_on = [0.0]
-        # The weight of the present. It grows with each problem that ends instead of each rollout,
+        # The weight of new observations. It grows with each problem that ends instead of each rollout,
         # because the rollouts of a problem are stopped together in an arbitrary order.
         self._weight = 1.0
         self._growth = 1 + 1 / max(1.0, _MEMORY * rollouts) if rollouts else 1.0

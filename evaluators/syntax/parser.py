@@ -719,7 +719,7 @@ class Parser(Stream):
         return Node("congruence", (node, modulus))
 
     def in_base(self, node: Node) -> Node:
-        """Return the value as a numeral of the base written after it."""
+        """Return the value as a numeral in the base that the text names after it."""
         if self.here.text == "base":
             self.take()
         base = vocabulary.base(self.take().text)

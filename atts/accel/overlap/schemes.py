@@ -23,7 +23,7 @@ from atts.local.seams import (
 _TURN = 16  # steps of a trial
 _STRETCH = 64  # steps between two checks of the scheme in use
 _SETTLE = 4  # first steps of a turn that do not count, because a drafter catches up in them
-_KNOWN = 128  # most steps that the measured rate of a scheme counts for
+_KNOWN = 128  # limit of the weight, in steps, of a scheme's earlier rate
 _GLANCE = 8  # steps after which a trial at half the other's rate ends
 _SHARE = 0.005  # share of the tokens that trials of one scheme may lose
 _WORTH = 1.05  # least gain, with every outcome guessed, for which a scheme is tried

@@ -328,10 +328,9 @@ class Survival:
 
 
 _MARGIN = 0.01  # relative gain below which the lengths stay unchanged
+# least gain that proposals must promise over no proposals: in total, and per sequence
 _DOUBT = 0.02
-_DOUBT_OF_ONE = (
-    0.001  # least gain that proposals must promise over no proposals: in total, and per sequence
-)
+_DOUBT_OF_ONE = 0.001
 _SURPRISE_WEIGHT = 1 / 32
 _MOST_SURPRISE = 0.5  # largest surprise that one step may count for
 _CAUTION = 0.3  # standard deviations by which a time must be too long before proposals stop
@@ -456,9 +455,8 @@ class GoodputControl:
         self._proposing = StepCosts(wanders=False)
         self._loads: dict[int, _Load] = {}
         self._standing: dict[int, list[float]] = {}  # expected accepted tokens by length
-        self._wanted = self._asked = set[
-            int
-        ]()  # keys of the sequences that want tokens in this step, and in the step before
+        # keys of the sequences that want tokens in this step, and in the step before
+        self._wanted = self._asked = set[int]()
         self._total = 0  # tokens wanted in this step
         self._coverage = 1.0  # share of the wanted tokens that the proposers deliver
         self._asks = 0
@@ -669,9 +667,8 @@ class GoodputControl:
             newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]
             load.trial = _Trial(min(_FEW, self._most), 4, keys=frozenset(newest))
             self._is_stale = False
-        elif (
-            verdict.mean and load.steps >= load.next_plain
-        ):  # without this trial, nothing would show that proposals no longer pay
+        # without this trial, nothing would show that proposals no longer pay
+        elif verdict.mean and load.steps >= load.next_plain:
             forgone = 1 - step.rows / (verdict.rate * self._plain(step))
             load.trial = _Trial(0, _PLAIN, _SETTLING)
             load.next_plain = load.steps + load.gap

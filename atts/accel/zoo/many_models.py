@@ -60,7 +60,7 @@ class Lineage(NamedTuple):
     """
 
     units: tuple[str, ...]
-    keys: tuple[str, ...]  # for each layer: names of the computation of its keys and values alone
+    keys: tuple[str, ...]  # for each layer: name of the computation that gives its keys and values
     whole: int  # the last unit before which a step has the states of all its rows
 
 

@@ -287,9 +287,8 @@ class LayerRange:
         self.loading[number] -= 1
         if isinstance(answer, FailureReply):
             self.failure = answer.error(self.setup.config.name)
-        elif (
-            answer is None and not self.loading[number]
-        ):  # the worker keeps the range until its pending replies have arrived
+        # the worker keeps the range until its pending replies have arrived
+        elif answer is None and not self.loading[number]:
             self.holders.add(number)
         self.loading += Counter()
 

@@ -657,14 +657,13 @@ def study_ablations(options: Options) -> list[Table]:
             "Which defaults would change",
             "choice | options that win | verdict",
             verdicts,
-            "An option wins where its votes are better (interval above 0) at no more arithmetic, "
-            "or where it loses "
-            f"less than {-100 * _LOSS:g} point (low end) and saves {100 * _WORTH:.0f} % of arithmetic or "
-            f"time; else the "
-            "default stays.",
-            f"No default is changed on fewer than {_ENOUGH} problems; here are {count}. Several "
-            f"options per choice "
-            "are looked at: one narrow win among them is weaker evidence than its interval.",
+            "An option wins if its accuracy is higher (interval above 0) for no more "
+            f"arithmetic. It also wins if it loses less than {-100 * _LOSS:g} point (low end) and "
+            f"saves {100 * _WORTH:.0f} % of arithmetic or time. In all other cases the default "
+            "stays.",
+            f"No default is changed on fewer than {_ENOUGH} problems; this run has {count}. Each "
+            "choice has several options, so a single "
+            "narrow win is weaker evidence than its interval suggests.",
             headline=f"of {len(chosen)} choices, those that another option beats: "
             f"{', '.join(changed) or 'none'}",
         ),

@@ -324,7 +324,10 @@ def study_simulated(options: Options) -> list[Table]:
     )
     title = f"{VIRTUAL_TENANTS} tenants of {BASES} bases that share 80 % of their layers, {count} requests"
     first = Table.of(
-        title, header, rows, "Virtual time; 8B models at the published fit of one H100."
+        title,
+        header,
+        rows,
+        "Virtual time, for 8B models whose step times are those published for one H100.",
     )
     return [first, _published(options, count)]
 
@@ -600,7 +603,7 @@ def study(options: Options) -> list[Table]:
                 arrivals = arrive(count, load * capacity, options.seed + number, prompts)
                 rows += [(shared, prompts, load, *row) for row in _loaded(one, four, arrivals)]
             disk_words.append(
-                f"{disk.stored / 1e6:.1f} MB of disk, the folders apart {disk.apart / 1e6:.1f}"
+                f"{disk.stored / 1e6:.1f} MB of disk instead of {disk.apart / 1e6:.1f} for separate folders"
             )
     title = f"{PROMPT} tokens in, {LENGTH} out, {count} requests, clock: processor time of one core"
     header = (
@@ -807,8 +810,9 @@ def study_real(options: Options) -> list[Table]:
             f"Relatives of {name} at once, in one loop and apart",
             "requests of each | arm | tokens/s | to four engines | weights MB",
             speeds,
-            f"{', '.join(TENANTS)}; {PROMPT} tokens in, {LENGTH} out; processor time of one core. The "
-            f"zoo takes {contents.stored / 1e6:.1f} MB of disk, the models apart "
+            f"{', '.join(TENANTS)}; {PROMPT} prompt tokens, {LENGTH} written tokens; processor "
+            "time of one core. The zoo "
+            f"takes {contents.stored / 1e6:.1f} MB of disk, separate models "
             f"{contents.apart / 1e6:.1f} MB.",
         ),
     ]
@@ -847,8 +851,8 @@ def relatives(base: Path, scratch: Path, zoo: Zoo, steps: int) -> Table:
         "model | what it is | million weights of its own | loss before, nats a token | after | "
         "processor seconds",
         rows,
-        f"{steps} steps of {BATCH} generated problems; adapters of rank {RANK}. The loss is that of "
-        f"{HELD_OUT * BATCH} problems of another split.",
+        f"{steps} steps of {BATCH} generated problems; adapters of rank {RANK}. The loss is "
+        f"measured on {HELD_OUT * BATCH} problems of another split.",
     )
 
 

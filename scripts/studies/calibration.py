@@ -345,11 +345,11 @@ def coverage(problems: int, options: Options) -> Table:
         f"What a nominal 95 % covers with {problems} problems of {SAMPLES} samples",
         " | ".join(["what", "true value", *FORMULAS]),
         rows,
-        f"{many:,} simulated benchmarks a row, {runs:,} for differences and ratios, a quarter "
-        "for maj@5, where wrong answers fall on three values; difficulties are Beta. The others' "
-        "formulas are theirs, "
-        "computed here: inspect_ai has none for differences and ratios, lm_eval takes two runs as "
-        "independent.",
+        f"{many:,} simulated benchmarks a row, {runs:,} for differences and ratios, and a "
+        "quarter as many for maj@5, where wrong answers have three values; "
+        "difficulties follow Beta distributions. The formulas of inspect_ai and "
+        "lm_eval were computed by this study: inspect_ai has none for differences and "
+        "ratios, and lm_eval treats two runs as independent.",
     )
 
 
@@ -396,9 +396,11 @@ def paired_averages(options: Options) -> Table:
         "accuracies | gain | problems | samples | covered | shown | covered by plain t | shown | "
         "covered by the bootstrap | shown",
         rows,
-        f"{runs:,} simulated pairs of runs a row. Shown: the interval leaves out 0 (p below 0.05); "
-        "at gain 0 that is an error. Accuracies are Beta(1, 1), Beta(9, 1), or 0.98 for nine "
-        "problems of ten and 0.5 for the tenth; a gain ends at 1. Bootstrap: percentiles of "
+        f"{runs:,} simulated pairs of runs per row. The table shows how often the interval "
+        "excludes 0 (p below 0.05); at gain 0 this is an error. Accuracies are Beta(1, 1), "
+        "Beta(9, 1), or 0.98 for nine "
+        "problems of ten and 0.5 for the tenth; with the gain, an accuracy is at most 1. Bootstrap: "
+        "percentiles of "
         f"{_RESAMPLES} resamples of problems.",
     )
 
@@ -434,9 +436,10 @@ def rankings(options: Options) -> Table:
         "Within questions: AUROC and gain over a coin",
         "skill of the score | questions | AUROC | covered | gain at rate 0.2 | covered",
         rows,
-        f"{runs:,} simulated runs a row: 8 rollouts a question, 2 to 6 chunks a rollout, whose scores "
-        "share a level of the question and of the rollout. Skill: by how many deviations the chunks "
-        "of wrong rollouts score worse.",
+        f"{runs:,} simulated runs a row: 8 rollouts a question, 2 to 6 chunks a rollout, "
+        "whose scores have a common part for the question and one for the rollout. "
+        "Skill is the number of standard deviations by which the chunks of wrong "
+        "rollouts score worse.",
     )
 
 
@@ -582,8 +585,8 @@ def certificates(options: Options) -> Table:
         f"Share of runs that are certified at {EPSILON}, by simulation",
         "policy | problems | answers lost (`certify`) | net loss (`certify_net`)",
         rows,
-        f"{runs:,} simulated runs a row, delta .1. A policy worse by .025 may be certified in one "
-        f"run of ten.",
+        f"{runs:,} simulated runs per row, delta 0.1. A policy that is worse by 0.025 may be "
+        "certified in one run of ten.",
     )
 
 
@@ -615,9 +618,9 @@ def lengths(options: Options) -> Table:
         "Rate of mode marginal, nominal 0.2, by chunks in flight",
         "chunks | in flight | ranks among all | ranks by length",
         rows,
-        f"{runs} made-up runs a row of first chunks that last as long as they are; log-length and "
-        f"log-perplexity "
-        "correlate by .54, as on a real pair, and a limit of 500 cuts some.",
+        f"{runs} simulated runs per row, of first chunks whose duration is proportional to "
+        "their length. The logarithms of length and perplexity correlate by 0.54, as "
+        "on a real pair, and the limit of 500 tokens cuts some chunks.",
     )
 
 
@@ -695,8 +698,8 @@ def small_runs(folder: Path, options: Options) -> Table:
         rows,
         f"{runs} runs a row, problems of a recorded run drawn with replacement, 64 rollouts in "
         f"flight; times follow "
-        "lengths. Worst caught: of the chunks with the highest scores, as many as the rate allows, "
-        "the share that was escalated.",
+        "lengths. *Worst caught* is the escalated share of the chunks with the highest scores, "
+        "of which it counts as many as the rate allows.",
     )
 
 
@@ -979,11 +982,11 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
         "chunks escalated, streaming in over counted | answers right more often, counted | "
         "the same, where streaming in escalated as many",
         rows,
-        "Runs of the embedded pair on arithmetic problems, sorted by level or not, 64 rollouts in "
-        "flight, each with "
-        "the run's size known and not. Worst: as many chunks with the highest scores as the rate "
-        "stands for. "
-        "Last column: between the runs of a seed at the two nearest rates, by a line.",
+        "Runs of the embedded pair on arithmetic problems, sorted by level or not, with 64 "
+        "rollouts in flight, each with the size of the "
+        "run known and unknown. *Worst* are the chunks with the highest scores, as "
+        "many as the rate allows. The last column interpolates linearly between the "
+        "runs of the same seed at the two nearest rates.",
     )
 
 

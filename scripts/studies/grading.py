@@ -485,8 +485,8 @@ def sympy_questions(sets: dict[str, list[Pair]]) -> Table:
         "The share of sympy",
         "set | pairs | put to sympy | share | decided | median ms of these",
         rows,
-        "Wall time of a question, the worker running. The medians above do not contain it: few "
-        "pairs reach sympy.",
+        "Wall time of one question to sympy in a running worker process. The medians "
+        "above exclude this time, because few pairs need sympy.",
     )
 
 

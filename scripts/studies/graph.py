@@ -85,9 +85,9 @@ def conserved() -> list[Table]:
         "a barrier) | "
         "target slots idle | s waiting for siblings",
         rows,
-        f"{len(rollouts)} recorded rollouts of {len(questions)} questions; slots: {SLOTS['draft']} "
-        f"of the draft, "
-        f"{SLOTS['target']} of the target; first come first served.",
+        f"{len(rollouts)} recorded rollouts of {len(questions)} questions. The draft has "
+        f"{SLOTS['draft']} slots and the target {SLOTS['target']}; calls are served in "
+        "the order in which they arrive.",
     )
     return [table]
 
@@ -294,12 +294,12 @@ def _flatness(options: Options) -> Table:
         "1.25) | "
         "hand / its smallest",
         rows,
-        f"With {IN_FLIGHT} in flight the smallest size is over while its queues still fill: the "
-        f"same calls, probably "
-        "cheaper for touching less memory. The collector of garbage explains a part: without it, "
-        "it grows less.",
-        f"With {IN_FLIGHT // 4} in flight the smallest size runs four waves, so the growth that is "
-        f"left comes from the number of rollouts.",
+        f"With {IN_FLIGHT} calls in flight, the smallest size ends before its queues are full. It makes "
+        "the same calls per rollout, which are probably cheaper because they touch "
+        "less memory. Garbage collection explains a part: with the collector off, the "
+        "time per rollout grows less.",
+        f"With {IN_FLIGHT // 4} calls in flight, the smallest size fills its slots four times, so the "
+        "remaining growth comes from the number of rollouts.",
     )
 
 
@@ -320,7 +320,7 @@ def _memory(options: Options) -> Table:
         "Peak memory with the journal on (MiB, Python's own allocations)",
         "problems | peak MiB | journal MiB on disk",
         rows,
-        f"{IN_FLIGHT} rollouts in flight; results are handed over and not kept. Python "
+        f"{IN_FLIGHT} rollouts in flight; each result is passed to the caller and then dropped. Python "
         f"{sys.version.split()[0]}.",
     )
 
@@ -373,17 +373,18 @@ def verdict(tally: Tally) -> Table:
     notes = (
         f"{sum(tally.episodes.values())} runs of {tally.problems} problems in "
         f"{tally.levels[-1].seconds / 60:.0f} "
-        f"minutes; {tally.failed_rollouts} rollouts failed as the fault schedule had it and were "
-        f"recorded so.",
+        f"minutes; {tally.failed_rollouts} rollouts failed as planned by the fault schedule, "
+        "and the journal records "
+        "these failures.",
         f"Journal compared with live: {tally.compared} outcomes compared, {len(wrong)} differences"
         + (
             f" (first: {wrong[0]})"
             if wrong
-            else "; every finished run was recalled without a call."
+            else "; every finished run was read again from its journal without a call to an engine."
         ),
-        f"The first {_WARM_UP} runs are warm-up: every kind of run meets every set of problems, "
-        f"caches fill. Memory "
-        f"and objects are flat where they rise by at most {100 * _NOISE:.0f} % over all that follows.",
+        f"The first {_WARM_UP} runs are warm-up, in which every kind of run sees every set of problems and "
+        f"caches fill. Memory and objects count as flat if they rise by at most {100 * _NOISE:.0f} % "
+        "over all later runs.",
     )
     measures_by_trend = dict[str, list[str]]()
     for row in rows:
@@ -476,8 +477,8 @@ def study_crash(options: Options) -> list[Table]:
     notes = (
         f"{kills} SIGKILLs in {len(rows)} runs, about half of them in the middle of a write, and "
         f"{full} full disks.",
-        f"A call repeated is one that was in flight when its process ended; at most "
-        f"{crashing.SLOTS} can be at a time.",
+        f"A repeated call was in flight when its process was killed; at most "
+        f"{crashing.SLOTS} calls are in flight at a time.",
     )
     same = sum(row[6] == row[7] == "identical" for row in rows)
     headline = f"{same} of {len(rows)} runs end with identical decisions and outcomes. {notes[0]}"

@@ -457,7 +457,10 @@ class Spent:
         """Return a note about the load from other processes during the measurement."""
         passed = max(time.perf_counter() - self._wall, 1e-9)
         others = max(0.0, (_busy_seconds() - self._all) - (_own_seconds() - self._own)) / passed
-        return f"Meanwhile others used {others:.1f} of this machine's {os.cpu_count()} processors."
+        return (
+            f"During the measurement, other processes used {others:.1f} of this machine's "
+            f"{os.cpu_count()} processors."
+        )
 
 
 def children(parent: Path = Path("/proc/self")) -> list[Path]:

@@ -813,7 +813,7 @@ def rollouts_table(problems: Sequence[BankProblem]) -> Table:
         "score | AUROC within problems | the same, rollouts with an answer | AUROC over all rollouts",
         rows,
         f"{len(problems)} problems, of which {mixed} have correct and incorrect rollouts. "
-        "A score that knows nothing has 0.5.",
+        "A score without information has AUROC 0.5.",
     )
 
 
@@ -939,8 +939,8 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
         "score | rank correlation with the advantage | advantage minus a coin's, worst quarter "
         "| the same when the target finishes",
         rows,
-        f"{count} chunks, one of each problem, chosen by its name. The coin's row is the mean "
-        "advantage itself.",
+        f"{count} chunks, one of each problem, chosen by its name. The row of the coin shows "
+        "the mean advantage over all these chunks.",
     )
 
 
@@ -1127,10 +1127,10 @@ def cascade_table(
         "arm | rollouts | rate | accuracy | with its interval | minus a coin's | the same, equal target tokens | "
         "target tokens | draft tokens",
         rows,
-        f"{len(problems)} problems; tokens are those written per problem. A cascade of 4 + 4 lets "
-        "four rollouts of the draft vote, and adds four of the target on the share of problems "
-        "where the four agree least. Problems on which rollouts disagree are long: a coin that "
-        "spends as many target tokens escalates some more of them.",
+        f"{len(problems)} problems; tokens are per problem. In a cascade of 4 + 4, four draft rollouts "
+        "vote, and four target rollouts join the vote on the problems where the four "
+        "agree least. The solutions of these problems are longer than average, so a "
+        "coin that spends as many target tokens escalates a few more problems.",
         chart=Chart("target tokens", "accuracy", "arm"),
     )
 

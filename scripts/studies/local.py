@@ -341,7 +341,7 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
         "decoding, ratio | "
         "torch kernel, ratio | ms a step | its torch.mm, ms | its memory, ms | limit over step",
         rows,
-        f"Prompts of {PROMPT} tokens never seen before; one thread on each side, float32, "
+        f"Each prompt has {PROMPT} tokens, none of them in a cache; one thread on each side, float32, "
         f"temperature 0.7. "
         "Decoding: the time for all tokens minus the time for one. Limits: torch.mm on the same "
         f"shapes, and the bytes of weights and cache divided by the {traffic / 1e9:.1f} GB/s of a "
@@ -644,10 +644,10 @@ def _rounded(exact: Sequence[float], rounded: Sequence[float], faster: Spread) -
         "Scores of rows rounded to bfloat16",
         " | ".join([header, *(f"decided otherwise at {rate}" for rate in RATES)]),
         [(len(one), str(faster), float(apart.mean()), float(apart.max()), *others)],
-        "Scored from the prompt on, in batches of 100 problems, processor time with the caller's "
-        "own tasks. A chunk is "
-        "decided otherwise where only one of its two scores is above the bound that the rate sets "
-        "in float32.",
+        "Texts are scored from the prompt on, in batches of 100 problems; the "
+        "processor time includes the tasks of the caller. A decision changes if only "
+        "one of the chunk's two scores is above the threshold that gives the rate in "
+        "float32.",
     )
 
 

@@ -234,10 +234,12 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
         "Method exact compared with target-only: the same seed, engines of its own for each",
         "what | number",
         rows,
-        "A draw takes the token whose interval contains a uniform number. Scoring reads a chunk at "
-        "once, decoding reads token by token: their log-probabilities differ by about 1e-5, so a "
-        "number this near a border may fall on either side. `transformers` computes the distribution "
-        "at each difference; inf: the two tokens share no border.",
+        "A draw takes the token whose probability interval contains a uniform random "
+        "number. Scoring computes a chunk at once and decoding one token at a time, so "
+        "their log-probabilities differ by about 1e-5. A random number this close to "
+        "the border of an interval may therefore fall on either side. `transformers` "
+        "computes the distribution at each difference; inf means that the two tokens "
+        "have no common border.",
         headline=f"method exact wrote {total['rollouts'] - len(flips):,} of {total['rollouts']:,} "
         f"rollouts token for "
         f"token as the target alone; the others part at a draw on a border ({near} of "
@@ -308,13 +310,12 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         "measured part | "
         "deviation | draft tokens | scored | target tokens | of these drawn while scoring",
         [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
-        "Blocks interleaved in one run. Base: the faster target-only without proposals. Processor "
-        "time: that of this "
-        f"process and its engines, against target-only with one thread. {written * 1e6:.0f} us per "
+        "All methods were measured in interleaved blocks of one run. The base is the "
+        "faster target-only without speculation. Processor time is that of this "
+        f"process and its engines, compared with target-only on one thread. {written * 1e6:.0f} us per "
         f"target token, "
         f"{scored * 1e6:.0f} us per scored token ({scored / written:.2f} of it), "
-        f"{drafted * 1e6:.0f} us per draft token ({drafted / written:.2f}), "
-        "measured in this run on the work alone.",
+        f"{drafted * 1e6:.0f} us per draft token ({drafted / written:.2f}), each measured alone in this run.",
         headline=f"**{found['atts'].speed_up(base)}** times its speed, {words.split(',')[0]}",
     )
 
@@ -439,7 +440,10 @@ def claimed(ledger: Ledger) -> list[Table]:
     tables: list[Table] = []
     for samples in sorted({samples for _, samples, _, _ in ledger.pieces}):
         title = "The claim" if not tables else f"The claim at {samples} samples"
-        words = f"atts: the default policy at rate {CLAIMED['atts']:g}. Every rollout of both ran to its end."
+        words = (
+            f"atts is the default policy at rate {CLAIMED['atts']:g}. No rollout of either "
+            "method was stopped early."
+        )
         compared = methods(title, ledger, list(CLAIMED), samples, words)
         tables.append(replace(compared, headline=_headline(ledger, samples)))
         tables.append(verdict(ledger, "atts", samples))
@@ -504,15 +508,15 @@ async def every_method(options: Options) -> list[Table]:
 
 
 _SAMPLES_NOTES = (
-    "Live runs, votes stopped as soon as they cannot change; per problem; 95 % intervals over "
-    "problems.",
+    "Live runs that stop each vote as soon as it cannot change. Numbers are per "
+    "problem, with 95 % intervals over problems.",
     "A tie goes to the answer that came first, so the vote of 2 samples is no better than 1. With odd"
     " numbers of samples, the vote improves on problems whose most probable answer is correct, and "
     "gets worse on the others.",
 )
 _LIMIT_NOTE = (
-    f"{SEQUENTIAL} samples. A rollout that is cut has no vote, so a higher limit lowers accuracy only "
-    "by chance. Chunks of target and draft are equally long, so both need equally many turns."
+    f"{SEQUENTIAL} samples. A rollout that a limit cuts has no vote. So a higher limit does not lower "
+    "accuracy, except by chance. Chunks of target and draft are equally long, so both need equally many turns."
 )
 
 
@@ -604,7 +608,8 @@ async def certified(options: Options) -> list[Table]:
             )
     return [
         Table.of(
-            f"Certified policy: at most {100 * EPSILON:.0f} % of answers lost, confidence {100 * (1 - DELTA):.0f} %",
+            f"Certified policy: at most {100 * EPSILON:.0f} % of answers lost, confidence "
+            f"{100 * (1 - DELTA):.0f} %",
             "problems | rate | escalated | lost answers | p | certified | target tokens per "
             "problem",
             rows,
@@ -736,9 +741,9 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
         f"Rate control of {arm} in the live pipeline, nominal {nominal:g}, {samples} samples",
         "group | decisions | realised rate | minus nominal",
         rows,
-        f"By question ({len(asked)} of them): root mean square of rate - nominal "
-        f"{found.rate_error(nominal):.3f}; "
-        f"independent coins at the nominal rate would give {coins:.3f}.",
+        f"By question ({len(asked)} of them), the root mean square of realised minus nominal rate is "
+        f"{found.rate_error(nominal):.3f}; independent coins at the nominal rate would "
+        f"give {coins:.3f}.",
     )
 
 
@@ -1110,12 +1115,12 @@ def _map(groups: Sequence[Group], drafts: str, load: str) -> Table:
         "Where it pays: time of the best alternative over that of atts",
         "setting | target | rollouts | atts is faster by | best alternative | median and range",
         rows,
-        "Above 1 atts is faster. Alternatives, those with the target's own accuracy: target-only "
-        "with and without "
-        f"speculation, and `exact`. All on the same problems with the same vote and early stop, in "
-        f"turn; {drafts}. "
-        "*Padded* targets write the words of the embedded one at the cost of a larger model. "
-        + load,
+        "A number above 1 means that atts is faster. The alternatives have the "
+        "accuracy of the target: target-only with and without speculation, and "
+        "`exact`. All methods ran interleaved on the same problems with the same vote "
+        f"and early stop; {drafts}. "
+        "*Padded* targets write the text of the embedded target with the running time "
+        "of a larger model. " + load,
         chart=Chart(
             "rollouts", "target", "setting", value="atts is faster by", note="best alternative"
         ),
@@ -1183,11 +1188,10 @@ def _bounds(groups: Sequence[Group]) -> Table:
         "Time over the bound d + s + g",
         "setting | target | rollouts | method | time over the bound, median and range",
         rows,
-        "The bound is the time of the method's own tokens, written by the draft (d), scored (s) "
-        "and written by the "
-        "target (g), each at the rate that the model has alone in this cell, one after the other. "
-        "Below 1 the engines "
-        "overlap.",
+        "The bound adds the times of the method's tokens that the draft writes (d), "
+        "and that the target scores (s) and writes (g), each at the speed of the model "
+        "alone in this cell. A ratio below 1 means that the engines work at the same "
+        "time.",
     )
 
 

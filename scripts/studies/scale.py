@@ -562,9 +562,9 @@ def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
         "several batches and lengths, rollouts that come and go, for the target scoring, too), "
         "processor seconds of "
         "the engine's thread, median of all rounds; no coefficient below 0.",
-        f"Handing a request over costs the event loop {1e6 * _handing(seen):.0f} us. Beside the "
-        f"other: how much longer "
-        "the same work takes while the other engine has always something to do.",
+        f"Passing a request to an engine takes {1e6 * _handing(seen):.0f} us of the "
+        "event loop. *Beside the other* is the factor by which the same work takes "
+        "longer while the other engine is always busy.",
     )
 
 

@@ -109,13 +109,12 @@ def study_remote(options: Options) -> list[Table]:
         "Throughput of servers",
         "in flight | client | requests/s | of aiohttp | client CPU ms/request",
         rows,
-        f"A server in a process of its own answers completions of {TOKENS} tokens after "
+        f"A server in another process answers completions of {TOKENS} tokens after "
         f"{DELAY_SECONDS * 1000:g} ms. "
-        "Server and client share the machine's cores, so requests a second are the two's together; "
-        "the ratio is of "
-        "rounds measured in turn, and processor time is the client's alone. The first round is not "
-        "counted. "
-        "All collect garbage as the command line does, every 20,000 new objects.",
+        "Server and client share the machine's cores, so both limit the requests per second. "
+        "Ratios compare interleaved rounds, and "
+        "processor time is the client's alone. The first round is not counted. Garbage "
+        "is collected every 20,000 new objects, as in the command line.",
         headline=f"{ours[2]} requests/s at {ours[0]} in flight, {ours[3]} of a bare aiohttp loop's",
     )
     return [table]
@@ -543,16 +542,14 @@ def _table(
         "virtual time | "
         "waits for siblings | in virtual time | right",
         rows,
-        f"Problems: {problems}. Both servers run at {faster:g} times the pace of the GPUs whose "
-        f"published coefficients "
-        f"they keep (8B: one H100, 70B: four); a token of the embedded pair counts as {GRAIN}. "
-        f"Texts are computed "
-        "before a run that is timed, but for those that an order of events brings up that the "
-        "prediction had not. "
-        "`exact` is not among the methods: vLLM's dialect cannot draw where it scores.",
-        f"{within} of {len(rows)} times are within 10 % of virtual time; clients, servers and "
-        f"pipelines share this "
-        f"machine's cores, of which a call takes {1e3 * each:.1f} ms, all of them together. "
+        f"Problems: {problems}. Both servers run {faster:g} times as fast as the GPUs whose published step "
+        "times they imitate (8B: one H100, 70B: four). A token of the embedded pair "
+        f"counts as {GRAIN}. Texts are computed before the timed run, except those that "
+        "only the real order of events requires. `exact` is missing, because vLLM "
+        "cannot draw tokens while it scores.",
+        f"{within} of {len(rows)} times are within 10 % of virtual time. Clients, servers and pipelines share "
+        f"the cores of this machine; together they need {1e3 * each:.1f} ms of "
+        "processor time per call. "
         f"{spent.disturbance()}",
     )
 
@@ -780,8 +777,9 @@ def study_soak(options: Options) -> list[Table]:
             looks,
             f"About {_SOAK_RATE} requests a second, in a mixture drawn by seed {options.seed}: "
             f"{', '.join(f'{name} {number:,}' for name, number in sorted(done.items()))}. Counts "
-            "are taken when all clients have gone. The server remembers its latest 1,000 runs, so "
-            "memory grows until there are as many; background responses are kept for a minute here.",
+            "were taken after all clients had left. The server remembers its latest "
+            "1,000 runs, so its memory grows until it has that many. In this test it keeps "
+            "background responses for a minute.",
             headline=f"{middle[6]} MB and {middle[4]} file descriptors at half time, {last[6]} MB "
             f"and {last[4]} after {last[1]:,} requests in {last[0]:,} s",
         )

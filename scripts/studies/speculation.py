@@ -161,10 +161,10 @@ def study(options: Options) -> list[Table]:
             "What the controller chooses, compared with the best fixed length",
             choices,
             chosen,
-            "The best fixed length is found in every other round and compared in those between, "
-            "and the reverse. Ten "
-            "rounds go before those that are compared; in the first one, of n=1, everything is yet "
-            "to be learnt.",
+            "The best fixed length is chosen on every second round and compared on the "
+            "others, and then the other way round. The controller learns in ten rounds "
+            "before the compared ones; in the first round, with n=1, it has learned "
+            "nothing yet.",
         ),
         Table.of("How often a place stands when all before it do", header, places.values()),
         theirs,
@@ -305,11 +305,11 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
         rows,
         f"Embedded target on arithmetic problems, {SAMPLES} texts each, temperature "
         f"{LAW.temperature}; one thread. "
-        "Every arm wrote the same tokens as plain decoding, which is compared. `suffix` looks at "
-        "texts of the same "
-        "problem; `plain, once more` is another engine that does what `plain` does. Weaker and "
-        "weak: the embedded "
-        f"draft with Gaussian noise of {' and '.join(map(str, NOISE.values()))} of each matrix' "
+        "Every arm wrote the same tokens as plain decoding; the study checks this. "
+        "`suffix` proposes continuations from texts of the same problem. `plain, once "
+        "more` is a second engine without proposals, whose difference from `plain` "
+        "shows the noise. *Weaker* and *weak* are the embedded draft with Gaussian "
+        f"noise of {' and '.join(map(str, NOISE.values()))} of each matrix' "
         f"standard deviation.",
         spent.disturbance(),
         headline=f"tokens a second compared with plain decoding, embedded pair: {figures} sequences",
@@ -804,10 +804,10 @@ def published(options: Options) -> Table:
         "serial | verdict"
     )
     note = (
-        "Needs: the acceptance at which the closed form reaches the published figure, all tokens "
-        "alike. Acceptances of "
-        "these settings were not published: a figure that follows is consistent with its costs, "
-        "not confirmed."
+        "The column *needs* has the acceptance rate at which the closed formula gives "
+        "the published figure, if all tokens have the same one. The acceptance rates "
+        "of these settings were not published, so agreement shows consistency with the "
+        "costs and is no confirmation."
     )
     return Table.of(
         "Published speed-ups over plain decoding, and what they need", header, rows, note
@@ -1215,7 +1215,7 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
     title = f"One sequence at a time, over plain decoding, embedded target{pad and f' at the cost of {pad} weights'}"
     header = "arm | same texts | speed-up | tokens a step | hit rate | late | wasted a step | draft passes a token"
     return Table.of(
-        title, header, rows, f"{count} texts, {rounds} rounds in turn.", spent.disturbance()
+        title, header, rows, f"{count} texts, {rounds} interleaved rounds.", spent.disturbance()
     )
 
 
@@ -1264,7 +1264,11 @@ def groups(options: Options) -> Table:
             gains = [str(ratio(times[context], "1", str(size))) for context in _CONTEXTS]
             rows.append((size, stood[0], stood[1] if size > 1 else None, *gains))
     header = "attentions a group | later places stand, calibrated | not calibrated | drafting after 60 tokens | 150 | 250"
-    note = f"Proposals of 4 tokens, T = 0.7; time of drafting {_TOKENS} tokens in exact steps over that in groups."
+    note = (
+        f"Proposals of 4 tokens, T = 0.7; the time to draft {_TOKENS} tokens in exact steps, "
+        "divided by the time in "
+        "groups."
+    )
     return Table.of("Drafting in groups of attentions", header, rows, note, spent.disturbance())
 
 

@@ -61,7 +61,8 @@ class _Completion(Struct):
 class LlamaCppDialect(Forcer):
     """llama.cpp's own server.
 
-    It leaves out the log-probs of stop words and of cut characters, which are asked for singly.
+    Its replies lack the log-probs of stop words and of incomplete characters, so atts requests each
+    of these by a further call.
     """
 
     name = "llamacpp"
@@ -83,7 +84,8 @@ class LlamaCppDialect(Forcer):
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`.
 
-        The defaults are another distribution, and cut before they heat: both are set here.
+        The call sets all sampling fields and their order, because llama.cpp has other defaults and
+        filters tokens before it applies the temperature.
         """
         body = {
             "prompt": request.ids,
@@ -97,7 +99,7 @@ class LlamaCppDialect(Forcer):
         return Call("/completion", body | _REPLY_FIELDS)
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect`; a log-prob is None from where the server began to leave them out."""
+        """See `Dialect`; after the first log-prob that the server left out, all are None."""
         completion: _Completion = decode(reply, _Completion)
         if completion.truncated:
             raise ValueError("it cut the prompt")
@@ -131,9 +133,9 @@ class LlamaCppDialect(Forcer):
 
 
 def _matched(ids: TokenIds, rows: tuple[_Row, ...]) -> tuple[float | None, ...]:
-    """Return a log-prob for each id up to the first that was left out, and None from there on.
+    """Return a log-prob for each id up to the first missing log-prob, and None for all later ids.
 
-    After a gap it is unknown which row belongs to which id.
+    After the first missing log-prob, the reply does not show which row belongs to which id.
     """
     matching = 0
     while matching < min(len(ids), len(rows)) and rows[matching].id == ids[matching]:

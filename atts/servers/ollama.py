@@ -54,9 +54,9 @@ class _Answer(Struct):
 class OllamaDialect(TextDialect):
     """Ollama's own API, which continues a last assistant message.
 
-    The context is set with every call, because the default is small and cut from the left in
-    silence. Stop strings are not sent: the server does not separate a stop from the model's own
-    end. They are looked for here.
+    Every call sets the context length, because the default is small and Ollama drops the beginning
+    of longer prompts without an error. Calls contain no stop strings, because replies do not
+    distinguish a stop string from the model's own end. atts searches the stop strings in the reply.
     """
 
     name = "ollama"
@@ -87,7 +87,7 @@ class OllamaDialect(TextDialect):
         return Identity(f"ollama {short_version(version)}", version, self._model, self._context)
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`; every field is sent, because the defaults are another distribution."""
+        """See `Dialect`; the call sets every sampling field, because Ollama's defaults differ."""
         options = {
             "num_predict": request.max_tokens,
             "num_ctx": self._context,
@@ -109,7 +109,7 @@ class OllamaDialect(TextDialect):
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`.
 
-        :raises ValueError: the prompt filled the whole context: its beginning is gone.
+        :raises ValueError: the prompt filled the whole context, so the server cut its beginning.
         """
         answer: _Answer = decode(reply, _Answer)
         if not answer.done:

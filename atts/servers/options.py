@@ -22,9 +22,9 @@ _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
 # The name of a variable has capitals and few digits, so an API key hardly matches.
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
-"""How a server that takes messages is made to continue an answer: by a request in words ("ask"), by
-two flags (vLLM, SGLang, llama.cpp), by a mark on the message (DeepSeek, Mistral), or by the last
-message alone."""
+"""The way to make a server that takes messages continue an answer: a request in words ("ask"), two
+flags (vLLM, SGLang, llama.cpp), a mark on the message (DeepSeek, Mistral), or nothing but the last
+message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class ApiKey:
     Traceback (most recent call last):
     atts.errors.OptionError: key: the variable ATTS_NO_SUCH_KEY is not set; set it to the API key, or leave `key` out
 
-    :raises OptionError: what is given is not the name of a variable: it may be the key itself. On
-        reading: a variable or file that is named holds no key.
+    :raises OptionError: `variable` is not the name of a variable, so it may be the key itself. When
+        the key is read: the named variable or file contains no key.
     """
 
     variable: str = KEY_VARIABLE
@@ -54,9 +54,9 @@ class ApiKey:
             )
 
     def read(self) -> str:
-        """Return the key of the file, if one is named, else that of the variable.
+        """Return the key from the file if a file is named, or else from the variable.
 
-        The key is empty where only the usual variable was meant, and it is not set.
+        The key is empty if no file is named and the default variable is not set.
         """
         if self.file:
             key = self._read_file(self.file)
@@ -96,28 +96,32 @@ class ApiKey:
 class RemoteOptions:
     """The time limits, retries and load of one server.
 
-    `timeout_seconds` bounds a call with all its retries; `attempts` counts the first try. At most
-    `in_flight` requests are under way at once, fewer after the server says that it is too many.
-    `wait_seconds` is how long a server that is loading is waited for when it is opened,
-    `give_up_after` how many seconds a server that was lost in mid-run is waited for; after that its
-    calls fail, and the run is kept and can be resumed.
+    - `timeout_seconds`: time limit of a call with all its retries.
+    - `attempts`: most attempts of a call, including the first.
+    - `in_flight`: most requests at the same time; atts sends fewer after the server refuses some.
+    - `wait_seconds`: time limit for a server that still loads its model when atts opens it.
+    - `give_up_after`: seconds that atts waits for a server that was lost during a run. After that,
+      calls fail, and the run can be resumed later.
+    - `recheck_seconds`, `idle_seconds`: atts identifies the server again after this time, or after
+      this time without requests. It also does so after a lost connection, and after a reply with
+      another model's name or fingerprint.
+    - `recheck_requests`: after this number of answers, a short request checks that the model under
+      this name is still the same.
+    - `proxy`: "environment" uses the proxy variables such as HTTP_PROXY; "never" ignores them.
+    - `priorities`: "send" is for servers started with priority scheduling, because other servers
+      refuse priorities.
 
-    The server is asked again who it is every `recheck_seconds`, after a lost connection, after a
-    reply under another model's name or fingerprint, and after `idle_seconds` of silence, in which
-    it might have been replaced. Every `recheck_requests` answers one short request looks whether
-    the model is another under the same name. `proxy` "environment" uses HTTP_PROXY and its kin,
-    "never" ignores them. `priorities` "send" is for servers that were started with priority
-    scheduling; others refuse priorities.
+    The next options concern servers that take messages.
 
-    For servers that take messages: `prefill` is how they continue an answer, `extras` "send" says
-    that they know top_k and min_p, `context` how many tokens they hold where they do not say (0: a
-    usual number).
+    - `prefill`: the way to make the server continue an answer.
+    - `extras`: "send" if the server accepts top_k and min_p.
+    - `context`: context length in tokens if the server does not report it; 0 is a common length.
 
-    `thinking` "send" leaves a thinking budget to the server, which must know
+    `thinking` "send" leaves a thinking budget to the server, which must accept
     `thinking_token_budget` (OpenRouter: `reasoning.max_tokens`). With "close", atts stops the text
     at the budget and closes the think block itself.
 
-    :raises OptionError: a value with which no server can be used.
+    :raises OptionError: an option has an impossible value.
     """
 
     timeout_seconds: float = 600.0

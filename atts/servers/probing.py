@@ -51,7 +51,7 @@ Convention = Literal["raw", "processed", "unknown"]
 
 
 class OtherTokenizer(FingerprintError):
-    """The server gives other ids for a text than the given tokenizer."""
+    """The server's ids of a text differ from the tokenizer's ids."""
 
     def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
@@ -82,13 +82,13 @@ class Known:
 
     findings: tuple[Finding, ...]
     hot_convention: Literal["raw", "processed"]
-    """Whether the log-probs of tokens sampled at other temperatures than 0 and 1 are raw."""
+    """Kind of the log-probs of tokens that are sampled at other temperatures than 0 and 1."""
     text: TokenIds
-    """Written greedily after the probe's prompt."""
+    """The ids of a greedy text after the probe's prompt."""
     values: tuple[float, ...]
-    """The log-probs of the text: scored, or as sampled where the server cannot score."""
+    """The log-probs of the text: its scores, or the sampled ones if the server cannot score."""
     convention: Convention = "unknown"
-    """As measured."""
+    """The kind that the probe measured; "unknown" if it could not."""
     fingerprint: tuple[float, ...] = ()
     """The result of `ServerProbe.fingerprint` when the server was opened."""
 
@@ -151,17 +151,17 @@ class ServerProbe:
         return Known(tuple(findings), known, written.ids, values, convention, fingerprint)
 
     async def again(self, known: Known) -> Seen:
-        """Ask again for the values and the convention of what is known."""
+        """Request again the values and the convention that identify the server."""
         seen = await self.glance(known)
         if isinstance(self._dialect, Scorer) and self._dialect.speaks != "text":
             return seen._replace(convention=await self._measure_convention())
         return seen
 
     async def glance(self, known: Known) -> Seen:
-        """Ask again by one request, which is all that a server is asked in the middle of work.
+        """Request the identifying values again by one short request, because a run is in progress.
 
-        A text dialect has no log-probs to compare, and hosted models are paid for: it is asked
-        nothing.
+        A server with a text dialect gets no request. It returns no log-probs to compare, and requests
+        to hosted models cost money.
         """
         if self._dialect.speaks == "text":
             return Seen(known.values, "unknown")
@@ -173,7 +173,8 @@ class ServerProbe:
     async def fingerprint(self) -> tuple[float, ...]:
         """Return log-probs that differ for another model of the same name.
 
-        They are those of the fixed text, or of what a server that cannot score writes after mistakes.
+        A server that can score scores a fixed text. Any other server continues a text with mistakes,
+        and the log-probs of this continuation count.
         """
         if not isinstance(self._dialect, Scorer):
             prefix = self._prompt + tuple(self._tokenizer.encode(_MISTAKES))
@@ -229,7 +230,7 @@ class ServerProbe:
         return None
 
     async def _see_answer(self, sampling: Sampling) -> str:
-        """Let the model reason as long as it needs; return a text on the result."""
+        """Let the model reason and answer; return a sentence about the result."""
         room = self._spec.context_length - len(self._prompt)
         tokens = min(_REASONING_TOKENS, room)
         while True:
@@ -299,7 +300,7 @@ class ServerProbe:
         return findings, first.logprobs
 
     async def _see_rating(self) -> Finding:
-        """Ask for one token with its alternatives."""
+        """Request one token with its alternatives."""
         try:
             words = await self._requests.ratings(self._prompt)
         except EngineError as error:
@@ -310,7 +311,7 @@ class ServerProbe:
         return Finding("rating", "yes", f"{len(words)} likely words with log-probs", "rate")
 
     async def _see_speculation(self, greedy: TokenIds) -> Finding:
-        """Ask whether the server speculates, and if so test that it samples what it scores."""
+        """Test that samples follow the scores, unless the server reports that it does not speculate."""
         speculation = await self._dialect.speculation(self._client)
         if speculation == "":
             return Finding("speculation", "yes", "the server does not speculate")
@@ -322,7 +323,7 @@ class ServerProbe:
         return Finding("speculation", "no" if test.trouble else "yes", seen, "sample")
 
     def _strange_token(self, token: int) -> int:
-        """Return an id far from the given one that is not an end."""
+        """Return an id far from the given id that is not an end id."""
         size = self._spec.vocabulary
         for step in range(size):
             candidate = (token + size // 2 + step) % size
@@ -390,9 +391,9 @@ class ServerProbe:
 
 
 def refuse_broken(name: str, findings: tuple[Finding, ...], needs: frozenset[Capability]) -> None:
-    """Check that a server passed the tests of what is needed.
+    """Check that a server passed all tests of the needed capabilities.
 
-    :raises UnsupportedByEngine: if not, with every reason.
+    :raises UnsupportedByEngine: a test failed; the message names every failed test.
     """
     reasons = [
         f"{finding.name}: {finding.seen}"
@@ -482,7 +483,7 @@ _FLOOR = -30.0
 
 
 class Lossless(NamedTuple):
-    """Comparison of a server's texts with the distribution that it scores by."""
+    """Comparison of a server's texts with the distribution that its scores show."""
 
     tokens: int  # number of tokens of sampled texts, each compared with a token drawn alone
     # mean number of nats by which tokens of texts are less likely than tokens drawn alone
@@ -520,7 +521,7 @@ class Lossless(NamedTuple):
 async def check_losslessness(
     requests: DialectClient, prompt: TokenIds, greedy: TokenIds
 ) -> Lossless:
-    """Compare texts sampled after the prompt, and one written greedily, with tokens drawn alone.
+    """Compare sampled texts and a greedy text after the prompt with tokens that are drawn alone.
 
     :raises EngineError: the server fails.
     """
@@ -545,7 +546,9 @@ async def check_losslessness(
 
 
 async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -> list[float]:
-    """Return for each token of a text how much likelier one drawn alone at its position is."""
+    """Return for each position of a sampled text the log-prob of a token drawn alone there, minus the
+    log-prob of the text's token.
+    """
     seed = Seed(run=100 + number, purpose="probe")
     ids = (await requests.sample_raw(SampleRequest(prompt, _TOKENS, _WARM, seed))).ids
     if not ids:
@@ -567,8 +570,8 @@ async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -
 
 
 async def _greedy_gap(requests: DialectClient, ids: TokenIds, token: int) -> float:
-    """Return how much less likely a greedy text's token is than the greedy token of the same place
-    alone.
+    """Return the log-prob of the greedy token drawn alone after these ids, minus the log-prob of the
+    greedy text's token.
     """
     request = SampleRequest(ids, 1, _GREEDY, Seed(purpose="probe"))
     alone = (await requests.sample_raw(request)).ids[0]

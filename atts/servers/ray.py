@@ -38,12 +38,12 @@ _PATIENCE = 2.0
 class RayOptions:
     """The number of actors, their resources, and their cluster.
 
-    `address` is a cluster's ("auto": the one that is running here; "": that, or a new one in this
-    machine). At most `in_flight` requests are at an actor at once; more wait here, where they can
-    still go elsewhere. An actor that is not there after `open_seconds` (its model loaded) counts as
-    lost.
+    `address` is the address of a cluster. "auto" is the cluster that runs on this machine; "" is
+    that cluster too, or a new cluster if none runs. Each actor gets at most `in_flight` requests at
+    the same time; further requests wait in this process. An actor that has not loaded its model
+    after `open_seconds` counts as lost.
 
-    :raises OptionError: a value no actor can be made with.
+    :raises OptionError: an option has an impossible value.
     """
 
     actors: int = 1
@@ -69,19 +69,19 @@ _DEFAULTS = RayOptions()
 
 
 class RayEngine(ReplicaPool):
-    """Alike engines in the actors of a Ray cluster, as one engine.
+    """Equal engines in the actors of a Ray cluster, used as one engine.
 
-    `make` makes the engine in the actor, so it must be picklable there
-    (`functools.partial(LocalEngine, folder)`), and `atts` must be installed on every node. A
-    rollout stays where its cache is; an actor that dies loses none: what it was asked is asked
-    again elsewhere, from the token ids it carries, and a new actor is started in its place.
+    `make` creates the engine in the actor, so it must be picklable, as
+    `functools.partial(LocalEngine, folder)` is. `atts` must be installed on every node. A rollout
+    stays at the actor that has its prefix in the cache. If an actor dies, another actor repeats its
+    requests from their token ids, and a new actor replaces it.
     """
 
     def __init__(
         self, make: Callable[[], Engine], *, name: str = "ray", options: RayOptions = _DEFAULTS
     ) -> None:
         self._options = options
-        # what happens to the Ray cluster when this engine closes
+        # treatment of the Ray cluster when this engine closes
         self._shut: Literal["leave it", "end it"] = "leave it"
         self._actors = [
             ActorReplica(make, f"{name}/{number}", options) for number in range(options.actors)
@@ -132,7 +132,7 @@ class RayEngine(ReplicaPool):
 
 
 def _join(name: str, address: str) -> Literal["leave it", "end it"]:
-    """Connect to the cluster, or start one here; return what is to become of it afterwards."""
+    """Connect to the cluster, or start a new one. Return whether to leave or end it at closing."""
     if _ray().is_initialized():
         return "leave it"
     # Ray must not report usage statistics.
@@ -153,7 +153,7 @@ def _join(name: str, address: str) -> Literal["leave it", "end it"]:
 
 
 def _begin(name: str, quiet: dict[str, Any]) -> None:
-    """Start a cluster in this machine."""
+    """Start a cluster on this machine."""
     try:
         _ray().init(address="local", include_dashboard=False, **quiet)
     except Exception as error:  # Ray raises no more specific error
@@ -166,9 +166,9 @@ def _begin(name: str, quiet: dict[str, Any]) -> None:
 
 
 class ActorReplica(BaseEngine):
-    """An `atts.servers.Replica` whose engine lives in an actor.
+    """An `atts.servers.Replica` whose engine runs in an actor.
 
-    `recheck` opens it, and starts another actor when it died.
+    `recheck` opens the engine, and starts another actor if the actor has died.
     """
 
     def __init__(self, make: Callable[[], Engine], name: str, options: RayOptions) -> None:
@@ -181,13 +181,13 @@ class ActorReplica(BaseEngine):
 
     @property
     def handle(self) -> Any:
-        """Return Ray's handle of the actor, such as `ray.kill` takes; None before its start."""
+        """Return Ray's handle of the actor, for calls such as `ray.kill`; None before the start."""
         return self._handle
 
     def start(self) -> None:
-        """Have the actor made, without waiting.
+        """Request the actor from Ray without waiting for it.
 
-        A cluster without room makes it when there is some.
+        If the cluster is full, Ray creates the actor when resources become free.
         """
         options = self._options
         limits = {
@@ -202,9 +202,9 @@ class ActorReplica(BaseEngine):
         self._opening = self._handle.open.remote()
 
     async def recheck(self) -> None:
-        """Open it, or see that it still lives; a lost one is replaced by a new actor.
+        """Open the engine, or check that its actor still runs. A new actor replaces a dead one.
 
-        :raises EngineUnavailable: it died, or its replacement is not there yet.
+        :raises EngineUnavailable: the actor died, or its replacement does not run yet.
         :raises FingerprintError: the replacement is another engine.
         """
         if self._state == "closed":
@@ -222,7 +222,7 @@ class ActorReplica(BaseEngine):
         )
 
     async def comes_back(self) -> bool:
-        """Wait for the actor that replaces one that died, as long as an actor may take to load."""
+        """Wait for the replacement of a dead actor, for at most `open_seconds`."""
         with anyio.move_on_after(self._options.open_seconds):
             while self._state == "open":
                 try:
@@ -233,7 +233,7 @@ class ActorReplica(BaseEngine):
         return False
 
     async def open(self) -> None:
-        """Open it; see `recheck`."""
+        """Open the engine; see `recheck`."""
         await self.recheck()
 
     async def _close(self) -> None:
@@ -297,16 +297,16 @@ class ActorReplica(BaseEngine):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error on its way between processes.
+    """An error in the form in which it is sent between processes.
 
-    Errors with arguments of their own do not survive pickling.
+    Errors whose constructors have other arguments than the text cannot be pickled.
     """
 
     kind: type[ATTSError]
     words: str
 
     def error(self, engine: str) -> ATTSError:
-        """Return the error again, with the text it had."""
+        """Return the error with its original type and text."""
         made = self.kind.__new__(self.kind, self.words)
         if isinstance(made, EngineError):
             made.engine = engine
@@ -318,8 +318,8 @@ class Failure:
 class Host:
     """The object that runs in the actor.
 
-    The same task opens and closes the engine, because the engine may have a task group open in
-    between.
+    One task opens and closes the engine, because an engine may have an open task group, and a task
+    group must be closed by the task that opened it.
     """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
@@ -332,9 +332,10 @@ class Host:
         self._again: asyncio.Task[Failure | None] | None = None
 
     async def open(self) -> tuple[EngineSpec, Tokenizer] | Failure:
-        """Open the engine, unless it is open; return its spec, or why it could not be opened.
+        """Open the engine if it is closed. Return its spec and tokenizer, or the error.
 
-        A model of this process whose loop has ended is started again.
+        An open engine is checked by its `recheck`, which starts a local model's loop again if the
+        loop has ended.
         """
         if self._life is None:
             self._life = asyncio.create_task(self._live())
@@ -343,16 +344,16 @@ class Host:
             return self._failure or Failure(EngineUnavailable, "it is closed")
         if self._again is None or self._again.done():
             self._again = asyncio.create_task(self._recheck(self._engine))
-        # The caller may give up meanwhile, and ask again.
+        # If the caller gives up and calls again, the second call waits for the same check.
         failure = await asyncio.shield(self._again)
         return failure or (self._engine.spec, self._engine.tokenizer)
 
     async def sample(self, request: SampleRequest) -> Completion | Failure:
-        """Return a completion, or the reason that it is missing."""
+        """Return a completion, or the error."""
         return await self._ask(lambda engine: engine.sample(request))
 
     async def score(self, request: ScoreRequest) -> Scores | Failure:
-        """Return scores, or why there are none."""
+        """Return scores, or the error."""
         return await self._ask(lambda engine: engine.score(request))
 
     async def close(self) -> None:
@@ -393,9 +394,9 @@ class Host:
 
 
 async def _result(reference: Any) -> Any:
-    """Return the value of a reference, on asyncio and trio.
+    """Wait for the value of a Ray reference, on asyncio or trio.
 
-    A caller that gives up cancels the work behind it.
+    If the caller is cancelled, Ray cancels the call in the actor.
     """
     arrived = anyio.Event()
     hand_over = loop_caller()
@@ -410,7 +411,7 @@ async def _result(reference: Any) -> Any:
 
 
 def _ray(module: str = "") -> Any:
-    """Import Ray, an extra, where it is used; `RayEngine` says how to install it."""
+    """Import Ray when it is needed, because it is an optional dependency."""
     return importlib.import_module(f"ray{module}")
 
 

@@ -1,8 +1,8 @@
-"""Reward models on servers: a number for the last step of a solution, and a target that gives it.
+"""Reward models on servers, which rate the last step of a solution, and targets that use them.
 
-vLLM: a process reward model answers `POST /pooling` with one row per separator token, and a model
-that rewards a whole text answers `POST /classify`. SGLang: reward models answer `POST /classify`,
-one number per text. Both are asked for the solution up to and with the step.
+On vLLM, a process reward model answers `POST /pooling` with one row per separator token, and a model
+that rewards a whole text answers `POST /classify`. On SGLang, all reward models answer `POST
+/classify` with one number per text. Requests contain the solution up to and including the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from atts.servers.client import Call, Client, error_text
 from atts.servers.engine import open_tokenizer
 
 SEPARATOR = "<extra_0>"
-"""Stands after each step for Qwen2.5-Math-PRM."""
+"""The token after each step in prompts of Qwen2.5-Math-PRM."""
 _NAME = "reward model"
 _SCHEMES = ("vllm", "sglang")
 _TRIAL = ("What is 1 + 2 + 3?", "1 + 2 = 3.", "3 + 3 = 6, so the answer is \\boxed{6}.")
@@ -35,9 +35,9 @@ class RewardModel(Protocol):
     """A model that rewards the last step of a solution, opened by `async with`."""
 
     async def reward(self, problem: str, steps: Sequence[str]) -> float:
-        """Return the chance that the last step is correct, in [0, 1].
+        """Return the probability that the last step is correct.
 
-        :raises EngineError: no answer came, or one that is no reward.
+        :raises EngineError: the server gave no answer, or an answer without a reward.
         """
         ...
 
@@ -53,9 +53,9 @@ class RewardModel(Protocol):
 
 
 class RemoteRewardModel:
-    """A reward model on a vLLM or SGLang server, which is asked for a trial when it opens.
+    """A reward model on a vLLM or SGLang server. Opening it sends a trial request.
 
-    :raises OptionError: the address names no such server.
+    :raises OptionError: the address does not name a server of these kinds.
     """
 
     def __init__(self, address: str, separator: str = SEPARATOR) -> None:
@@ -90,7 +90,7 @@ class RemoteRewardModel:
         return None
 
     async def reward(self, problem: str, steps: Sequence[str]) -> float:
-        """Return the chance that the last step is correct; see `RewardModel`."""
+        """Return the probability that the last step is correct; see `RewardModel`."""
         client = opened(self._client, _NAME)
         call = self._call(problem, steps)
         tokens = len(problem) + sum(map(len, steps))
@@ -99,9 +99,9 @@ class RemoteRewardModel:
         )
 
     async def _open(self, client: Client) -> None:
-        """Find the model, and see it reward a trial.
+        """Find the model, and request the reward of a trial solution.
 
-        :raises EngineError: the server is not there, has another model, or rewards nothing.
+        :raises EngineError: the server cannot be reached, has another model, or returns no reward.
         """
         names = await _models(client)
         if not self._model:
@@ -144,7 +144,7 @@ class RemoteRewardModel:
             return Call("/classify", {"input_ids": ids + self._tokenizer.encode("".join(steps))})
         text = "".join(steps)
         if self._route == "/pooling":
-            # a separator inside a step would bring one more reward
+            # The server would return a further reward for a separator inside a step.
             parts = [step.replace(self._separator, " ").strip() for step in steps]
             text = "".join(part + self._separator for part in parts)
         messages = [
@@ -157,7 +157,8 @@ class RemoteRewardModel:
     def _read(self, reply: bytes, steps: int) -> float:
         """Return the reward of the last step.
 
-        :raises BadReply: there is not one reward a step, or one is no chance.
+        :raises BadReply: the number of rewards differs from the number of steps, or the reward is
+            not a probability or a logit.
         """
         try:
             data: Any = msgspec.json.decode(reply)
@@ -187,15 +188,15 @@ _ADVICE = (
 
 
 def chance_of(values: Sequence[float]) -> float:
-    """Return the chance that a reward model's row of numbers stands for.
+    """Convert a reward model's row of numbers to the probability of "correct".
 
-    Two numbers are the chances of "wrong" and "correct", or their logits. One number is a logit:
-    its order is what matters.
+    Two numbers are the probabilities of "wrong" and "correct", or their logits. One number is a
+    logit.
 
     >>> chance_of([0.25, 0.75]), chance_of([0.0])
     (0.75, 0.5)
 
-    :raises BadReply: there are more numbers, as of an embedding, or one is not finite.
+    :raises BadReply: there are more than two numbers, as in an embedding, or one is not finite.
     """
     if not 1 <= len(values) <= 2:
         raise BadReply(
@@ -215,7 +216,7 @@ def chance_of(values: Sequence[float]) -> float:
 def read_reward_address(address: str) -> ServerAddress:
     """Read the address of a reward model.
 
-    :raises OptionError: it names no server, or one of another kind.
+    :raises OptionError: the address names no server, or a server of another kind.
     """
     scheme = address.partition(":")[0]
     if scheme not in _SCHEMES:
@@ -230,9 +231,9 @@ def read_reward_address(address: str) -> ServerAddress:
 
 
 async def _models(client: Client) -> list[str]:
-    """Return the names of the models that the server has.
+    """Return the names of the server's models.
 
-    :raises EngineUnavailable: it names none.
+    :raises EngineUnavailable: the server names no model.
     """
     reply = await client.look("/v1/models")
     names: list[str] = []
@@ -251,7 +252,7 @@ async def _models(client: Client) -> list[str]:
 
 
 class RewardedTarget(EngineAround):
-    """A target joined with a reward model, which answers the requests with a problem and steps."""
+    """A target whose reward model answers the scoring requests that contain a problem and steps."""
 
     def __init__(self, target: Engine, rewards: RewardModel) -> None:
         super().__init__(target, "own")
@@ -264,7 +265,9 @@ class RewardedTarget(EngineAround):
         return replace(spec, capabilities=spec.capabilities | {"reward"})
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the logarithm of the reward as the score of one token, or the target's scores."""
+        """Return the log of the reward as one score if the request has texts, or else the target's
+        scores.
+        """
         if not request.texts:
             return await super().score(request)
         problem, *steps = request.texts

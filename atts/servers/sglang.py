@@ -51,7 +51,8 @@ class _Generated(Struct):
 class SglangDialect(Scorer):
     """SGLang from 0.5 on.
 
-    Its sampled log-probs are after temperature, unless a flag of the server says raw ones.
+    SGLang returns sampled log-probs after temperature, unless the server was started with a flag for
+    raw ones.
     """
 
     name = "sglang"
@@ -143,7 +144,7 @@ class SglangDialect(Scorer):
     def abort(self, rid: str) -> Call | None:
         """See `Dialect`.
 
-        The server aborts every id that begins with this one, so all have one length.
+        The server aborts every request whose id begins with `rid`, so all ids have the same length.
         """
         assert len(rid) == 32, "an id of another length might abort others' requests"
         return Call("/abort_request", {"rid": rid, "abort_all": False})

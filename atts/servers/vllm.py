@@ -75,7 +75,7 @@ class _Completion(Struct):
 class VllmDialect(TopScorer):
     """vLLM; scoring reads the cached prefix when the server runs with --enable-scale-out.
 
-    `atts.servers.vllm` says what needs which version.
+    `atts.servers.vllm` lists the features that require a certain version.
     """
 
     name = "vllm"
@@ -121,7 +121,7 @@ class VllmDialect(TopScorer):
         )
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`. Every sampling field is sent: the defaults would be the model's, not ours."""
+        """See `Dialect`. The call sets every sampling field, because vLLM's defaults are the model's."""
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": request.ids,
@@ -161,7 +161,7 @@ class VllmDialect(TopScorer):
         return Call(GENERATE, self._cached_scoring(request, rid, cache) | self._priority(request))
 
     def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
-        """See `Scorer`; a scored chunk that is cached past its start comes back without scores."""
+        """See `Scorer`; the server returns no scores if the cache covers a part of the chunk."""
         completion: _Completion = decode(reply, _Completion)
         if not self._reads_cache:
             return _prompt_logprobs(completion, request)
@@ -186,7 +186,7 @@ class VllmDialect(TopScorer):
         ]
 
     def abort(self, rid: str) -> Call | None:
-        """See `Dialect`; without --enable-scale-out the closed connection must do."""
+        """See `Dialect`; without --enable-scale-out, only the closed connection aborts a request."""
         if not self._scale_out:
             return None
         return Call(ABORT, {"request_ids": [f"cmpl-{rid}-0", f"generate-tokens-{rid}"]})
@@ -202,7 +202,7 @@ class VllmDialect(TopScorer):
         return await in_queue(client, "vllm:num_requests_running", "vllm:num_requests_waiting")
 
     async def speculation(self, client: Client) -> str | None:
-        """See `Dialect`; by the counters that a server without speculation does not have."""
+        """See `Dialect`; a server without speculation lacks the counters that this method reads."""
         text = (await client.look("/metrics")).body.decode(errors="replace")
         if "vllm:" not in text:
             return None
@@ -231,18 +231,18 @@ class VllmDialect(TopScorer):
         return self._scale_out and (self._cached_scores is None or self._cached_scores[1])
 
     async def _gives_cached_scores(self, client: Client) -> bool:
-        """Ask whether the open route takes what scoring needs.
+        """Check by a request whether the route accepts the fields that scoring needs.
 
-        vLLM's older model runner, on processors, refuses it.
+        vLLM's older model runner, which is used on CPUs, refuses these fields.
         """
         trial = self._cached_scoring(ScoreRequest((0,), (0,)), "atts-trial", "skip")
-        # A server that is too busy to answer has not refused.
+        # A server that is too busy to answer may still support the route.
         with suppress(EngineTimeout):
             return (await client.look(GENERATE, trial)).status != 400
         return True
 
     async def _check_thinking_budget(self, client: Client, version: str) -> None:
-        """Ask for one token under a thinking budget.
+        """Request one token with a thinking budget.
 
         :raises UnsupportedByEngine: the server's version ignores the budget, or the server refuses
             it.
@@ -279,9 +279,9 @@ class VllmDialect(TopScorer):
         }
 
     def _named(self, rid: str) -> dict[str, str]:
-        """Return the header that names a request, where it can be aborted by its name.
+        """Return the header with a request's name, if the server can abort requests by name.
 
-        A header passes gateways that rewrite bodies.
+        The name is in a header, because some gateways rewrite bodies.
         """
         return {"X-Request-Id": rid} if self._scale_out else {}
 
@@ -322,7 +322,7 @@ VllmVersion = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class VllmFeature:
-    """Something that vLLM can do from one version on."""
+    """A feature of vLLM, with the first version that has it."""
 
     since: VllmVersion
     flag: str  # the server's flag that enables it; "": none is needed
@@ -407,12 +407,12 @@ def read_version(text: str) -> VllmVersion:
 
 
 def dotted(version: VllmVersion) -> str:
-    """Write a version as people do."""
+    """Return a version as text with dots, such as "0.30.1"."""
     return ".".join(str(part) for part in version)
 
 
 def start_flags(version: VllmVersion = NEWEST) -> list[str]:
-    """Return the flags that the probe wants of a server of this version, and that it knows.
+    """Return the flags that atts recommends and a server of this version accepts.
 
     >>> start_flags((0, 29))[-1], start_flags((0, 30))[-1]
     ('--enable-prompt-tokens-details', '--enable-scale-out')
@@ -422,9 +422,7 @@ def start_flags(version: VllmVersion = NEWEST) -> list[str]:
 
 
 def lacking(version: VllmVersion) -> list[str]:
-    """Return the features that a server of this version lacks, and the consequence for a run, a
-    line each.
-    """
+    """Return one line for each feature that a server of this version lacks, with the effect on a run."""
     lines = list[str]()
     for feature in FEATURES:
         if not _has(version, feature):

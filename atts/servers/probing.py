@@ -514,8 +514,14 @@ class Lossless(NamedTuple):
 
     def __str__(self) -> str:
         if self.trouble:
-            return f"what it writes is not what its law says: {self.trouble}; serve it without speculation"
-        return f"{self.tokens} sampled tokens follow its law ({self.deviation:+.1f} deviations), greedy ones are best"
+            return (
+                "the sampled tokens do not follow the model's distribution: "
+                f"{self.trouble}; serve it without speculation"
+            )
+        return (
+            f"{self.tokens} sampled tokens follow the model's distribution "
+            f"({self.deviation:+.1f} deviations), and greedy ones are the likeliest"
+        )
 
 
 async def check_losslessness(

@@ -48,7 +48,7 @@ async def test_a_lossless_server_is_accepted_with_its_speculation_reported(
         answer, seen = told(engine)
         assert answer == "yes"
         assert words in seen
-        assert "96 sampled tokens follow its law" in seen
+        assert "96 sampled tokens follow the model's distribution" in seen
 
 
 @pytest.mark.anyio

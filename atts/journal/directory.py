@@ -71,7 +71,7 @@ def is_held(path: Path) -> bool:
         handle = os.open(path, os.O_RDWR | _NO_LINKS)
         try:
             if sys.platform != "win32":
-                # Raises if no such process lives.
+                # This call raises an error if no such process runs.
                 os.kill(int(os.pread(handle, 32, 0)), 0)
             return not _try_lock(handle)
         except PermissionError:
@@ -86,11 +86,11 @@ def is_held(path: Path) -> bool:
 def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, None, None]:
     """Lock a file for this process only, without changing its content.
 
-    A missing file is created. The journal is locked like its lock file, because that one may be
+    A missing file is created. The journal itself is locked too, because its lock file may be
     deleted.
 
-    :raises JournalLocked: another process holds it, or it was replaced meanwhile.
-    :raises StorageError: the file cannot be made, or is a link, a pipe or a device.
+    :raises JournalLocked: another process has locked the file, or the file was replaced meanwhile.
+    :raises StorageError: the file cannot be created, or is a link, a pipe or a device.
     """
     with storage(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o644)
@@ -175,11 +175,11 @@ async def open_journal(
     Every entry is passed to `on_entry` in order, a torn last line is cut off, and nothing else is
     changed.
 
-    :raises JournalLocked: another process writes it.
-    :raises FingerprintError: it holds a run with other settings.
-    :raises JournalCorrupt: its manifest, or a line before the last, is damaged.
-    :raises JournalVersion: another version wrote it.
-    :raises StorageError: the disk refuses.
+    :raises JournalLocked: another process writes the run.
+    :raises FingerprintError: the directory contains a run with other settings.
+    :raises JournalCorrupt: the manifest, or a line before the last, is damaged.
+    :raises JournalVersion: another version of atts wrote the journal.
+    :raises StorageError: the system cannot write the files.
     """
     _make(directory)
     with locked(directory / LOCK, directory), held(directory / JOURNAL, directory):
@@ -262,7 +262,7 @@ class RecordedRun:
     `apply` returns the Outcome of the problem that an entry completes.
 
     :raises JournalCorrupt: by every method that reads: a line before the last is damaged.
-    :raises JournalVersion: by every method that reads: another version wrote it.
+    :raises JournalVersion: by every method that reads: another version of atts wrote the journal.
     :raises StorageError: by every method that reads: the file cannot be read.
     """
 
@@ -275,7 +275,7 @@ class RecordedRun:
         return None if setting is None else setting.value
 
     def given(self, name: str) -> Any:
-        """Return a value of the settings as they were given; None if there is none of that name."""
+        """Return the value of a setting as the user gave it; None if the setting does not exist."""
         setting = self.manifest.settings.get(name)
         return None if setting is None else setting.value
 
@@ -304,7 +304,7 @@ class RecordedRun:
         return state
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Yield the outcome of every finished problem once, the incomplete ones last."""
+        """Yield the outcome of every finished problem once, and incomplete outcomes last."""
         return read_outcomes(self.entries(FACTS))
 
     def decisions(self) -> Iterator[Decided]:
@@ -352,12 +352,12 @@ def run_if_begun(directory: Path) -> RecordedRun | None:
 def open_run(
     directory: Path, advice: str = "Give the directory of `atts eval --out DIRECTORY`"
 ) -> RecordedRun:
-    """Return the run that a directory holds.
+    """Return the run in a directory.
 
-    :raises JournalError: there is no run here.
-    :raises JournalCorrupt: its manifest is damaged.
-    :raises JournalVersion: another version wrote it.
-    :raises StorageError: it cannot be read.
+    :raises JournalError: the directory contains no run.
+    :raises JournalCorrupt: the manifest is damaged.
+    :raises JournalVersion: another version of atts wrote the run.
+    :raises StorageError: the files cannot be read.
     """
     manifest = load_manifest(directory / MANIFEST)
     if manifest is None or not (directory / JOURNAL).exists():
@@ -416,12 +416,12 @@ def check_journal(directory: Path) -> JournalCheck:
 
 
 def salvage(directory: Path, out: Path) -> JournalCheck:
-    """Copy the whole lines of a run into a new directory, where its command can continue.
+    """Copy the undamaged lines of a run into a new directory, where the run's command can continue.
 
     :raises UsageError: `out` is not empty.
-    :raises JournalLocked: the run is being written.
-    :raises JournalError: there is no run, its manifest is damaged, or nothing of its journal is
-        whole.
+    :raises JournalLocked: a process writes the run.
+    :raises JournalError: there is no run, its manifest is damaged, or all lines of its journal are
+        damaged.
     """
     checked = check_journal(directory)
     with storage(out):

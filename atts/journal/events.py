@@ -39,8 +39,9 @@ FailureKind = Literal["EngineUnavailable", "EngineTimeout", "BadReply", "OutOfMe
 VerdictStatus = Literal["correct", "wrong", "unscored"]
 
 PackedFloats = tuple[Literal["f4", "f8"], bytes]
-"""Numbers as little-endian 32-bit floats if those lose nothing, as 64-bit floats otherwise; JSON
-holds the bytes in base64. Log-probabilities of most engines take 5 characters instead of 20.
+"""Numbers as bytes, which JSON contains in base64. They are little-endian 32-bit floats if these
+represent all numbers exactly, or else 64-bit floats. A log-probability of most engines then takes 5
+characters instead of 20.
 """
 
 
@@ -53,9 +54,9 @@ class _Event(
 ):
     """The base of all events: JSON has a `kind`, and leaves out fields equal to their defaults.
 
-    Some fields exist in lines only. They abbreviate what the event's other fields leave out in a
-    line (`atts.journal.lines` converts both ways), and are empty in the events that writers record
-    and readers return.
+    Some fields exist only in the lines of the file, where they abbreviate other fields that the line
+    omits. They are empty in the events that writers record and readers return; `atts.journal.lines`
+    converts in both directions.
     """
 
 
@@ -232,12 +233,12 @@ class Decided(_Event, frozen=True, tag="decided"):
     decision: Decision
     features: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     asked: Literal["preview", "score", "round"] = "score"
-    # in lines only: what was done, which readers get as an `Observed` event
+    # only in lines: the action that was carried out, which readers get as an `Observed` event
     escalated: bool | None = None
 
 
 class Observed(_Event, frozen=True, tag="observed"):
-    """The gate observed what was really done with a decision."""
+    """The gate observed the action that was really carried out after a decision."""
 
     decision: Decision
     escalated: bool

@@ -224,9 +224,9 @@ def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRe
 
 
 def _completed(event: Event, records: OpenRecords) -> Event:
-    """Return the event of a line with everything that the line leaves out, except the second event.
+    """Return the event of a line with all fields that the line omits, but without its second event.
 
-    :raises ValueError: if the line refers to something that is not in an earlier line.
+    :raises ValueError: the line refers to an earlier line that does not exist.
     """
     match event:
         case Sampled(completion=bare):
@@ -460,11 +460,11 @@ class JournalOptions:
 
 
 class Journal:
-    """A run directory open for writing; made by `open_journal`.
+    """A run directory that is open for writing, as `open_journal` returns it.
 
-    Events are appended at once, as whole lines, and synced in the background. An event is in the file
-    when `record` returns, so a killed process loses nothing; a machine that loses power may lose what
-    the durability allows.
+    Events are appended immediately, as whole lines, and synced in the background. An event is in the
+    file when `record` returns, so a killed process loses no events. After a power failure, the events
+    since the last sync may be lost, as the durability setting allows.
     """
 
     def __init__(self, past: LineReader, options: JournalOptions) -> None:
@@ -495,11 +495,10 @@ class Journal:
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
         """Append an event, and a `second` one that shares its line.
 
-        The second event is a call's span, or what was done with a decision. The event loop is
-        blocked only for a copy into the system's cache.
+        The second event is a call's span, or the action carried out after a decision. The event loop
+        is blocked only for a copy into the system's cache.
 
-        :raises StorageError: the disk refuses, now or earlier; what was written before that is
-            safe.
+        :raises StorageError: this or an earlier write failed; events before the failure are safe.
         :raises JournalLocked: this is a forked child of the process that opened the journal.
         """
         assert self._state == "open", "an event was recorded after the journal was closed"

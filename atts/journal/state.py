@@ -400,8 +400,8 @@ class OpenProblem:
 def judged(event: object) -> Iterator[tuple[Decision, bool]]:
     """Yield the decision that an event completes, if any, and whether the chunk was escalated.
 
-    A gate of single chunks learns what was really done; a gate of whole rounds does not, so its
-    decision itself counts.
+    A gate of single chunks observes the action that was carried out. A gate of whole rounds observes
+    nothing, so its decision itself counts.
     """
     if isinstance(event, Observed):
         yield event.decision, event.escalated
@@ -449,8 +449,8 @@ class RunState:
     """The state of a run after some of its entries, which `apply` takes in order.
 
     `finished` has the summary of every problem with an outcome, in the order of finishing. Whole
-    rollouts are dropped, unless `keeps` says "everything". Problems that failed, or of which a
-    rollout failed, also stay open, so that the next session does the missing part.
+    rollouts are dropped, unless `keeps` is "everything". Problems that failed, or that have a failed
+    rollout, also stay open, so that the next session completes them.
     """
 
     keeps: Literal["open problems", "everything"] = "open problems"
@@ -556,7 +556,7 @@ class RunState:
 def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
     """Yield every finished problem's whole outcome once, in the order of finishing.
 
-    Incomplete problems come last. Memory holds only them and the open problems.
+    Incomplete problems come last. Only incomplete and open problems are kept in memory.
     """
     state = RunState()
     incomplete: dict[str, Outcome] = {}  # until a later session completes them

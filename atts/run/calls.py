@@ -126,7 +126,7 @@ class Stop:
                 self.report()
 
     async def finished(self) -> None:
-        """Wait until the run was asked to end, and until nothing is in flight or it was asked twice."""
+        """Wait for a request to end the run, then until no call is in flight or for a second request."""
         while not self.asked or (self.calls and self.asked < 2):
             await self._changed.wait()
 
@@ -176,7 +176,7 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
 class StopWhen:
     """Earlier votes to compare a running run with, and the condition to stop.
 
-    Problems must come in an order that does not depend on them, such as one drawn by seed.
+    The order of problems must not depend on the votes; a random order by a seed is suitable.
     """
 
     against: str
@@ -228,7 +228,7 @@ class SequentialComparison:
             self._look(self._rule)
 
     def tell(self) -> str:
-        """Return the text of the comparison, and record it once; "" if nothing is compared."""
+        """Return the text of the comparison, and record it once; "" if there is no comparison."""
         if self._rule is None:
             return ""
         words = (
@@ -479,10 +479,10 @@ class RunLengthEstimate(RunLength):
     """Estimate of the remaining decisions of a run of known size, from the decisions that its
     rollouts took so far.
 
-    Of the rollouts that took some number of decisions, a share took another one; the product of
-    these shares is Kaplan and Meier's estimate of a rollout's length. A finished problem ends all
-    of its rollouts. Recent rollouts have more weight, because with problems sorted by difficulty,
-    future rollouts are like the latest ones.
+    For each number of decisions n, the estimate uses the share of rollouts with n decisions that
+    took a further one. The product of these shares is Kaplan and Meier's estimate of a rollout's
+    length. A finished problem ends all of its rollouts. Recent rollouts have more weight, because
+    problems may be sorted by difficulty, and then future rollouts are like recent rollouts.
     """
 
     __slots__ = (
@@ -530,7 +530,7 @@ class RunLengthEstimate(RunLength):
         return left / (left + self._decided)
 
     def count(self, decision: Decision) -> None:
-        """Count a decision, unless it only asks for a score; each turn counts once."""
+        """Count a decision, unless it only requests a score; each turn counts once."""
         if decision.action == "verify":
             return
         rollouts = self._open.get(decision.question) or self._rollouts(decision.question)
@@ -641,7 +641,7 @@ class Recorder:
         # for every chunk.
         if event.decision.action != "verify":
             self._left.count(event.decision)
-        # a gate of rounds does not observe what was done, so its decision itself counts
+        # A gate of rounds observes no outcomes, so its decision itself counts.
         if event.asked == "round":
             self._escalations.count(event.decision, event.decision.escalate)
             self.record(event)
@@ -1235,9 +1235,9 @@ class EngineCalls:
     def recorded_length(self, request: SampleRequest) -> int:
         """Return how many tokens an earlier session requested here, at most those of the request.
 
-        It is 0 if there was no such request, or if recalled calls do not return at once. The
-        recorded request may differ from this one in its length only. It stays recorded, so that the
-        call itself still finds it.
+        The number is 0 if there was no such request, or if recalled calls do not return at once. The
+        recorded request may differ from this request only in its length. This method keeps the
+        record, because the call itself needs it later.
         """
         if not self.has_recorded_calls or self._log is None or self._log.timing == "recorded":
             return 0
@@ -1356,7 +1356,8 @@ _ABSURD = -1000.0
 def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> None:
     """Check that there is one log-probability per suffix token, and none above 0; -inf is allowed.
 
-    :raises BadReply: if the reply is anything else.
+    :raises BadReply: the number of log-probabilities is wrong, a value is impossible, or the drawn
+        beginning is.
     """
     logprobs = scores.logprobs
     if len(logprobs) != len(request.suffix):
@@ -1446,7 +1447,7 @@ def _decoder(kind: type) -> Callable[[bytes], Any]:
 
 
 def engine_identity(spec: EngineSpec) -> dict[str, Json]:
-    """Return the identity of an engine's results, as in manifests, without the place where it runs."""
+    """Return the identity of an engine's results, as in manifests, without the engine's address."""
     identity: dict[str, Json] = {
         name: getattr(spec, name)
         for name in (
@@ -1471,8 +1472,8 @@ def engine_identity(spec: EngineSpec) -> dict[str, Json]:
 class UnscoredWatch:
     """A counter of scoring calls without a usable score, over all rollouts of a run.
 
-    When the count is full, the target is asked once more, about a fixed
-    text, so that the error can say whether it scores anything at all.
+    When the count reaches its limit, the target gets a last scoring request for a fixed text. So the
+    error can report whether the target can score any text.
     """
 
     def __init__(self, reaction: OnUnscored) -> None:

@@ -136,7 +136,7 @@ may take long.
 
 
 def _nothing_kept(problem: str) -> None:
-    """Do nothing, for gates that store nothing for a problem."""
+    """Do nothing, because the gate stores nothing for a problem."""
 
 
 _WORDS: Mapping[str, VerdictStatus] = {
@@ -150,7 +150,7 @@ def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStat
     """Return a grader's verdict for the journal; if the grader fails, the verdict is not "wrong"."""
     try:
         judgement = grade(answer, problem)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it says nothing about the answer
+    except Exception as error:  # noqa: BLE001 - an error of grading shows nothing about the answer
         return "unscored", f"the grader failed: {type(error).__name__}: {error}"
     return _WORDS[judgement.status], judgement.rule
 
@@ -421,10 +421,10 @@ async def evaluate(
     and the same call continues the run.
 
     :raises JournalError: the directory cannot be used, or the disk refuses; see `open_journal`.
-    :raises FingerprintError: it holds another run, or the gate's stored scores were made under
-        other conditions.
-    :raises DatasetError: two problems have one id.
-    :raises EngineError: an engine that cannot do its part at all, or is lost for good.
+    :raises FingerprintError: the directory contains another run, or the gate's stored scores were
+        made under other conditions.
+    :raises DatasetError: two problems have the same id.
+    :raises EngineError: an engine lacks a needed capability, or is lost for good.
     """
     options = options or RunOptions()
     if options.directory is not None:
@@ -649,7 +649,7 @@ class _Run:
         self._seen = "all"
 
     async def _end_when_asked(self) -> None:
-        """End the graph once the run was asked to end and nothing is in flight."""
+        """End the graph after a request to end the run, when no call is in flight."""
         await self._options.stop.finished()
         self._graph.cancel("interrupted")
 

@@ -98,15 +98,15 @@ class Merged:
 
 
 def merge(directories: Sequence[Path], out: Path) -> Merged:
-    """Write a run with the contents of all these runs, as if one process had made it.
+    """Write a run with the contents of all these runs, as if one process had produced it.
 
     The runs may differ only in their problems. Problems are in the order of the whole dataset if
     the runs are its shards, else in the order given. Sessions follow each other, so the seconds of
     the parts add up.
 
-    :raises UsageError: fewer than two runs, a shard that is missing or there twice, a problem in
-        two runs, a run with problems left to do, or an `out` that is not empty.
-    :raises FingerprintError: runs under different settings.
+    :raises UsageError: there are fewer than two runs, a shard is missing or given twice, a problem
+        is in two runs, a run is unfinished, or `out` is not empty.
+    :raises FingerprintError: the runs have different settings.
     :raises JournalError: a run cannot be read, or the disk refuses.
     """
     if len(directories) < 2:

@@ -119,8 +119,8 @@ class _Throughput:
     """The tokens of one flow: in total, and of calls that ended recently.
 
     Tokens are counted when a call ends. So the speed is measured over the last `WINDOW_SECONDS`, or
-    over the duration of the longest of these calls, because a call of five minutes says nothing
-    about the last 15 seconds.
+    over the duration of the longest of these calls. A call of five minutes would otherwise count
+    all its tokens for the last 15 seconds.
     """
 
     total: int = 0
@@ -152,10 +152,10 @@ class _Throughput:
 class _Durations:
     """Durations of this session's rollouts, from which those of the others are estimated.
 
-    The estimates are those of Kaplan and Meier, which count the rollouts in flight as rollouts that
-    last longer than their present age. Fast rollouts end first, so the mean of only the ended ones
-    would be too low. Beyond the greatest age nothing is known; a rollout of that age is assumed to
-    be half done.
+    The estimator is Kaplan and Meier's. It counts each rollout in flight as a rollout that lasts
+    longer than its present age. Fast rollouts end first, so the mean of the ended rollouts alone
+    would be too low. There are no data beyond the greatest age, so a rollout of that age is assumed
+    to be half done.
     """
 
     ended: deque[float] = field(default_factory=lambda: deque[float](maxlen=_REMEMBERED))
@@ -372,7 +372,7 @@ class Progress:
         return sum(self._over.values()) / len(self._over)
 
     def _run_begun(self, event: RunBegun) -> None:
-        """Count speeds and the time left from here on."""
+        """Start to measure speeds and the remaining time."""
         self._begun = event
         self._began = self._clock()
         self._flows = {flow: _Throughput(tokens.total) for flow, tokens in self._flows.items()}

@@ -300,8 +300,8 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
 
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
-"""The status of a run: all problems are finished, as many as a comparison needed are finished, it
-was asked to end earlier, it ran out of time, some problems failed, or all failed.
+"""The status of a run: all problems are finished, a comparison needed no further problems, the user
+ended the run, the time ran out, some problems failed, or all problems failed.
 """
 INTERRUPTED = 130
 

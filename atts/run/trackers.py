@@ -88,7 +88,7 @@ class TracedRun(Background):
         try:
             self._trace: Any = import_module("opentelemetry.trace")
             context: Any = import_module("opentelemetry.context")
-            self._owned: Any = None  # the provider, if it was made here and must be closed here
+            self._owned: Any = None  # the provider if this object created it, and so must close it
             if provider is None:
                 provider = self._trace.get_tracer_provider()
                 if isinstance(provider, self._trace.ProxyTracerProvider):
@@ -690,7 +690,7 @@ class RunningTotals:
         return None
 
     def numbers(self) -> dict[str, float]:
-        """Return the sums so far; a number that is not known yet is left out."""
+        """Return the sums so far, without numbers that are not known yet."""
         values: dict[str, float] = {"problems": self.problems, **self._tokens}
         if self._graded:
             values["accuracy"] = self._correct / self._graded
@@ -831,7 +831,7 @@ class ClosableListener(Listener, Protocol):
 def check_logs(names: Sequence[str]) -> None:
     """Check, before anything is loaded, that all names are trackers.
 
-    :raises OptionError: for an unknown name, or a name that comes twice.
+    :raises OptionError: a name is unknown or given twice.
     """
     known = [*TRACKERS, OTEL]
     for name in names:
@@ -846,7 +846,7 @@ def open_logs(names: Sequence[str], directory: Path | None) -> list[ClosableList
     """Return a listener for each name, which is a tracker or "otel", and after a colon its project,
     experiment or folder.
 
-    :raises OptionError: an unknown name, one that comes twice, or no place for event files.
+    :raises OptionError: a name is unknown or given twice, or event files have no folder.
     :raises MissingExtra: the tracker's package is not installed.
     """
     check_logs(names)

@@ -39,10 +39,10 @@ def cost_ratio(cost: float, beside: float) -> float:
 def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
     """Return the interval of the ratio of the second's mean cost to the first's.
 
-    Each end is the wider one of two intervals. Fieller's interval is valid if costs have long
-    tails, the jackknife's of the logarithm if most problems cost the second run nothing; a
-    bootstrap is too short in both cases (`scripts/bench statistics`). The upper end is infinite if
-    the mean of the first costs may be 0. For a single problem both ends are NaN.
+    Each end is that of the wider of two intervals. Fieller's interval is valid if costs have long
+    tails. The jackknife interval of the logarithm is valid if most problems cost the second run
+    nothing. A bootstrap interval is too short in both cases (`scripts/bench statistics`). The upper
+    end is infinite if the mean of the first costs may be 0. For a single problem both ends are NaN.
     """
     if len(first) < 2 or not first.any():
         return math.nan, math.nan
@@ -116,8 +116,8 @@ def read_results(path: Path) -> GradedRun:
     {...}}, or simply {"id": "7", "correct": true, "target_tokens": 310}; several lines with one id
     are several rollouts of it.
 
-    :raises JournalError: the directory holds no run, or one that cannot be read.
-    :raises DatasetError: if the file cannot be read as results, or nothing in it was graded.
+    :raises JournalError: the directory contains no run, or its run cannot be read.
+    :raises DatasetError: the file does not contain results, or none of its results was graded.
     """
     check_exists(path)
     run = _run(path) if path.is_dir() else _file(path)

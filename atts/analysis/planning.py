@@ -132,8 +132,8 @@ class PlanData:
 def read_plan_data(directory: Path) -> PlanData:
     """Read a run directory, finished or not.
 
-    :raises JournalError: it holds no run, or one that cannot be read.
-    :raises UsageError: none of its problems is over and graded.
+    :raises JournalError: the directory contains no run, or its run cannot be read.
+    :raises UsageError: the run has no problem that is finished and graded.
     """
     data = PlanData(open_run(directory))
     state = RunState()
@@ -363,9 +363,9 @@ class Option:
 def options(data: PlanData) -> Iterator[Option]:
     """Return an option for each number of rollouts and each power of two of turns.
 
-    The run's rollouts also serve smaller options, because a rollout depends neither on its siblings
-    nor on later turns. An option leaves out problems with too few complete rollouts; it is not
-    offered if it would leave out more than a tenth.
+    The run's rollouts also show the results of smaller options, because a rollout depends neither on
+    its siblings nor on later turns. An option omits problems with too few complete rollouts. If it
+    would omit more than a tenth of the problems, the option is not offered.
     """
     most = max(len(case.rollouts) for case in data.cases)
     longest = max(len(rollout.turns) for case in data.cases for rollout in case.rollouts)
@@ -594,9 +594,9 @@ class Advice:
 def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
     """Advise from one recorded run, or from several on the same problems at different rates.
 
-    :raises JournalError: a directory holds no run, or one that cannot be read.
-    :raises UsageError: a run without a graded problem.
-    :raises OptionError: runs of different problems.
+    :raises JournalError: a directory contains no run, or its run cannot be read.
+    :raises UsageError: a run has no graded problem.
+    :raises OptionError: the runs have different problems.
     """
     cap = cap or Cap()
     runs = [read_plan_data(directory) for directory in directories]

@@ -1,8 +1,7 @@
 """Compare stopping rules on one run's rollouts, by their cost and by the accuracy of their answers.
 
-First come the rules of other tools and papers, which decide how many rollouts to take and which
-answer to give. Rollouts arrive one at a time in orders drawn by seed, which are the same for every
-rule.
+The first part has the rules of other tools and papers, which decide on the number of rollouts and on
+the answer. Rollouts arrive one at a time in seeded random orders, which are the same for all rules.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ class StoppingRule:
 
 
 def majority(labels: Sequence[int]) -> int:
-    """Return the class with the most votes; a tie goes to the class seen first, and without votes
-    the result is NO_ANSWER.
+    """Return the class with the most votes, or NO_ANSWER if there are no votes. In a tie, the class
+    that appears first wins.
 
     >>> majority([2, NO_ANSWER, 1, 1, 2]), majority([NO_ANSWER])
     (2, -1)
@@ -306,7 +305,7 @@ def _weights(labels: Sequence[int], weights: Sequence[float]) -> dict[int, float
 
 
 def heaviest(labels: Sequence[int], weights: Sequence[float]) -> int:
-    """Return the class with the largest weight; a tie goes to the class seen first.
+    """Return the class with the largest weight; in a tie, the class that appears first wins.
 
     >>> heaviest([0, 1, 1, NO_ANSWER], [5.0, 2.0, 2.0, 9.0])
     0
@@ -691,7 +690,7 @@ def _played_by(
 
 
 def _running_votes(labels: Sequence[int]) -> list[int]:
-    """Return the winner after each arrival; a tie goes to the class seen first.
+    """Return the winner after each arrival; in a tie, the class that appears first wins.
 
     >>> _running_votes([NO_ANSWER, 1, 0, 0])
     [-1, 1, 1, 0]

@@ -168,7 +168,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class _JudgedChunk:
-    """A recorded chunk with the features that a gate is asked about."""
+    """A recorded chunk with the features from which a gate decides."""
 
     row: int  # the chunk's index in the record
     features: Features
@@ -510,10 +510,10 @@ TokenCount = Literal["counted", "at least", "unknown"]
 class ReplaySide:
     """One side of a comparison: the run as recorded, or as replayed.
 
-    If rollouts left the recorded path, `rate` is a plain count over the recorded chunks without an
-    interval, and tokens are unknown. Tokens are a lower bound if a rollout that the replayed vote
-    needs was cut. An accuracy that the record does not determine is NaN; its `low` and `high` come
-    from the bounds, so they contain the accuracy of a live run 95 % of the time.
+    If a decision changed in some rollouts, `rate` is a plain count over the recorded chunks without
+    an interval, and tokens are unknown. Tokens are a lower bound if the replayed vote needs a rollout
+    whose record ends too early. An accuracy that the record does not determine is NaN. Its `low` and
+    `high` come from bounds, so they contain the accuracy of a live run 95 % of the time.
     """
 
     rate: Estimate
@@ -530,10 +530,10 @@ class Replay:
     """The decisions of another policy on a recorded run, and what the record shows about the
     policy.
 
-    `off_policy` is the share of rollouts in which a decision changed, so that the rest of their
-    text is unknown. The vote of `undecided` problems is unknown, because too many rollouts have an
-    unknown end. `censored` problems are left out of accuracies, because their rollouts were stopped
-    before any could answer.
+    `off_policy` is the share of rollouts in which a decision changed, so their text after that
+    decision is unknown. The vote of `undecided` problems is unknown, because too many rollouts have
+    an unknown end. Accuracies omit `censored` problems, because all their rollouts were stopped
+    before they could answer.
     """
 
     recorded: ReplaySide
@@ -631,8 +631,8 @@ class _Recorded:
 
     @property
     def known(self) -> dict[str, str | None]:
-        """Return the recorded answer of every problem except those that were stopped too early to
-        have one.
+        """Return the recorded answers by problem, without problems that were stopped before any
+        rollout could answer.
         """
         problems = self.record.problems
         return {name: one.answer for name, one in problems.items() if not one.is_censored}
@@ -780,7 +780,7 @@ def _without_estimates(side: ReplaySide) -> ReplaySide:
 
 
 def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecided: int) -> Estimate:
-    """Return the accuracy if every vote is known, else an estimate with bounds only."""
+    """Return the accuracy if every vote is known, or else only bounds on it."""
     if not undecided:
         return recorded.accuracy({problem.problem: problem.answer for problem in problems})
     asked = {

@@ -217,10 +217,10 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load_run_set(directory: Path) -> RunSet:
-    """Return the set of runs that a directory holds.
+    """Return the set of runs in a directory.
 
-    :raises JournalError: there is none, or it cannot be read.
-    :raises JournalCorrupt: the file is not one.
+    :raises JournalError: the directory contains no set of runs, or it cannot be read.
+    :raises JournalCorrupt: the file does not describe a set of runs.
     """
     path = directory / SWEEP
     with storage(path):
@@ -351,8 +351,8 @@ class SweepReport:
 
     @property
     def along(self) -> str | None:
-        """Return the setting that a curve follows: a length if one varies, else a rate, else
-        another number.
+        """Return the setting on the axis of a curve: a length if a length varies, or else a rate, or
+        else another number.
         """
         several = {
             name: values for name, values in self.over.items() if len(set(map(str, values))) > 1
@@ -381,7 +381,7 @@ class SweepReport:
 def read_sweep(directory: Path) -> SweepReport:
     """Read the numbers of a set of runs, finished or not.
 
-    :raises JournalError: there is no set here, or a run of it cannot be read.
+    :raises JournalError: the directory contains no set of runs, or one of the runs cannot be read.
     """
     run_set = load_run_set(directory)
     with SharedReplies(directory / REPLIES) as replies:

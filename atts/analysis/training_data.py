@@ -144,10 +144,10 @@ def export_run(
     A `teacher`, usually the run's target, reads each rollout again and adds its most likely tokens
     to the records of opd. The file is replaced atomically at the end.
 
-    :raises OptionError: an unknown kind of file, or a teacher of another tokenizer.
-    :raises UsageError: the run has not what this kind of data is made of.
+    :raises OptionError: the kind of file is unknown, or the teacher has another tokenizer.
+    :raises UsageError: the run lacks the records from which this kind of data is built.
     :raises JournalError: no problem is finished, or the journal cannot be read.
-    :raises StorageError: the disk refuses.
+    :raises StorageError: the file cannot be written.
     """
     if path.suffix not in _SUFFIXES:
         raise OptionError("--out", f"{path} does not end in {' or '.join(_SUFFIXES)}")
@@ -575,11 +575,12 @@ TRIAL = "trial"
 def takeover_examples(run: RecordedRun) -> Examples:
     """Return a run's chunks with their features and an unbiased estimate of each takeover's gain.
 
-    A coin of known probability e escalated each chunk or not (W). With y = 1 for a correct rollout
-    and m the share of correct ones among its siblings, (W - e) / (e (1 - e)) (y - m) has the gain
-    of a takeover at that chunk as its expectation, whatever m is: m does not depend on W.
+    In such a run, a coin of known probability e decided whether each chunk was escalated (W = 1) or
+    not (W = 0). Let y be 1 for a correct rollout, and m the share of correct rollouts among its
+    siblings. Then the expectation of (W - e) / (e (1 - e)) (y - m) is the gain of a takeover at that
+    chunk. This is true for any m, because m does not depend on W.
 
-    :raises UsageError: coins did not choose, the rate is 0 or 1, or nothing was graded.
+    :raises UsageError: the run's gate was not a coin, the rate is 0 or 1, or nothing was graded.
     :raises JournalError: no problem is finished, or the journal cannot be read.
     """
     setting = run.manifest.configuration.get("method")

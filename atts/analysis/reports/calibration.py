@@ -270,7 +270,7 @@ def calibration_of_scores(
             "a scope that does not need questions, which these scores lack: aci or turn",
         )
     told = calibrator or Calibrator(rate, mode, seed=seed, stored=scores)
-    # such a mode learns nothing from the run, so it is shown with the scores from which it starts
+    # This mode learns nothing from the run, so the report shows its initial stored scores.
     start = scores if mode == "split" else ()
     options: dict[str, Any] = {"scale": scores.scale, "stored": start, "by_length": told.by_length}
     done = replay_scores(_rows(scores), rate, mode, seed, **options)
@@ -357,9 +357,9 @@ _ENDINGS: dict[str, CalibrationFormat] = {
 
 
 def calibration_format(format: str | None, out: Path | None) -> CalibrationFormat:
-    """Return the named format, else the format of the file's suffix, else HTML.
+    """Return the named format, or else the format of the file's suffix, or else HTML.
 
-    :raises OptionError: there is no such format.
+    :raises OptionError: the format is unknown.
     """
     if format is None:
         return _ENDINGS.get(out.suffix.lower() if out else "", "html")
@@ -399,8 +399,8 @@ def save_calibration(
 ) -> Sequence[Path]:
     """Write the report, or a folder of its figures; return what was written.
 
-    :raises StorageError: the disk refuses.
-    :raises UsageError: nothing here can draw PNG.
+    :raises StorageError: the files cannot be written.
+    :raises UsageError: this machine lacks the software that draws PNG files.
     """
     if format == "svg" or format == "png":
         return save_figures(calibration_figures(report), out, format)

@@ -417,7 +417,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
 
 
 def _own(data: RunData) -> Iterator[Caveat]:
-    """Yield the run's own warnings, each kind once."""
+    """Yield the warnings that the run itself recorded, one of each kind."""
     counts = Counter(warned.code for warned in data.warned)
     first = {warned.code: warned for warned in reversed(data.warned)}
     for code, count in counts.items():

@@ -41,7 +41,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings_on_stderr():
             code = _run(words)
-        sys.stdout.flush()  # this is the last place where a full disk or a closed pipe is noticed
+        sys.stdout.flush()  # the last chance to notice a full disk or a closed pipe
     except ATTSError as error:
         return _failed(str(error), error.exit_code)
     except OSError as error:

@@ -52,7 +52,7 @@ Source = Annotated[
 
 
 def rate_of(given: float | None, file: str) -> float:
-    """Return the given rate, else the rate of the run, else the default rate of files."""
+    """Return the given rate, or else the rate of the run, or else the default rate of files."""
     from atts.api import RATE_OF_FILES
 
     if given is not None:

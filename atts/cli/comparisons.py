@@ -426,7 +426,7 @@ def _difference(compared: Comparison | None) -> str:
 
 
 def _rule_notes(found: Referee) -> Iterator[str]:
-    """Yield the meaning of the columns, and notes on what was left out."""
+    """Yield the meaning of the columns, and notes on omitted rollouts and rules."""
     yield (
         "changed: answers that differ from the vote of all rollouts. less all: accuracy minus "
         "that of all rollouts' vote."

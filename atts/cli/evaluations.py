@@ -294,7 +294,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _escalated(result: RunResult, configuration: Configuration) -> str:
-    """Return the realised rate next to the nominal one; nothing where no chunk was judged."""
+    """Return the realised rate with the nominal rate, or "" if no chunk was judged."""
     rate = result.summary.rate
     if not rate.n_samples:
         return ""

@@ -441,7 +441,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _lines(made: Imported) -> Iterator[str]:
-    """Yield lines on what was imported, and what is unknown."""
+    """Yield lines about the imported rollouts and about unknown facts."""
     yield str(made.directory)
     yield (
         f"{_count(made.rollouts, 'rollout')} of {_count(made.problems, 'problem')}, up to "
@@ -536,7 +536,7 @@ def export(
 
 
 def _export_lines(made: Exported) -> Iterator[str]:
-    """Yield lines on what was written, and on rollouts that were left out."""
+    """Yield lines about the written records and the omitted rollouts."""
     yield str(made.path)
     trained = f", {made.trained_tokens:,} tokens to train on" if made.kind == "opd" else ""
     records = _count(made.records, "record")

@@ -92,7 +92,7 @@ def _plain(record: logging.LogRecord) -> logging.LogRecord:
 
 
 def _tell_unraised(unraised: Any) -> None:
-    """Print the traceback of an error in a thread, or one that nothing can catch."""
+    """Print the traceback of an error in a thread, or of an error that no code can catch."""
     tell(
         "".join(
             traceback.format_exception(

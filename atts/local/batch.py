@@ -40,7 +40,8 @@ class Sequence:
 
     request_id: int
     request: SampleRequest | ScoreRequest
-    # smaller goes first; fixed at arrival, so an old request comes before all newer ones in the end
+    # Requests with smaller values run first. The value is fixed at arrival, so an old request
+    # eventually comes before all newer requests.
     order: tuple[int, int]
     arrived: float
     ids: list[int]  # the given ids, then the generated ones
@@ -201,7 +202,7 @@ class PrefillChunk(NamedTuple):
     sequence: Sequence
     start: int
     stop: int
-    # first position whose logits are needed: to sample after, to score what follows, or to cache
+    # first position whose logits are needed to sample, to score the next tokens, or to cache
     logits_from: int
 
 
@@ -284,7 +285,7 @@ class StepBatch:
 
     tokens: Ints  # [tokens]
     positions: Ints  # [tokens] rows of the table of rotary angles
-    slots: Ints  # [tokens] where each token's keys and values go
+    slots: Ints  # [tokens] the slot for each token's keys and values
     table_rows: Ints  # [sequences] row of the slot table
     query_starts: Ints  # [sequences + 1] index of each sequence's first token
     context_lens: Ints  # [sequences] number of positions known after this step

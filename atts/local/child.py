@@ -61,7 +61,7 @@ def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:
 
 
 if __name__ == "__main__":
-    # leave without waiting for the daemon thread that may hold standard input
+    # exit without waiting for the daemon thread, which may block the lock of standard input
     code = main()
     sys.stdout.flush()
     os._exit(code)

@@ -271,7 +271,7 @@ def unpacked(array: Tensor, layout: StepLayout, table: Tensor) -> DeviceStep:
 
 MOST_CAPTURED_ROWS = 256
 _MOST_GRAPHS = 64
-_MOST_SEEN = 1024  # largest number of remembered layouts that came only once
+_MOST_SEEN = 1024  # largest number of remembered layouts that occurred only once
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """A function that records what some work does to fixed tensors. It returns a function that does the
 same work again.
@@ -296,9 +296,9 @@ class StepGraphs:
     """CUDA graphs of decoding steps, one for each layout. Row counts and context lengths are
     rounded up to powers of two, and steps with grouped attention have graphs of their own.
 
-    A layout is captured when it comes for the second time. If there are too many graphs, the least
-    recently used one is dropped. If a capture fails, nothing is captured any more, and steps are
-    computed without graphs.
+    A layout is captured when it occurs for the second time. If there are too many graphs, the least
+    recently used graph is dropped. After a failed capture, no graphs are captured any more, and
+    steps are computed without graphs.
     """
 
     def __init__(
@@ -350,8 +350,8 @@ class StepGraphs:
         return graph.hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
     def _captured(self, key: GraphKey, array: Tensor, table: Tensor) -> _Graph | None:
-        """Capture a graph for these sizes, or return None if that fails. The work is done once, on
-        `array`, before the capture.
+        """Capture a graph for these sizes, or return None if the capture fails. The step is computed
+        once, on `array`, before the capture.
         """
         try:
             inputs = array.to(self._device, copy=True)
@@ -363,7 +363,7 @@ class StepGraphs:
                 hidden.copy_(self._compute(step, key.is_grouped))
 
             graph = _Graph(inputs, hidden, self._capture(work))
-        except Exception as error:  # noqa: BLE001  whatever a driver says, the step can be computed without it
+        except Exception as error:  # noqa: BLE001  the step can be computed without a graph after any error
             self.trouble = f"steps are not captured ({type(error).__name__}: {error}): they are launched one by one"
             return None
         return graph

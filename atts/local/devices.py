@@ -60,7 +60,7 @@ def dtype_of(config: WorkerConfig) -> torch.dtype:
 def check_room(config: WorkerConfig, device: torch.device) -> None:
     """Check that a GPU has room for everything that will be loaded onto it, before loading starts.
 
-    :raises OutOfMemory: it does not; the message says what would.
+    :raises OutOfMemory: the GPU has too little room; the message advises options that fit.
     """
     if device.type != "cuda":
         return
@@ -163,11 +163,10 @@ def allocate_cache(
 
 
 def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of tokens that a cache holds by default. The weights must be loaded
-    already.
+    """Return the default size of a cache in tokens. The weights must be loaded already.
 
-    On a GPU, the cache holds what the rollouts in flight can fill, as far as the other engine of
-    the pair leaves memory for it.
+    On a GPU, the cache has room for all tokens that the rollouts in flight can fill, as far as the
+    other engine of the pair leaves memory for the cache.
 
     :raises OutOfMemory: not even one rollout fits.
     """

@@ -63,11 +63,11 @@ class Accelerator(Protocol):
         ...
 
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
-        """Add the builder of the loop to the configuration, with everything that must be known
-        before loading.
+        """Add the builder of the loop to the configuration, with all facts that are needed before
+        loading.
 
-        :raises OptionError: something named does not fit the model.
-        :raises EngineError: something named cannot be used.
+        :raises OptionError: an option does not fit the model.
+        :raises EngineError: a file or model that an option names cannot be used.
         """
         ...
 
@@ -153,7 +153,7 @@ class LocalEngine:
         room there for the other engine of a pair.
 
         :raises OptionError: an option is unknown or impossible.
-        :raises UnsupportedByEngine: the folder holds no chat template.
+        :raises UnsupportedByEngine: the folder has no chat template.
         """
         self.model = str(model)
         self._name = name or Path(self.model).name
@@ -236,9 +236,9 @@ class LocalEngine:
     async def __aenter__(self) -> Self:
         """Load the model.
 
-        :raises ModelLoadError: it cannot be loaded; the message says why and what to do.
-        :raises OutOfMemory: it does not fit.
-        :raises EngineUnavailable: the system starts no process for it.
+        :raises ModelLoadError: the model cannot be loaded; the message gives reason and remedy.
+        :raises OutOfMemory: the model does not fit into memory.
+        :raises EngineUnavailable: the system cannot start the model's process.
         """
         assert self._opened is None, "an engine is entered once at a time"
         try:
@@ -414,8 +414,8 @@ def _prepare(
     is_chat: bool,
     demand: RunDemand | None = None,
 ) -> _Prepared:
-    """Find out what must be known of a model before it is loaded, including the name and digest of
-    its weights.
+    """Find the facts about a model that are needed before it is loaded, such as the name and digest
+    of its weights.
     """
     # Only the worker imports torch. Without this check, a missing torch would look like a crash of
     # the worker.

@@ -437,8 +437,8 @@ def load_weights(
 
 
 def free_memory() -> int | None:
-    """Return the memory in bytes that this machine can still give out, without swap; None if it is
-    not known.
+    """Return the bytes of memory that this machine can still allocate without swap; None if the
+    number is not known.
     """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -667,7 +667,7 @@ class _TensorReader:
             SafetensorError,
             OSError,
             RuntimeError,
-        ) as error:  # the last where the file is too large to be mapped
+        ) as error:  # RuntimeError: the file is too large to be mapped
             advice = "Download it again"
             raise ModelLoadError(
                 name, f"the weights in {folder} are damaged ({error})", advice
@@ -685,7 +685,7 @@ class _TensorReader:
                 self._name, f"{self._folder} lacks the weight {key!r}: foreign or incomplete files"
             )
         handle, full = self._where[key]
-        # only the header is read here; a weight is read when it is known to be needed
+        # This reads only the header; a weight is read later if it is needed.
         said = handle.get_slice(full)
         if said.get_dtype() not in _FLOATS:
             problem = f"weight {key!r} is of type {said.get_dtype()}"

@@ -22,7 +22,9 @@ class SamplingBatch:
     top_p: Tensor | None = None  # [batch] float64
     min_p: Tensor | None = None  # [batch] float64
     is_greedy: bool = False  # whether every row is greedy
-    has_greedy: bool = False  # whether a row is greedy; stored here, so that no device is asked
+    has_greedy: bool = (
+        False  # whether a row is greedy; stored here, so that no value is read from a device
+    )
     most_kept: int = 0  # the largest top-k below the vocabulary's size; 0 if no row has one
 
 

@@ -107,7 +107,7 @@ class StepLoop:
         self.share_cores: Callable[[int], None] = lambda loops: None
 
     def run(self, inbox: Inbox) -> None:
-        """Take steps while there is work, and sleep otherwise; return when asked to close."""
+        """Take steps while there is work, or else sleep; return after a message to close."""
         while True:
             if not self._scheduler.num_unfinished:
                 self._report()

@@ -227,8 +227,8 @@ GONE = (EOFError, OSError, pickle.UnpicklingError)
 def first_answer(process: subprocess.Popen[bytes], config: object, name: str) -> Any:
     """Return the first answer of a process, which it sends when it has loaded its model.
 
-    :raises EngineError: it could not be loaded.
-    :raises EOFError: the process is gone, as it is where another of `GONE` is raised.
+    :raises EngineError: the process could not load the model.
+    :raises EOFError: the process has ended; other errors of `GONE` mean the same.
     """
     assert process.stdin is not None, "asked for a pipe"
     assert process.stdout is not None, "asked for a pipe"

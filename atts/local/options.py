@@ -182,9 +182,7 @@ def _on_card(
 
 
 def cards_for(weights: int, card: float) -> int:
-    """Return the least number of cards, a power of two, that hold these weights with a tenth of the
-    memory left over.
-    """
+    """Return the least power of two of cards that have room for these weights in 90 % of their memory."""
     count = 1
     while weights / count > 0.9 * card:
         count *= 2

@@ -1,4 +1,4 @@
-"""Proposals in a step: whom to ask, what of it is sound, and what came of it."""
+"""Proposals in a step: request them from the proposer, check them, and report their outcomes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from atts.local.seams import (
     TokenProposal,
 )
 
-_NONE = NOTHING, 0  # the proposal of a sequence that asked for none
+_NONE = NOTHING, 0  # the proposal for a sequence that requested none
 _BETWEEN = 8  # number of steps over which the time between steps is averaged
 
 

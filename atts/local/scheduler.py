@@ -93,7 +93,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def cancel(self, request_id: int) -> bool:
-        """Forget a request at once, and cache what was computed for it. Return whether it was
+        """Remove a request immediately, and cache its computed tokens. Return whether the request was
         unfinished.
         """
         sequence = self._unfinished.get(request_id)
@@ -103,7 +103,7 @@ class Scheduler:
         return True
 
     def finish(self, sequence: Sequence, *, cache: CacheAction = "keep") -> None:
-        """End a request: its slots become cache, or are freed at once where `cache` is "drop"."""
+        """End a request. Its slots become cache, or are freed immediately if `cache` is "drop"."""
         del self._unfinished[sequence.request_id]
         sequence.is_finished = True
         if sequence.row >= 0:

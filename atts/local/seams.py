@@ -1,4 +1,4 @@
-"""The four seams between the engine and what accelerates it, each with what plain decoding does."""
+"""The four interfaces between the engine and its accelerators, each with the class of plain decoding."""
 
 from __future__ import annotations
 
@@ -196,8 +196,8 @@ class SpeculationStats:
     # number of these rounds in which the token at this position was accepted as well
     accepted_at: list[int] = field(default_factory=list[int])
     seconds: float = 0.0  # time spent on proposing
-    trouble: str = ""  # why nothing is proposed any more
-    silence: str = ""  # why nothing was ever proposed; empty once something was
+    trouble: str = ""  # the reason why proposals stopped
+    silence: str = ""  # the reason why no token was ever proposed; empty after the first proposal
     # number of times that a length was chosen: decoding sequences summed over steps
     choices: int = 0
     chosen: int = 0  # sum of the chosen lengths; divided by choices, it is the mean k

@@ -222,7 +222,7 @@ class ProcessWorker:
             return
         if self._threads:
             self._outbox.put(Close())
-        else:  # nothing was loaded, so nothing is lost
+        else:  # the process has loaded no model, so it can be killed
             _kill(process)
         self._end(process)
         for thread in self._threads:

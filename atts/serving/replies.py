@@ -23,11 +23,11 @@ from atts.serving.requests import SolveRequest
 
 
 class StoppedText:
-    """A growing text that is shown up to the first stop string, however it arrives in pieces.
+    """A text that arrives in parts, and is shown up to its first stop string.
 
-    The first stop string is the one that is completed first, as for a model that stops writing
-    there; of several that end at the same character it is the longest. Text is held back while it
-    may be the beginning of a stop string.
+    The first stop string is the stop string that is completed first, because a model would stop
+    writing there. If several end at the same character, the longest counts. Text that may begin a
+    stop string is not shown until more text has arrived.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ class StoppedText:
         self.is_stopped = False  # whether a stop string was completed
 
     def add(self, text: str) -> str:
-        """Take more text in, and return what may be shown of it now."""
+        """Add a part of the text, and return the text that can be shown now."""
         if self.is_stopped:
             return ""
         text = self._held + text
@@ -52,7 +52,7 @@ class StoppedText:
         return text[:shown]
 
     def end(self) -> str:
-        """Return what was held back, because no more text comes."""
+        """Return the text that was not shown yet, because no further text will arrive."""
         held = self._held
         self._held = ""
         return held

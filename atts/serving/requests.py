@@ -237,7 +237,7 @@ class SolveRequest:
 
 
 def _within(thinking_tokens: int | None, max_tokens: int) -> int | None:
-    """Return a thinking budget, or None if the rollout's own limit comes first."""
+    """Return a thinking budget, or None if the rollout's token limit is reached earlier."""
     if thinking_tokens is None or thinking_tokens >= max_tokens:
         return None
     return thinking_tokens
@@ -372,9 +372,9 @@ def parse_chat(
 
 
 def _stop_strings(given: str | list[str]) -> tuple[str, ...]:
-    """Return the stop strings of a request, each once.
+    """Return the different stop strings of a request.
 
-    :raises RequestError: if one is empty or too long, or there are too many.
+    :raises RequestError: a stop string is empty or too long, or there are too many.
     """
     texts = tuple(dict.fromkeys([given] if isinstance(given, str) else given))
     if "" in texts:
@@ -394,10 +394,10 @@ _DOCUMENTS = "<context>"
 
 
 def _is_task(text: str) -> bool:
-    """Return whether Open WebUI sent this text by itself, for a title, tags or follow-ups.
+    """Return whether Open WebUI sent this text without the user, for a title, tags or follow-ups.
 
-    Such a text begins as a task about the chat, which it quotes. A question about documents begins
-    as a task too, and quotes the documents first.
+    Such a text begins with a task about the chat, and quotes the chat. A user's question about
+    documents begins with a task too, but quotes the documents first.
 
     >>> _is_task("### Task:\\nWrite a title.\\n<chat_history>\\nUSER: hello\\n</chat_history>")
     True

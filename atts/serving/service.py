@@ -86,10 +86,10 @@ class Displaced(Exception):
 class FairSlots:
     """Slots for requests, granted by start-time fair queueing over users.
 
-    Each grant charges its user the mean cost of a request, divided by the user's share; the charge
-    is corrected once the real cost is known. The waiting user with the smallest sum is next. A user
-    who comes back after a pause starts at the sum of the user granted last, so that idle time earns
-    no credit. Every waiting user becomes the smallest at some time, so no user starves.
+    Each grant charges its user the mean cost of a request, divided by the user's share. The charge is
+    corrected when the request has ended. The waiting user with the smallest sum of charges gets the
+    next slot. After a pause, a user's sum is raised to that of the last served user, so that idle
+    time earns no credit. The sums of served users grow, so every waiting user is served at some time.
     """
 
     def __init__(self, slots: int, queue: int, shares: Mapping[str, float] | None = None) -> None:
@@ -387,7 +387,7 @@ class _Planned:
 
 
 class Service:
-    """The open engines of a server, and everything else that its requests share."""
+    """The open engines of a server, and the other objects that its requests share."""
 
     def __init__(self, setup: Setup, options: ServeOptions | None = None) -> None:
         self.setup = setup
@@ -540,8 +540,8 @@ class Service:
         With a `directory` the run has a journal there, and a run of an earlier session is
         continued.
 
-        :raises RequestError: an engine failed, the request lost its place under overload, or a cap
-            was reached and the request asks for an error then.
+        :raises RequestError: an engine failed, an overload removed the request from the queue, or a
+            cap was reached and the request wants an error in that case.
         """
         run = run or new_run()
         planned = self._plan(request, is_alone=directory is not None)

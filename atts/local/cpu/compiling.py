@@ -232,7 +232,7 @@ def native_library(
 
 
 def _compile(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
-    """Compile into the library's own folder; the compiler's temporary files go there as well."""
+    """Compile into the library's folder, which also gets the compiler's temporary files."""
     problem = ""
     sources = [str(source) for source in sorted(_SOURCES.glob("*.c"))]
     environment = {**os.environ, "TMPDIR": str(library.parent)}

@@ -1,7 +1,7 @@
 """The forward pass in C kernels, for float32 on a CPU.
 
-First come the weights as the C kernels read them: packed into panels or pinned, once for each
-content.
+The first part prepares the weights for the C kernels: packed into panels or pinned. Equal weights
+are prepared only once.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ class NativeWeights:
         self.exact, self.grouped = self._describe(weights, rope_rows(config, cache.shape[2]))
 
     def _describe(self, weights: Weights, rows: int) -> tuple[_Model, _Model]:
-        """Describe the model for the kernels, once as it is and once with grouped attention.
-        Grouped attention computes all attentions of a group at its first layer.
+        """Describe the model for the kernels twice: with normal and with grouped attention. Grouped
+        attention computes all attentions of a group at the group's first layer.
         """
         config = self._config
         packing = self._packing
@@ -416,8 +416,8 @@ class NativeModel:
     """A model that runs its steps with the C kernels, in float32 on a CPU. It has the cache layout
     of the torch model.
 
-    Weights whose values are bfloat16 numbers are kept in that type: half the memory is read, and
-    nothing is lost.
+    Weights whose values are all bfloat16 numbers are stored in that type. This halves the memory that
+    is read, and changes no value.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple
     """Return the attention kernel and its largest number of rows per block. The kernel is first
     compared with gathered attention, both for single layers and for groups of up to `group` layers.
 
-    :raises Exception: whatever keeps it from being used; its kind depends on what is installed.
+    :raises Exception: the kernel cannot be used; the type of error depends on the installed software.
     """
     from atts.local.cuda.paged_kernel import MOST_ROWS, PagedAttention
 
@@ -79,7 +79,7 @@ def disagreement(
     window: int,
     form: tuple[int, int] = (1, 1),
 ) -> float:
-    """Measure the largest difference from gathered float32 attention; NaN if one is NaN.
+    """Measure the largest difference from gathered float32 attention; NaN if a difference is NaN.
 
     :param form: the number of layers that attend at once, and the number of layers whose keys and
         values lie next to each other.

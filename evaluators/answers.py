@@ -136,12 +136,12 @@ class Extraction:
 def extract(
     text: str, kind: AnswerKind = "math", *, fallback: Fallback = "statement"
 ) -> str | None:
-    """Return the final answer of a reasoning text, None when it gives none.
+    """Return the final answer of a reasoning text, or None if the text has no answer.
 
-    The last box that is not empty counts, or the last few when the text joins them ("\\boxed{3} and
-    \\boxed{5}"). Without a box an explicit mark counts ("Answer: 5", "#### 5"), then with the
-    default fallback a last sentence that states a value, and with fallback="number" the last number
-    anywhere. A box that is never closed gives no answer.
+    The last box that is not empty counts. If the text joins the last boxes ("\\boxed{3} and
+    \\boxed{5}"), all of them count. Without a box, an explicit mark counts ("Answer: 5", "#### 5").
+    Without a mark, the default fallback reads a last sentence that states a value, and
+    fallback="number" reads the last number of the text. A box that is never closed gives no answer.
 
     >>> extract(r"So $x = \\boxed{\\frac{1}{2}}$.")
     '\\\\frac{1}{2}'

@@ -86,8 +86,8 @@ def grade(
     """Yield a verdict for each record that has `gold` and either `answer` or `text`, in order.
 
     If `gold` is a list, each of its references is correct. A record's `kind`, `relative`,
-    `absolute`, `units`, `rounding` and `variables` take precedence over those given here; if a
-    `problem` says that its numbers are positive, its variables count as positive. Raises
+    `absolute`, `units`, `rounding` and `variables` take precedence over the arguments. If a
+    `problem` states that its numbers are positive, its variables count as positive. Raises
     DatasetError at the first record that cannot be graded; `grade_all` reports such records and
     continues.
     """

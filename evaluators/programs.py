@@ -37,7 +37,7 @@ _MOST_OUTPUT = 8  # mebibytes
 _AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
 
 End = Literal["done", "error", "time", "memory", "output"]
-"""How a run ended; "done" means normally, whatever the program printed."""
+"""The end of a program's run; "done" is a normal end with any output."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -182,9 +182,9 @@ def layout_free(program: str) -> str:
 
 @cache
 def check_confinement() -> None:
-    """Check, before anything runs, that the system can confine programs.
+    """Check, before any program runs, that the system can confine programs.
 
-    :raises UsageError: if it cannot, naming what is missing.
+    :raises UsageError: the system cannot; the message names the missing feature.
     """
     [run] = run_program("print(1)", [""], ProgramTests(()))
     if run.end != "done":

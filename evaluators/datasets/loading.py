@@ -171,8 +171,8 @@ class HubSnapshot:
 def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSnapshot:
     """Return the commit of the requested revision, from the cache or from the hub.
 
-    A cached branch is not updated: the cached commit is the one that is recorded. Raises
-    DatasetError, which says how to get the files.
+    A cached branch is not updated, so its cached commit is returned. Raises DatasetError, whose
+    message tells the user how to get the files.
     """
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -332,7 +332,7 @@ def load_dataset(
 
 
 def digest(problems: Sequence[Problem]) -> str:
-    """Return the sha256 of the problems' contents in order, whatever file they came from."""
+    """Return the sha256 of the problems' contents in order, which does not depend on their file."""
     state = sha256()
     for it in problems:
         fields: list[Any] = [it.id, it.text, it.answer, it.kind, it.level, it.subject]
@@ -465,7 +465,8 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
     rest = replace(selection, sample=None, levels=())
     wanted = range(count)[cut.start : cut.stop : cut.step]
     is_whole = rest.words() or not wanted
-    # shorter calls give the beginning of longer ones, so problems after the slice are not generated
+    # A call for fewer problems gives the first problems of a call for more, so the problems after the
+    # slice need not be generated.
     generated = _generated(split, count if is_whole else max(wanted) + 1, selection.seed, levels)
     if is_whole:
         problems = select(select(generated, rest, name), cut, name)

@@ -1,6 +1,6 @@
-"""Read tables from JSONL, JSON, CSV and Parquet files, and make problems of their rows.
+"""Read tables from JSONL, JSON, CSV and Parquet files, and convert their rows to problems.
 
-First comes the catalogue of known benchmarks.
+The first part is the catalogue of known benchmarks.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ ALIASES = LISTED.table("columns", dict[str, str])  # the usual names of each fie
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The column of each field; for an empty name the usual column names are tried, in any case.
+    """The column of each field. For an empty name, atts tries the usual column names, and ignores
+    upper and lower case.
 
-    `distractors` names the columns of wrong choices where `answer` has the correct one; `context`
-    comes before the text. The columns `unit` and `tolerance` describe the answer and are never
-    guessed.
+    `distractors` names the columns of wrong choices if `answer` contains the correct choice. The
+    column `context` comes before the text. The columns `unit` and `tolerance` describe the answer;
+    atts never guesses these two.
     """
 
     text: str = ""
@@ -448,7 +449,7 @@ class Reader:
         if not 2 <= len(choices) <= len(LETTERS):
             raise self.error(index, f"has {len(choices)} choices")
         order: Sequence[int] = range(len(choices))
-        if self.columns.distractors:  # otherwise the correct choice would always come first
+        if self.columns.distractors:  # without shuffling, the correct choice would always be first
             order = letter_order(self.options.seed, name, len(choices))
         letter = LETTERS[order.index(correct)] if answer else ""
         return tuple(choices[at] for at in order), letter

@@ -650,7 +650,9 @@ class Evaluator(Arithmetic):
         raise Outside("no case applies")
 
     def holds(self, condition: Node) -> bool:
-        """Return whether a condition is true here; raise Undecided if it is not about numbers."""
+        """Return whether a condition is true for these values; raise Undecided if it does not compare
+        numbers.
+        """
         if condition.kind == "list" and condition.text != "mixed":
             parts = (self.holds(part) for part in condition.args)
             return any(parts) if condition.text == "or" else all(parts)

@@ -344,7 +344,7 @@ class Prober:
                 yield at
 
     def known(self, node: Node) -> Value | None:
-        """Return the value of a tree, or None where none can be computed."""
+        """Return the value of a tree, or None if the value cannot be computed."""
         try:
             return self.value(node)
         except (Undecided, Undefined):

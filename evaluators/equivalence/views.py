@@ -190,9 +190,9 @@ def concluded(node: Node, other: Node) -> Node:
 def stated_value(equation: Node, other: Node) -> Node | None:
     """Return v of an equation `expression = v`, if the other answer is such a value.
 
-    m+n = 46, |z| = 5 and N = 25 modulo 1000 state the value that was asked for, in names that the
-    other answer lacks. An equation that is itself the answer is not changed: an equation with 0, an
-    equation of a curve in x, y and z, or a class of residues of an unknown.
+    m+n = 46, |z| = 5 and N = 25 modulo 1000 state the requested value with names that the other
+    answer lacks. Some equations are themselves the answer, so they are not changed: an equation with
+    0, an equation of a curve in x, y and z, or a residue class of an unknown.
     """
     if equation.kind == "congruence":
         return equation.args[0] if _is_of_digits(equation) else None
@@ -453,7 +453,7 @@ def unframed(phrase: str) -> str:
 
 
 def spelt(node: Node) -> str | None:
-    """Return a word, or letters written together, as it is compared; None for anything else.
+    """Return the form in which a word, or a product of letters, is compared; None for other trees.
 
     Case matters only inside a word: NaCl is not NaCL.
     """
@@ -526,9 +526,9 @@ def variable_of(node: Node) -> str:
 
 
 def matrix(node: Node) -> Node | None:
-    """Return the matrix that a node writes, perhaps as rows or transposed; None if there is none.
+    """Return the matrix that a node writes, also as rows or transposed; None for any other node.
 
-    Raises Undecided for sums, products and powers of matrices, which are left to sympy.
+    Raises Undecided for sums, products and powers of matrices, because sympy decides these.
     """
     if node.kind == "matrix":
         return node

@@ -1,4 +1,4 @@
-"""Worker process that asks sympy whether two expressions are equal; it imports nothing of atts."""
+"""Worker process that compares two expressions by sympy, and imports no module of atts."""
 
 # Run as a script by `algebra.py`. A question is a line of JSON with two trees; the reply is a line
 # with true, false or null. sympy objects are built from the trees, node by node: no text of an
@@ -65,8 +65,8 @@ class Builder:
             self.assume(tree)
 
     def assume(self, tree: Tree) -> None:
-        """Record what the trees say about variables: counts are positive integers, x > 0 is
-        positive.
+        """Record the properties of variables that the trees show: a count is a positive integer, and
+        x is positive if a tree contains x > 0.
         """
         kind, text, _, args = tree
         if kind == "sum":
@@ -213,7 +213,7 @@ def _names(tree: Tree) -> list[str]:
 
 
 def are_equal(one: Tree, two: Tree, positive: Sequence[str] = ()) -> bool | None:
-    """Return whether two trees are equal, None where sympy cannot tell."""
+    """Return whether two trees are equal, or None if sympy cannot decide."""
     builder = Builder(one, two, positive=positive)
     left = builder.build(one)
     right = builder.build(two)
@@ -256,7 +256,7 @@ def _antiderivatives(left: Any, right: Any, one: Tree, two: Tree) -> bool | None
 
 
 def _expressions(left: Any, right: Any) -> bool | None:
-    """Compare two expressions: by proof where sympy has one, else by clearly different values."""
+    """Compare two expressions: by a proof if sympy finds one, or else by clearly different values."""
     if left == right:
         return True
     infinite = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
@@ -343,7 +343,7 @@ def main() -> None:
             reply = "time"
         except MemoryError:
             reply = "memory"
-        except Exception:  # noqa: BLE001  # whatever sympy raises: it cannot tell
+        except Exception:  # noqa: BLE001  # after any error, sympy has not decided
             reply = None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -78,7 +78,9 @@ class Estimate:
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
     def with_best_case(self, best: "Estimate", unscored: int) -> "Estimate":
-        """Return this estimate, adding what it would be if the unscored ones were correct."""
+        """Return this estimate, with the value that it would have if all unscored answers were
+        correct.
+        """
         if not unscored:
             return self
         return replace(self, unscored=unscored, if_right=(best.value, best.low, best.high))

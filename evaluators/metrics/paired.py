@@ -142,7 +142,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values corrected for their number by Holm's method, in the same order.
 
     If the hypotheses with a corrected p-value below 0.05 are rejected, the probability of any false
-    rejection is at most 5 %, however the p-values depend on each other.
+    rejection is at most 5 %. This holds for any dependence among the p-values.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -215,11 +215,11 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
 def _error(delta: Floats) -> float:
     """Return the standard error of a mean difference, with the correction of Agresti and Min.
 
-    Half a won problem, half a lost problem and a tied one are added to the differences. The added
-    differences are about as large as the observed ones: a whole answer if each problem has one
-    answer, but little if each has the average of many samples. Part of the squared mean is
-    subtracted from the mean square: a quarter if few problems differ, because an unseen one would
-    matter, and all of it if every problem differs.
+    Half a won problem, half a lost problem and a tied problem are added to the differences. The added
+    differences are about as large as the observed differences: 1 if each problem has one answer, but
+    small if each problem has the average of many samples. A part of the squared mean is subtracted
+    from the mean square. The part is a quarter if few problems differ, because a further difference
+    would matter, and the whole squared mean if every problem differs.
     """
     scale = float(np.abs(delta).max())
     if scale == 0:
@@ -288,11 +288,12 @@ class Sequential:
 class ConfidenceSequence:
     """A confidence sequence for the mean of differences in [-1, 1], one difference per problem.
 
-    Against each candidate m a capital is spread over fixed stakes, and grows by 1 + stake
-    (difference - m). Where m is the mean of each next difference, given those before, the capital
-    is a martingale: it ever exceeds 1 / (1 - level) with probability at most 1 - level (Ville).
-    Candidates whose capital did so are excluded for good, so the interval is valid after all
-    problems simultaneously. Problems must come in an order that does not depend on their results.
+    For each candidate mean m, a capital is spread over fixed stakes. Each difference multiplies the
+    capital of a stake by 1 + stake (difference - m). If m is the mean of each next difference, given
+    the earlier differences, the capital is a martingale. It then ever exceeds 1 / (1 - level) with
+    probability at most 1 - level (Ville). Candidates whose capital exceeded this limit are excluded
+    for good, so the intervals after all numbers of problems are valid simultaneously. The order of
+    problems must not depend on their results.
     """
 
     def __init__(self, level: float = 0.95) -> None:
@@ -443,12 +444,13 @@ class Power:
 
 
 def paired_power(split: VarianceSplit, problems: int, samples: int, spread: float = 0.0) -> Power:
-    """Return the power of comparing two methods on the same problems with so many samples each.
+    """Return the power of comparing two methods on the same problems, with this number of samples for
+    each problem.
 
     `spread` is the variance over problems of the true difference; use 0 if it is not known.
 
-    :raises OptionError: for fewer than two problems or one sample, for a negative spread, or if
-        there is no variance because all rollouts ended alike.
+    :raises OptionError: there are fewer than two problems or one sample, the spread is negative, or
+        all rollouts ended alike, so there is no variance.
     """
     if problems < 2 or samples < 1:
         raise OptionError(

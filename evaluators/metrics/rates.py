@@ -501,10 +501,10 @@ def _ratio(
 ) -> Estimate:
     """Return a ratio of sums over questions, with a t interval over questions.
 
-    One question of average weight is added to the variance at `centre`, the value of an
-    uninformative score: without it, a few questions that agree by chance would give an interval
-    without width. Questions are weighted by their pairs, so the degrees of freedom come from the
-    effective number of questions.
+    The variance includes an additional question of average weight with the value `centre`, which an
+    uninformative score has. Without this question, a few questions that agree by chance would give an
+    interval of width 0. Questions are weighted by their pairs, so the degrees of freedom come from
+    the effective number of questions.
     """
     check_level(level)
     count = len(parts)

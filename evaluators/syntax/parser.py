@@ -869,7 +869,7 @@ class Parser(Stream):
         return token.kind in STARTS
 
     def remark(self) -> bool:
-        """Return whether a bracket here holds words, such as (approximately 0.5)."""
+        """Return whether the bracket at this position contains words, as (approximately 0.5) does."""
         inside = self.ahead()
         return self.here.text == "(" and (
             inside.kind == "word" or inside.text in ("mod", "bmod", "or", "~")

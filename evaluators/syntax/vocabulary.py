@@ -293,9 +293,9 @@ _GREEK = {"\\mu": "u", "\\Omega": "ohm"}
 
 
 def unit_at(text: str, start: int) -> tuple[str, int] | None:
-    """Return the longest unit phrase of known words that starts here, and the position after it.
+    """Return the longest unit phrase of known words from this position on, and the position after it.
 
-    Macros and braces are passed over.
+    Macros and braces are skipped.
     """
     position = start
     depth = 0

@@ -49,7 +49,7 @@ UNKNOWN = RunEnd()
 
 
 class Controller(Persisted):
-    """A rule that turns a p-value into a decision and learns what was really done.
+    """A rule that turns a p-value into a decision, and learns from the action carried out.
 
     This base class escalates at the nominal rate throughout, for the modes "split" and "marginal".
     """
@@ -71,7 +71,7 @@ class Controller(Persisted):
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
-        """Record what was really done with a chunk.
+        """Record the action that was carried out on a chunk.
 
         `nonconformity` is None if the chunk was decided on without a score.
         """

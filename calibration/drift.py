@@ -59,7 +59,7 @@ class DuplicateScores:
     def of(cls, stored: StoredScores) -> DuplicateScores:
         """Count the repeats of stored scores.
 
-        Marks out of ten tie by nature, so nothing is counted if most scores are round numbers.
+        Ratings out of ten are often equal, so no repeats are counted if most scores are round numbers.
         """
         raw = np.asarray(stored.scores, float)
         raw = raw[np.isfinite(raw)]

@@ -1,4 +1,4 @@
-"""The online calibrator, which takes a decision per score and learns what was really done.
+"""The online calibrator, which decides on each score and learns from the actions carried out.
 
 The last part replays recorded scores through a calibrator, and measures how well it controls the
 rate.
@@ -170,7 +170,7 @@ class Calibrator(Persisted):
 
     The mode sets how closely and over which chunks the rate is kept. `decide` changes nothing: it
     may be called repeatedly, in any order, and for chunks that are dropped later. `observe` stores
-    the score and what was really done. Both are deterministic given the seed.
+    the score and the action carried out. Both methods are deterministic given the seed.
 
     >>> calibrator = Calibrator(rate=0.25, mode="marginal", stored=[1.1, 1.2, 1.3, 1.4])
     >>> decision = calibrator.decide(9.0, question="q7")

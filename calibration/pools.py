@@ -75,7 +75,7 @@ class Ranks:
             raise KeyError(score)
         del block[position]
         self._size -= 1
-        if not block:  # a block must not be empty, because its last score is its key
+        if not block:  # an empty block is removed, because a block's last score is its key
             del self._blocks[at]
 
     def counts(self, score: float) -> tuple[int, int]:

@@ -137,8 +137,8 @@ class RolloutEngine(Engine, Protocol):
         ...
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return how many tokens an earlier session requested at this point, but no more than the
-        request asks for; 0 if it made no such request.
+        """Return the number of tokens that an earlier session requested at this point, but at most
+        that of this request; 0 if the earlier session made no such request.
         """
         ...
 
@@ -189,7 +189,7 @@ class Proposal:
     position: int  # position after the chunk in the tree of all siblings' texts
     answer: str | None
     score: float | None = None
-    flaw: str = ""  # why there is no score although the gate asked for one
+    flaw: str = ""  # the reason for a missing score that the gate requested
     # index of the first token that the target rejects; 0 also if it is not needed or not known
     first_rejected: int = 0
     score_reused: bool = False  # whether the score was taken from an equal chunk of a sibling
@@ -796,7 +796,7 @@ def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> 
     assert ended is not None, "a beginning that has not ended needs a rest"
     text_ids = ids[:-1] if ended == "end" and ids[-1] in engine.spec.end_ids else ids
     if len(logprobs) != len(ids):
-        logprobs = ()  # the rest came without log-probabilities
+        logprobs = ()  # the engine sent no log-probabilities for the rest
     return Completion(ids, engine.tokenizer.decode(text_ids), ended, logprobs, cached_tokens)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from atts.journal import FinishedProblem
 
 COVERED = 0.9
-"""Of the problems that a comparison can still win, this share must count as split."""
+"""The least share of the problems that a comparison can still win that must count as split."""
 PROVEN = 10.0
 """At these odds against chance, `auto` lets the selector overrule votes."""
 REFUTED = 0.2
@@ -161,7 +161,7 @@ async def combined(
 ) -> Outcome:
     """Return the outcome with the answer that the policy selects or synthesizes.
 
-    The vote stays the answer if the target cannot be asked.
+    If the target cannot answer, the vote remains the answer.
     """
     if count.winner is None:
         return outcome
@@ -279,7 +279,7 @@ class _Question:
     ) -> None:
         self.answers = answers
         self.usage = Usage()
-        self.unusable = ""  # why a question did not get a reply
+        self.unusable = ""  # the reason why a question has no usable reply
         self._problem = outcome.problem
         self._policy = policy
         self._context = context

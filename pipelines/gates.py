@@ -17,10 +17,10 @@ class Gate(Protocol):
     """A rule that decides on a chunk from numbers alone.
 
     `preview` is called before the target scores, `decide` after it, and `observe` last. A preview
-    of "verify" requests the score; "accept" and "escalate" skip it. `observe` gets what was really
-    done. A gate that uses the draft's log-probabilities sets `needs_draft_logprobs = True` on its
-    class, so that a draft without them is refused before the run. Single chunks may still lack
-    them, so the gate must never accept NaN.
+    of "verify" requests the score; "accept" and "escalate" skip the score. `observe` receives the
+    action that was carried out. A gate that uses the draft's log-probabilities sets
+    `needs_draft_logprobs = True` on its class, so that a draft without them is refused before the
+    run. Single chunks may still lack log-probabilities, so the gate must never accept NaN.
     """
 
     def preview(self, features: Features) -> Decision:
@@ -84,7 +84,7 @@ class CalibratorProtocol(Protocol):
         ...
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
-        """Learn from what was really done."""
+        """Learn from the action that was carried out."""
         ...
 
 
@@ -364,8 +364,8 @@ class CappedGate:
     """Another gate under a hard cap: each escalation needs a slot, so the cap holds in any order of
     completion.
 
-    `take` reserves a slot and returns whether there was one. The inner gate observes what was
-    really done.
+    `take` reserves a slot, and returns False if no slot is left. The inner gate observes the action
+    that was carried out.
     """
 
     inner: Gate
@@ -401,8 +401,8 @@ _SIBLINGS = 3  # siblings that must have an answer before their agreement counts
 class AgreementGate:
     """Another gate, except that a chunk is accepted if its siblings agree on an answer.
 
-    The inner gate observes what was really done, so a gate that controls a rate escalates other
-    chunks instead.
+    The inner gate observes the action that was carried out, so a gate that controls a rate escalates
+    other chunks instead.
     """
 
     inner: Gate

@@ -544,8 +544,9 @@ def check_engines(
 ) -> None:
     """Check that the target can score and that engines send the log-probabilities that are used.
 
-    :raises UnsupportedByEngine: naming the engine, what it lacks, what wants it, and what would do.
-    :raises OptionError: the score needs a reward model, and none is named.
+    :raises UnsupportedByEngine: an engine lacks a capability; the message names the setting that
+        needs the capability, and a remedy.
+    :raises OptionError: the score needs a reward model, but the policy names none.
     """
     source = source_of(policy.score)
     if isinstance(_innermost(gate), _BLIND):

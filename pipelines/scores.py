@@ -128,9 +128,9 @@ class ScoreRule:
         """Return the score; it is NaN if a log-probability is NaN, so that no gate uses it as a
         score.
 
-        For "speculative" the arguments are the differences target - author, for "draft" the
-        author's log-probabilities; see `score_of`. For the entropies they are minus the entropy at
-        each token, for "prm" the logarithm of the reward.
+        For "speculative" the arguments are the differences target - author, and for "draft" the
+        author's log-probabilities; see `score_of`. For the entropies, the arguments are the negative
+        entropies at each token, and for "prm" the logarithm of the reward.
         """
         assert logprobs, "an engine must refuse to score an empty text"
         if self.kind == "byte":
@@ -186,9 +186,9 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
     """Return a chunk's score from the target's log-probabilities, and from the author's if the rule
     needs them.
 
-    It is NaN if log-probabilities are missing. It is rounded to five digits, only here, before
-    anything ranks it. Float sums depend on the rest of the batch and on the cache (by up to 2e-5
-    after a resume), and equal scores must not differ by that.
+    The score is NaN if log-probabilities are missing. The score is rounded to five digits before any
+    gate ranks it, because sums of floats depend on the rest of the batch and on the cache. After a
+    resume they differ by up to 2e-5, but equal scores must stay equal.
     """
     if isinstance(rule, ScoreRule) and rule.kind == "draft":
         logprobs = chunk.logprobs

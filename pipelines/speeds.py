@@ -67,7 +67,7 @@ class DraftLength:
 
 @dataclass(slots=True, eq=False)
 class BegunChunk:
-    """A chunk that is being written: who began it, when, and how many of its tokens are counted."""
+    """A chunk in progress, with its first writer, its start time and its number of counted tokens."""
 
     writer: Role
     since: float

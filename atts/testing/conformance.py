@@ -568,7 +568,7 @@ async def check_seed_fields(probe: Probe) -> None:
 async def check_distribution(probe: Probe) -> None:
     """Tokens are drawn as often as their log-probs say, also at a low temperature."""
     written = await probe.engine.sample(probe.request(0, 1, GREEDY))
-    # chance is most telling here
+    # A token with a log-prob near -0.5 tests the sampling best, because it is neither rare nor certain.
     position = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))
     ids = probe.prompt + written.ids[:position]
     token = written.ids[position]
@@ -581,7 +581,7 @@ async def check_distribution(probe: Probe) -> None:
             [((await probe.score(ids, (index,)))[0], index) for index in set(drawn)], reverse=True
         )
         if len(scores) < 2:
-            continue  # the second best is too rare to be seen
+            continue  # the second best token is so rare that no draw has it
         tied = scores[-1][0] >= scores[1][0] - probe.options.tie
         require(tied, f"top_k 2 drew {len(scores)} different tokens")
         lead = (scores[0][0] - scores[1][0]) / temperature
@@ -860,8 +860,7 @@ async def check_cancellation(probe: Probe) -> None:
         again = await probe.engine.sample(probe.request())
         what = f"the answer changed after {number + 1} rounds of cancellation"
         await probe.require_same(what, probe.request(), again.ids, expected.ids)
-    # some answers may have been on their way, however long that takes; never all of them in every
-    # round
+    # Some answers may have been sent before the cancellation, but not all answers in every round.
     ignored = seen.running and seen.late >= seen.running
     require(
         not ignored,
@@ -894,7 +893,7 @@ async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
             for request in requests:
                 group.start_soon(one, request)
             await anyio.sleep(delay)
-            # answers that came in the same pass of the loop are not late
+            # Answers that arrive in the same pass of the event loop do not count as late.
             await anyio.lowlevel.checkpoint()
             cancelled_at = anyio.current_time()
             seen.running += probe.engine.stats().in_flight

@@ -190,11 +190,11 @@ class ServerProbe:
 
     async def _look_at_text(self, findings: list[Finding]) -> None:
         """Test a server that takes messages and returns text."""
-        seen = "text goes both ways: its tokens are the server's own affair"
+        seen = "the server takes and returns text, so its tokenizer does not matter"
         findings.append(Finding("tokenizer", "unknown", seen))
         written = await self._see_text(findings)
         if written is None:
-            seen = "not looked at: the model reasons before it writes"
+            seen = "not tested, because the model thinks before it writes"
             findings.append(Finding("stop", "unknown", seen))
             findings.append(Finding("seeds", "unknown", seen))
         else:
@@ -222,7 +222,7 @@ class ServerProbe:
                 raise
             sampling = Sampling()
         else:
-            seen = f"{len(written.ids)} ids came back with no log-probs"
+            seen = f"{len(written.ids)} ids came back without log-probabilities"
             findings.append(Finding("ids", "yes", seen, "sample"))
             return written
         seen = await self._see_answer(sampling)
@@ -262,11 +262,11 @@ class ServerProbe:
         middle = len(ids) // 2
         stop = self._tokenizer.decode(ids[middle : middle + 1])
         if not stop or "\ufffd" in stop:
-            return Finding("stop", "unknown", "no text to stop at was written")
+            return Finding("stop", "unknown", "the text has no place to stop at")
         cut = await self._requests.sample_raw(replace(self._request(_GREEDY), stop=(stop,)))
         if len(cut.ids) < len(ids) or cut.finish == "stop":
             return Finding("stop", "yes", f"it stopped at {stop!r} after {len(cut.ids)} tokens")
-        seen = f"it wrote {len(cut.ids)} tokens past {stop!r}: they are cut off here, and paid for"
+        seen = f"it wrote {len(cut.ids)} tokens, also after {stop!r}; atts cuts these off, but you pay for them"
         return Finding("stop", "no", seen)
 
     async def _see_seeds(self) -> Finding:
@@ -274,8 +274,8 @@ class ServerProbe:
         first = await self._requests.sample_raw(request)
         again = await self._requests.sample_raw(request)
         if first.ids == again.ids:
-            return Finding("seeds", "yes", "a seed gave the same text twice")
-        seen = "a seed gave two texts: runs on this server cannot be repeated token for token"
+            return Finding("seeds", "yes", "two requests with one seed gave the same text")
+        seen = "two requests with one seed gave different texts, so a run cannot be repeated token for token"
         return Finding("seeds", "no", seen)
 
     async def _see_scores(self, written: RawCompletion) -> tuple[list[Finding], tuple[float, ...]]:
@@ -292,10 +292,10 @@ class ServerProbe:
             return [Finding("scores", "no", str(error), "score")], ()
         findings = [self._compare_scores(written, first, again)]
         gain = spoilt.logprobs[middle] - first.logprobs[middle]
-        seen = f"a planted token scores {gain:.2f} nats against the greedy one"
+        seen = f"an unlikely token in place of the greedy one changes the score by {gain:+.2f} nats"
         findings.append(Finding("planted", "yes" if gain < 0 else "no", seen, "score"))
         later = max(again.cached_tokens, spoilt.cached_tokens)
-        seen = f"{first.cached_tokens}, then {later} cached tokens while scoring"
+        seen = f"the first score reused {first.cached_tokens} cached tokens, a later one {later}"
         findings.append(Finding("cache", "yes" if later else "unknown", seen))
         return findings, first.logprobs
 
@@ -306,9 +306,11 @@ class ServerProbe:
         except EngineError as error:
             if error.retryable and not isinstance(error, BadReply):
                 raise
-            seen = f"it does not tell the likeliest tokens ({error})"
+            seen = f"it does not return the likeliest tokens ({error})"
             return Finding("rating", "no", seen, "rate")
-        return Finding("rating", "yes", f"{len(words)} likely words with log-probs", "rate")
+        return Finding(
+            "rating", "yes", f"it returned {len(words)} likely words with log-probabilities", "rate"
+        )
 
     async def _see_speculation(self, greedy: TokenIds) -> Finding:
         """Test that samples follow the scores, unless the server reports that it does not speculate."""
@@ -319,7 +321,7 @@ class ServerProbe:
             test = await check_losslessness(self._requests, self._prompt, greedy)
         except (BadReply, UnsupportedByEngine) as error:
             return Finding("speculation", "unknown", str(error))
-        seen = f"{speculation or 'it does not say whether it speculates'}; {test}"
+        seen = f"{speculation or 'it does not report whether it speculates'}; {test}"
         return Finding("speculation", "no" if test.trouble else "yes", seen, "sample")
 
     def _strange_token(self, token: int) -> int:
@@ -334,15 +336,15 @@ class ServerProbe:
     def _compare_scores(self, written: RawCompletion, first: Scores, again: Scores) -> Finding:
         drift = _distance(first.logprobs, again.logprobs)
         if drift > TOLERANCE:
-            seen = f"the same chunk scored {drift:.3f} nats otherwise from the cache"
+            seen = f"scores of the same chunk differ by {drift:.3f} nats with and without the cache"
             return Finding("scores", "no", seen, "score")
         # At temperature 0 both scores and sampled log-probs are of the unchanged distribution.
         difference = _distance(first.logprobs, _known_logprobs(written))
         if difference > 2 * TOLERANCE:
-            seen = f"scores are {difference:.3f} nats from the log-probs sampled with"
+            seen = f"scores differ by {difference:.3f} nats from the log-probabilities of the sampled text"
             return Finding("scores", "no", seen, "score")
         nats = max(drift, difference)
-        seen = f"{len(first.logprobs)} finite scores, within {nats:.4f} nats"
+        seen = f"{len(first.logprobs)} finite scores, which agree within {nats:.4f} nats"
         return Finding("scores", "yes", seen, "score")
 
     async def _measure_convention(self) -> Convention:
@@ -361,7 +363,7 @@ class ServerProbe:
         """Cancel a long request, which must leave the server's count of running requests."""
         before = await self._dialect.running(self._client)
         if before is None:
-            return Finding("abort", "unknown", "the server does not say how many requests run")
+            return Finding("abort", "unknown", "the server does not report how many requests run")
         room = self._spec.context_length - len(self._prompt)
         request = self._request(_HOT, 11, min(2048, room))
         most = before
@@ -379,14 +381,14 @@ class ServerProbe:
                     await anyio.sleep(0.01)
             group.cancel_scope.cancel()
         if most <= before:
-            return Finding("abort", "unknown", "the request was over before it could be cancelled")
+            return Finding("abort", "unknown", "the request ended before it could be cancelled")
         cancelled_at = anyio.current_time()
         with anyio.move_on_after(5.0):
             while (await self._dialect.running(self._client) or 0) >= most:  # noqa: ASYNC110  # it can only be polled
                 await anyio.sleep(0.02)
             seconds = anyio.current_time() - cancelled_at
             return Finding("abort", "yes", f"the slot was free {seconds:.2f} s after the cancel")
-        seen = "a cancelled request still runs after 5 s: rollouts given up keep the server busy"
+        seen = "a cancelled request still ran after 5 s, so cancelled rollouts keep the server busy"
         return Finding("abort", "no", seen)
 
 
@@ -443,10 +445,12 @@ def require_unchanged(
 
 def _convention_finding(sampled: LogProbs, measured: Convention) -> Finding:
     if sampled == "none":
-        return Finding("convention", "yes", "no log-probs come with sampled text")
+        return Finding("convention", "yes", "sampled text comes without log-probabilities")
     if measured == "unknown":
-        return Finding("convention", "unknown", f"sampled log-probs are {sampled} (not measured)")
-    return Finding("convention", "yes", f"sampled log-probs are {sampled}")
+        return Finding(
+            "convention", "unknown", f"sampled log-probabilities are {sampled} (not measured)"
+        )
+    return Finding("convention", "yes", f"sampled log-probabilities are {sampled}")
 
 
 def _known_logprobs(written: RawCompletion) -> tuple[float, ...]:

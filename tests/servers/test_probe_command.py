@@ -93,5 +93,5 @@ def test_opening_an_engine_on_a_quick_server_does_not_wait() -> None:
         return found.seen, anyio.current_time()
 
     seen, seconds = run_virtual(look)
-    assert "over before it could be cancelled" in seen
+    assert "ended before it could be cancelled" in seen
     assert seconds < 0.1

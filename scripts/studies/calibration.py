@@ -397,7 +397,7 @@ def paired_averages(options: Options) -> Table:
         "covered by the bootstrap | shown",
         rows,
         f"{runs:,} simulated pairs of runs per row. The table shows how often the interval "
-        "excludes 0 (p below 0.05); at gain 0 this is an error. Accuracies are Beta(1, 1), "
+        "excludes 0 (p below 0.05); at gain 0 this is a false positive. Accuracies are Beta(1, 1), "
         "Beta(9, 1), or 0.98 for nine "
         "problems of ten and 0.5 for the tenth; with the gain, an accuracy is at most 1. Bootstrap: "
         "percentiles of "

@@ -1,6 +1,6 @@
 """Measure the task graph under load: its processor time, its growth, idle slots, and long runs.
 
-The last part shows that long runs leak nothing, and that killed runs lose nothing.
+The last part checks long runs for leaks, and killed runs for lost data.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def conserved() -> list[Table]:
 
 
 def lower_bound(timing: Timing) -> float:
-    """Return the seconds that no schedule on these slots can beat: the most loaded engine's work,
-    or the longest chain.
+    """Return a lower bound of the seconds of any schedule on these slots: the work of the most
+    loaded engine, or the longest chain of calls.
     """
     return max(
         timing.critical_path.seconds,
@@ -341,7 +341,8 @@ _WARM_UP = 30
 
 
 def study_soak(options: Options) -> list[Table]:
-    """Run for two minutes, four, or an hour, and return the levels of what the process holds."""
+    """Run for two minutes, four minutes or an hour, and return the process's memory, objects,
+    threads and files over time."""
     seconds = options.pick(120.0, 240.0, 3600.0)
     with tempfile.TemporaryDirectory() as folder:
         tally = anyio.run(soak, Path(folder), seconds, options.seed)
@@ -416,10 +417,8 @@ _MEASURES: Mapping[str, Callable[[Level], float]] = {
 
 
 def _is_flat(name: str, first: float, last: float) -> bool:
-    """Return whether a measure is flat.
-
-    Counts must not rise (idle worker threads come and go by one); memory and objects may, by as
-    much as noise.
+    """Return whether a measure is flat. Counts must not rise, except that of worker threads by
+    one; memory and objects may rise by as much as noise.
     """
     if name.startswith(("memory", "Python")):
         return last - first <= _NOISE * first
@@ -448,7 +447,8 @@ def _episodes(tally: Tally) -> Table:
 
 
 def study_crash(options: Options) -> list[Table]:
-    """Kill runs ten times each; `crash` raises if anything recorded was changed or done again."""
+    """Kill each run ten times; `crash` raises an error if a resumed run changed or repeated
+    anything recorded."""
     kills = options.pick(20, 60, 200)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, crashing.nursery() as children:

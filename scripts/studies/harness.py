@@ -123,7 +123,7 @@ def traces() -> Path | None:
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    """Return the lines of a file of shared data; none if it is not at hand."""
+    """Return the lines of a file of shared data, or none if the file is absent."""
     base = shared_data()
     if base is None or not (base / name).is_file():
         return []
@@ -249,12 +249,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """The columns of a table that are drawn: `x` across, `y` up, one line per value of `by`.
+    """The columns of a table to draw: `x` on the horizontal axis, `y` on the vertical one, and
+    one line per value of `by`.
 
-    Around each line lies a band between the columns `low` and `high`, if they are named.
+    If the columns `low` and `high` are named, each line has a band between them.
 
-    With a `value`, cells of that column's colour instead, a panel per value of `by`, the column
-    `note` written in them.
+    With a `value`, the chart shows coloured cells of that column instead: one panel per value of
+    `by`, with the column `note` as text in the cells.
     """
 
     x: str
@@ -399,10 +400,9 @@ def ratio(values: Mapping[str, Sequence[float]], over: str, under: str) -> Sprea
 def beside_best(
     values: Mapping[str, Sequence[float]], names: Sequence[str], arm: str
 ) -> tuple[list[str], Spread]:
-    """Return the best of the named arms, and the spread of its times over another arm's.
-
-    The best arm is chosen in half of the rounds and compared in the other half, and the reverse. In
-    the rounds that chose it, the best of several equal arms looks better than it is.
+    """Return the best of the named arms, and the spread of its times divided by another arm's.
+    The best arm is chosen in half of the rounds and compared in the other half, and then the
+    other way round. Otherwise the best of several equal arms would look better than it is.
     """
     found = list[str]()
     ratios = list[float]()
@@ -464,8 +464,8 @@ class Spent:
 
 
 def children(parent: Path = Path("/proc/self")) -> list[Path]:
-    """Return the /proc folders of the processes that one has started, from any thread, and of those
-    that these have started: an engine's drafter is a child of the engine.
+    """Return the /proc folders of all descendants of a process. An engine's drafter, for
+    example, is a child of the engine.
     """
     found = list[Path]()
     for file in (parent / "task").glob("*/children"):
@@ -480,8 +480,8 @@ def children(parent: Path = Path("/proc/self")) -> list[Path]:
 
 
 def tree_seconds() -> float:
-    """Return processor seconds of this process and of its running descendants, in which engines
-    compute.
+    """Return the processor seconds of this process and of its running descendants, because
+    engines compute in child processes.
     """
     stats = [(child / "stat").read_text().rpartition(")")[2].split() for child in children()]
     return time.process_time() + sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf(
@@ -517,9 +517,8 @@ def emit(
     machine: Machine,
     spent: Mapping[str, float] | None = None,
 ) -> None:
-    """Print the tables; with an output folder also write NAME.json there, of which pages are made.
-
-    `spent` is what they took, in seconds: what running them again would take.
+    """Print the tables; with an output folder, also write NAME.json there, from which pages are
+    made. `spent` is the number of seconds that the study took.
     """
     facts = "\n".join(f"- {line}" for line in machine.words())
     text = f"## {name} ({options.effort}, seed {options.seed})\n\n{facts}\n\n"

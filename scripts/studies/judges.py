@@ -1,4 +1,5 @@
-"""Record a bank of rollouts of a real pair, and measure on it what each score knows of mistakes.
+"""Record a bank of rollouts of a real pair, and measure on it how well each score finds
+mistakes.
 
 The first part records the bank: the draft's rollouts, scored by the target, and what takeovers
 change. `RECORDING` says what a bank holds. The second part computes every table from a bank,
@@ -156,7 +157,7 @@ class Recorder:
     async def readings(
         self, problem: Problem, prompt: TokenIds, rollout: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return what both models say of a finished rollout, as far as its record lacks it."""
+        """Return the readings of a finished rollout by both models that its record still lacks."""
         ids = tuple(rollout["ids"])
         fields: dict[str, Any] = {}
         if "draft_entropies" not in rollout:
@@ -237,7 +238,8 @@ class Recorder:
         }
 
     async def asked(self, problem: Problem, text: str, question: str) -> list[float]:
-        """Return, for both orders of the choice, log-odds of the target's "Yes" against its "No"."""
+        """Return the log-odds of the target's "Yes" against its "No", for both orders of the
+        choice."""
         odds: list[float] = []
         for first, second in ORDERS:
             asked = question.format(first=first, second=second)
@@ -272,7 +274,8 @@ class Recorder:
         rollouts: Sequence[dict[str, Any]],
         recorded: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Measure what takeovers change at the problem's chunks, as far as that is not recorded."""
+        """Measure the effect of takeovers at the problem's chunks, except those already
+        recorded."""
         measured = {(one["sample"], one["chunk"]) for one in recorded}
         made: list[dict[str, Any]] = []
         for rollout, index in places(problem.id, rollouts, self.experiments):
@@ -355,9 +358,8 @@ STEPWISE = (
 def places(
     name: str, rollouts: Sequence[dict[str, Any]], count: int
 ) -> list[tuple[dict[str, Any], int]]:
-    """Return the chunks at which takeovers are measured, chosen by the problem's name.
-
-    No rollout's last chunk is among them. More of them begin with the same ones.
+    """Return the chunks at which takeovers are measured, chosen by the problem's name. The last
+    chunk of a rollout is never chosen. A larger number extends the choice of a smaller one.
     """
     left = [(rollout, index) for rollout in rollouts for index in range(len(rollout["chunks"]) - 1)]
     chosen: list[tuple[dict[str, Any], int]] = []
@@ -400,7 +402,7 @@ async def record(
     is_whole: bool,
     experiments: int,
 ) -> None:
-    """Record these problems, some at a time, or what they lack."""
+    """Record these problems, or the missing parts of their records, some problems at a time."""
     recorded: dict[str, list[dict[str, Any]]] = {}
     for entry in read(path):
         recorded.setdefault(entry["problem"], []).append(entry)
@@ -442,7 +444,7 @@ def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def has_everything(records: Sequence[dict[str, Any]], experiments: int) -> bool:
-    """Return whether a problem has every reading, and as many experiments as it has room for."""
+    """Return whether a problem has all readings, and as many experiments as its chunks allow."""
     drafts = [one for one in records if one["kind"] == "draft"]
     takeovers = [one for one in records if one["kind"] == "takeover"]
     wanted = len(places(records[0]["problem"], drafts, experiments)) if drafts else 0
@@ -463,9 +465,8 @@ def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
 def begin_bank(
     out: Path, limit: int, rollouts_only: bool = False, experiments: int = 1
 ) -> tuple[Path, list[Problem]]:
-    """Write down the split before anything is measured.
-
-    Return the file, and the problems that it lacks or of which something is missing.
+    """Write the split to the file before any measurement. Return the file, and the problems that
+    are missing or incomplete in it.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bank.jsonl"
@@ -617,7 +618,7 @@ CHUNK_SCORES: Mapping[str, Callable[[Chunk], float]] = {
 
 
 def chunk_scores(problems: Iterable[BankProblem]) -> Mapping[str, Callable[[Chunk], float]]:
-    """Return the scores that a bank has the numbers for: older ones hold no entropies."""
+    """Return the scores that can be computed from a bank; older banks have no entropies."""
     has_entropies = all("draft_entropies" in one for problem in problems for one in problem.drafts)
     return {
         name: score
@@ -632,7 +633,7 @@ def worst(rollout: Mapping[str, Any], score: Callable[[Chunk], float]) -> float:
 
 
 def labels_of(problem: BankProblem, rollouts: Sequence[Mapping[str, Any]]) -> list[int | None]:
-    """Return the class of each rollout's answer; None without one."""
+    """Return the class of each rollout's answer, or None if it has no answer."""
     answers = [rollout["answer"] for rollout in rollouts]
     given = [answer for answer in answers if answer is not None]
     classes = iter(group(given)) if given else iter(())
@@ -640,15 +641,14 @@ def labels_of(problem: BankProblem, rollouts: Sequence[Mapping[str, Any]]) -> li
 
 
 def auroc(bad: Sequence[float], good: Sequence[float]) -> float:
-    """Return the chance that a bad one scores above a good one, ties counting half."""
+    """Return the probability that a bad item scores above a good one; ties count half."""
     wins = sum((b > g) + 0.5 * (b == g) for b in bad for g in good)
     return wins / (len(bad) * len(good))
 
 
 def within(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float, float]:
-    """Return the AUROC within problems, pairs pooled, with a bootstrap interval over problems.
-
-    Each pair holds the scores of a problem's wrong and of its right rollouts.
+    """Return the AUROC within problems, over all pairs, with a bootstrap interval over problems.
+    A pair has the scores of the wrong and of the right rollouts of one problem.
     """
     mixed = [(bad, good) for bad, good in pairs if bad and good]
     if not mixed:
@@ -966,7 +966,7 @@ def learned(measured: Sequence[tuple[BankProblem, Mapping[str, Any]]], gains: Fl
 
 
 def _above_coin(values: Floats, gains: Floats, rate: float, rows: Rows) -> float:
-    """Return the mean gain where these values are worst, above the mean gain everywhere."""
+    """Return the mean gain where these values are worst, minus the mean gain at all chunks."""
     order = np.argsort(-values[rows], kind="stable")
     top = order[: max(1, round(rate * len(order)))]
     return float(gains[rows][top].mean() - gains[rows].mean())
@@ -1003,10 +1003,8 @@ class Arm:
 def cascade_arms(
     problems: Sequence[BankProblem], drafts: int, targets: int, rates: Sequence[float] = RATES
 ) -> list[Arm]:
-    """Return a cascade at several rates, chosen by agreement, each followed by its coin.
-
-    The draft's rollouts and the target's vote together, all with the same weight, as
-    `method=cascade` has it.
+    """Return cascades at several rates, which escalate by agreement, each followed by its coin.
+    As in `method=cascade`, the rollouts of draft and target vote together with equal weights.
     """
     before: list[float] = []
     after: list[float] = []
@@ -1136,7 +1134,8 @@ def cascade_table(
 
 
 def simulated(draft: float, target: float, count: int = 400, seed: int = 0) -> list[BankProblem]:
-    """Return problems on which agreement knows: drafts that are unsure scatter over five answers.
+    """Return simulated problems on which agreement is informative: unsure drafts spread over
+    five answers.
 
     `draft` and `target` are the mean accuracies of single rollouts. A problem's own accuracies rise
     and fall together, from 0 to 1, as those of real pairs do.
@@ -1233,7 +1232,7 @@ def _written(problems: Sequence[BankProblem], drafts: int, targets: int) -> tupl
 
 
 def _target_alone(problems: Sequence[BankProblem], rate: float) -> Arm:
-    """Return the cascade whose escalated problems forget the draft's votes."""
+    """Return the cascade in which the draft has no vote on escalated problems."""
     chance = _escalated(_disagreements(problems, 4), rate)
     kept = _votes(problems, 4, 0)
     target, draft = _written(problems, 4, 4)
@@ -1242,9 +1241,8 @@ def _target_alone(problems: Sequence[BankProblem], rate: float) -> Arm:
 
 
 def _one_or_four(problems: Sequence[BankProblem], rate: float) -> Arm:
-    """Return three classes: the worst get four rollouts of the target, those before them one.
-
-    A third of the target's rollouts is given singly.
+    """Return a cascade with three classes: the worst problems get four rollouts of the target,
+    and the next worst get one. A third of the target's rollouts goes to the latter.
     """
     scores = _disagreements(problems, 4)
     four = rate * 2 / 3

@@ -1,4 +1,5 @@
-"""Compare the local engine with transformers and with the limits of the machine, measured in turn."""
+"""Compare the local engine with transformers and with the limits of the machine, in interleaved
+measurements."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ _RANDOM = {"random 20M": (384, 8, 1024), "random 200M": (1024, 14, 2816)}
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model in a folder, opened by both sides."""
+    """A model in a folder, opened by atts and by transformers."""
 
     name: str
     folder: Path
@@ -198,7 +199,7 @@ async def send_all(
 
 
 async def texts(engine: LocalEngine, requests: Sequence[SampleRequest]) -> list[TokenIds]:
-    """Return the text written on each request, all sent at once."""
+    """Send all requests at once, and return the text of each reply."""
     return [
         done.ids
         for done in await collect([partial(engine.sample, request) for request in requests])
@@ -232,7 +233,8 @@ async def written(
 
 
 class Fresh:
-    """Requests with unseen prompts, so that no cache helps; both sides write equally many tokens."""
+    """Requests with new prompts, so that no cache helps; atts and transformers write the same
+    number of tokens."""
 
     def __init__(
         self,
@@ -394,8 +396,8 @@ def _memory_bytes(subject: Subject, batch: int) -> float:
 
 
 def _memory_traffic(size: int = 1 << 26) -> float:
-    """Return the bytes per second that one core reads and writes at best, copying more than its
-    caches hold.
+    """Return the highest rate, in bytes per second, at which one core copies data that does not
+    fit in its caches.
     """
     source = torch.zeros(size // 4)
     copied = torch.empty_like(source)
@@ -528,9 +530,8 @@ def _score_seconds(
 async def _warm_then_timed(
     engine: LocalEngine, warm: list[ScoreRequest], requests: list[ScoreRequest]
 ) -> float:
-    """Return the time of the second batch as the event loop sees it.
-
-    The clock excludes the portal between the threads, which is no cost of the engine."""
+    """Return the time of the second batch, measured inside the event loop. It excludes the
+    portal between the threads, which does not belong to the engine."""
     await send_all(engine, warm)
     began = time.process_time()
     await send_all(engine, requests)
@@ -669,9 +670,8 @@ def _chunks(engine: LocalEngine, prompt: TokenIds, text: TokenIds) -> list[Score
 def _scored(
     lab: Lab, engine: LocalEngine, chunks: Sequence[ScoreRequest], into: list[float]
 ) -> float:
-    """Return processor seconds.
-
-    `into` receives each chunk's mean negative log-probability.
+    """Score the chunks, and return the processor seconds. `into` receives each chunk's mean
+    negative log-probability.
     """
     began = time.process_time()
     scores = lab.portal.call(collect, [partial(engine.score, chunk) for chunk in chunks])
@@ -740,7 +740,7 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
 def _works(
     lab: Lab, subjects: tuple[Subject, Subject], engines: Sequence[LocalEngine]
 ) -> dict[str, Work]:
-    """Return each engine's work in one round; all take about equally long."""
+    """Return the work of each engine in one round; all take about the same time."""
     seed = lab.options.seed
     tokens = lab.options.pick(48, 96, 96)
     targets = Fresh(subjects[0], 16, seed + 2)
@@ -761,9 +761,8 @@ def _works(
 
 
 def _together(works: list[Work], caller: Literal["waits", "busy"] = "waits") -> float:
-    """Return the seconds until all is done, started at once.
-
-    With a busy caller, this thread computes in Python meanwhile."""
+    """Start all work at once, and return the seconds until it is done. With a busy caller, this
+    thread runs Python code at the same time."""
 
     def run() -> None:
         started = [work() for work in works]
@@ -836,7 +835,8 @@ def shape_of_size(model: ModelConfig, size: int, vocabulary: int = 0) -> ModelCo
 
 @cache
 def noisy(folder: Path, noise: float) -> Path:
-    """Copy the draft's folder with noise in units of each matrix's own deviation, always the same."""
+    """Copy the draft's folder with noise in units of the standard deviation of each matrix. The
+    noise is the same in every call."""
     shutil.copytree(path("draft"), folder, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     weights = load_file(folder / "model.safetensors")
@@ -938,7 +938,7 @@ def _filled(pool: Tensor, rows: int, columns: int, start: int) -> Tensor:
 
 
 class _Layers(Sequence[LayerWeights]):
-    """Different random layers, each generated again at every access."""
+    """Random layers that all differ, each generated again at every access."""
 
     def __init__(self, config: ModelConfig, pool: Tensor) -> None:
         self._config = config

@@ -1,4 +1,5 @@
-"""Run methods live on a real pair: accuracy, tokens, what a score knows, and the gain over a coin.
+"""Run methods live on a real pair: accuracy, tokens, the information in each score, and the gain
+over a coin.
 
 The models are those of `scripts.studies.real_models`. Problems come in parts, and every method runs
 on a part before the next part begins, so the methods have the same problems whenever the study is
@@ -216,8 +217,8 @@ class Series:
     async def run(self, draft: Engine, target: Engine, seconds: float = math.inf) -> None:
         """Run what is missing; begin nothing after so many seconds.
 
-        The seed of a part is that of all methods: chunks that nothing before distinguishes are the
-        same in all of them, and differences between methods vary less.
+        The seed of a part is that of all methods: so chunks with equal beginnings are equal in
+        all methods, which reduces the noise of differences between methods.
 
         :raises KeyboardInterrupt: a run was interrupted; the same call resumes it.
         """
@@ -268,10 +269,9 @@ class Series:
 
 
 class Once(EngineAround):
-    """An open engine that is asked for each reply once, whichever of several runs asks for it.
-
-    What decides a reply is in the request, as for `SharingEngine`. The runs ask at the same time:
-    those that ask later wait for the first.
+    """An open engine that makes each reply once for several runs. A request contains everything
+    that decides its reply, as for `SharingEngine`. If several runs send the same request at the
+    same time, the later ones wait for the reply to the first.
     """
 
     def __init__(self, engine: Engine, role: Role) -> None:
@@ -280,7 +280,7 @@ class Once(EngineAround):
         self._replies: dict[str, Completion | Scores | anyio.Event] = {}
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return the reply that is there, wait for one that is on its way, or ask."""
+        """Return the known reply, wait for a reply that is being made, or send the request."""
         key = request_key(self._role, request)
         if isinstance(request, SampleRequest):
             key += request.logprobs
@@ -316,7 +316,7 @@ def is_correct(problem: Problem, answer: str | None) -> bool:
 
 
 def graded(outcome: Outcome) -> Solved:
-    """Summarise a problem, its answers graded as `atts eval` grades them."""
+    """Summarise a problem, with its answers graded as in `atts eval`."""
     problem = outcome.problem
     lines = [line for line in outcome.rollouts if line.finish not in ("settled", "cancelled")]
     correct = sum(is_correct(problem, line.answer) for line in lines)
@@ -479,7 +479,7 @@ async def losses(
     sizes: tuple[int, int],
     rounds: int,
 ) -> Table:
-    """Run the three ways in turn, and return what each takes for a token."""
+    """Run the three ways alternately, and return the time of each per token."""
     samples, most = sizes
     methods = {
         "target-only": ("target-only", "target"),
@@ -503,7 +503,7 @@ async def losses(
 
 
 async def timed(asked: Sequence[Problem], plan: RunSpec) -> Timed:
-    """Run a plan, and return what it took and wrote."""
+    """Run a plan, and return its time, tokens and texts."""
     used = tree_seconds()
     began = time.monotonic()
     result = await evaluate(asked, plan, RunOptions(engines="are open"))
@@ -522,7 +522,8 @@ async def timed(asked: Sequence[Problem], plan: RunSpec) -> Timed:
 def losses_table(
     runs: Mapping[str, Sequence[Timed]], problems: int, sizes: tuple[int, int]
 ) -> Table:
-    """Return times relative to the target alone, round by round, and how many texts are its own."""
+    """Return the times relative to the target alone, round by round, and how many texts are
+    equal to the target's own."""
     base = runs["target-only"]
     rows: list[Row] = []
     for name, each in runs.items():
@@ -596,7 +597,7 @@ class Timing:
 
 
 class Watch:
-    """Adds up wall and processor seconds of stretches of work."""
+    """A stopwatch that adds up the wall and processor seconds of several blocks of work."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -659,7 +660,7 @@ def study_speed(options: Options) -> list[Table]:
 
 
 class Lab:
-    """The pair, the problems, and what was timed so far; what is on disk is not timed again."""
+    """The pair, the problems, and the timings so far. A timing on disk is not measured again."""
 
     def __init__(
         self, draft: Path, target: Path, asked: Sequence[Problem], sizes: Sizes, kept: Parts
@@ -710,9 +711,8 @@ class Lab:
         ]
 
     def speculated(self, speculation: SpeculationOptions, number: int) -> list[Timing]:
-        """Write one text after another with proposals, by a fresh engine.
-
-        The first text is not timed: in it the drafter is started and what pays is learnt.
+        """Write one text after another with proposals, in a fresh engine. The first text is not
+        timed, because during it the drafter starts and the controller learns.
         """
         options = LocalOptions(threads=THREADS_ALONE, kv_tokens=4096)
         engine = accelerated(self.target, options=options, speculation=speculation)
@@ -740,7 +740,7 @@ class Lab:
         return replace(timing, proposed=proposed, accepted=found.accepted - was.accepted)
 
     def plain(self, number: int) -> list[Timing]:
-        """Write several texts at once, plainly."""
+        """Write several texts at once without proposals."""
         return anyio.run(self._plain, number)
 
     async def _plain(self, number: int) -> list[Timing]:
@@ -810,7 +810,7 @@ class Lab:
             return [await self._at_once(engine, number, count) for count in self.sizes.together]
 
     def timings(self, name: str) -> dict[int, list[Timing]]:
-        """Return what an arm came to, round by round."""
+        """Return the timings of an arm, round by round."""
         found = dict[int, list[Timing]]()
         for key, value in self.kept.items():
             arm, _, number = key.rpartition("|")
@@ -863,7 +863,7 @@ def llama_server(model: Path, slots: int) -> Generator[str]:
 
 
 def speed_tables(lab: Lab) -> list[Table]:
-    """Return both tables, from what is complete."""
+    """Return both tables from the complete rounds."""
     return [together_table(lab), alone_table(lab)]
 
 
@@ -919,7 +919,7 @@ def alone_table(lab: Lab) -> Table:
 def _alone(
     name: str, found: Mapping[int, Sequence[Timing]], plain: Mapping[int, Sequence[Timing]]
 ) -> Iterator[Row]:
-    """Yield the row of a way that was timed in a round in which plain decoding was."""
+    """Yield the row of a way to propose tokens, from the rounds that also timed plain decoding."""
     pairs = [(found[number][0], plain[number][0]) for number in found if number in plain]
     if not pairs:
         return

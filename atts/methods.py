@@ -160,12 +160,13 @@ PAPER_DEPARTURES = (
     "chunks are joined token by token under one prompt; the release puts a blank line between them, "
     "and the system prompt on the first turn only",
     "the first token of a chunk is scored as well; the release drops it",
-    "only a closed box with content ends a rollout; the release also stops at an empty or cut box",
+    "only a complete `\\boxed{}` with content ends a rollout; the release also stops at an empty or "
+    "cut box",
     "a model that has ended its text is not asked again",
-    "a score that is not finite escalates; in the release a chunk whose request failed is accepted",
+    "a chunk whose score is not finite is escalated; the release accepts a chunk whose request failed",
     "all problems share the engines; the release runs one question after the other",
-    "accuracy is the vote and single rollouts, graded by equivalence; the release counts any of 16, "
-    "judged by a model",
+    "accuracy is that of the vote and of single rollouts, graded by equivalence; in the release a "
+    "model grades, and a question counts as solved if any of 16 rollouts is correct",
 )
 """The differences between the paper's presets and its published code; on equal scores the decisions
 are the same.

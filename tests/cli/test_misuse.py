@@ -761,7 +761,9 @@ CASES = [
     Case("removal from no zoo", "zoo remove a --zoo nope", ENGINE, ("nope", "not a zoo")),
     Case("removal of no model", "zoo remove a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case("export of no model", "zoo export a out --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
-    Case("export onto a folder", "zoo export a zoo --zoo zoo", USAGE, ("zoo is there",), a_zoo),
+    Case(
+        "export onto a folder", "zoo export a zoo --zoo zoo", USAGE, ("zoo exists already",), a_zoo
+    ),
     Case("comparison of no model", "zoo compare a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case(
         "loss of no zoo", f"eval {RUN} --target zoo:nope/a?lossy=.1", ENGINE, ("nope", "not a zoo")

@@ -190,8 +190,8 @@ OTHER_IDS = tuple(range(1_000, 1_090))
 DRAFTED = call(1)
 ENDED = call(2, "target", "end")
 TURNS = {
-    "written by a call": (Turn(0, (chunk_of(DRAFTED),)), 300),
-    "ended by an end token": (Turn(0, (chunk_of(ENDED, cut=1),)), 300),
+    "written by a call": (Turn(0, (chunk_of(DRAFTED),)), 320),
+    "ended by an end token": (Turn(0, (chunk_of(ENDED, cut=1),)), 320),
     "discarded, and written by the target": (
         Turn(0, (chunk_of(ENDED),), (chunk_of(DRAFTED),), score=2.0),
         350,

@@ -174,7 +174,7 @@ def test_an_exit_adapter_of_another_model_is_refused(
 
 def test_a_target_of_one_layer_has_no_exit(make_model: Make, near: Path) -> None:
     """It is refused before anything is written."""
-    with pytest.raises(UnsupportedByEngine, match="it has one"):
+    with pytest.raises(UnsupportedByEngine, match="the target has one layer"):
         run(
             make_model("llama", num_hidden_layers=1),
             [requests(1)],

@@ -158,14 +158,13 @@ def _fill(sample: Any, rollout: Rollout) -> None:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
-    for turn in rollout.turns:
-        for chunk in turn.chunks:
-            count = len(chunk.draft_ids)
-            ids += chunk.draft_ids
-            # only tokens that the draft wrote with log-probabilities can be trained on
-            is_known = chunk.author == "draft" and len(chunk.logprobs) >= count
-            mask += [int(is_known)] * count
-            logprobs += chunk.logprobs[:count] if is_known else [0.0] * count
+    for chunk in rollout.chunks:
+        count = len(chunk.draft_ids)
+        ids += chunk.draft_ids
+        # only tokens that the draft wrote with log-probabilities can be trained on
+        is_known = chunk.author == "draft" and len(chunk.logprobs) >= count
+        mask += [int(is_known)] * count
+        logprobs += chunk.logprobs[:count] if is_known else [0.0] * count
     sample.tokens = [*rollout.prompt.draft_ids, *ids]
     sample.response = rollout.text
     sample.response_length = len(ids)

@@ -493,9 +493,7 @@ def _rollouts(outcome: Outcome, measured: dict[int, Measured]) -> list[_Read]:
     for rollout in outcome.rollouts:
         its = measured.get(rollout.sample)
         scores = {} if its is None else dict(its.scores)
-        logprobs = [
-            value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs
-        ]
+        logprobs = [value for chunk in rollout.chunks for value in chunk.logprobs]
         if logprobs:
             scores[CONFIDENCE] = math.exp(math.fsum(logprobs) / len(logprobs))
         usage = rollout.usage

@@ -182,7 +182,10 @@ def _token_limits(setup: Setup, policy: Policy) -> Tokens:
     if _accepts_everything(setup):
         return Tokens(min(length, turns * drafted), 0, 0)
     draft = turns * drafted
-    if policy.takeover == "continue" or policy.escalates in ("rest", "rollout"):
+    if policy.escalates in ("rest", "rollout"):
+        # The target may write the rollout to its end, in pieces longer than a chunk.
+        return Tokens(min(draft, tokens), min(draft, tokens), tokens)
+    if policy.takeover == "continue":
         draft = min(draft, length)
     return Tokens(draft, draft, min(length, turns * written))
 

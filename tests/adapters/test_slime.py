@@ -20,7 +20,7 @@ from atts.adapters import slime
 from atts.adapters.slime import generate
 from atts.api import Session
 from atts.errors import OptionError, UnsupportedByEngine
-from atts.testing import toy_problems
+from atts.testing import ToyTokenizer, toy_problems
 
 PARAMS = {"temperature": 0.9, "top_p": 1.0, "top_k": -1, "max_new_tokens": 256, "stop": None}
 TYPES = os.environ.get("SLIME_TYPES", "")
@@ -116,6 +116,17 @@ def test_a_sample_is_what_the_trainer_reads(make: Callable[..., Any]) -> None:
         for sample in samples:
             sample._validate_response_metadata_lengths()
             assert type(sample).from_dict(sample.to_dict()) == sample
+
+
+def test_a_rollout_that_starts_again_has_the_tokens_of_its_text() -> None:
+    """With escalates=rollout the draft's discarded chunks are not part of the sample."""
+    samples = written([one.text for one in toy_problems(12)], rate=0.3, escalates="rollout")
+    restarted = [one for one in samples if one.metadata["atts"]["escalated"]]
+    assert len(restarted) > 3
+    for sample in restarted:
+        response = sample.tokens[len(sample.tokens) - sample.response_length :]
+        assert ToyTokenizer().decode(response) == sample.response
+        assert {*sample.loss_mask} == {0}
 
 
 def test_samples_of_one_prompt_differ_and_messages_are_read() -> None:

@@ -436,3 +436,25 @@ def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str
     assert "a takeover rewrites most of a solution" in Path("coarse/report.md").read_text()
     fine = atts(*run, "--report", "none", "--out", "fine")
     assert "a takeover rewrites" not in fine.out
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("escalates", ["rest", "rollout"])
+async def test_a_target_that_ends_rollouts_stays_within_the_limit(
+    escalates: str, tmp_path: Path
+) -> None:
+    """The pieces of such a target are longer than chunks, so the dry run counts whole rollouts."""
+    pairs = ("turns=3", "chunking.draft_tokens=12", "chunking.target_tokens=12", "rate=0.9")
+    engines = {"draft": "scripted", "target": "scripted", "dataset": "arithmetic[:6]"}
+    configuration = configure(
+        engines,
+        (*pairs, f"escalates={escalates}", "early_stop=none"),
+        environment={},
+        folder=tmp_path,
+    )
+    most = dry_run(configuration).at_most
+    run = await evaluate(toy_problems(6), configuration.setup())
+    usage = [outcome.usage for outcome in run.outcomes()]
+    assert sum(one.target_tokens for one in usage) <= most.target
+    assert sum(one.draft_tokens for one in usage) <= most.draft
+    assert sum(one.scored_tokens for one in usage) <= most.scored

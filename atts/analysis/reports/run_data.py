@@ -150,6 +150,7 @@ def _story(
 def _rollout_row(
     rollout: Rollout, flags: tuple[str, ...], brief: FinishedSample, limit: int
 ) -> dict[str, Any]:
+    begin = max((turn.index for turn in rollout.turns if turn.restarts), default=0)
     return {
         "n": rollout.sample,
         "finish": rollout.finish or "cancelled",
@@ -160,11 +161,12 @@ def _rollout_row(
         "flags": flags,
         "draft": rollout.usage.draft_tokens,
         "target": rollout.usage.target_tokens,
-        "turns": [_turn(turn, limit) for turn in rollout.turns],
+        "turns": [_turn(turn, limit, is_kept=turn.index >= begin) for turn in rollout.turns],
     }
 
 
-def _turn(turn: Turn, limit: int) -> dict[str, Any]:
+def _turn(turn: Turn, limit: int, *, is_kept: bool) -> dict[str, Any]:
+    """Return one turn for the page; `is_kept` is False before the rollout started again."""
     decision = turn.decision
     return {
         "i": turn.index,
@@ -173,14 +175,14 @@ def _turn(turn: Turn, limit: int) -> dict[str, Any]:
         "action": decision.action if decision else None,
         "why": decision.why if decision else "",
         "note": turn.remark,
-        "chunks": list(_chunks(turn, limit)),
+        "chunks": list(_chunks(turn, limit, "kept" if is_kept else "discarded")),
     }
 
 
-def _chunks(turn: Turn, limit: int) -> Iterator[list[Any]]:
+def _chunks(turn: Turn, limit: int, fate_of_text: str) -> Iterator[list[Any]]:
     """Yield [author, fate, text, tokens, how it ended] of each chunk, discarded chunks first."""
     escalated = turn.decision is not None and turn.decision.escalate
-    for fate, chunks in (("discarded", turn.discarded), ("kept", turn.chunks)):
+    for fate, chunks in (("discarded", turn.discarded), (fate_of_text, turn.chunks)):
         for chunk in chunks:
             what = (
                 fate

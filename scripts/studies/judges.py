@@ -43,7 +43,7 @@ from atts.core import (
 from atts.engine import Engine
 from atts.evaluators import Estimate, extract, group, judge
 from atts.importers import FORMATS, ImportOptions, import_rollouts
-from atts.journal import open_run
+from atts.journal import RecordedRun, open_run
 from atts.local import LocalEngine, LocalOptions
 from atts.pipelines import Policy, judge_features
 from atts.pipelines.judging import RATING
@@ -1207,6 +1207,93 @@ def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:
     )
 
 
+def of_run(run: RecordedRun) -> dict[str, BankProblem]:
+    """Return the problems of a run with their rollouts, as a bank has them."""
+    problems: dict[str, BankProblem] = {}
+    for outcome in run.outcomes():
+        problem = BankProblem(outcome.problem.id, outcome.problem.source)
+        for rollout in outcome.rollouts:
+            answer = rollout.answer
+            record = {
+                "answer": answer,
+                "correct": answer is not None and judge(outcome.problem, answer).status == "equal",
+                "tokens": sum(chunk.tokens for chunk in rollout.chunks),
+            }
+            is_by_target = any(chunk.author == "target" for chunk in rollout.chunks)
+            (problem.targets if is_by_target else problem.drafts).append(record)
+        problems[problem.name] = problem
+    return problems
+
+
+def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]:
+    """Return the draft's vote, a live cascade, its coin, and the target's vote.
+
+    `targets` are runs of the target alone on the problems that the cascade did not escalate. They
+    have the rollouts that a coin would have added to these problems.
+    """
+    escalated = {
+        decision.decision.question for decision in cascade.decisions() if decision.decision.escalate
+    }
+    drafted = of_run(cascade)
+    added = {name: problem for run in targets for name, problem in of_run(run).items()}
+    problems: list[BankProblem] = []
+    for name, problem in drafted.items():
+        if name not in escalated:
+            if name not in added:
+                raise SystemExit(f"no run of the target alone has rollouts of {name}")
+            problem.targets = added[name].targets
+        problems.append(problem)
+    chance = np.array([float(problem.name in escalated) for problem in problems])
+    rate = float(chance.mean())
+    drafts = max(len(problem.drafts) for problem in problems)
+    count = max(len(problem.targets) for problem in problems)
+    kept = _votes(problems, drafts, 0)
+    gained = _votes(problems, drafts, count) - kept
+    spent, written = _written(problems, drafts, count)
+    both = f"{drafts} + {count}"
+    return [
+        alone(problems, "draft", drafts),
+        Arm("cascade, live", both, rate, kept + chance * gained, chance * spent, written),
+        Arm("coin", both, rate, kept + rate * gained, rate * spent, written),
+        alone(problems, "target", 1),
+        alone(problems, "target", count),
+    ]
+
+
+def live_table(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> Table:
+    """Return accuracy and cost of a live cascade, and its gain over a coin."""
+    arms = live_arms(cascade, targets)
+    kept, live, coin, *_ = arms
+    rows: list[Row] = []
+    for arm in arms:
+        gain = "-"
+        fair = "-"
+        if arm is live:
+            gain = shown(over_problems((arm.right - coin.right).tolist()))
+            fair = shown(bootstrap(partial(_at_equal_tokens, arm, coin, kept), len(arm.right)))
+        rows.append(
+            (
+                arm.name,
+                arm.rollouts,
+                round(arm.rate, 3),
+                shown(over_problems(arm.right.tolist())),
+                gain,
+                fair,
+                round(float(arm.target_tokens.mean())),
+                round(float(arm.draft_tokens.mean())),
+            )
+        )
+    return Table.of(
+        "A live run of the cascade",
+        "arm | rollouts | rate | accuracy | minus the coin's | the same, equal target tokens | "
+        "target tokens | draft tokens",
+        rows,
+        f"{len(live.right)} problems; tokens are per problem. The run decided online. The rollouts "
+        "that a coin adds to the other problems are from a run of the target alone on them; "
+        "the coin's row is the mean over all tosses with the run's realised rate.",
+    )
+
+
 def _renamed(arm: Arm, name: str) -> Arm:
     return replace(arm, name=name)
 
@@ -1276,6 +1363,16 @@ def _more_drafts_first(problems: Sequence[BankProblem], rate: float) -> Arm:
 
 
 def study(options: Options) -> list[Table]:
+    """Compute the table of the live runs in ATTS_LIVE, and every table of the bank in ATTS_BANK."""
+    tables: list[Table] = []
+    if live := os.environ.get("ATTS_LIVE"):
+        folder = Path(live)
+        alone = [open_run(path) for path in sorted(folder.glob("target-only*"))]
+        tables.append(live_table(open_run(folder / "cascade"), alone))
+    return tables + bank_tables()
+
+
+def bank_tables() -> list[Table]:
     """Compute every table of the bank that ATTS_BANK names."""
     folder = Path(os.environ.get("ATTS_BANK", "bank"))
     path = folder / "bank.jsonl"

@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atts.testing import ScriptedEngine, run_virtual, toy_problems
+from atts.api import Setup, evaluate_sync
+from atts.core import Role
+from atts.journal import open_run
+from atts.pipelines import Policy
+from atts.testing import ScriptedEngine, Skill, ToyModel, ToyTokenizer, run_virtual, toy_problems
 
 judges = pytest.importorskip("scripts.studies.judges", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
@@ -263,3 +267,43 @@ def test_a_bank_of_rollouts_alone_has_what_cascades_need(tmp_path: Path) -> None
 def test_auroc_counts_ties_half() -> None:
     """The value was computed by hand."""
     assert judges.auroc([3.0, 1.0], [1.0, 0.0]) == pytest.approx(3.5 / 4)
+
+
+def test_a_live_cascade_is_compared_with_its_coin(tmp_path: Path) -> None:
+    """With a target that never errs, each number follows from the two runs by hand."""
+
+    def engine(role: Role, right: float) -> ScriptedEngine:
+        return ScriptedEngine(role, model=ToyModel(Skill(right, typical=0.9), ToyTokenizer()))
+
+    problems = toy_problems(20, 5)
+    weak = engine("draft", 0.45)
+    setup = Setup(weak, engine("target", 1.0), method="cascade", rate=0.4, policy=Policy(samples=8))
+    result = evaluate_sync(problems, setup, directory=tmp_path / "cascade")
+    escalated = {problem.problem for problem in result.problems if problem.escalated}
+    others = [problem for problem in problems if problem.id not in escalated]
+    alone = Setup(target=engine("target", 1.0), method="target-only", policy=Policy(samples=4))
+    evaluate_sync(others, alone, directory=tmp_path / "target-only")
+    cascade = open_run(tmp_path / "cascade")
+    runs = [open_run(tmp_path / "target-only")]
+    kept, live, coin, _, target = judges.live_arms(cascade, runs)
+    assert live.rate == len(escalated) / 20
+    assert target.right.mean() == 1.0
+    # four correct rollouts join four of the draft, so at worst they tie
+    assert (live.right >= kept.right).all()
+    names = list(judges.of_run(cascade))
+    kept_rows = np.array([name not in escalated for name in names])
+    assert (live.right[kept_rows] == kept.right[kept_rows]).all()
+    assert live.target_tokens[kept_rows].sum() == 0
+    assert coin.target_tokens.mean() == pytest.approx(live.rate * target.target_tokens.mean())
+    graded = {problem.problem: problem.verdict == "correct" for problem in result.problems}
+    without_ties = {
+        name: bool(right)
+        for name, right in zip(names, live.right, strict=True)
+        if right in (0.0, 1.0)
+    }
+    assert len(without_ties) > 10
+    assert all(graded[name] == right for name, right in without_ties.items())
+    row = next(row for row in judges.live_table(cascade, runs).rows if row[0] == "cascade, live")
+    assert row[4].startswith(f"{(live.right - coin.right).mean():.3f}")
+    with pytest.raises(SystemExit, match="has rollouts of"):
+        judges.live_arms(cascade, [])

@@ -1,6 +1,6 @@
 """Certify a policy: find the cheapest rate whose loss of accuracy is bounded, on labelled problems.
 
-    certify_runs(target, runs, right, epsilon=.., delta=..) -> Certificate
+    certify_runs(target, runs, is_correct, epsilon=.., delta=..) -> Certificate
 
 Policies are tested from the highest rate down (Learn-then-Test); the gate of the certificate does
 not learn, so the tested gate is the one that is used.
@@ -29,7 +29,7 @@ def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None)
     return sorted(results, key=lambda outcome: outcome.problem.id)
 
 
-def right(outcome: Outcome) -> bool:
+def is_correct(outcome: Outcome) -> bool:
     """Return whether the vote equals the reference."""
     return outcome.answer == outcome.problem.answer
 
@@ -45,7 +45,7 @@ def main() -> None:
     ]
     stored = StoredScores.of(seen)
     runs = [LabelledRun("split", rate, outcomes("atts", rate, stored)) for rate in (0.4, 0.2)]
-    certificate = certify_runs(outcomes("target-only"), runs, right, epsilon=0.1, delta=0.1)
+    certificate = certify_runs(outcomes("target-only"), runs, is_correct, epsilon=0.1, delta=0.1)
     print(certificate.guarantee)
     if certificate.chosen is not None:
         print("deploy:", certified_gate(certificate, stored).promise[0])

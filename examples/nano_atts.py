@@ -231,8 +231,10 @@ async def main() -> None:
     rollouts = [rollout for solution in solutions for rollout in solution.rollouts]
     escalated = sum(r.escalated for r in rollouts)
     judged = sum(r.judged for r in rollouts)
-    right = sum(s.answer == problem.answer for s, problem in zip(solutions, problems, strict=True))
-    print(f"{right} of {len(problems)} right; the target took over {escalated} of {judged} chunks")
+    correct = sum(
+        s.answer == problem.answer for s, problem in zip(solutions, problems, strict=True)
+    )
+    print(f"{correct} of {len(problems)} correct; {escalated} of {judged} chunks escalated")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ def main() -> None:
         for turn in r.turns
         if turn.score is not None
     ]
-    right = sum(outcome.answer == outcome.problem.answer for outcome in outcomes)
+    correct = sum(outcome.answer == outcome.problem.answer for outcome in outcomes)
     print(
-        f"{right} of {len(outcomes)} right; {len(scores)} scores, median "
+        f"{correct} of {len(outcomes)} correct; {len(scores)} scores, median "
         f"{sorted(scores)[len(scores) // 2]:.3f}"
     )
 

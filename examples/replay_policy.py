@@ -23,7 +23,7 @@ def main() -> None:
             print(
                 f"rate {rate}: realised {result.replayed.rate}, {100 * share:.0f} % of decisions off-policy"
             )
-        print(f"two rollouts: {atts.replay(directory, samples=2).replayed.accuracy} right")
+        print(f"accuracy with two rollouts: {atts.replay(directory, samples=2).replayed.accuracy}")
 
 
 if __name__ == "__main__":

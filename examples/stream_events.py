@@ -32,7 +32,7 @@ async def main() -> None:
                     pass
         result = await run.result()
     print(
-        f"{result.status}: {chunks['accept']} chunks accepted, {chunks['escalate']} taken over by "
+        f"{result.status}: {chunks['accept']} chunks accepted, {chunks['escalate']} escalated to "
         f"the target"
     )
 

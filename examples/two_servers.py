@@ -17,9 +17,9 @@ def evaluate(draft: str | atts.Engine, target: str | atts.Engine) -> None:
     """Solve eight problems; lost requests are repeated, and a directory makes runs resumable."""
     setup = atts.Setup(draft=draft, target=target, rate=0.2, policy=atts.Policy(samples=4))
     result = atts.evaluate_sync(toy_problems(8), setup)
-    right = sum(line.verdict == "correct" for line in result.problems)
+    correct = sum(line.verdict == "correct" for line in result.problems)
     print(
-        f"{right} of {len(result.problems)} right; {result.usage.scored_tokens} tokens scored by "
+        f"{correct} of {len(result.problems)} correct; {result.usage.scored_tokens} tokens scored by "
         f"the target"
     )
 

@@ -771,7 +771,7 @@ class WatchedGate(ConformalGate):
         super().__init__(calibrator)
         self._name = name
         self._coin = coin
-        self.made: list[tuple[float, bool]] = []  # score, and whether the target took over
+        self.made: list[tuple[float, bool]] = []  # score, and whether the chunk was escalated
 
     def decide(self, features: Features, score: float) -> Decision:
         """Decide with the conformal gate or with a coin, and keep the decision.

@@ -613,9 +613,10 @@ async def certified(options: Options) -> list[Table]:
             "problems | rate | escalated | lost answers | p | certified | target tokens per "
             "problem",
             rows,
-            f"{certificate.guarantee}.",
-            f"Void with: {certificate.voided_by}.",
-            f"Of the net difference: {certify_net_runs(target, runs, _is_right, NET, DELTA).guarantee}.",
+            f"The certificate: {certificate.guarantee}.",
+            f"Voided by: {certificate.voided_by}.",
+            "The certificate of the net difference: "
+            f"{certify_net_runs(target, runs, _is_right, NET, DELTA).guarantee}.",
         )
     ]
 
@@ -734,7 +735,8 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
             if len(taken) >= 50:
                 rate = fmean(taken)
                 name = kind if kind == "all" else f"{kind} {number}"
-                rows.append((name, len(taken), round(rate, 4), round(rate - nominal, 4)))
+                # adding 0.0 makes 0 of -0
+                rows.append((name, len(taken), round(rate, 4), round(rate - nominal, 4) + 0.0))
     asked = [len(one.decisions) for one in found.solved if one.decisions]
     coins = math.sqrt(fmean(nominal * (1 - nominal) / n for n in asked)) if asked else math.nan
     return Table.of(

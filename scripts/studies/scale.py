@@ -754,7 +754,7 @@ class Found:
     seconds: float
     draft_tokens: int
     target_tokens: int
-    realised: float  # share of judged chunks that were handed over
+    realised: float  # share of judged chunks that were escalated
     waiting: float  # share of call-seconds that rollouts spent waiting for siblings
     intensity: float
     draft_busy: float

@@ -1257,13 +1257,16 @@ def groups(options: Options) -> Table:
     rows = list[Row]()
     with start_blocking_portal() as portal:
         for size in _GROUPS:
-            stood = [
-                _stood(Lab(options, portal), size, way)
+            accepted = [
+                _later_accepted(Lab(options, portal), size, way)
                 for way in get_args(Calibration)[: 2 if size > 1 else 1]
             ]
             gains = [str(ratio(times[context], "1", str(size))) for context in _CONTEXTS]
-            rows.append((size, stood[0], stood[1] if size > 1 else None, *gains))
-    header = "attentions a group | later places stand, calibrated | not calibrated | drafting after 60 tokens | 150 | 250"
+            rows.append((size, accepted[0], accepted[1] if size > 1 else None, *gains))
+    header = (
+        "attentions per group | later tokens accepted, calibrated | not calibrated | "
+        "drafting after 60 tokens | 150 | 250"
+    )
     note = (
         f"Proposals of 4 tokens, T = 0.7; the time to draft {_TOKENS} tokens in exact steps, "
         "divided by the time in "
@@ -1303,8 +1306,8 @@ def _draft(model: NativeModel, context: int) -> float:
     return total
 
 
-def _stood(lab: Lab, size: int, calibration: Calibration) -> float:
-    """Return how often a position after the first is accepted if all before it are."""
+def _later_accepted(lab: Lab, size: int, calibration: Calibration) -> float:
+    """Return how often a proposal's token after the first is accepted if all before it are."""
     kept = GroupedDrafter.calibration
     GroupedDrafter.calibration = calibration
     try:

@@ -109,4 +109,4 @@ def test_nano_atts_has_200_lines_and_few_imports() -> None:
 def test_nano_atts_runs(nano: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The program prints how many problems it solved."""
     run_virtual(nano.main)
-    assert "of 8 right" in capsys.readouterr().out
+    assert "of 8 correct" in capsys.readouterr().out

@@ -17,10 +17,10 @@ SAYS = {
     "own_dataset": r"reference 10\.0 answered 10: correct",
     "own_engine": r"\d\d promises checked, 0 broken\n8 problems for \$0\.\d*[1-9]",
     "own_gate": r"scored (\d+) of \d+ draft tokens; target wrote [1-9]",
-    "own_score": r"of 8 right; \d+ scores, median \d",
+    "own_score": r"of 8 correct; \d+ scores, median \d",
     "replay_policy": r"rate 0\.2: .* 0 % of decisions off-policy\nrate 0\.3",
-    "stream_events": r"is correct\n(.*\n)*finished: \d+ chunks accepted, [1-9]\d* taken over",
-    "two_servers": r"[5-8] of 8 right; [1-9]\d+ tokens scored",
+    "stream_events": r"is correct\n(.*\n)*finished: \d+ chunks accepted, [1-9]\d* escalated",
+    "two_servers": r"[5-8] of 8 correct; [1-9]\d+ tokens scored",
 }
 
 

@@ -1,10 +1,8 @@
-"""Compare methods on the same problems, block by block in turn, and keep every finished piece on
-disk.
+"""Compare methods on the same problems, block by block in turn, and save every finished shard.
 
-The last part places methods against each other at equal cost. Every method runs live on the embedded
-pair. Its tokens are then priced as those of pairs of real models: what is decoded, read and computed,
-and the seconds of the GPUs. So the accuracies are the embedded pair's, and the prices those of the
-pair that is named.
+The last part compares methods at equal cost. Every method runs live on the embedded pair. Its
+tokens are then priced as if a pair of real models had processed them: arithmetic and GPU seconds.
+So accuracies are measured on the embedded pair, and prices are those of the named pair.
 """
 
 from __future__ import annotations
@@ -67,9 +65,11 @@ Watch = Callable[[str, Sequence[Outcome]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A row of a comparison: a name, and the setup it runs with.
+    """A row of a comparison: a name, and the setup of its runs.
 
-    `Pair.plan` derives the seed of its random numbers from the run's seed and the arm's name."""
+    `Pair.plan` derives the seed of the runs' random numbers from the session's seed and the arm's
+    name.
+    """
 
     name: str
     setup: Setup
@@ -78,7 +78,7 @@ class Arm:
     variant: Variant = "plain"
 
     def but(self, name: str = "", **changes: Any) -> Arm:
-        """Return the same arm with another policy, perhaps under another name."""
+        """Return a copy of the arm with another policy, under the given name if there is one."""
         return replace(
             self,
             name=name or self.name,
@@ -114,9 +114,7 @@ def arm(
 
 
 class Pair:
-    """The open embedded engines: one draft, and one target for each number of threads that arms
-    use.
-    """
+    """The open embedded engines: one draft, and one target for each number of threads in use."""
 
     def __init__(
         self, threads: Iterable[int] = (1,), variants: Iterable[Variant] = (), **changes: Any
@@ -153,8 +151,7 @@ class Pair:
     def plan(self, arm: Arm, seed: int, gate: Gate | RoundGate | None = None) -> RunSpec:
         """Return the arm's plan.
 
-        Each arm gets different random numbers, so that it does not find texts of another arm in a
-        cache.
+        Each arm gets different random numbers, so that no cache holds texts that another arm wrote.
         """
         own = seed * 1009 + sum(arm.name.encode()) % 997
         setup = replace(arm.setup, seed=own, gate=gate if gate is not None else arm.setup.gate)
@@ -168,8 +165,8 @@ async def run_block(
     schedule: Schedule = "together",
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[Outcome, ...], float]:
-    """Run one block under one plan, and return its outcomes in the order of the problems with the
-    seconds it took.
+    """Run one block under a plan; return its outcomes in the order of the problems, and its
+    seconds.
     """
     began = clock()
     found = dict[str, Outcome]()
@@ -183,31 +180,31 @@ async def run_block(
 
 
 def scores_of(outcomes: Iterable[Outcome]) -> tuple[float, ...]:
-    """Return the scores of all chunks, rollout by rollout."""
+    """Return the scores of all chunks, grouped by rollout."""
     turns = (turn for outcome in outcomes for line in outcome.rollouts for turn in line.turns)
     return tuple(turn.score for turn in turns if turn.score is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The numbers of one problem under one arm, from which tables are computed."""
+    """Measurements of one problem under one arm, from which tables are computed."""
 
     problem: str
     level: int
     right: float
-    share: float  # share of the finished rollouts that are correct
+    share: float  # share of finished rollouts that are correct
     draft: int
     scored: int
     target: int
-    # (position in the order of requests, turn, whether the chunk escalated)
+    # (position in the order of requests, turn, True if the chunk escalated)
     decisions: Sequence[tuple[int, int, bool]]
-    drawn: int = 0  # target tokens drawn while it scored
-    # tokens of chunks whose decision used a score, including scores shared between equal chunks
+    drawn: int = 0  # target tokens that were drawn during scoring
+    # tokens of chunks decided on by a score; chunks that share a score count each
     judged: int = 0
 
     @classmethod
     def of(cls, outcome: Outcome) -> Solved:
-        """Summarise what the run kept of one problem."""
+        """Summarise the outcome of one problem."""
         problem = outcome.problem
         usage = outcome.usage
         ended = [line for line in outcome.rollouts if line.finish not in ("settled", "cancelled")]
@@ -227,7 +224,7 @@ class Solved:
 
     @property
     def escalated(self) -> int:
-        """Count the escalations."""
+        """Count the escalated chunks."""
         return sum(over for _, _, over in self.decisions)
 
 
@@ -238,7 +235,7 @@ def _judged(turn: Turn) -> int:
 
 @dataclass(slots=True)
 class Piece:
-    """The results of one arm on one piece of the problems, in order, with the seconds of each
+    """The results of one arm on one shard of the problems, in order, with the seconds of each
     block.
     """
 
@@ -248,17 +245,19 @@ class Piece:
     shard: int
     solved: list[Solved] = field(default_factory=list[Solved])
     seconds: list[float] = field(default_factory=list[float])
-    # seconds of this process and its engines
+    # processor seconds of this process and its engines, per block
     processor: list[float] = field(default_factory=list[float])
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """Return the arm, seed and shard that the piece belongs to."""
+        """Return the arm, the number of samples, the seed and the shard of this piece."""
         return self.arm, self.samples, self.seed, self.shard
 
 
 class Ledger:
-    """All finished pieces. With a path, pieces of earlier sessions are read from that file."""
+    """All finished pieces: one arm on one shard each. With a path, earlier sessions' pieces are
+    read.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self._parts = Parts(path)
@@ -266,18 +265,18 @@ class Ledger:
         self.pieces: dict[tuple[str, int, int, int], Piece] = {piece.key: piece for piece in found}
 
     def add(self, piece: Piece) -> None:
-        """Keep a piece. Several processes may write to the same file."""
+        """Save a piece. Several processes may write to the same file."""
         self.pieces[piece.key] = piece
         self._parts.keep("|".join(map(str, piece.key)), asdict(piece))
 
     def of(self, arm: str, samples: int | None = None) -> Sum:
-        """Return the pieces of an arm by seed and shard."""
+        """Return all pieces of an arm, ordered by seed and shard."""
         found = [p for p in self.pieces.values() if p.arm == arm and samples in (None, p.samples)]
         return Sum(sorted(found, key=lambda piece: (piece.samples, piece.seed, piece.shard)))
 
 
 def read_piece(record: dict[str, Any]) -> Piece:
-    """Read a piece back from its JSON."""
+    """Rebuild a piece from its JSON record."""
     solved: list[dict[str, Any]] = [
         {**one, "decisions": [*map(tuple, one["decisions"])]} for one in record["solved"]
     ]
@@ -287,7 +286,7 @@ def read_piece(record: dict[str, Any]) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The problems of a comparison, cut into shards. Arms take turns on blocks of each shard."""
+    """The problems of a comparison, cut into shards. Arms take turns on the blocks of each shard."""
 
     problems: int
     seeds: Sequence[int] = (0,)
@@ -310,9 +309,9 @@ async def run_grid(
 ) -> None:
     """Run every arm on every shard and seed, interleaved block by block.
 
-    Pieces that the ledger already has are not run again.
-
-    Each shard has one gate, which learns from block to block as in a run of that many problems."""
+    Pieces in the ledger are not run again. Each shard has one gate, which learns from block to
+    block, as in a run over the whole shard.
+    """
     for seed in grid.seeds:
         for number, shard in enumerate(grid.shards()):
             missing = [
@@ -362,37 +361,36 @@ Value = Callable[[Solved], float]
 
 @dataclass(frozen=True)
 class Sum:
-    """The results of an arm over all of its pieces."""
+    """The results of an arm over all its pieces."""
 
     pieces: Sequence[Piece]
 
     @classmethod
     def of(cls, name: str, outcomes: Sequence[Outcome], seconds: float = 0.0) -> Sum:
-        """Add up the pieces of one block."""
+        """Add up the outcomes of one block."""
         return cls([Piece(name, 0, 0, 0, [Solved.of(outcome) for outcome in outcomes], [seconds])])
 
     @cached_property
     def solved(self) -> list[Solved]:
-        """Return every problem, once per seed."""
+        """Return every solved problem, once per seed."""
         return [one for piece in self.pieces for one in piece.solved]
 
     def by_problem(self, value: Value) -> dict[str, float]:
         """Return the mean over seeds for each problem.
 
-        Each problem counts once, however often it was run, because intervals are over problems."""
+        Intervals are over problems, so each problem counts once, however often it was run.
+        """
         found: defaultdict[str, list[float]] = defaultdict(list)
         for one in self.solved:
             found[one.problem].append(value(one))
         return {name: float(np.mean(values)) for name, values in found.items()}
 
     def estimate(self, value: Value) -> Estimate:
-        """Estimate the mean over problems, with its interval."""
+        """Estimate the mean over problems with a confidence interval."""
         return mean_estimate(list(self.by_problem(value).values()), len(self.solved))
 
     def minus(self, base: Sum, value: Value) -> Estimate:
-        """Estimate the difference to another arm, paired by problem, over the problems that both
-        have.
-        """
+        """Estimate the difference from another arm, paired by problem, over their common problems."""
         first = base.by_problem(value)
         second = self.by_problem(value)
         names = sorted(first.keys() & second.keys())
@@ -401,18 +399,16 @@ class Sum:
         ).difference
 
     def each(self, kind: Literal["draft", "scored", "target", "judged"]) -> float:
-        """Return the tokens of a kind per problem."""
+        """Return the tokens of one kind per problem."""
         return self.total(kind) / max(1, len(self.solved))
 
     def total(self, kind: Literal["draft", "scored", "target", "drawn", "judged"]) -> int:
-        """Return the tokens of a kind."""
+        """Return the total number of tokens of one kind."""
         return sum(getattr(one, kind) for one in self.solved)
 
     @property
     def gflops(self) -> float:
-        """Return the arithmetic of both models per problem: tokens written, scored and read, each
-        once.
-        """
+        """Return the arithmetic of both models per problem, counting each token once."""
         draft = info("draft").flops_per_token(CONTEXT)
         target = info("target").flops_per_token(CONTEXT)
         return (
@@ -421,17 +417,17 @@ class Sum:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all blocks."""
+        """Return the total seconds of all blocks."""
         return sum(sum(piece.seconds) for piece in self.pieces)
 
     @property
     def rate(self) -> float | None:
-        """Return the share of decisions that escalated, or None if nothing was decided."""
+        """Return the share of decisions that escalated, or None if there were no decisions."""
         asked = sum(len(one.decisions) for one in self.solved)
         return sum(one.escalated for one in self.solved) / asked if asked else None
 
     def rate_error(self, nominal: float) -> float:
-        """Return the root mean square over questions of realised minus nominal rate."""
+        """Return the root mean square over questions of the realised rate minus the nominal rate."""
         rates = [one.escalated / len(one.decisions) for one in self.solved if one.decisions]
         return (
             float(np.sqrt(np.mean([(rate - nominal) ** 2 for rate in rates])))
@@ -444,7 +440,9 @@ class Sum:
     ) -> Spread | None:
         """Return the time of the base divided by the time of this arm, block by block.
 
-        Only blocks of the same shard, seed and position count; None if there are none."""
+        Only blocks with the same shard, seed and position are compared. Return None if there are
+        none.
+        """
         mine = {piece.key[1:]: getattr(piece, clock) for piece in self.pieces}
         pairs = [
             (getattr(piece, clock), mine[piece.key[1:]])
@@ -479,13 +477,14 @@ SLOTS = {"draft": Limit(slots=16), "target": Limit(slots=4)}
 
 
 def cases(stored: Sequence[float]) -> list[Arm]:
-    """Return one arm per method, with the settings that its authors use.
+    """Return one arm per method, with the settings of its authors.
 
-    `stored` are scores of first chunks, which the published rule needs before a run."""
-    # the target continues after the chunk; a chunk with an answer is judged as well
+    The published rule needs scores of first chunks before a run: `stored`.
+    """
+    # The target continues after the chunk, and chunks with an answer are judged too.
     theirs: dict[str, Any] = {"takeover": "continue", "answers": "verify", "repeats": 15}
     made = [
-        arm("atts (ours), as it comes", "atts"),
+        arm("atts (ours), default settings", "atts"),
         arm(
             "the paper's policy, our gate by question and turn",
             "atts",
@@ -543,7 +542,7 @@ async def scripted(
     drafts: Latency = DRAFT,
     targets: Latency = TARGET,
 ) -> tuple[Sum, tuple[Outcome, ...]]:
-    """Run an arm on scripted engines with the given latencies, by the loop's clock."""
+    """Run an arm on scripted engines with the given latencies, timed by the event loop's clock."""
     async with (
         ScriptedEngine("draft", latency=drafts) as draft,
         ScriptedEngine("target", latency=targets) as target,
@@ -555,7 +554,7 @@ async def scripted(
 
 async def _embedded(options: Options) -> dict[str, Sum]:
     grid = Grid(options.pick(12, 40, 500), (options.seed,), 500, options.pick(4, 20, 50))
-    # engines run in threads, so their processor time is part of this process's
+    # Engines run in threads, so this process's processor time includes them.
     async with Pair(worker="thread") as pair:
         first = pair.plan(_turn_zero(4), 9_999)
         outcomes, _ = await run_block(arithmetic("calibration", options.pick(8, 30, 60)), first)
@@ -612,18 +611,19 @@ def _method_row(name: str, clock: Literal["seconds", "processor"], one: Sum, alo
 
 
 SAMPLES = 8
-# An option with no better votes replaces a default only if it saves this share of arithmetic or
-# time.
+# An option whose votes are not better replaces a default only if it saves this share of arithmetic
+# or time.
 _WORTH = 0.05
-# On fewer problems no default is changed, because intervals are wider than a point.
+# With fewer problems no default is changed: intervals are wider than one percentage point.
 _ENOUGH = 100
-_LOSS = -0.01  # lowest acceptable lower end of the interval of the difference in votes
+_LOSS = -0.01  # lowest acceptable lower bound of the difference in accuracy
 
 
 def study_ablations(options: Options) -> list[Table]:
     """Compare every option of the policy with the default; arms take turns on each block.
 
-    With an output folder, finished pieces are kept and not run again."""
+    With an output folder, finished pieces are kept and not run again.
+    """
     chosen = choices(options.seed)
     grid = Grid(options.pick(20, _ENOUGH, 1000), (options.seed,), 2000, options.pick(10, 25, 50))
     ledger = Ledger(options.file(f"ablations-{options.effort}-{pair_name()}.jsonl"))
@@ -676,7 +676,7 @@ async def _run(arms: Sequence[Arm], grid: Grid, ledger: Ledger) -> None:
 
 
 def choices(seed: int = 0) -> dict[str, list[Arm]]:
-    """Return the alternatives for the policy, the gate and the vote."""
+    """Return the options to compare with the default policy, gate and vote."""
     atts = arm("atts")
     scores = {
         "per byte": ScoreRule("byte"),
@@ -726,14 +726,14 @@ def _ablation_row(choice: str, name: str, one: Sum, default: Sum) -> Row:
 
 
 def _time(one: Sum, default: Sum) -> float:
-    """Return the seconds relative to the default: the median ratio over blocks."""
+    """Return the seconds relative to the default: the median of the ratios of blocks."""
     ratio = one.speed_up(default)
     assert ratio is not None, "all arms run every block"
     return 1 / ratio.median
 
 
 def _verdict(one: Sum, default: Sum) -> str:
-    """Return what an option improves by the rule under the table, or "" if it does not win."""
+    """Describe the gain of an option by the rule under the table; return "" if it does not win."""
     votes = one.minus(default, right)
     cost = one.gflops / default.gflops
     seconds = _time(one, default)
@@ -773,7 +773,7 @@ def study_frontier(options: Options) -> list[Table]:
 
 
 async def frontier_run(one: Arm, problems: int, directory: Path, seed: int) -> Sum:
-    """Run an arm, or finish its earlier run, and return its results.
+    """Start or resume the run of an arm, and return its results.
 
     :raises UsageError: the run ended without all of its problems.
     """
@@ -783,7 +783,7 @@ async def frontier_run(one: Arm, problems: int, directory: Path, seed: int) -> S
     )
     if result.status != "finished":
         raise UsageError(
-            f"the run {one.name} ended {result.status}; the same command goes on from there"
+            f"the run {one.name} ended {result.status}; the same command continues from there"
         )
     return Sum.of(one.name, tuple(result.outcomes()))
 
@@ -791,7 +791,8 @@ async def frontier_run(one: Arm, problems: int, directory: Path, seed: int) -> S
 def frontier_table(found: Mapping[str, Sum]) -> Table:
     """Return the table of all runs, sorted by cost.
 
-    The name of each run ends in its number of samples."""
+    The name of each run ends with its number of samples.
+    """
     rows: list[Row] = []
     for name, one in sorted(found.items(), key=lambda item: item[1].gflops):
         vote = one.estimate(right)
@@ -812,19 +813,21 @@ def frontier_table(found: Mapping[str, Sum]) -> Table:
 
 
 def _is_unbeaten(one: Sum, found: Mapping[str, Sum]) -> bool:
-    """Return whether no other run is at least as correct and as cheap, and better in one of them."""
+    """Return whether no other run is at least as accurate and as cheap, and better in accuracy or
+    cost.
+    """
     mine, *others = ((each.estimate(right).value, -each.gflops) for each in (one, *found.values()))
     return not any(
         other != mine and other[0] >= mine[0] and other[1] >= mine[1] for other in others
     )
 
 
-PRICED_BATCH = 64  # sequences that a step decodes
-PRICED_CONTEXT = 1000  # tokens that each of them has in the cache
+PRICED_BATCH = 64  # sequences decoded in one step
+PRICED_CONTEXT = 1000  # cached tokens of each sequence
 
 
 def scaled(cost: Cost, share: float, origin: str) -> Cost:
-    """Return the cost of a model with this share of the weights, on as many GPUs."""
+    """Return the cost of a model with this share of the weights, on the same number of GPUs."""
     return replace(
         cost,
         step=cost.step * share,
@@ -836,7 +839,7 @@ def scaled(cost: Cost, share: float, origin: str) -> Cost:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """A pair's costs: parameters, seconds of a step, and GPUs of each model."""
+    """The costs of a pair: parameters, seconds of a step, and number of GPUs of each model."""
 
     name: str
     draft_parameters: float
@@ -847,15 +850,15 @@ class Prices:
     target_gpus: int = 4
 
     def tflops(self, one: Sum) -> float:
-        """Return the arithmetic of a problem: two operations per parameter and token."""
+        """Return the teraflops of a problem: two operations per parameter and token."""
         draft = one.each("draft") * self.draft_parameters
         target = (one.each("target") + one.each("scored")) * self.target_parameters
         return 2 * (draft + target) / 1e12
 
     def gpu_seconds(self, one: Sum) -> float:
-        """Return the seconds of a problem on each GPU, added up, with full batches.
+        """Return the seconds of a problem summed over all GPUs, at full batches.
 
-        Tokens that the target draws while it scores take no decoding step.
+        Tokens that the target draws while it scores need no decoding step.
         """
         count = max(1, len(one.solved))
         decoded = decoded_by_target(one)
@@ -866,12 +869,12 @@ class Prices:
 
 
 def decoding_seconds(cost: Cost) -> float:
-    """Return a sequence's share of the step that writes one token of it."""
+    """Return the seconds of a decoding step divided by the number of sequences in the batch."""
     return cost.seconds(PRICED_BATCH, PRICED_BATCH * PRICED_CONTEXT) / PRICED_BATCH
 
 
 def decoded_by_target(one: Sum) -> float:
-    """Return the tokens per problem for which the target took a decoding step."""
+    """Return the target's tokens per problem that took a decoding step."""
     return (one.total("target") - one.total("drawn")) / max(1, len(one.solved))
 
 
@@ -883,7 +886,7 @@ PRICES = (
 
 
 def field_arms(options: Options) -> list[tuple[str, Arm]]:
-    """Return every run with the method that it is a point of."""
+    """Return an arm for every run, with the name of its method."""
     few = options.effort == "quick"
     samples = (2,) if few else (1, 4, 8)
     made: list[tuple[str, Arm]] = []
@@ -910,7 +913,7 @@ def field_arms(options: Options) -> list[tuple[str, Arm]]:
 
 
 def study_field(options: Options) -> list[Table]:
-    """Run every method, and price its tokens as those of each pair; finished runs are kept."""
+    """Run every method, and price its tokens as those of each pair. Finished runs are kept."""
     count = options.pick(6, 40, 200)
     found: list[tuple[str, Sum]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -923,7 +926,7 @@ def study_field(options: Options) -> list[Table]:
 
 
 def field_table(prices: Prices, found: Sequence[tuple[str, Sum]]) -> Table:
-    """Return accuracy and costs of every run at a pair's prices, the cheapest first."""
+    """Tabulate accuracy and costs of every run at a pair's prices, the cheapest first."""
     rows: list[Row] = []
     best = pareto({number: _point(prices, one) for number, (_, one) in enumerate(found)})
     for number, (method, one) in enumerate(found):
@@ -962,7 +965,8 @@ def _point(prices: Prices, one: Sum) -> tuple[float, float]:
 
 
 def pareto(points: Mapping[int, tuple[float, float]]) -> set[int]:
-    """Return the names of the Pareto-optimal points: no other is as cheap and as accurate as one of them.
+    """Return the keys of the Pareto-optimal points: no other point is at least as cheap and as
+    accurate.
 
     >>> sorted(pareto({1: (1.0, 0.5), 2: (2.0, 0.5), 3: (3.0, 0.9)}))
     [1, 3]

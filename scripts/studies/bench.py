@@ -18,16 +18,18 @@ from scripts.studies.harness import Effort, Options, Parts, Spent, Table, emit, 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A study with its description, its function and its approximate seconds.
+    """A study with its description, its function and its approximate seconds at each effort.
 
-    `quick` and `all` leave out a study with 0 seconds at their effort.
+    `scripts/bench quick` leaves out a study whose `quick` is 0, and `scripts/bench all` a study
+    whose `default` is 0.
     """
 
     what: str
-    function: str  # MODULE:NAME below scripts.studies; it may be a coroutine function
+    function: str  # MODULE:NAME below scripts.studies, of a plain or a coroutine function
     quick: int = 0
     default: int = 0
-    # True: `all` runs the quick grid, because the default grid takes much longer and shows no more
+    # True: `scripts/bench all` runs the quick grid, because the default grid takes longer and adds
+    # nothing
     smallest: bool = False
 
 
@@ -37,100 +39,116 @@ STUDIES = {
         "rate control and drift alarms on recorded scores", "calibration:study_calibration", 30, 320
     ),
     "statistics": Study(
-        "what intervals cover, and where runs of few problems land on their rate",
+        "coverage of confidence intervals, and realised rates of runs with few problems",
         "calibration:study_statistics",
         0,
         60,
     ),
     "small": Study(
-        "runs of few problems, live: rate, worst chunks, accuracy",
+        "live runs of few problems: realised rate, escalated worst chunks, accuracy",
         "calibration:study_small_runs",
         0,
         90,
         smallest=True,
     ),
     "replay": Study(
-        "recorded runs replayed, compared with live runs of the same settings",
+        "replays of recorded runs, compared with live runs of the same settings",
         "calibration:study_replay",
         0,
         25,
         smallest=True,
     ),
-    "grading": Study("answer checkers compared", "grading:study", 0, 100),
+    "grading": Study("comparison of answer checkers", "grading:study", 0, 100),
     "local": Study("the local engine compared with transformers", "local:study", 0, 300),
     "local-scores": Study(
-        "scores in bfloat16 compared with float32: time, and what a gate decides",
+        "scores in bfloat16 compared with float32: time, and decisions of a gate",
         "local:study_scores",
         0,
         15,
         smallest=True,
     ),
     "speculation": Study(
-        "proposed tokens: every length, the controller, weaker drafts, assisted generation",
+        "speculative decoding: fixed lengths, k=auto, weaker drafts, assisted generation",
         "speculation:study",
         20,
         300,
     ),
     "overlap": Study(
-        "draft and target at the same time, live", "speculation:study_overlap", 0, 120
+        "speculation in which draft and target work at the same time, live",
+        "speculation:study_overlap",
+        0,
+        120,
     ),
     "overlap-virtual": Study(
-        "the same on virtual devices, at published costs and on recorded acceptances",
+        "study overlap on virtual devices, with published costs and recorded acceptance",
         "speculation:study_virtual",
         0,
         60,
     ),
     "blocks": Study(
-        "a zoo's one loop compared with an engine for each of four tenants", "blocks:study"
+        "one zoo for four tenants, compared with a separate engine for each", "blocks:study"
     ),
     "blocks-simulated": Study(
-        "blocks on 12 to 64 virtual GPUs compared with a whole model for each tenant",
+        "12 to 64 virtual GPUs that share blocks, compared with a whole model for each tenant",
         "blocks:study_simulated",
         0,
         160,
     ),
     "blocks-memory": Study(
-        "what the processes of a family take, in one zoo and apart", "blocks:memory", 0, 60
+        "memory of a family of models, in one zoo and in separate processes", "blocks:memory", 0, 60
     ),
     "blocks-real": Study(
-        "a zoo of a real model's relatives, trained here, compared with an engine for each",
+        "a zoo of relatives of a real model, trained here, compared with separate engines",
         "blocks:study_real",
     ),
     "judges": Study(
-        "what each score knows of a real pair's mistakes, from a recorded bank", "judges:study"
+        "how well each score finds the mistakes of a real pair, on recorded rollouts",
+        "judges:study",
     ),
     "real-pair": Study(
-        "methods live on a real pair, hours of two cores, resumable: accuracy, tokens, scores",
+        "methods on a real pair, live: accuracy, tokens, scores; takes hours, and resumes",
         "real_pair:study",
     ),
     "referee": Study(
-        "rival stopping rules on recorded rollouts of a real pair", "judges:study_rules", 0, 4
+        "stopping rules of several methods, on recorded rollouts of a real pair",
+        "judges:study_rules",
+        0,
+        4,
     ),
     "real-speed": Study(
-        "decoding of a real pair: plain, with every proposer, by transformers and llama.cpp",
+        "decoding speed of a real pair: plain, with every proposer, transformers, llama.cpp",
         "real_pair:study_speed",
     ),
     "distil": Study(
-        "a draft distilled on the export of a run, minutes of two cores: divergence, escalations",
+        "distillation of a draft on the export of a run: divergence and escalations; takes minutes",
         "models:study_distillation",
     ),
     "real-pair-losses": Study(
-        "what proposals and method exact lose or save on a real pair, in turn with the target alone",
+        "time that speculation and method exact save or lose on a real pair",
         "real_pair:study_losses",
     ),
-    "models": Study("the embedded pair: accuracy, voting, recovery, cost", "models:study", 30, 150),
+    "models": Study(
+        "the embedded pair: accuracy, voting, recovery from errors, cost", "models:study", 30, 150
+    ),
     "pipelines": Study(
-        "accuracy, tokens and time of every policy, in the parts that follow", "pipelines:study"
+        "accuracy, tokens and time of every method: all pipelines-... studies in turn",
+        "pipelines:study",
     ),
     "pipelines-claim": Study(
-        "of these the claim alone: the policy compared with the target", "pipelines:claim", 20, 80
+        "the default policy compared with the target alone", "pipelines:claim", 20, 80
     ),
     "pipelines-rates": Study(
-        "how the rate is kept, live, by three gates", "pipelines:rates", 0, 75
+        "realised rates of three gates in live runs", "pipelines:rates", 0, 75
     ),
-    "pipelines-methods": Study("every baseline", "pipelines:every_method", 0, 170),
+    "pipelines-methods": Study(
+        "every baseline compared with the target alone", "pipelines:every_method", 0, 170
+    ),
     "pipelines-axes": Study(
-        "votes against samples, turns and tokens", "pipelines:axes", 0, 40, smallest=True
+        "accuracy of the vote against the number of samples, turns and tokens",
+        "pipelines:axes",
+        0,
+        40,
+        smallest=True,
     ),
     "pipelines-time": Study(
         "latency and throughput compared with the target alone", "pipelines:timed", 0, 60
@@ -142,82 +160,90 @@ STUDIES = {
         90,
     ),
     "pipelines-certified": Study(
-        "a certificate, earned and kept", "pipelines:certified", 0, 30, smallest=True
+        "a certificate: issued on labelled problems, tested on new ones",
+        "pipelines:certified",
+        0,
+        30,
+        smallest=True,
     ),
     "speed": Study(
-        "where it pays on real clocks, by the target's cost and the number of rollouts",
+        "the fastest method on real clocks, by cost of the target and number of rollouts",
         "pipelines:study_speed",
         0,
         120,
         smallest=True,
     ),
     "paced": Study(
-        "methods over HTTP on servers that keep a GPU's times",
+        "methods over HTTP on servers with the response times of a GPU",
         "servers:study_paced",
         0,
         60,
         smallest=True,
     ),
     "remote": Study(
-        "requests a second to servers, compared with a bare aiohttp loop",
+        "requests per second to servers, compared with a bare aiohttp loop",
         "servers:study_remote",
         0,
         90,
     ),
     "hosted": Study(
-        "scores that need no log-probabilities, over a chat API that reports none",
+        "scores that need no log-probabilities, over a chat API without log-probabilities",
         "servers:study_hosted",
     ),
     "serve": Study(
-        "processor time of the endpoint, compared with a bare echo",
+        "processor time of the endpoint, compared with a server that echoes requests",
         "servers:study_serve",
         0,
         20,
         smallest=True,
     ),
     "serve-soak": Study(
-        "the endpoint asked without a pause, half an hour with --full: nothing may grow",
+        "the endpoint under constant load, half an hour with --full: its memory must not grow",
         "servers:study_soak",
     ),
     "against": Study(
-        "the published implementation and other methods, same work",
+        "atts compared with the published implementation and with other methods",
         "arms:study_against",
         40,
         120,
     ),
     "frontier": Study(
-        "accuracy against arithmetic, live, for methods, rates and numbers of samples",
+        "accuracy against arithmetic in live runs, by method, rate and number of samples",
         "arms:study_frontier",
         0,
         110,
     ),
     "field": Study(
-        "methods at equal cost: accuracy against what real pairs' tokens would cost",
+        "methods at equal cost: accuracy against cost at the prices of real pairs",
         "arms:study_field",
     ),
     "ablations": Study(
-        "one choice at a time: which defaults win", "arms:study_ablations", 0, 190, smallest=True
+        "the default policy with one option changed at a time",
+        "arms:study_ablations",
+        0,
+        190,
+        smallest=True,
     ),
     "scale": Study(
-        "virtual time: engines with fitted costs, up to 256 samples and 64 replicas",
+        "clusters in virtual time: fitted costs, up to 256 samples and 64 replicas",
         "scale:study",
         60,
         200,
     ),
     "gpu": Study(
-        "a GPU: what it computes, how fast, where a draft pays; alone, as docs/benchmarks/gpu.md "
-        "says",
+        "the local engine on a GPU: exactness, speed, gain of a draft; run it alone "
+        "(docs/benchmarks/gpu.md)",
         "gpu:study",
     ),
     "soak": Study(
-        "solving without end under faults, cancels and drift: nothing may grow",
+        "endless solving under faults, cancellations and drift: memory must not grow",
         "graph:study_soak",
         0,
         120,
         smallest=True,
     ),
     "crash": Study(
-        "runs killed again and again, two hundred times with --full",
+        "runs that are killed and resumed, two hundred times with --full",
         "graph:study_crash",
         0,
         60,
@@ -227,15 +253,15 @@ STUDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A study of a series."""
+    """One study of a series, with its effort."""
 
     name: str
     effort: Effort
-    seconds: float = 0  # about how long two quiet cores take; 0 if that is not known
+    seconds: float = 0  # approximate seconds on two idle cores; 0 if unknown
 
 
 def main() -> None:
-    """Run the studies in the order asked; several of them in a process each."""
+    """Run the studies in the order of the arguments; several studies run in a process each."""
     asked = _parse()
     effort: Effort = "default"
     if asked.full:
@@ -261,7 +287,7 @@ def main() -> None:
 
 
 def run(name: str, options: Options) -> None:
-    """Run one study here: report the machine, then the tables."""
+    """Run one study in this process, and print the machine's description, then the tables."""
     say(f"study {name} ({options.effort}): {STUDIES[name].what}")
     machine = look()
     say("\n".join(f"  {line}" for line in machine.words()))
@@ -282,14 +308,14 @@ def run_all(
 ) -> list[str]:
     """Run the unfinished steps of a series, and return the names of failed steps.
 
-    What an interrupted series has done is not repeated; once all are done the next series begins
-    again, and a step that failed is tried again.
+    After an interruption, the same command skips finished steps and repeats failed ones. Once all
+    steps have succeeded, the command starts the series again.
     """
     failed: list[str] = []
     for number, step in enumerate(steps):
         part = f"{step.name} {step.effort} {seed}"
         if part in done:
-            say(f"bench: {step.name} is done already")
+            say(f"bench: {step.name} is already done")
             continue
         minutes = sum(one.seconds for one in steps[number:]) / 60
         say(
@@ -308,7 +334,7 @@ def run_all(
 def _run_apart(step: Step, seed: int, out: Path | None) -> bool:
     """Run a study in a fresh process, and return whether it succeeded.
 
-    Threads and caches that one study sets do not reach the next.
+    Threads and caches that a study sets up end with its process, so the next study is not affected.
     """
     command = [sys.executable, "-m", "scripts.studies.bench", step.name, "--seed", str(seed)]
     command += [] if step.effort == "default" else [f"--{step.effort}"]
@@ -317,7 +343,7 @@ def _run_apart(step: Step, seed: int, out: Path | None) -> bool:
 
 
 def planned(asked: Sequence[str], effort: Effort) -> list[Step]:
-    """Return the steps that the arguments ask for, each once."""
+    """Return the steps that the arguments name, without repetitions."""
     whole = "all" in asked
     names = list(dict.fromkeys(asked))
     if whole or "quick" in asked:
@@ -333,17 +359,20 @@ def planned(asked: Sequence[str], effort: Effort) -> list[Step]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench", description="Studies that print ratios measured side by side."
+        prog="bench",
+        description="Run studies, and print their tables. Ratios compare measurements of one run.",
     )
     listing = "; ".join(f"{name}: {one.what}" for name, one in STUDIES.items())
-    listing += "; all: every one; quick: one table of each kind of claim, smallest grids"
+    listing += "; all: every study that has a default time; quick: the short studies, with the smallest grids"
     parser.add_argument(
         "studies", nargs="+", choices=[*STUDIES, "all", "quick"], metavar="STUDY", help=listing
     )
     parser.add_argument(
-        "--full", action="store_true", help="the effort behind the claims; default: small grids"
+        "--full",
+        action="store_true",
+        help="the large grids behind the published numbers; default: small grids",
     )
-    parser.add_argument("--quick", action="store_true", help="the smallest grids")
+    parser.add_argument("--quick", action="store_true", help="use the smallest grids")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, help="also write JSON, Markdown and SVG into this folder"

@@ -52,45 +52,46 @@ from scripts.studies.train import ALPHA, RANK, LowRank
 VIRTUAL_TENANTS = 20
 BASES = 3
 MODEL_BYTES = 16.1e9
-ROOM = 72e9  # bytes of a GPU that weights, keys and values may take
+ROOM = 72e9  # bytes of GPU memory for weights, keys and values
 KV_BYTES = 131_072
-# bytes of the hidden state of a token, which blocks pass on
+# bytes of a token's hidden state, which one block passes to the next
 STATE_BYTES = 8_192
-NODE = 4  # GPUs that are joined by a fast link
+NODE = 4  # number of GPUs in a node, joined by a fast link
 FAST = (5e-6, 200e9)
-SLOW = (20e-6, 12.5e9)  # seconds to begin, bytes a second: within a node, between nodes
+SLOW = (20e-6, 12.5e9)  # links within a node and between nodes: seconds to begin, bytes per second
 VIRTUAL_PROMPT = 512
-# mean tokens; both are drawn from exponential distributions, as far as a third of the mean at least
+# Mean numbers of tokens. Both lengths are drawn from exponential distributions, but are at least a
+# third of the mean.
 VIRTUAL_LENGTH = 96
-MOST = 64  # most rows in one run of a block
+MOST = 64  # largest number of rows in one run of a block
 Serving = Literal["models", "models, spread", "blocks"]
 Arrivals = Literal["even", "bursts"]
 
 
 class Part(NamedTuple):
-    """Layers of a model that are placed on one GPU together."""
+    """Consecutive layers of a model, placed together on one GPU."""
 
     name: str
-    share: float  # share of a model
+    share: float  # share of the model's layers
 
 
 @dataclass(slots=True)
 class Request:
-    """A request that passes the parts of its model again and again."""
+    """A request, which passes all parts of its model once per token."""
 
     tenant: int
     arrived: float
-    fed: int  # tokens of the next pass
-    left: int  # tokens to write
+    fed: int  # tokens to read in the next pass
+    left: int  # tokens left to write
     held: int = 0  # tokens whose keys and values are cached
-    at: int = 0  # part of the chain
+    at: int = 0  # index of the next part in the chain
     server: int = -1
     owners: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(slots=True)
 class Server:
-    """A GPU: one run of one block at a time, oldest request first."""
+    """A GPU, which runs one block at a time for a batch of requests, the oldest first."""
 
     waiting: dict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
     is_busy: bool = False
@@ -99,22 +100,23 @@ class Server:
 
 
 class Outcome(NamedTuple):
-    """Times, throughput and memory of one way of serving."""
+    """Times, throughput and memory of one way to serve."""
 
     p50: float
     p95: float
-    busy: float  # share of the GPUs' time
+    busy: float  # share of the GPUs' time spent computing
     tokens_per_busy_second: float
-    weights: float  # bytes, replicas included
-    once: float  # seconds without replicas
+    weights: float  # bytes of weights, replicas included
+    once: float  # bytes of weights, replicas excluded
 
 
 def virtual_requests(
     count: int, rate: float, kind: Arrivals, skew: float, seed: int
 ) -> list[Request]:
-    """Return requests of tenants whose shares fall like rank ** -skew.
+    """Generate requests; the share of the tenant with popularity rank r is proportional to r **
+    -skew.
 
-    Bursts have gaps of three times the deviation.
+    In bursts, the gaps between requests have three times the standard deviation.
     """
     rng = random.Random(seed)
     weights = [(1 + at) ** -skew for at in range(VIRTUAL_TENANTS)]
@@ -134,8 +136,8 @@ def virtual_requests(
 
 
 def chain_of(tenant: int, serving: Serving, sharing: float) -> tuple[Part, ...]:
-    """Return the parts of a tenant's model: the base's layers and its own, or all of them as one
-    part.
+    """Return the parts of a tenant's model: shared base layers and own layers, or the whole model
+    as one part.
     """
     if serving != "blocks" or not sharing:
         return (Part(f"model {tenant}", 1.0),)
@@ -144,7 +146,7 @@ def chain_of(tenant: int, serving: Serving, sharing: float) -> tuple[Part, ...]:
 
 
 class Cluster:
-    """GPUs that hold parts of models; time is virtual."""
+    """A cluster of GPUs that hold parts of models; time is virtual."""
 
     def __init__(
         self, requests: Sequence[Request], servers: int, serving: Serving, sharing: float
@@ -158,7 +160,7 @@ class Cluster:
         self.places = self._placed(serving)
 
     def _placed(self, serving: Serving) -> dict[str, list[int]]:
-        """Place the parts on servers: one server per model, or replicas where the load needs them."""
+        """Place the parts on servers: one server per model, or replicas of parts under high load."""
         work = dict.fromkeys(self._shares, 0.0)
         transitions = Counter[tuple[str, str]]()
         for request in self._requests:
@@ -176,7 +178,7 @@ class Cluster:
         return placed(demands, transitions, [ROOM * 0.8] * len(self._servers))
 
     def run(self) -> Outcome:
-        """Serve all requests to their end."""
+        """Serve all requests to their end, and return the measurements."""
         for request in self._requests:
             self._push(request.arrived, request)
         ends = list[float]()
@@ -212,8 +214,8 @@ class Cluster:
         heapq.heappush(self._events, (at, self._count, what))
 
     def _advance(self, request: Request, server: int) -> int:
-        """Move a request past a part, and return how many tokens were written: one at the end of
-        the chain.
+        """Move a request past a part, and return the number of tokens written: one after the last
+        part.
         """
         chain = self._chains[request.tenant]
         request.owners[chain[request.at].name] = server
@@ -257,14 +259,16 @@ class Cluster:
     def _seconds(self, share: float, batch: Sequence[Request]) -> float:
         """Return the seconds of one run of a part, in proportion to its share of the model.
 
-        Requests with unread prompts are prefilled; all others decode one token."""
+        Requests with unread prompts are prefilled, and all others decode one token.
+        """
         fed = sum(request.fed for request in batch if request.fed > 1)
         decoding = [request.held for request in batch if request.fed == 1]
         return share * COST.seconds(len(decoding), sum(decoding), fed)
 
     def _start(self, at: int, now: float) -> None:
-        """Run a block for all requests that wait for it. Blocks late in a chain run first, so that
-        larger batches gather at the early ones.
+        """Run a block for all requests that wait for it.
+
+        Blocks late in a chain run first, so that larger batches gather at the early blocks.
         """
         server = self._servers[at]
         if server.is_busy:
@@ -285,8 +289,8 @@ class Cluster:
 
 
 def capacity(servers: int) -> float:
-    """Return the unit of load: requests per second that whole models serve at batches of eight on
-    busy servers.
+    """Return the request rate that counts as load 1: the rate of whole models on busy servers at
+    batches of eight.
     """
     step = COST.seconds(8, 8 * (VIRTUAL_PROMPT + VIRTUAL_LENGTH / 2)) / 8
     return servers / (VIRTUAL_LENGTH * step + COST.prefilled * VIRTUAL_PROMPT)
@@ -297,7 +301,8 @@ def compared(
 ) -> Iterator[tuple[Serving, Outcome]]:
     """Compare all ways of serving on the same requests.
 
-    `at` holds what is shared, the skew of tenants, the number of requests and the seed.
+    `at` holds the shared fraction of layers, the skew of tenants, the number of requests and the
+    seed.
     """
     sharing, skew, count, seed = at
     for serving in get_args(Serving):
@@ -306,7 +311,9 @@ def compared(
 
 
 def study_simulated(options: Options) -> list[Table]:
-    """Measure a grid of sizes, loads and arrivals, then what the published figures need."""
+    """Measure a grid of sizes, loads and arrivals, and the conditions under which the published
+    figures are reached.
+    """
     count = options.pick(300, 800, 8000)
     rows = list[Row]()
     sizes = options.pick((12,), (12, 64), (12, 24, 48, 64))
@@ -347,7 +354,7 @@ def _row(lead: Row, one: Outcome, base: Outcome) -> Row:
 
 
 def _beside(one: Outcome, base: Outcome) -> tuple[float, float]:
-    """Return the relative differences of two ways of serving in p95 and in tokens per busy second."""
+    """Return the relative differences between two ways of serving: p95, and tokens per busy second."""
     return one.p95 / base.p95 - 1, one.tokens_per_busy_second / base.tokens_per_busy_second - 1
 
 
@@ -380,8 +387,8 @@ TENANTS = ("base", "adapter-1", "adapter-2", "tuned")
 PROMPT = 80
 LENGTH = 40  # tokens
 LOADS = (0.3, 0.7, 0.9)
-OWN = (1, 3)  # last layers that are the tenants' own, of six
-ALIKE = 4  # requests with a common prompt
+OWN = (1, 3)  # numbers of last layers (out of six) that each tenant has of its own
+ALIKE = 4  # number of requests with a common prompt
 Prompts = Literal["own", "common"]
 _LAYERS = 6
 RELATIVES = ("draft", "wordings", "operations", "tuned")
@@ -397,7 +404,7 @@ _OPTIONS = LocalOptions(device="cpu", kernel="native", kv_tokens=8192, max_batch
 
 
 class Arrival(NamedTuple):
-    """A request with its arrival time, number and tenant."""
+    """A request's arrival time, number, tenant and prompt."""
 
     at: float
     number: int
@@ -409,11 +416,11 @@ class Served(NamedTuple):
     """The total time of the core, and the time of each request from arrival to end."""
 
     seconds: float
-    tokens: int  # written
+    tokens: int  # tokens written
     waits: tuple[float, ...]
     weight_bytes: int
-    kv_tokens: int  # most that were cached at once, summed over the loops
-    block_rows: int  # tokens, summed over the blocks that each passed
+    kv_tokens: int  # largest number of cached tokens, summed over the loops
+    block_rows: int  # tokens processed, summed over blocks
 
     @property
     def tokens_per_second(self) -> float:
@@ -436,7 +443,7 @@ class Arm:
             self._loops[0]._handle([AddModel(config) for config in configs[1:]])
 
     def serve(self, arrivals: Sequence[Arrival]) -> Served:
-        """Run all requests to their end."""
+        """Serve all requests to their end, and return the measurements."""
         waiting = sorted(arrivals, reverse=True)
         now = 0.0
         turn = 0
@@ -459,9 +466,10 @@ class Arm:
         return Served(now, self._tokens, waits, sum(map(_weights_of, self._loops)), kv_peak, rows)
 
     def _block_rows(self) -> int:
-        """Count the rows that passed a block.
+        """Count the rows that all blocks have processed.
 
-        In an engine for one model, each token passes all blocks."""
+        In an engine for one model, each token passes every block.
+        """
         model: Any = self._loops[0]._model
         if isinstance(model, ChainModel):
             return model.unit_rows
@@ -496,7 +504,7 @@ def _request(ids: Iterable[int], tokens: int, number: int) -> SampleRequest:
 
 
 def _weights_of(loop: StepLoop) -> int:
-    """Return the bytes of packed weights."""
+    """Return the bytes of a loop's packed weights."""
     model: Any = loop._model
     assert isinstance(model, ChainModel | NativeModel)
     return model.num_bytes if isinstance(model, ChainModel) else model.packing.num_bytes
@@ -572,8 +580,8 @@ def arrive(count: int, rate: float, seed: int, prompts: Prompts) -> list[Arrival
 
 
 def study(options: Options) -> list[Table]:
-    """Measure memory, throughput with one request of each tenant, and waiting times under Poisson
-    arrivals.
+    """Measure memory, throughput with equal requests from each tenant, and waiting times under
+    Poisson arrivals.
     """
     torch.set_num_threads(1)
     rounds = options.pick(5, 11, 25)
@@ -628,8 +636,8 @@ def study(options: Options) -> list[Table]:
 
 
 def at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:
-    """Measure tokens per second with one and with four requests of each tenant, in turn, and
-    weights in memory.
+    """Measure weights in memory, and tokens per second with one and with four requests of each
+    tenant.
     """
     rows = list[Row]()
     capacity = 0.0
@@ -640,7 +648,7 @@ def at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:
             arrivals = [Arrival(0.0, at, at % len(TENANTS), at) for at in numbers]
             for name, arm in (("zoo", one), ("four engines", four)):
                 served = arm.serve(arrivals)
-                if number:  # the first round loads weights
+                if number:  # the first round loads weights, so it is not counted
                     found.setdefault(name, []).append(served)
         speeds = {
             name: statistics.median(served.tokens_per_second for served in all_)
@@ -671,8 +679,9 @@ def _loaded(one: Arm, four: Arm, arrivals: Sequence[Arrival]) -> list[Row]:
 def memory(options: Options) -> list[Table]:
     """Measure the memory of the shipped family in one loop and in separate processes.
 
-    Read is the proportional share (`Pss`) of the processes that compute, while each engine writes:
-    pages that several processes share, of libraries and mapped weights, count once among them.
+    Memory is the proportional set size (`Pss`) of the computing processes, read while engines
+    write. So a page that several processes share, such as library code or mapped weights, counts
+    once.
     """
     rows = list[Row]()
     rounds = options.pick(1, 3, 5)
@@ -708,9 +717,10 @@ def family(folder: Path) -> Zoo:
 
 
 async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
-    """Return the memory of the processes at the end of some work.
+    """Return the memory of the processes after some work.
 
-    Models with the same process number share a process."""
+    Models with the same process number share a process.
+    """
     async with AsyncExitStack() as stack:
         opened = [
             accelerated(zoo.folder(name), options=_PROCESS, replica=at) for name, at in engines
@@ -728,24 +738,26 @@ async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
 
 
 def resident(process: Path) -> int:
-    """Return the memory of processes in kilobytes, with shared pages divided among them."""
+    """Return the memory of processes in kilobytes, with shared pages divided among the processes."""
     lines = (process / "smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 MODEL = "REAL_FAMILY"
-"""Environment variable with the key of a model in `real_models`; default smollm2."""
+"""Environment variable that selects a model of `real_models` by its key; default smollm2."""
 ADAPTED = ("q_proj", "v_proj")
 OWN_LAYERS = 2
 BATCH = 8
-LONGEST = 128  # tokens of a text
-HELD_OUT = 4  # batches
-RATE = 1e-3  # step size of adapters; whole layers take a tenth
+LONGEST = 128  # tokens of a training text
+HELD_OUT = 4  # number of batches
+RATE = 1e-3  # learning rate of adapters; whole layers use a tenth
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Generated arithmetic, as the answer alone or as a worked solution."""
+    """A kind of training text: generated arithmetic with the answer alone, or with a worked
+    solution.
+    """
 
     what: str
     is_worked: bool
@@ -785,9 +797,9 @@ LESSONS = {
 
 
 def study_real(options: Options) -> list[Table]:
-    """Train the relatives of a real model, and compare their zoo with an engine for each.
+    """Train the relatives of a real model, and compare their zoo with a separate engine for each.
 
-    :raises SystemExit: the model cannot be had.
+    :raises SystemExit: the model is not available.
     """
     key = os.environ.get(MODEL, "smollm2")
     if key not in MODELS:
@@ -795,7 +807,7 @@ def study_real(options: Options) -> list[Table]:
     try:
         base = folder_of(key)
     except CannotBeMadeError as error:
-        raise SystemExit(f"the model cannot be had: {error}") from error
+        raise SystemExit(f"the model is not available: {error}") from error
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         zoo = Zoo(Path(scratch) / "zoo")
@@ -820,7 +832,7 @@ def study_real(options: Options) -> list[Table]:
 
 
 def relatives(base: Path, scratch: Path, zoo: Zoo, steps: int) -> Table:
-    """Train every relative, add it to the zoo, and return what each has learnt."""
+    """Train every relative, add it to the zoo, and tabulate the losses before and after."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
@@ -868,7 +880,7 @@ def opened(base: Path) -> Any:
 
 
 def adapted(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Add an adapter to the adapted matrices of every layer, and return its weights."""
+    """Add an adapter to every adapted matrix of every layer, and return the adapters' weights."""
     torch.manual_seed(0)
     own: dict[str, nn.Parameter] = {}
     for name, part in list(model.named_modules()):
@@ -880,7 +892,7 @@ def adapted(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def last_layers(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Give the weights of the last layers gradients, and return them."""
+    """Make the weights of the last layers trainable, and return them."""
     names = [name for name, _ in model.named_parameters() if name.startswith("model.layers.")]
     last = max(int(name.split(".")[2]) for name in names)
     chosen = [f"model.layers.{last - back}." for back in range(OWN_LAYERS)]
@@ -898,7 +910,7 @@ def train(
     batches: Sequence[tuple[Tensor, Tensor]],
     rate: float,
 ) -> None:
-    """Take one step of AdamW on each batch."""
+    """Train with one step of AdamW per batch."""
     optimizer = torch.optim.AdamW(own.values(), lr=rate, weight_decay=0.0)
     model.train()
     for ids, labels in batches:
@@ -921,7 +933,7 @@ def loss(model: Any, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write a trained adapter as peft does."""
+    """Write a trained adapter in the format of peft."""
     folder.mkdir()
     tensors: dict[str, Tensor] = {}
     for name, part in model.named_modules():
@@ -941,7 +953,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def save_layers(own: Mapping[str, nn.Parameter], base: Path, folder: Path) -> None:
-    """Write a copy of the model in which these weights replace the old ones."""
+    """Write a copy of the model in which the given weights replace the original ones."""
     shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(base / "model.safetensors")
     for name, weight in own.items():

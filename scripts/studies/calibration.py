@@ -64,7 +64,8 @@ ARRAY = "ec846181"
 def study_calibration(options: Options) -> list[Table]:
     """Measure realised rates of each mode, and drift alarms, on recorded scores.
 
-    Return no table if the recorded traces are absent."""
+    Return no tables if the recorded traces are absent.
+    """
     folder = traces()
     if folder is None:
         return []
@@ -82,7 +83,7 @@ def study_calibration(options: Options) -> list[Table]:
 
 
 def arrivals(folder: Path, order: str) -> Records:
-    """Return the scores of a recorded run in one of several arrival orders."""
+    """Return the scores of a recorded run in the named arrival order."""
     return [
         json.loads(line)
         for line in (folder / f"arrivals_ct0_{order}.jsonl").read_text().splitlines()
@@ -90,9 +91,10 @@ def arrivals(folder: Path, order: str) -> Records:
 
 
 def arrays(folder: Path) -> dict[str, StoredScores]:
-    """Return every published array by a short name.
+    """Return every published array of scores by a short name.
 
-    Each has sixteen scores per question; the array of the smoke test has four."""
+    Each array has sixteen scores per question, except the array of the smoke test, which has four.
+    """
     found = dict[str, StoredScores]()
     for path in sorted((folder / "calibration").glob("*.npy")):
         name = path.stem.removeprefix("ppls_").replace("_s16_t500_temp0.8", "")
@@ -101,7 +103,9 @@ def arrays(folder: Path) -> dict[str, StoredScores]:
 
 
 def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> Table:
-    """Compare every mode at one rate with the published rule, the synchronous sort and a coin."""
+    """Compare every mode at one rate with three baselines: published rule, synchronous sort and
+    coin.
+    """
     rows = list[Row]()
     for order, records in streams.items():
         questions, turns = ([record[key] for record in records] for key in ("question", "turn"))
@@ -140,8 +144,8 @@ def _others(
     stored: StoredScores,
     rate: float,
 ) -> dict[str, list[bool]]:
-    """Return the decisions of the published rule, of the sort that waits for all siblings, and of a
-    coin.
+    """Return the decisions of three baselines: the published rule, a sort that waits for all
+    siblings, and a coin.
     """
     pool = np.sort(np.asarray(stored.nonconformity))
     coins = np.random.default_rng(0).random(len(scores))
@@ -156,7 +160,7 @@ def _others(
 
 
 def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
-    """Count false alarms on clean streams and misses on broken arrays, per array."""
+    """Count false alarms on clean streams and missed alarms on corrupted arrays."""
     clean = options.pick(100, 1000, 1000)
     broken = options.pick(20, 100, 200)
     others = () if options.effort == "quick" else ("self_opt", "1b8761b8", "amc_s1.1")
@@ -194,7 +198,7 @@ def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
 
 
 def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
-    """Test runs of one model against the arrays of all others."""
+    """Measure how often runs of one model raise an alarm against the arrays of other models."""
     runs = options.pick(10, 60, 200)
     rows = list[Row]()
     for name, stored in found.items():
@@ -266,9 +270,10 @@ def _synthetic() -> dict[str, StoredScores]:
 
 
 def _sampled(stored: StoredScores, seed: int) -> StoredScores:
-    """Draw whole questions with replacement, as many as there are.
+    """Draw whole questions with replacement, as many as the array has.
 
-    A tiny random shift of each question keeps repeated questions distinct."""
+    A tiny random shift of each question keeps repeated questions distinct.
+    """
     questions = _by_question(stored.scores, stored)
     draw = np.random.default_rng([seed, 1])
     chosen = questions[draw.integers(len(questions), size=len(questions))]
@@ -286,8 +291,8 @@ def _effect(stored: StoredScores, other: StoredScores) -> float:
 def _oracle(
     stored: StoredScores, other: StoredScores, questions: int = 19, level: float = 0.005
 ) -> float:
-    """Return the power of the best test between two known normal distributions of the questions'
-    levels and log spreads.
+    """Return the power of the likelihood-ratio test between two normal distributions of level and
+    log spread per question.
     """
     samples = [QuestionSample.of(each, 0) for each in (stored, other)]
     columns = [question_features(sample.questions, sample.size) for sample in samples]
@@ -302,16 +307,18 @@ T = TypeVar("T")
 Draw = np.random.Generator
 Ends = tuple[float, float]
 Turns = Sequence[tuple[float, int]]
-"""A recorded rollout: score and characters of each chunk."""
+"""A recorded rollout: the score and the number of characters of each chunk."""
 
 EPSILON = 0.02
 SAMPLES = 16
 TRUTHS = (0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
-_MANY = 20_000  # simulated problems whose mean counts as the true value
+_MANY = 20_000  # number of simulated problems whose mean counts as the true value
 
 
 def study_statistics(options: Options) -> list[Table]:
-    """Simulate coverage, and replay rates on recorded scores if the traces are at hand."""
+    """Simulate the coverage of intervals; if traces are available, also replay rates on recorded
+    scores.
+    """
     tables = [
         coverage(problems, options)
         for problems in options.pick((30,), (30, 40, 500), (30, 40, 500))
@@ -323,8 +330,8 @@ def study_statistics(options: Options) -> list[Table]:
 
 
 def coverage(problems: int, options: Options) -> Table:
-    """Measure how often a nominal 95 % interval covers the truth, for our intervals and for other
-    formulas.
+    """Measure how often nominal 95 % intervals contain the true value: the intervals of atts, and
+    other formulas.
     """
     rows = list[Row]()
     many = options.pick(100, 400, 4000)
@@ -358,14 +365,15 @@ ACCURACIES: Mapping[str, Callable[[Draw, int | tuple[int, int]], Floats]] = {
     "easy": lambda draw, size: draw.beta(9, 1, size),
     "one in ten undecided": lambda draw, size: np.where(draw.random(size) < 0.1, 0.5, 0.98),
 }
-"""Distributions of the accuracy of single rollouts over the problems of simulated benchmarks."""
+"""Beta distributions of a problem's accuracy in simulated benchmarks."""
 GAINS = (0.0, 0.06)
 
 
 def paired_averages(options: Options) -> Table:
     """Measure coverage and power of the interval of a paired difference of averages.
 
-    Interval and p-value use one statistic, so power is also the share of p-values below 0.05."""
+    Interval and p-value use the same statistic, so power is also the share of p-values below 0.05.
+    """
     runs = options.pick(60, 1_500, 4_000)
     rows: list[Row] = []
     for (law, accuracies), gain in product(ACCURACIES.items(), GAINS):
@@ -416,7 +424,9 @@ def _bootstrap(delta: Floats, draw: Draw) -> Ends:
 
 
 def rankings(options: Options) -> Table:
-    """Measure the coverage of the gain over a coin and of the AUROC within questions."""
+    """Measure the coverage of two intervals: of the gain over a coin, and of the AUROC within
+    questions.
+    """
     runs = options.pick(30, 400, 2_000)
     rows: list[Row] = []
     for skill in (0.0, 0.7):
@@ -474,8 +484,10 @@ FORMULAS: Mapping[str, Callable[[Floats], Ends]] = {
     "inspect_ai": lambda values: _around(values, float(stats.t.ppf(0.975, values.size - 1))),
     "lm_eval": lambda values: _around(values, 1.96),
 }
-"""Formulas of other tools: standard errors clustered by problem with Student's t, and standard
-errors of the mean times 1.96.
+"""Interval formulas of atts and of other tools.
+
+inspect_ai clusters standard errors by problem and uses Student's t; lm_eval uses 1.96 standard
+errors of the mean.
 """
 
 
@@ -504,7 +516,7 @@ def _rates(draw: Draw, truth: float, problems: int, runs: int) -> Iterator[Row]:
 
 
 def _majorities(draw: Draw, right: Floats) -> Floats:
-    """Return the exact maj@5 of every problem: its correct samples agree, its wrong ones fall on
+    """Return the exact maj@5 of every problem, if correct samples agree and wrong samples have
     three answers.
     """
     wrong = draw.multinomial(SAMPLES - right.astype(int), (0.5, 0.3, 0.2))
@@ -513,7 +525,7 @@ def _majorities(draw: Draw, right: Floats) -> Floats:
 
 
 def _differences(draw: Draw, shift: float, problems: int, runs: int) -> Row:
-    """Simulate two runs of the same problems with single answers and accuracies near 0.9 that
+    """Simulate two runs of the same problems, with single answers and accuracies near 0.9 that
     differ by `shift`.
     """
     ours = list[bool]()
@@ -550,20 +562,21 @@ RATIOS: Mapping[str, tuple[Callable[[Draw, int], tuple[Floats, Floats]], float]]
     "long tails": (_long_tails, 1.0),
     "second mostly nothing": (_mostly_nothing, 0.3),
 }
-"""Distributions of the cost of a problem in two runs, with the true ratio of their means."""
+"""Distributions of the cost per problem in two runs, with the true ratio of their means."""
 
 LAWS = {
     "as good, 8.5 % lost and won": (0.085, 0.085),
     "the embedded default": (0.0074, 0.0062),
     "worse by .025": (0.11, 0.085),
 }
-"""Shares of problems that a policy loses to the target alone, and wins: the second as measured on
-2,000 problems.
+"""Shares of problems that a policy loses and wins compared with the target alone.
+
+The shares of the embedded default were measured on 2,000 problems.
 """
 
 
 def certificates(options: Options) -> Table:
-    """Measure how often a policy is certified against the target alone, by answers lost and by net
+    """Measure how often a policy is certified against the target alone, by lost answers and by net
     loss.
     """
     runs = options.pick(40, 200, 1000)
@@ -595,8 +608,9 @@ def _policy(losses: Floats) -> Candidate:
 
 
 def lengths(options: Options) -> Table:
-    """Measure mode marginal if long chunks score worse and come later, ranked among all chunks or
-    among chunks of one length.
+    """Measure the rate of mode marginal if long chunks score worse and end later.
+
+    Chunks are ranked among all chunks, or among chunks of the same length.
     """
     runs = options.pick(4, 40, 200)
     rows = list[Row]()
@@ -639,7 +653,7 @@ def _first_chunks(chunks: int, in_flight: int, draw: random.Random) -> list[dict
 
 
 def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> Iterator[T]:
-    """Return the steps in the order in which they end if a fixed number of rollouts run at once."""
+    """Yield the steps in the order of their ends, if a fixed number of rollouts run at once."""
     waiting = enumerate(map(iter, lines))
     going = list[tuple[float, int, T, Iterator[tuple[float, T]]]]()
     now = 0.0
@@ -660,7 +674,8 @@ def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> 
 
 
 GATES = ("counted", "streaming in", "coin")
-"""The default gate, the same gate without the run's size, and coins at the same rate."""
+"""The default gate, the same gate without knowledge of the run's size, and a coin at the same rate.
+"""
 
 
 def small_runs(folder: Path, options: Options) -> Table:
@@ -736,9 +751,7 @@ def _arrivals(
 def _ended(
     stream: list[dict[str, Any]], rate: float, samples: int, gate: str, seed: int
 ) -> tuple[float, float]:
-    """Simulate one run, and return the error of its rate and the escalated share of its worst
-    chunks.
-    """
+    """Simulate one run; return the error of its rate, and the escalated share of its worst chunks."""
     worst = sorted(range(len(stream)), key=lambda place: -stream[place]["score"])
     worst = worst[: max(1, round(rate * len(stream)))]
     if gate == "coin":
@@ -761,10 +774,10 @@ RATES = (0.1, 0.2, 0.4)
 
 
 class WatchedGate(ConformalGate):
-    """A conformal gate that keeps its decisions, or makes them by a coin.
+    """A conformal gate that records its decisions, or decides by a coin.
 
-    It also keeps decisions on chunks of rollouts that were cancelled when the vote was settled,
-    which no outcome contains.
+    The record includes chunks of rollouts that were cancelled after the vote was settled. No
+    outcome contains these chunks.
     """
 
     def __init__(self, calibrator: CalibratorProtocol, name: str, coin: CoinGate) -> None:
@@ -774,9 +787,10 @@ class WatchedGate(ConformalGate):
         self.made: list[tuple[float, bool]] = []  # score, and whether the chunk was escalated
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide with the conformal gate or with a coin, and keep the decision.
+        """Decide with the conformal gate or with a coin, as the gate's name says.
 
-        If problems stream in, the conformal gate does not learn how much of the run is left."""
+        With "streaming in" the conformal gate does not know how much of the run is left.
+        """
         if self._name == "coin":
             return self._coin.decide(features, score)
         return super().decide(
@@ -784,7 +798,7 @@ class WatchedGate(ConformalGate):
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Keep it, too."""
+        """Record the decision, and pass it to the conformal gate."""
         self.made.append((math.inf if decision.score is None else decision.score, escalated))
         super().observe(decision, escalated)
 
@@ -800,7 +814,7 @@ class Ended:
 
     @classmethod
     def of(cls, gate: WatchedGate, outcomes: Sequence[Outcome], rate: float) -> Ended:
-        """Summarise what the gate decided in a run, and what came of it."""
+        """Summarise the decisions and the answers of a run."""
         worst = sorted(gate.made, reverse=True)[: max(1, round(rate * len(gate.made)))]
         right = {one.problem.id: float(one.answer == one.problem.answer) for one in outcomes}
         return cls(
@@ -817,9 +831,10 @@ class Ended:
 
 
 def study_small_runs(options: Options) -> list[Table]:
-    """Run every size, order, rate and seed with both gates in turn.
+    """Run every size, order, rate and seed with each gate in turn.
 
-    Finished runs are kept on disk and not run again."""
+    Finished runs are kept on disk and not run again.
+    """
     parts = Parts(options.file("small-runs.jsonl"))
     sizes = options.pick(SIZES[:1], SIZES[:1], SIZES)
     seeds = options.pick(1, 3, 10)
@@ -864,7 +879,7 @@ CHANGES: Mapping[str, Change] = {
     "coin": Change({"method": "coin"}, arm("coin", rate=REPLAYED_RATE)),
     "4 samples": Change({"samples": 4}, arm("atts", rate=REPLAYED_RATE, samples=4)),
 }
-"""Replays of runs of 8 samples at that rate."""
+"""Changed settings, each replayed on runs of 8 samples at rate 0.2."""
 
 
 def study_replay(options: Options) -> list[Table]:
@@ -936,7 +951,7 @@ def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:
 
 
 def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
-    # keyed by everything but the seed, then by seed
+    # All settings except the seed are the outer key, and the seed is the inner key.
     found: defaultdict[tuple[str, ...], dict[str, Ended]] = defaultdict(dict)
     for name, value in parts.items():
         *place, seed = name.split("|")
@@ -991,8 +1006,9 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
 
 
 def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
-    """Return how often each problem was correct at this share of escalated chunks, interpolated
-    between the two nearest runs.
+    """Return the accuracy of each problem at this share of escalated chunks.
+
+    The accuracy is interpolated between the two runs whose realised rates are nearest.
     """
     nearest = sorted(runs, key=lambda run: abs(run.share - share))[:2]
     low, high = sorted(nearest, key=lambda run: run.share)
@@ -1001,14 +1017,14 @@ def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
 
 
 def _gained(runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
-    """Return how much more often problems were correct in the second of two runs."""
+    """Return the gain in accuracy of the second of two runs over the first."""
     pairs = [(first[name], right) for first, second in runs for name, right in second.items()]
     return interval(compare_runs(*map(list, zip(*pairs, strict=True))).difference) if pairs else "-"
 
 
 def _facts(runs: Sequence[Ended], rate: float) -> tuple[float | None, float | None]:
-    """Return how far runs end from their rate (root mean square), and the share of their worst
-    chunks that escalated.
+    """Return the root mean square of the rate's error, and the mean escalated share of the worst
+    chunks.
     """
     if not runs:
         return None, None

@@ -1,8 +1,8 @@
-"""Measure the local engine on a GPU: what it computes, how fast, and where a draft pays."""
+"""Measure the local engine on a GPU: exactness, speed, and the gain of a draft."""
 
-# It needs no installation: a Python with torch and transformers, and this checkout on its path,
-# which `scripts/bench gpu` sees to. Every finished cell is on disk at once, and the same command
-# continues where an earlier one stopped.
+# The study needs no installation. It needs a Python that has torch and transformers, and this
+# checkout on its path; `scripts/bench gpu` arranges both. Every finished cell is saved at once, and
+# the same command resumes after an interruption.
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, Self
 
-# last: for what is not installed; children get the same path
+# Substitutes for missing packages come last on the path. Child processes get the same path.
 sys.path.append(str(Path(__file__).with_name("bare")))
 
 import anyio
@@ -89,38 +89,38 @@ from scripts.studies.local import (
 )
 
 _COPIED = 1 << 32
-_MATRIX = 8192  # bytes and rows: larger than a device's caches
+_MATRIX = 8192  # bytes copied, and rows of a matrix; both are larger than a device's caches
 
 
 class OutOfTime(Exception):
-    """Raised when the time limit is reached; the same command continues later."""
+    """The time limit is reached; the same command continues later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of models, batches and requests."""
 
-    shapes: tuple[str, ...] = ("8B", "1.5B", "32B")  # models of random numbers
+    shapes: tuple[str, ...] = ("8B", "1.5B", "32B")  # models with random weights
     pairs: tuple[tuple[str, str], ...] = (("0.6B", "8B"), ("1.5B", "32B"))
     vocabulary: int = 151_936
     batches: tuple[int, ...] = (16, 1, 64, 256, 4, 128, 32, 8, 2)
     generate: tuple[int, ...] = (16, 1, 64, 256)
-    tokens: int = 64  # written by each sequence
+    tokens: int = 64  # tokens written by each sequence
     prompt: int = 64
-    prefix: int = 128  # known before a chunk that is scored
+    prefix: int = 128  # known tokens before a scored chunk
     chunk: int = 32
-    requests: int = 32  # requests of the comparisons with a CPU
+    requests: int = 32  # number of requests in comparisons with a CPU
     samples: tuple[int, ...] = (16, 64, 8)
     questions: int = 24
-    rollouts: tuple[int, ...] = (1, 16, 4, 64)  # rollouts of the speculation tables
-    cache: int = 20_000  # tokens, of a pair's engines
+    rollouts: tuple[int, ...] = (1, 16, 4, 64)  # numbers of rollouts in the speculation tables
+    cache: int = 20_000  # tokens in the cache of a pair's engine
 
 
 TINY = Sizes(
     shapes=("8M",), pairs=(("", "8M"),), vocabulary=512, batches=(2,), generate=(2,), tokens=8, prompt=8, prefix=16,
     chunk=6, requests=3, samples=(2,), questions=1, rollouts=(2,), cache=4096,
 )  # fmt: skip
-"""Small sizes for the same parts, to check that the code runs."""
+"""Small sizes for the same measurements, to check that the code runs."""
 
 
 class Lab:
@@ -130,7 +130,8 @@ class Lab:
         self.device = torch.device(device)
         self.sizes = sizes
         self.parts = parts
-        self._own_until = until  # by `time.time`, which is the same clock in the next process
+        # `time.time`, because a process that replaces this one has the same clock
+        self._own_until = until
         self._until = until
 
     @property
@@ -140,26 +141,27 @@ class Lab:
 
     @property
     def half(self) -> torch.dtype:
-        """Return the type of the weights on the device.
+        """Return the data type of the weights on the device.
 
-        A CPU computes in float32, because its speed in bfloat16 is not comparable."""
+        A CPU computes in float32, because its speed in bfloat16 is not comparable.
+        """
         return torch.bfloat16 if self.is_cuda else torch.float32
 
     @property
     def left(self) -> float:
-        """Return the seconds left to the current part."""
+        """Return the seconds that the current part has left."""
         return self._own_until - time.time()
 
     def begin(self, share: float) -> None:
-        """Begin a part that may take a share of the remaining time."""
+        """Give the next part a share of the remaining time."""
         self._own_until = time.time() + share * (self._until - time.time())
 
     def missing(self, names: Iterable[str], seconds: float) -> list[str]:
-        """Return the cells that are not finished.
+        """Return the names of unfinished cells.
 
-        `seconds` is the approximate time until the first of them is finished.
+        `seconds` is the approximate time until the first of the cells is finished.
 
-        :raises OutOfTime: there are some, and there is not so much left.
+        :raises OutOfTime: a cell is unfinished, and too little time is left.
         """
         found = [name for name in names if name not in self.parts]
         if found and self.left < seconds:
@@ -167,11 +169,11 @@ class Lab:
         return found
 
     def cell(self, name: str, measure: Callable[[], Any], seconds: float = 0.0) -> Any:
-        """Return a cell's value, measured now if it is missing.
+        """Return the value of a cell, and measure the cell first if it is unfinished.
 
-        `seconds` is about how long measuring takes.
+        `seconds` is the approximate duration of the measurement.
 
-        :raises OutOfTime: there is not so much left.
+        :raises OutOfTime: too little time is left.
         """
         if self.missing([name], seconds):
             self.parts.keep(name, measure())
@@ -179,12 +181,12 @@ class Lab:
         return self.parts[name]
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished its work."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds of one call, including the work that it started on the device."""
+        """Return the seconds of one call, including the work that the call started on the device."""
         self.synchronize()
         began = time.perf_counter()
         work()
@@ -198,8 +200,8 @@ class Lab:
             torch.cuda.empty_cache()
 
     def look(self) -> dict[str, Any]:
-        """Describe the device, with two rates that nothing on it can exceed: of memory, and of
-        matrix products.
+        """Describe the device, and measure two upper limits of its speed: memory copies and matrix
+        products.
         """
         size, rows = (_COPIED, _MATRIX) if self.is_cuda else (1 << 24, 256)
         source = torch.randn(size // 4, device=self.device)
@@ -213,7 +215,7 @@ class Lab:
             "name": torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU",
             "memory": torch.cuda.mem_get_info(self.device)[1] if self.is_cuda else 0,
             "torch": torch.__version__,
-            "bytes": 2 * size / copying,  # a second, read and written
+            "bytes": 2 * size / copying,  # bytes per second, read and written
             "flops": 2 * rows**3 / product,
             "launch": launches / 1000,
         }
@@ -223,7 +225,7 @@ _STEP_TOKENS = 2048  # tokens of prompts and chunks in one step
 
 
 class Script:
-    """An inbox that returns all orders at once and records when each step begins."""
+    """An inbox that returns all orders at once, and records the time at which each step begins."""
 
     def __init__(self, orders: Sequence[SampleRequest | ScoreRequest], first: int) -> None:
         self._orders: list[Command] = [
@@ -232,7 +234,7 @@ class Script:
         self.times: list[float] = []
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return all orders, then the order to end once they are done."""
+        """Return all orders, then the order to stop once all orders are done."""
         self.times.append(time.perf_counter())
         orders = self._orders
         self._orders = []
@@ -256,8 +258,8 @@ class RandomModel:
         config = shape_of(lab, size)
         self.config = config
         weights = random_weights(config, lab.half, lab.device)
-        # a head of zeros would draw uniform tokens, and zeros take the device less power
-        # than others
+        # A head of zeros would draw uniform tokens, and multiplying zeros takes a device less power
+        # than other numbers.
         weights = replace(weights, head=weights.embedding * config.hidden_size**-0.5)
         per_sequence = max(sizes.prompt + sizes.tokens, sizes.prefix + 3 * sizes.chunk) + 32
         room = torch.cuda.mem_get_info(lab.device)[0] * 0.8 if lab.is_cuda else 1 << 28
@@ -281,8 +283,10 @@ class RandomModel:
         self._request_id = 0
 
     def drive(self, *rounds: Sequence[SampleRequest | ScoreRequest]) -> list[list[float]]:
-        """Serve rounds one after the other in one loop, and return when each step began and the
-        last one ended.
+        """Serve rounds one after the other in one loop.
+
+        Return for each round the times at which its steps began, and the time at which its last
+        step ended.
         """
         rows = rope_rows(self.config, self.slots + 2)
         limits = SchedulerConfig(
@@ -310,7 +314,7 @@ def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def prompts(count: int, length: int, seed: int) -> list[TokenIds]:
-    """Return random ids; all prompts differ."""
+    """Return prompts of random token ids, all different."""
     generator = torch.Generator().manual_seed(seed)
     return [
         tuple(row) for row in torch.randint(10, 500, (count, length), generator=generator).tolist()
@@ -318,7 +322,7 @@ def prompts(count: int, length: int, seed: int) -> list[TokenIds]:
 
 
 def decoding(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
-    """Return the median seconds of the later steps, in which all sequences write and all graphs are
+    """Return the median seconds of a late step, when all sequences write and all graphs are
     captured.
     """
     sizes = lab.sizes
@@ -339,7 +343,7 @@ def decoding(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
 
 
 def scoring(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
-    """Measure chunks scored on known prefixes, all at once, from the first step to the last."""
+    """Measure the seconds to score one chunk after each of several known prefixes."""
     sizes = lab.sizes
     prefixes = prompts(batch, sizes.prefix, 1000 + batch)
     rounds = [
@@ -355,8 +359,8 @@ def scoring(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
 
 
 def least_step(lab: Lab, config: ModelConfig, batch: int, limits: dict[str, Any]) -> float:
-    """Return the least possible seconds of a step: reading at the rate of a copy, or multiplying at
-    the rate of a large product.
+    """Return the least possible seconds of a step, from the limits of memory copies and matrix
+    products.
     """
     context = lab.sizes.prompt + 3 * lab.sizes.tokens / 4
     cache = batch * context * config.kv_floats_per_token * lab.half.itemsize
@@ -382,7 +386,9 @@ class TheirModel:
             )
 
     def decoding(self, lab: Lab, batch: int) -> dict[str, Any]:
-        """Measure the time of all tokens but the first, for which the prompt is read."""
+        """Measure the time of all tokens except the first, because the first includes reading the
+        prompt.
+        """
         sizes = lab.sizes
         ids = torch.tensor(prompts(batch, sizes.prompt, batch), device=lab.device)
         counts = (max(2, sizes.tokens // 2), 1)
@@ -405,8 +411,10 @@ _ARMS: Mapping[str, dict[str, Any]] = {
 
 
 def kernel(lab: Lab) -> list[dict[str, Any]]:
-    """Measure how far the kernel is from gathered float32 attention for every shape and type, or
-    why it is not used.
+    """Measure the error of the attention kernel for every shape and type, compared with float32
+    attention on gathered slots.
+
+    If the kernel cannot be used, record the reason.
     """
     found: list[dict[str, Any]] = []
     base = read_model_config(path("target"), "target")
@@ -415,7 +423,7 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
         **{s: shape_of_size(base, read_size(s)) for s in lab.sizes.shapes},
     }
     for name, config in shapes.items():
-        # each type, width and window compiles a kernel; large models need only one type
+        # Each type, width and window compiles a kernel of its own. Large models need one type only.
         is_own = config is base
         for dtype in (torch.float32, torch.bfloat16) if is_own else (torch.bfloat16,):
             cache = torch.zeros(
@@ -431,7 +439,7 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
                     disagreement(config, attention, cache, window)
                     for window in ((0, 100) if is_own else (0,))
                 )
-            except Exception as error:  # noqa: BLE001  what is missing here is what the table is to say
+            except Exception as error:  # noqa: BLE001  the table reports any failure
                 words = f"{type(error).__name__}: {str(error)[:160]}"
             found.append(
                 {
@@ -452,7 +460,7 @@ class Texts(NamedTuple):
 
 
 def orders(lab: Lab) -> list[SampleRequest]:
-    """Return questions of the embedded pair under four sampling settings."""
+    """Return requests to answer questions of the embedded pair, under four sampling settings."""
     tokenizer = ModelTokenizer(path("target"), "target")
     asked = [
         tokenizer.render(prompt_of(problem, Policy()))
@@ -465,7 +473,9 @@ def orders(lab: Lab) -> list[SampleRequest]:
 
 
 def texts_on(lab: Lab, device: str, scored: list[TokenIds] | None = None, **changes: Any) -> Texts:
-    """Run the embedded target on a device: write texts, and score the given texts or these."""
+    """Run the embedded target on a device: write texts, then score `scored`, or the written texts
+    if there is none.
+    """
     gathered = changes.pop("kernel", "") == "torch" and device != "cpu"
     plan, config = _config(device, **changes)
     asked = orders(lab)
@@ -518,7 +528,7 @@ def compare(lab: Lab, arm: str, reference: Texts) -> dict[str, Any]:
     return {
         "texts": len(pairs),
         "equal": sum(one == other for one, other in pairs),
-        # up to the first difference of each text
+        # tokens before the first difference of each text
         "tokens": sum(_shared(one, other) for one, other in pairs),
         "of": sum(map(len, reference.ids)),
         "off_mean": fmean(offs),
@@ -534,7 +544,7 @@ def _shared(one: TokenIds, other: TokenIds) -> int:
 
 
 def exactness(lab: Lab) -> None:
-    """Compare every way to compute, in turn."""
+    """Compare every way to compute on the device with float32 on a CPU."""
     names = {f"exactness | {arm}": arm for arm in _ARMS}
     if lab.missing(names, 5.0):
         reference = texts_on(lab, "cpu")
@@ -544,17 +554,17 @@ def exactness(lab: Lab) -> None:
 
 ARMS = ("target-only", "atts", "exact", "draft-only")
 RATE = 0.2
-_BLOCK = 6  # questions asked at one number of rollouts before the next number
+_BLOCK = 6  # number of questions to ask at one number of rollouts before the next
 
 
 def folder_of(model: Literal["draft", "target"], pad: str) -> Path:
-    """Return the embedded model's folder, padded to that size where one is named."""
+    """Return the embedded model's folder, or a copy padded to the size `pad`."""
     folder = Path(path(model))
     return padded_folder(folder, pad) if pad else folder
 
 
 def options(lab: Lab, **changes: Any) -> dict[str, Any]:
-    """Return the options of an engine on the device; a process of its own on a GPU."""
+    """Return the options of an engine on the device. On a GPU, the engine has a process of its own."""
     settings: dict[str, Any] = {"device": lab.device.type, "kv_tokens": lab.sizes.cache}
     settings |= {"worker": "process" if lab.is_cuda else "thread", "chunk_tokens": 2048}
     settings |= {"kernel": "torch", "dtype": str(lab.half).removeprefix("torch.")}
@@ -562,9 +572,10 @@ def options(lab: Lab, **changes: Any) -> dict[str, Any]:
 
 
 class _Calls:
-    """Admit the calls of one rollout to an engine; nothing is recorded.
+    """A binding of one rollout's calls to an engine, without a record.
 
-    `atts.run` has the class that records, but needs msgspec, which a bare machine lacks.
+    `atts.run` has the class that records calls. But this class needs msgspec, which a bare machine
+    lacks.
     """
 
     has_recorded_calls = False
@@ -577,7 +588,7 @@ class _Calls:
         self._scope = scope
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids, once the engine has room for them."""
+        """Continue the ids once the engine has room."""
         tokens = len(request.ids) + request.max_tokens
         return await self._scope.call(
             self._role,
@@ -589,7 +600,7 @@ class _Calls:
         )
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix, once the engine has room for it."""
+        """Score the suffix once the engine has room."""
         tokens = len(request.prefix) + len(request.suffix)
         return await self._scope.call(
             "score",
@@ -601,7 +612,7 @@ class _Calls:
         )
 
     def stats(self) -> EngineStats:
-        """Return the engine's own numbers."""
+        """Return the engine's statistics."""
         return self._engine.stats()
 
     async def __aenter__(self) -> Self:
@@ -621,17 +632,17 @@ class _Calls:
 
 
 class Pair:
-    """Both engines, open."""
+    """The open engines of a pair."""
 
     def __init__(self, draft: LocalEngine, target: LocalEngine) -> None:
         self._draft = draft
         self._target = target
-        # gates learn from one question for the next
+        # a gate learns from one question to the next
         self._gates: dict[tuple[str, int], Gate | RoundGate] = {}
 
     async def answer(self, arm: str, problem: Problem, samples: int, seed: int) -> dict[str, Any]:
-        """Solve one question with parallel rollouts, and return its numbers and the seconds until
-        the vote.
+        """Solve one question with parallel rollouts; return its results, and the seconds until the
+        vote.
         """
         chosen = preset(arm)
         policy = chosen.policy(Policy(samples=samples)).filled(SMALL)
@@ -679,17 +690,18 @@ def _calibrator(samples: int) -> Calibrator:
 
 
 def _by_spelling(answers: Sequence[str]) -> list[int]:
-    """Group answers by spelling: the embedded models' answers are whole numbers, so equal ones are
-    spelled alike.
+    """Group answers by spelling.
+
+    The embedded models answer with whole numbers, so equal answers have equal spelling.
     """
     known: dict[str, int] = {}
     return [known.setdefault(answer.strip(), len(known)) for answer in answers]
 
 
 def _stored() -> StoredScores:
-    """Return the scores that come with the pair.
+    """Return the scores that the package ships for the pair.
 
-    Their conditions are not checked: padding and types differ.
+    The check of their conditions is skipped, because padding and data types differ here.
     """
     state: dict[str, Any] = json.loads(scores_path().read_text(encoding="utf-8"))
     scores, questions, turns, lengths = (
@@ -699,15 +711,15 @@ def _stored() -> StoredScores:
 
 
 _PROBLEM_TOKENS = 2048
-"""Tokens per problem that a cache has room for."""
+"""Room in the cache for each problem, in tokens."""
 
 
 @asynccontextmanager
 async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
-    """Open the pair, padded to these sizes, as a run does: the draft first, with the target's room
-    kept.
+    """Open the pair padded to these sizes.
 
-    On a GPU the caches take the memory that both models leave; on a processor their size is fixed.
+    As in a run, the draft opens first and leaves room for the target. On a GPU the caches take the
+    memory that both models leave. On a CPU their size is fixed.
     """
     settings = options(lab, **({"kv_tokens": None} if lab.is_cuda else {}))
     large_folder = folder_of("target", target)
@@ -726,11 +738,11 @@ async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
 
 
 def pair_cells(lab: Lab, draft: str, target: str) -> None:
-    """Measure question after question, arms in turn, for every number of rollouts.
+    """Measure all arms on question after question, for every number of rollouts.
 
-    Whatever is finished is kept.
+    Finished cells are kept.
 
-    :raises OutOfTime: there is not enough left for another question.
+    :raises OutOfTime: too little time is left for another question.
     """
     cells = {
         f"pair | {draft} | {target} | {samples} | {number} | {arm}": (samples, number, arm)
@@ -750,9 +762,7 @@ async def _answer_all(
     warmed = set[int]()
     async with opened(lab, draft, target) as pair:
         for name, (samples, number, arm) in cells.items():
-            if (
-                samples not in warmed
-            ):  # uncounted questions, which capture graphs and compile kernels
+            if samples not in warmed:  # uncounted questions capture graphs and compile kernels
                 for each in ARMS:
                     await pair.answer(each, asked[-1], samples, 7)
                 warmed.add(samples)
@@ -772,7 +782,9 @@ _WAYS: Mapping[str, dict[str, Any]] = {
 
 
 def speculation_cells(lab: Lab, draft: str, target: str) -> None:
-    """Measure the target alone, with and without proposals, at several numbers of rollouts."""
+    """Measure the target alone with every kind of speculation and without, at several numbers of
+    rollouts.
+    """
     for way, changes in _WAYS.items():
         cells = {
             f"speculation | {draft} | {target} | {way} | {count}": count
@@ -812,7 +824,7 @@ async def _write_all(
 async def _round(
     engine: LocalEngine, prompt: TokenIds, count: int, seed: int, tokens: int
 ) -> tuple[int, float]:
-    """Return tokens and seconds of some rollouts on one question."""
+    """Return the tokens and the seconds of several rollouts on one question."""
     seeds = [Seed(seed, sample=n) for n in range(count)]
     requests = [
         SampleRequest(prompt, tokens, Sampling(0.7), one, rollout=str(one.sample)) for one in seeds
@@ -823,13 +835,13 @@ async def _round(
 
 
 def tables(lab: Lab) -> list[Table]:
-    """Return the tables that have a row."""
+    """Return all tables except empty ones."""
     made = [_device(lab), _kernel(lab), _exactness(lab), _decoding(lab), _scoring(lab), _pairs(lab)]
     return [table for table in (*made, _speculation(lab), _troubles(lab)) if table.rows]
 
 
 def _found(lab: Lab, kind: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the finished cells of a kind, each with the rest of its name and its value."""
+    """Yield the finished cells of a kind: the rest of each name, and the value."""
     for name, value in lab.parts.items():
         first, *rest = name.split(" | ")
         if first == kind and value:
@@ -995,8 +1007,8 @@ def _arm(
 
 
 def _times(base: Sequence[float], own: Sequence[float]) -> str:
-    """Return the ratio of all seconds, with the interval of a ratio of means (Fieller's, to first
-    order).
+    """Return the ratio of total seconds, with an interval for a ratio of means (Fieller's method,
+    to first order).
     """
     if not own:
         return "-"
@@ -1053,7 +1065,7 @@ Job = Callable[[Lab], None]
 
 
 def rates(lab: Lab, size: str) -> None:
-    """Measure writing and scoring with random weights, with graphs and without."""
+    """Measure writing and scoring of a model with random weights, with and without graphs."""
     _rates(lab, size, "auto", {"decode": decoding, "score": scoring})
     lab.clear()
     _rates(lab, size, "off", {"decode": decoding})
@@ -1080,7 +1092,7 @@ def _rates(
 
 
 def their_rates(lab: Lab, size: str) -> None:
-    """Measure the same sizes with `transformers.generate`."""
+    """Measure `transformers.generate` at the same sizes."""
     names = {f"generate | {size} | {batch}": batch for batch in lab.sizes.generate}
     if lab.missing(names, 25.0):
         model = TheirModel(lab, size)
@@ -1089,7 +1101,7 @@ def their_rates(lab: Lab, size: str) -> None:
 
 
 def jobs(sizes: Sizes) -> dict[str, Job]:
-    """Return the jobs, the most informative first."""
+    """Return the jobs, the most informative ones first."""
     found: dict[str, Job] = {
         "device": lambda lab: lab.cell("device", lab.look),
         "kernel": lambda lab: lab.cell("kernel", partial(kernel, lab)),
@@ -1108,11 +1120,12 @@ def jobs(sizes: Sizes) -> dict[str, Job]:
 def run(
     lab: Lab, work: Mapping[str, Job], skipped: list[str], publish: Callable[[], object]
 ) -> tuple[str, list[str]]:
-    """Run the jobs in order, and return the one that broke the device and those without enough
+    """Run the jobs in order; return the job that broke the device, and the jobs that ran out of
     time.
 
-    In a first pass a job may take a third of the remaining time, so that many tables get rows; a
-    second pass completes them. If a job fails, its reason is kept and the others continue; the same command tries it again.
+    In the first pass a job may take a third of the remaining time, so that many tables get rows. A
+    second pass completes the tables. If a job fails, its reason is recorded and the other jobs
+    continue. The same command tries a failed job again.
     """
     left = list[str]()
     for share in (1 / 3, 1.0):
@@ -1125,7 +1138,7 @@ def run(
                 job(lab)
             except OutOfTime:
                 left.append(name)
-            except Exception as error:  # noqa: BLE001  whatever a driver or a library says, other parts continue
+            except Exception as error:  # noqa: BLE001  other jobs continue after any failure
                 _told(lab, name, f"{type(error).__name__}: {str(error)[:500]}")
                 skipped.append(name)
                 if _is_broken(lab):
@@ -1138,7 +1151,7 @@ def run(
 
 
 def _told(lab: Lab, name: str, trouble: str) -> None:
-    """Keep the reason why a job failed, or None if it works."""
+    """Record why a job failed, or "" if it works, and print the reason if it is new."""
     if lab.parts.get(f"trouble | {name}", "") != trouble:
         lab.parts.keep(f"trouble | {name}", trouble)
         print(
@@ -1151,11 +1164,11 @@ def _told(lab: Lab, name: str, trouble: str) -> None:
 def _is_broken(lab: Lab) -> bool:
     """Return whether the device no longer answers.
 
-    After some errors only a new process can use it.
+    After some errors only a new process can use the device.
     """
     try:
         lab.synchronize()
-    except Exception:  # noqa: BLE001  it was asked only whether it answers
+    except Exception:  # noqa: BLE001  any failure means that the device is broken
         return True
     return False
 
@@ -1183,7 +1196,9 @@ def publish(lab: Lab, out: Path) -> str:
 
 
 def study(options: Options) -> list[Table]:
-    """Return the tables of a run on this machine's GPU; at quick effort of a tiny run on its CPU."""
+    """Measure on this machine's GPU, or a tiny run on its CPU at quick effort, and return the
+    tables.
+    """
     tiny = options.effort == "quick"
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or Path(folder)
@@ -1193,14 +1208,14 @@ def study(options: Options) -> list[Table]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure what is missing, and print the page."""
+    """Measure the missing cells, and print the page."""
     asked = _parse(arguments)
     asked.out.mkdir(parents=True, exist_ok=True)
     until = asked.until or time.time() + 60 * asked.minutes
     sizes = TINY if asked.tiny else Sizes()
     kind = f"{asked.device}{'-tiny' if asked.tiny else ''}"
     lab = Lab(asked.device, sizes, Parts(asked.out / f"gpu-{kind}.jsonl"), until)
-    if lab.is_cuda:  # a kernel that never ends cannot be waited for
+    if lab.is_cuda:  # a kernel that never ends can only be stopped by ending the process
         faulthandler.dump_traceback_later(lab.left + 90, exit=True)
     work = jobs(sizes)
     broken, left = run(lab, work, asked.skip, partial(publish, lab, asked.out))
@@ -1220,7 +1235,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     print(publish(lab, asked.out))
     failed = [name for name in work if lab.parts.get(f"trouble | {name}")]
-    remarks = [f"out of time for: {', '.join(left)}; the same command goes on"] if left else []
+    remarks = [f"out of time for: {', '.join(left)}; the same command continues"] if left else []
     remarks += (
         [f"failed: {', '.join(failed)}; the same command tries these again"] if failed else []
     )
@@ -1232,14 +1247,19 @@ def main(arguments: list[str] | None = None) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench gpu", description=__doc__)
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="begin nothing that would take longer"
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="time limit; begin no measurement that would end later",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, help="the folder of finished cells, gpu.json and gpu.md"
+        "--out", type=Path, required=True, help="folder for finished cells, gpu.json and gpu.md"
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument(
-        "--tiny", action="store_true", help="small models and few requests: whether the code runs"
+        "--tiny",
+        action="store_true",
+        help="use small models and few requests, to check that the code runs",
     )
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--skip", action="append", default=[], help=argparse.SUPPRESS)
@@ -1249,7 +1269,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
         if not torch.cuda.is_available():
             parser.error(
-                "this torch sees no CUDA device; --device cpu --tiny tries the code without one"
+                "torch finds no CUDA device; --device cpu --tiny runs the code without one"
             )
     return asked
 

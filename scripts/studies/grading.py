@@ -34,7 +34,8 @@ from atts.evaluators.verdict import Undecided
 from scripts.studies.harness import Options, Row, Table, rows_of, say
 from tests.evaluators.mutants import BUILT_IN, mutants
 
-_PATIENCE = 10.0  # seconds for one pair; a timer of processor time would make its clock coarse
+# seconds of wall time for one pair; a timer of processor time would coarsen `process_time`
+_PATIENCE = 10.0
 _BLIND = Path(__file__).resolve().parents[2] / "tests" / "evaluators" / "blind_pairs.jsonl"
 T = TypeVar("T")
 Check = Callable[[str, str], bool]
@@ -42,7 +43,7 @@ Check = Callable[[str, str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A reference, an answer, and whether a careful reader calls them equal."""
+    """A reference, an answer, and whether a careful reader considers the two equal."""
 
     gold: str
     answer: str
@@ -52,7 +53,7 @@ class Pair:
 def study(options: Options) -> list[Table]:
     """Return the tables.
 
-    Other checkers are included if they are installed, sets if they are at hand.
+    Other checkers are included if they are installed, and sets of pairs if their files exist.
     """
     core = [
         row
@@ -82,7 +83,8 @@ def study(options: Options) -> list[Table]:
     tables.append(sympy_questions({name: pairs for name, pairs in sets.items() if pairs}))
     everything = [pair for pairs in sets.values() for pair in pairs]
     tables.append(rules_off(_some(everything, options.pick(60, 10_000, 10_000))))
-    hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
+    # answers that try to hang, crash or fool a checker
+    hostile = rows_of("equivalence/adversarial.jsonl")
     attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]
     tables.append(hostile_answers(_some(attacks, options.pick(60, 460, 460))))
     return [*tables, grouping(options.pick(2_000, 100_000, 100_000))]
@@ -104,7 +106,7 @@ def _math_verify() -> Check:
 
 
 def _simplified(parse: Callable[[str], Any]) -> Check:
-    """Return whether the difference of both trees simplifies to 0."""
+    """Return a check of whether the difference of both expressions simplifies to 0."""
     sympy: Any = importlib.import_module("sympy")
     return lambda gold, answer: bool(sympy.simplify(parse(gold) - parse(answer)) == 0)
 
@@ -114,22 +116,24 @@ def _latex2sympy() -> Check:
 
 
 def _sympy() -> Check:
-    # sympy needs this parser, and says so only when it is called
+    # sympy needs this parser, but reports a missing parser only when the function is called.
     importlib.import_module("lark")
     latex = importlib.import_module("sympy.parsing.latex")
     return _simplified(partial(latex.parse_latex, backend="lark"))
 
 
 def _minerva() -> Check:
-    """Return the rules of lm-eval's Minerva task: texts normalized, then sympy on the difference."""
+    """Return the check of lm-eval's Minerva task: it normalises both texts, then simplifies their
+    difference.
+    """
     with contextlib.suppress(ImportError):
         importlib.import_module("datasets")
-    # named in its annotations alone
+    # lm-eval uses `datasets` only in type annotations here, so an empty stand-in is enough.
     sys.modules.setdefault("datasets", SimpleNamespace(Dataset=None))  # type: ignore[arg-type]
     package = importlib.util.find_spec("lm_eval")
     if package is None or package.origin is None:
         raise ImportError("lm_eval")
-    # the file alone: the package imports every metric of its tasks
+    # Load this file alone, because importing the package also imports every metric of its tasks.
     path = Path(package.origin).parent / "tasks" / "minerva_math" / "utils.py"
     spec = importlib.util.spec_from_file_location("minerva_rules", path)
     assert spec is not None
@@ -161,7 +165,7 @@ _CHECKERS: dict[str, Callable[[], Check]] = {
 
 @dataclass(slots=True)
 class Score:
-    """The results of one checker, left with its own defaults, on one set."""
+    """The results of one checker on one set, with the checker's default settings."""
 
     check: Check
     seconds: list[float] = field(default_factory=list[float])
@@ -170,7 +174,7 @@ class Score:
     failed: int = 0
 
     def judge(self, pair: Pair) -> None:
-        """Judge one more pair."""
+        """Check one more pair."""
         start = time.process_time()
         signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
         try:
@@ -190,13 +194,13 @@ class Score:
 
 
 def _give_up(number: int, frame: object) -> None:
-    """End a check that takes too long: some simplify a binomial of thousands for hours."""
+    """Stop a check that takes too long: some checkers simplify large binomials for hours."""
     raise TimeoutError(f"more than {_PATIENCE} s")
 
 
 def beside(name: str, pairs: Sequence[Pair]) -> Table:
-    """Run every checker at hand on every pair, turn by turn, so that a busy machine is busy for
-    all.
+    """Run every installed checker on every pair, in turn, so that background load slows all
+    equally.
     """
     scores = dict[str, Score]()
     for checker, make in _CHECKERS.items():
@@ -233,13 +237,15 @@ def _in_new_process(work: Callable[..., T], *given: object) -> T:
 
 
 def hostile_answers(pairs: Sequence[Pair]) -> Table:
-    """Run our checker alone on hostile answers; report its slowest pair, false equals and peak memory."""
+    """Run the checker of atts on hostile answers; report its slowest pair, false equals and peak
+    memory.
+    """
     names = "equal | different | unscored | false equal | slowest wall s | CPU s | peak MB"
     return Table.of(f"Hostile answers: {len(pairs)}", names, [_in_new_process(_attacked, pairs)])
 
 
 def _attacked(pairs: Sequence[Pair]) -> Row:
-    """Return verdicts, times and memory of all these pairs."""
+    """Return the verdicts, times and memory of hostile pairs."""
     seconds = [0.0]
     busy = [0.0]
     false_equal = 0
@@ -256,7 +262,10 @@ def _attacked(pairs: Sequence[Pair]) -> Row:
 
 
 def grouping(count: int) -> Table:
-    """Group many answers, each set in a new process: sets of distinct answers, and few values in many spellings."""
+    """Group many answers, each set in a new process.
+
+    Some sets have distinct answers, others have few values in many spellings.
+    """
     rows: list[Row] = []
     for name in (*_DISTINCT, "mixed", "100 values"):
         say(f"grouping: {name}")
@@ -276,7 +285,7 @@ _SPELLINGS = (
 
 
 def _grouped(name: str, count: int) -> Row:
-    """Return classes, time and peak memory of one grouping."""
+    """Return the number of classes, the times and the peak memory of one grouping."""
     values = 100 if name == "100 values" else count
     styles = (_DISTINCT[name],) if name in _DISTINCT else _SPELLINGS
     numbers = [divmod(index, values)[::-1] for index in range(count)]
@@ -292,9 +301,10 @@ def _grouped(name: str, count: int) -> Row:
 
 
 def _peak_memory_mb() -> float | None:
-    """Return the peak memory of this process.
+    """Return the peak memory of this process in MB.
 
-    The system's own count begins with the parent's memory.
+    `getrusage` is not used, because its peak includes the parent's memory before the process
+    started.
     """
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
@@ -303,11 +313,11 @@ def _peak_memory_mb() -> float | None:
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "grading_policies.md"
 _MARK = "a test compares it where the pairs are at hand.\n"
-"""What comes before this in the page, and the mark, is written by hand."""
+"""Last line of the page's text that is written by hand; the rest is generated."""
 
 
 def document() -> str | None:
-    """Return the page, or None if the pairs are not at hand."""
+    """Return the page, or None if the pairs are not available."""
     rows = [row for row in rows_of("equivalence/cases.jsonl") if row["tag"] != "core"]
     if not rows:
         return None
@@ -356,14 +366,15 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    """Write the document, or say what is missing."""
+    """Write the page, or exit with a message if the shared data are missing."""
     text = document()
     if text is None:
-        raise SystemExit("no shared data: set ATTS_SHARED_DATA to its folder")
+        raise SystemExit("shared data not found: set ATTS_SHARED_DATA to their folder")
     TARGET.write_text(text, encoding="utf-8")
 
 
-Switch = tuple[Any, str, Any]  # a module, class or table, a name in it, and what it becomes
+# a module, class or table, the name to replace in it, and the replacement
+Switch = tuple[Any, str, Any]
 
 
 def _undecided(*_: object) -> Any:
@@ -379,7 +390,7 @@ def _nothing(*_: object) -> None:
 
 
 def _function_switches(*names: str) -> list[Switch]:
-    """Return switches that make our checker treat these functions as undecided."""
+    """Return switches that make the checker of atts treat these functions as undecided."""
     tables = (evaluation.FUNCTIONS, evaluation.EXACT)
     return [
         (table, name, _undecided_function(table))
@@ -419,12 +430,12 @@ RULES: dict[str, list[Switch]] = {
     "classes such as 8k+3": [(views, "progression", _nothing)],
     "dots written out": [(views, "with_terms", _first)],
 }
-"""Rules of our own whose work sympy might do, and what switches each off."""
+"""Rules of atts that sympy might replace, with the switches that disable each rule."""
 
 
 @contextmanager
 def switched_off(switches: Sequence[Switch]) -> Generator[None]:
-    """Replace each name for a while."""
+    """Replace each name inside the `with` block."""
     with ExitStack() as undo:
         for owner, name, new in switches:
             if isinstance(owner, dict):
@@ -437,7 +448,10 @@ def switched_off(switches: Sequence[Switch]) -> Generator[None]:
 
 
 def rules_off(pairs: Sequence[Pair]) -> Table:
-    """Compare every pair with each rule switched off in turn; sympy is asked what that leaves."""
+    """Compare every pair with each rule switched off in turn.
+
+    Pairs that no remaining rule decides are passed to sympy.
+    """
     before = [equivalent(pair.gold, pair.answer).status for pair in pairs]
     rows = list[Row]()
     for name, switches in RULES.items():
@@ -464,10 +478,10 @@ def rules_off(pairs: Sequence[Pair]) -> Table:
 
 def sympy_questions(sets: dict[str, list[Pair]]) -> Table:
     """Count the pairs that need sympy, and measure their time without the start of its worker."""
-    equivalent(r"\sum_{k=1}^{n}k", r"\frac{n(n+1)}{2}")  # starts the worker
+    equivalent(r"\sum_{k=1}^{n}k", r"\frac{n(n+1)}{2}")  # starts sympy's worker
     rows = list[Row]()
     for name, pairs in sets.items():
-        WORKER.answers.clear()  # the cache has the answers to the comparisons above
+        WORKER.answers.clear()  # the cache has answers of earlier comparisons
         seconds = list[float]()
         decided = 0
         for pair in pairs:

@@ -1,6 +1,4 @@
-"""Evaluates a pair on a mathematics benchmark as the paper does: `atts eval --pair` three times,
-one table.
-"""
+"""Evaluate a pair on a mathematics benchmark as the paper does: several methods, one table."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ _PUBLISHED_PAIRS = (
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A run of the table."""
+    """A method of the table, with its settings."""
 
     name: str
     what: str
@@ -77,20 +75,22 @@ class Arm:
 
     @property
     def needs_scores(self) -> bool:
-        """Return whether the arm is a preset of the paper, which is calibrated before it runs."""
+        """Return whether the arm is one of the paper's presets, which are calibrated before a run."""
         return bool(preset(self.method).departures)
 
 
 ARMS: tuple[Arm, ...] = (
     Arm("target", "the target alone", "target-only"),
-    Arm("marginal", "one pool of scores over all questions: the paper's Mar", "paper-marginal"),
-    Arm("conditional", "the scores of the question: the paper's Con", "paper-conditional"),
+    Arm("marginal", "one pool of scores over all questions (in the paper: Mar)", "paper-marginal"),
+    Arm(
+        "conditional", "a pool of scores for each question (in the paper: Con)", "paper-conditional"
+    ),
     Arm(
         "atts",
-        "the rate held over the run, rejected chunks replaced: this project's default",
+        "the default of atts: rate over the whole run, escalated chunks replaced",
         mode="aci",
     ),
-    Arm("turns", "the same with a level per question and turn"),
+    Arm("turns", "as atts, but with a threshold for each question and turn"),
     Arm("draft", "the draft alone", "draft-only"),
 )
 _DEFAULT_ARMS = ("target", "marginal", "conditional")
@@ -99,9 +99,7 @@ _CALIBRATION_SEED = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The task: the problems, how tokens are spent on them, which runs, how often, and where they
-    are kept.
-    """
+    """The work of one command: problems, pair, settings, arms, number of repeats, and folder."""
 
     dataset: Dataset
     pair: Pair
@@ -117,16 +115,16 @@ class Job:
 
     @property
     def published(self) -> PublishedRow | None:
-        """Return the authors' own row for this benchmark, if it is known."""
+        """Return the result that the paper's authors published for this benchmark, or None."""
         return self.pair.published.get(self.dataset.name.split("[")[0])
 
 
 class Interrupted(Exception):
-    """A run that did not come to its end; with --out the same command continues."""
+    """A run that ended early; with --out the same command continues the run."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Parse, run what is missing, print the table; the exit code."""
+    """Run the missing evaluations, print the table, and return the exit code."""
     asked = _parse(words)
     try:
         job = _job(asked)
@@ -136,9 +134,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_code
     except Interrupted as ended:
         goes_on = (
-            "; the same command goes on from here"
+            "; the same command continues from here"
             if asked.out
-            else "; with --out DIR it could go on"
+            else "; a run with --out DIR can be continued"
         )
         print(f"math: {ended}{goes_on}", file=sys.stderr)
         return INTERRUPTED
@@ -147,7 +145,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 async def measure(job: Job) -> dict[str, Measured]:
-    """Run every arm as often as asked, arms in turn, on engines that are opened once.
+    """Run every arm `repeats` times, arms in turn, on engines that are opened once.
 
     :raises Interrupted: a run was asked to end.
     :raises EngineError: an engine cannot be opened or is lost.
@@ -181,9 +179,10 @@ async def _run(job: Job, arm: Arm, repeat: int, draft: Engine, target: Engine) -
 async def _first_scores(
     job: Job, base: Setup, repeat: int, draft: Engine, target: Engine
 ) -> StoredScores:
-    """Return scores of first chunks of the test questions, as the published code calibrates.
+    """Return scores of first chunks of the test questions, for calibration as in the published
+    code.
 
-    Nothing escalates in this pass; its draws are not those of any arm.
+    Nothing escalates in this pass. Its random numbers differ from those of all arms.
     """
     policy = replace(base.policy, turns=1, score=ScoreRule("mean"), early_stop="none")
     setup = replace(base, rate=0.0, policy=policy, seed=base.seed + repeat + _CALIBRATION_SEED)
@@ -193,7 +192,7 @@ async def _first_scores(
     if result.status != "finished":
         raise Interrupted(f"calibration: {result.status}, {result.why}")
     scores = scores_of(result)
-    # the arms score the same kind of chunk, so only the number of turns differs
+    # The arms score the same kind of chunk, so only the number of turns differs.
     return replace(scores, fingerprint={})
 
 
@@ -207,7 +206,7 @@ def _shares_correct(problems: Sequence[Samples]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The runs of one arm, a seed each, on the same problems."""
+    """The runs of one arm on the same problems, each with another seed."""
 
     runs: tuple[RunResult, ...]
 
@@ -232,14 +231,15 @@ class Measured:
 
     @property
     def size(self) -> int:
-        """Return the samples per problem in one run."""
+        """Return the number of samples per problem in one run."""
         return max((len(line.samples) for run in self.runs for line in run.problems), default=1)
 
     @cached_property
     def accuracies(self) -> Mapping[str, Estimate]:
-        """Return the accuracies of "any" sample of a run, of its "vote" and of "one".
+        """Return three accuracies: "any" sample of a run correct, its "vote" correct, and "one"
+        single sample correct.
 
-        With one sample per problem they are equal.
+        With one sample per problem the three are equal.
         """
         found = score(self.graded, ks=(self.size,)).estimates
         names = {"any": f"pass@{self.size}", "vote": f"maj@{self.size}", "one": "pass@1"}
@@ -252,23 +252,21 @@ class Measured:
 
     @property
     def usage(self) -> Usage:
-        """Return the tokens of all runs."""
+        """Return the tokens of all runs together."""
         return sum((run.usage for run in self.runs), Usage())
 
     @property
     def failed(self) -> int:
-        """Count the problems that failed; they are in no rate."""
+        """Count the failed problems, which no rate includes."""
         return sum(line.status == "failed" for run in self.runs for line in run.problems)
 
     def speed_ups(self, alone: Measured | None) -> list[float]:
-        """Return the target's seconds over this arm's, run by run."""
+        """Return the target's seconds divided by this arm's seconds, for each run."""
         pairs = zip(alone.runs, self.runs, strict=True) if alone else ()
         return [theirs.seconds / mine.seconds for theirs, mine in pairs]
 
     def minus(self, alone: Measured | None) -> str:
-        """Return how much more often single samples are correct than the target's alone, paired by
-        problem, in points.
-        """
+        """Return the accuracy of single samples minus the target's, in points, paired by problem."""
         if alone is None or alone is self:
             return "-"
         mine = _shares_correct(self.graded)
@@ -280,7 +278,7 @@ class Measured:
         return points(compared.difference, 1)
 
     def as_json(self, alone: Measured | None) -> dict[str, Any]:
-        """Return everything as one strict JSON object."""
+        """Return all results as one strict JSON object."""
         return {
             **{metric: found.as_json() for metric, found in self.accuracies.items()},
             "rate": self.rate.as_json(),
@@ -292,7 +290,7 @@ class Measured:
 
 
 def tables(job: Job, arms: Mapping[str, Measured]) -> list[Table]:
-    """Return the paper's layout if its three runs are there, then every run by itself."""
+    """Return a table in the paper's layout if its three arms were run, then a table of every run."""
     return [*([_paper(job, arms)] if set(_DEFAULT_ARMS) <= arms.keys() else []), _runs(job, arms)]
 
 
@@ -443,46 +441,49 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         "dataset",
         nargs="?",
         default="math100",
-        help="math500, math100, aime24, aime25, amc23, a file; with a slice",
+        help="benchmark: math500, math100, aime24, aime25, amc23, or a file; may end in a slice such as [:10]",
     )
-    add("--pair", default="r1-1.5b/r1-70b", help="`atts pairs` lists them")
+    add("--pair", default="r1-1.5b/r1-70b", help="name of the pair; `atts pairs` lists all pairs")
     add(
         "--backend",
-        help="vllm (servers on this machine: target :8000, draft :8001), sglang, or local",
+        help="kind of engines: vllm (servers on this machine: target :8000, draft :8001), sglang, or local",
     )
     add(
         "--draft",
-        help="the draft's engine in words, such as vllm:http://host:8001/MODEL; overrules --backend",
+        help="the draft's engine, such as vllm:http://host:8001/MODEL; overrides --backend",
     )
-    add("--target", help="the same for the target")
-    add("--file", help="read the benchmark from this file, not from the hub")
+    add(
+        "--target",
+        help="the target's engine, such as vllm:http://host:8000/MODEL; overrides --backend",
+    )
+    add("--file", help="read the benchmark from this file instead of the hub")
     whole = partial(add, type=_positive)
-    whole("--limit", help="only the first problems")
-    whole("--samples", help="rollouts a problem: 16")
-    whole("--turns", help="turns a rollout: 15")
-    whole("--chunk", help="tokens a piece: 500")
-    whole("--max-tokens", help="tokens a rollout: 15,000")
-    add("--rate", type=float, help="share of chunks the target takes over: 0.4")
+    whole("--limit", help="use only the first LIMIT problems")
+    whole("--samples", help="rollouts per problem; default 16")
+    whole("--turns", help="turns per rollout; default 15")
+    whole("--chunk", help="largest number of tokens per chunk; default 500")
+    whole("--max-tokens", help="largest number of tokens per rollout; default 15,000")
+    add("--rate", type=float, help="share of chunks that escalate to the target; default 0.4")
     add(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any other key of `atts config show`",
+        help="set any other configuration key; `atts config show` lists the keys",
     )
     add(
         "--arms",
         default=",".join(_DEFAULT_ARMS),
-        help=f"which runs, of {','.join(arm.name for arm in ARMS)}",
+        help=f"methods to run, from {','.join(arm.name for arm in ARMS)}",
     )
     whole(
         "--repeats",
         default=1,
-        help="how often, each time with the next seed; times then have a spread",
+        help="runs per method, each with the next seed; several runs give a range of times",
     )
     add("--seed", type=int, default=0)
-    add("--out", type=Path, help="keep the runs here; the same command goes on where it was")
-    add("--json", action="store_true", help="one JSON object instead of tables")
+    add("--out", type=Path, help="folder for the runs; the same command resumes an interrupted run")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_args(words)
 
 

@@ -1,7 +1,8 @@
-"""Measure the embedded pair: accuracy by level, voting, recovery from errors, and scores as evidence.
+"""Measure the embedded pair: accuracy by level, voting, recovery from errors, and scores as
+evidence.
 
-The last part makes the round trip from a run to its training data and back: does a distilled draft
-escalate less?
+The last part exports the training data of a run, trains the draft on them, and measures whether the
+trained draft escalates less.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def recovery(
 
 
 def planted_starts(tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:
-    """Return each exercise correct up to a random step and wrong in it, as in training."""
+    """Return each exercise with a solution that is correct up to a random step and wrong in that
+    step, as in training.
+    """
     random = Random(seed)
     starts: list[tuple[Exercise, str]] = []
     for item in tests:
@@ -71,7 +74,7 @@ def planted_starts(tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise,
 
 
 def drafted_starts(draft: Path, tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:
-    """Return the draft's own solutions up to its first wrong chunk, if it makes one."""
+    """Return the draft's own solutions up to the first wrong chunk, if there is one."""
     texts = generate(draft, [prompt(item.text) for item in tests], temperature=0.7, seed=seed)
     starts: list[tuple[Exercise, str]] = []
     for item, text in zip(tests, texts, strict=True):
@@ -86,7 +89,9 @@ TEMPERATURE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Solutions of one model: for each exercise, its texts, whose last boxed integer is the answer."""
+    """Solutions that one model wrote for each exercise; the last boxed integer of a text is its
+    answer.
+    """
 
     tests: Sequence[Exercise]
     texts: Sequence[Sequence[str]]
@@ -97,7 +102,7 @@ class Sampled:
         return [[answer(text) for text in texts] for texts in self.texts]
 
     def marks(self, level: int | None = None) -> list[list[bool]]:
-        """Return which answers are correct, of one level or of all."""
+        """Return whether each answer is correct, for one level or for all."""
         pairs = zip(self.tests, self.answers, strict=True)
         return [
             [given == one.answer for given in answers]
@@ -107,7 +112,7 @@ class Sampled:
 
 
 def study(options: Options) -> list[Table]:
-    """Return the tables of docs/models.md except the training record."""
+    """Return the tables of docs/models.md, except the record of the training."""
     torch.set_num_threads(1)
     count = options.pick(50, 200, 1000)
     samples = options.pick(2, 2, 8)
@@ -193,8 +198,8 @@ def _recovery(tests: Sequence[Exercise], seed: int) -> Table:
 
 @torch.inference_mode()
 def _evidence(target: Llama, encoder: Encoder, drafts: Sampled, limit: int) -> Table:
-    """Measure how well the target's mean log-probability separates the draft's first wrong chunks
-    from the correct ones before.
+    """Measure how well the target's mean log-probability separates correct chunks of the draft from
+    the first wrong chunk.
     """
     right = list[float]()
     wrong = list[float]()
@@ -231,7 +236,9 @@ def _scores(target: Llama, encoder: Encoder, one: Exercise, chunks: Sequence[str
 
 @torch.inference_mode()
 def _exits(target: Llama, encoder: Encoder, tests: Sequence[Exercise]) -> Table:
-    """Measure how often each layer, read by the output matrix, names the last layer's best token."""
+    """Measure how often each layer's state, read by the output matrix, has the same best token as
+    the last layer.
+    """
     agree = [0] * target.config.num_layers
     tokens = 0
     for one in tests:
@@ -298,8 +305,8 @@ def main() -> None:
 
 
 def compact(found: StoredScores) -> StoredScores:
-    """Return scores with short names, five digits, and only the conditions that the package itself
-    settles.
+    """Return a compact copy: short names, scores of five digits, and only conditions that the
+    package determines.
     """
     names = {name: f"{number}" for number, name in enumerate(dict.fromkeys(found.questions))}
     conditions = {
@@ -316,13 +323,16 @@ def compact(found: StoredScores) -> StoredScores:
 
 
 DISTILLED_DRAFTS = (("disturbed", 0.08), ("as shipped", 0.0))
-"""Each draft with the noise on its weights, as a share of each matrix' spread."""
+"""Each draft with the noise added to its weights, as a share of each matrix's standard deviation.
+"""
 ROUND_TRIP = "The round trip: export, train the draft, run again"
 _SCALES = {"KL": 1.0, "escalated": 100.0, "correct": 100.0}
 
 
 def study_distillation(options: Options) -> list[Table]:
-    """Make the round trip with each draft and seed, on problems that were not trained on."""
+    """Train each draft with each seed on a run's export, and measure it on problems outside the
+    training data.
+    """
     from examples.distil import by_measure, interval, round_trip
 
     count = options.pick(16, 60, 120)

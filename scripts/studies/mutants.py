@@ -1,4 +1,4 @@
-"""Plant faults in a copy of the source, one at a time, and see which of them the tests notice."""
+"""Plant faults in a copy of the source, one at a time, and report which faults the tests notice."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _COPIED = (
     *("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "constraints.txt"),
 )
 Verdict = Literal["caught", "survived", "hung", "broken"]
-"""caught: a test failed. survived: all passed. hung: they did not end in time. broken: they could not
-be run, or the tests fail without the fault too.
+"""Results of the tests on a fault.
+
+caught: a test failed. survived: all tests passed. hung: the tests did not end in time. broken: the
+tests could not run, or fail without the fault too.
 """
 
 
@@ -39,7 +41,7 @@ class Trial:
 
 
 def copy_tree(folder: Path) -> Path:
-    """Copy what the tests need; the checkout itself is never changed."""
+    """Copy everything that the tests need, so that the checkout itself is never changed."""
     tree = folder / "atts"
     tree.mkdir()
     for name in _COPIED:
@@ -53,7 +55,7 @@ def copy_tree(folder: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: str, seconds: float = SECONDS) -> tuple[Verdict, str]:
-    """Run test files in the tree until the first one fails."""
+    """Run test files in the tree until the first test fails."""
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow"),
         *("-p", "no:cacheprovider"),
@@ -90,9 +92,9 @@ def run_tests(tree: Path, tests: str, seconds: float = SECONDS) -> tuple[Verdict
 
 
 def plant(tree: Path, mutant: Mutant) -> str:
-    """Put the fault into its file, and return the text that was there.
+    """Put the fault into its file, and return the original text.
 
-    :raises ValueError: the line does not stand in it exactly once.
+    :raises ValueError: the file does not contain the fault's line exactly once.
     """
     path = tree / mutant.file
     text = path.read_text(encoding="utf-8")
@@ -103,7 +105,7 @@ def plant(tree: Path, mutant: Mutant) -> str:
 
 
 def try_mutant(tree: Path, mutant: Mutant, seconds: float = SECONDS) -> Trial:
-    """Plant a fault, run its tests, and take it out again."""
+    """Plant a fault, run its tests, and remove the fault."""
     start = time.monotonic()
     before = plant(tree, mutant)
     try:
@@ -114,16 +116,16 @@ def try_mutant(tree: Path, mutant: Mutant, seconds: float = SECONDS) -> Trial:
 
 
 def wrongly_failing(tree: Path, mutants: Sequence[Mutant]) -> list[str]:
-    """Return the tests of the mutants that fail without any fault: they would catch everything."""
+    """Return the tests that fail without any fault, because such tests would catch every fault."""
     files = sorted({name for mutant in mutants for name in mutant.tests.split()})
     verdict, words = run_tests(tree, " ".join(files), 3600.0)
     return [] if verdict == "survived" else [words]
 
 
 def main() -> None:
-    """Try the faults and print a line for each, then how many were caught.
+    """Try the faults, print a line for each, and then the number of caught faults.
 
-    :raises SystemExit: with 1 if one hung, could not be tried, or survived without an accepted reason.
+    :raises SystemExit: with 1 if a fault hung, broke, or survived without an accepted reason.
     """
     parser = argparse.ArgumentParser(prog="scripts/test mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="faults whose name contains one of these words")

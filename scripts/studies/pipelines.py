@@ -1,7 +1,9 @@
-"""Compare every method with the target alone on the embedded pair: accuracy, tokens, time and transcripts.
+"""Compare every method with the target alone on the embedded pair: accuracy, tokens, time and
+transcripts.
 
-The second part is `scripts/demo`, which runs every method in about a minute. The last part maps where
-each method pays on real clocks, by the cost of the target and the number of rollouts.
+The second part is `scripts/demo`, which runs every method in about a minute. The last part is the
+study `speed`. It finds the fastest method on real clocks for each cost of the target and each
+number of rollouts.
 """
 
 from __future__ import annotations
@@ -86,27 +88,26 @@ from scripts.studies.local import noisy, padded_folder
 EXACT_SAMPLES = 8
 BLOCK = 20
 NEAR = 1e-4
-"""A draw at most this far from the border between two tokens may fall on either side by rounding.
+"""Largest distance from the border between two tokens at which rounding may change the drawn token.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """The first position at which two rollouts differ, with the distance of its draw from the
-    border between the two tokens.
-    """
+    """The first position at which two rollouts of one seed differ."""
 
     problem: str
     sample: int
     place: int
-    # distance of the uniform number from the border; inf if the two tokens share no border
+    # distance of the uniform number from the border between both tokens; inf if they share no
+    # border
     margin: float
 
 
 async def same_transcripts(options: Options) -> list[Table]:
-    """Compare both methods with the same seed on the same problems.
+    """Compare the methods `exact` and `target-only` with the same seed on the same problems.
 
-    Each has its own engines, so that no cache is shared.
+    Each method has its own engines, so the two share no cache.
     """
     count = options.pick(4, 100, 500)
     parts = Parts(
@@ -134,7 +135,7 @@ async def _run(method: Arm, problems: Sequence[Problem], pair: Pair, seed: int) 
 
 
 def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """Compare one block and return its counts."""
+    """Compare the outcomes of one block, and return the counts."""
     pairs = [
         pair
         for a, b in zip(exact, alone, strict=True)
@@ -155,7 +156,7 @@ def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> 
 
 
 def _written(line: Rollout) -> tuple[object, ...]:
-    """Return the tokens of a rollout and how it ended."""
+    """Return the tokens, the end and the answer of a rollout."""
     return line.ids("target"), line.finish, line.answer
 
 
@@ -174,7 +175,7 @@ def _margin(line: Rollout, place: int, tokens: set[int], seed: int) -> float:
     ends = [
         *accumulate((_length(turn) for turn in line.turns), initial=len(line.prompt.target_ids))
     ]
-    # the end token is also a draw of the last turn
+    # the end token is drawn in the last turn
     at = min(bisect_right(ends, place), len(line.turns)) - 1
     draw = Seed(seed, line.problem, line.sample, line.turns[at].index, "target")
     uniform = float(uniforms(draw, place - ends[at] + 1)[-1])
@@ -195,7 +196,7 @@ def _length(turn: Turn) -> int:
 
 @cache
 def _reference() -> Any:
-    """Load the target in transformers when the first difference needs it."""
+    """Load the target in transformers, once, when the first difference needs it."""
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
@@ -250,7 +251,7 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
 TIMED_SAMPLES = 8
 TIMED_ROUNDS = 5
 Rates = Mapping[Literal["draft", "scored", "target"], float]
-"""Seconds per token."""
+"""Seconds per token of each kind."""
 
 
 async def timed(options: Options) -> list[Table]:
@@ -321,7 +322,7 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
 
 
 def _can_round() -> bool:
-    """Return whether this processor has products of pairs of bfloat16 numbers."""
+    """Return whether this processor can multiply pairs of bfloat16 numbers."""
     library = native_library("target", read_model_config(path("target"), "target"))[0]
     return bool(library.atts_has_pairs())
 
@@ -336,8 +337,8 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
     bound = sum(parts)
     spread = one.speed_up(base)
     used = alone.speed_up(one, "processor")
-    assert spread, "they ran side by side"
-    assert used, "so did these"
+    assert spread, "both arms ran the same blocks"
+    assert used, "all arms ran the same blocks"
     return (
         name,
         interval(one.estimate(right)),
@@ -352,7 +353,7 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
 
 
 class Rescoring:
-    """Seconds and tokens of scoring alone, for texts that the target has not seen before."""
+    """A measurement of scoring alone, in seconds and tokens, on texts that the target has not seen."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = 0.0
@@ -362,7 +363,7 @@ class Rescoring:
     async def rescore(
         self, name: str, outcomes: Sequence[Outcome], *, schedule: Schedule, target: Engine
     ) -> None:
-        """Score the rollouts of draft-only runs chunk by chunk, as the policy would."""
+        """Score the rollouts of draft-only runs chunk by chunk, as method `atts` would."""
         if name != "draft-only":
             return
         began = self._now()
@@ -385,8 +386,8 @@ class Rescoring:
 
 
 CLAIMED = {"target-only": RATE, "atts": 0.19}
-"""Rates of the compared policies. Below a rate of 0.2 the target writes less than a fifth of its
-own tokens.
+"""Nominal rates of the compared methods. At a rate below 0.2 the target writes less than a fifth of
+the tokens that it writes alone.
 """
 ON_AXES = ("draft-only", "target-only", "atts")
 SEQUENTIAL = 4
@@ -394,14 +395,17 @@ SEQUENTIAL = 4
 EPSILON = 0.05
 NET = 0.02
 DELTA = 0.1
-"""Two runs of the target alone also differ in a few answers, and no smaller bound can be certified.
+"""Confidence parameter of the certificates: 0.1 gives 90 % confidence.
+
+Two runs of the target alone also differ in a few answers, so bounds below EPSILON and NET cannot be
+certified.
 """
 
 
 async def study(options: Options) -> list[Table]:
-    """Return the tables of all parts, one part after the other.
+    """Run all pipelines-... studies, one after the other, and return their tables.
 
-    With --full and an output folder each part continues where an earlier run was killed.
+    With --full and an output folder, each study resumes where an earlier run was killed.
     """
     tables = list[Table]()
     for part in (claim, rates, every_method, axes, timed, same_transcripts, certified):
@@ -411,18 +415,18 @@ async def study(options: Options) -> list[Table]:
 
 
 def _ledger(options: Options, name: str) -> Ledger:
-    """Return the ledger of the current embedded pair; each pair has a separate file."""
+    """Return the ledger of the current embedded pair, which has its own file."""
     return Ledger(options.file(f"pipelines-{name}-{options.effort}-{pair_name()}.jsonl"))
 
 
 async def claim(options: Options) -> list[Table]:
-    """Compare the policy with the target alone, on enough problems for a claim.
+    """Compare the default policy with the target alone, on enough problems for a narrow interval.
 
-    Every rollout runs to its end: an early stop changes no vote, and without it pass@1 is that of
-    all rollouts.
+    Every rollout runs to its end, so pass@1 covers all rollouts. An early stop would change no
+    vote.
     """
     ledger = _ledger(options, "claim")
-    # one seed already answers the question; more seeds narrow its interval
+    # One seed already answers the question; more seeds narrow the interval.
     seeds = options.pick((0,), (0,), (0, 1, 2))
     grid = Grid(options.pick(20, 160, 2000), seeds, 250, options.pick(20, 40, 50))
     async with Pair() as pair:
@@ -436,7 +440,7 @@ async def claim(options: Options) -> list[Table]:
 
 
 def claimed(ledger: Ledger) -> list[Table]:
-    """Return the tables of all pieces in the ledger."""
+    """Return a table and a verdict for each number of samples in the ledger."""
     tables: list[Table] = []
     for samples in sorted({samples for _, samples, _, _ in ledger.pieces}):
         title = "The claim" if not tables else f"The claim at {samples} samples"
@@ -463,8 +467,8 @@ def _headline(ledger: Ledger, m: int) -> str:
 
 
 async def rates(options: Options) -> list[Table]:
-    """Measure the realised rate of three gates that control it per run, per question, or per
-    question and turn.
+    """Measure the realised rates of three gates, which control the rate per run, per question, or
+    per question and turn.
     """
     grid = Grid(options.pick(20, 100, 1000), (0,), 1000, options.pick(20, 50, 50))
     ledger = _ledger(options, "rates")
@@ -486,14 +490,15 @@ async def rates(options: Options) -> list[Table]:
 
 
 async def every_method(options: Options) -> list[Table]:
-    """Compare every baseline, with the settings that its authors use."""
+    """Compare every baseline with the target alone, with the settings of the baseline's authors."""
     grid = Grid(
         options.pick(8, 60, 500), options.pick((0,), (0,), (0, 1, 2)), 500, options.pick(8, 20, 50)
     )
     ledger = _ledger(options, "methods")
     async with Pair() as pair:
-        # The published rule needs first-chunk scores of calibration problems before a run. Its
-        # variant by question needs scores of the test questions, which this study does not have.
+        # The published rule needs first-chunk scores of calibration problems before a run. The
+        # paper's variant for each question needs scores of the test questions, which this study
+        # does not have.
         mean = ScoreRule("mean")
         first = pair.plan(arm("atts", samples=4, turns=1, early_stop="none", score=mean), 10_000)
         outcomes, _ = await run_block(arithmetic("calibration", 40), first)
@@ -521,7 +526,7 @@ _LIMIT_NOTE = (
 
 
 async def axes(options: Options) -> list[Table]:
-    """Measure votes against samples per problem, and against turns and tokens per rollout."""
+    """Measure accuracy against samples per problem, and against turns and tokens per rollout."""
     ledger = _ledger(options, "axes")
     count = options.pick(8, 40, 400)
     tables = list[Table]()
@@ -561,7 +566,9 @@ def _limited(name: str, limit: str, step: int) -> Arm:
 
 
 async def certified(options: Options) -> list[Table]:
-    """Certify rates on labelled runs, highest first, and test the certified gate on new problems."""
+    """Certify rates on labelled runs, the highest first, and test the certified gate on new
+    problems.
+    """
     warm, labelled, fresh = options.pick((10, 40, 20), (40, 200, 200), (100, 1000, 1000))
     found = arithmetic("calibration", warm + labelled)
     unseen = arithmetic("test", fresh)
@@ -590,8 +597,8 @@ async def certified(options: Options) -> list[Table]:
             word = "yes" if last.certified else "no"
             rows.append(_certified("calibration", runs[-1].outcomes, rate, last.loss, last.p, word))
             if not last.certified:
-                # fixed-sequence testing stops at its first failure, so no later rate could be
-                # certified
+                # Fixed-sequence testing stops at its first failure, so no later rate can be
+                # certified.
                 break
         certificate = certify_runs(target, runs, _is_right, EPSILON, DELTA)
         if certificate.chosen is not None:
@@ -644,7 +651,7 @@ def methods(
     *words: str,
     base: str = "target-only",
 ) -> Table:
-    """Tabulate accuracy, tokens, arithmetic and time of every arm relative to the base."""
+    """Tabulate accuracy, tokens, arithmetic and time of every arm, compared with the base."""
     alone = ledger.of(base, samples)
     found = {name: ledger.of(name, samples) for name in names}
     problems = {one.problem for one in alone.solved}
@@ -691,9 +698,7 @@ def _method(name: str, one: Sum, alone: Sum) -> Row:
 def scores_asked(
     title: str, ledger: Ledger, names: Sequence[str], samples: int, base: str
 ) -> Table:
-    """Tabulate how many drafted tokens the target read for scores, compared with scoring every
-    chunk.
-    """
+    """Tabulate the drafted tokens that the target scored, compared with scoring every chunk."""
     alone = ledger.of(base, samples)
     rows: list[Row] = []
     for name in names:
@@ -750,7 +755,9 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
 
 
 def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
-    """Tabulate the three parts of the claim, with whether each is met and by how much."""
+    """Tabulate the three parts of the claim: the requirement, the measured value, and whether it is
+    met.
+    """
     alone = ledger.of("target-only", samples)
     found = ledger.of(arm, samples)
     vote = found.minus(alone, right)
@@ -801,25 +808,25 @@ ARMS: dict[str, tuple[dict[str, Any], str]] = {
     "target-only": ({"method": "target-only", "speculate": "off"}, "the target alone"),
     "speculated": (
         {"method": "target-only"},
-        "the target's text, with tokens proposed by the draft",
+        "the target's text, decoded speculatively with the draft as drafter",
     ),
     "exact": (
         {"method": "exact"},
-        "the target's text, drafted in chunks and drawn while scoring",
+        "the target's text, drafted in chunks and drawn by the target while it scores",
     ),
     "coin": (
         {"method": "coin"},
-        "as atts, but seeded coins choose the chunks that the target rewrites",
+        "as atts, but the target rewrites randomly chosen chunks",
     ),
     "atts": (
         {"method": "atts"},
-        "the draft writes, the target scores every chunk and rewrites the worst",
+        "the draft writes; the target scores every chunk and rewrites the worst",
     ),
 }
 
 
 def main() -> None:
-    """Run all methods, print one table, and name the report."""
+    """Run all methods on the embedded pair, print one table and the path of a report."""
     parser = argparse.ArgumentParser(prog="demo", description=main.__doc__)
     parser.add_argument("--problems", type=int, default=40)
     parser.add_argument("--samples", type=int, default=8)
@@ -827,11 +834,11 @@ def main() -> None:
         "--rate",
         type=float,
         default=Setup().rate,
-        help="share of chunks that the target takes over",
+        help="share of chunks that escalate to the target",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--out", type=Path, help="folder for the runs; by default a new one below runs/"
+        "--out", type=Path, help="folder for the runs; default: a new folder in runs/"
     )
     asked = parser.parse_args()
     base = Setup(rate=asked.rate, seed=asked.seed)
@@ -858,11 +865,10 @@ def main() -> None:
 
 
 def table(summaries: dict[str, Summary], rate: float) -> list[str]:
-    """Return the table of all methods.
+    """Return the lines of the table of all methods.
 
-    The target's tokens come in two kinds that cost very different times: decoded ones need a step
-    each, while those drawn during a scoring pass come with the scores. One column for both would
-    make the methods incomparable.
+    The target's tokens have two columns, because their times differ: each decoded token takes a
+    step, but drawn tokens come with the scores of a chunk.
     """
     alone = summaries["target-only"]
     head = ("method", "accuracy", "draft tokens", "target: decoded", "drawn", "scored", "speed-up")
@@ -899,15 +905,18 @@ def table(summaries: dict[str, Summary], rate: float) -> list[str]:
 
 
 AGREEMENT = 0.75
-"""Tokens on which drafts and targets that people use agree, about; the embedded pair agrees on
-0.98.
+"""Approximate share of tokens on which drafts and targets in practice agree; the embedded pair
+agrees on 0.98.
 """
 _AGREEMENT_WITHIN = 0.02
 _TRIES = 8
 
 
 async def weakened(folder: Path, noise: float | None = None) -> float:
-    """Write the draft with this much noise, or with as much as is needed; the noise."""
+    """Write a copy of the draft with noise in its weights, and return the noise.
+
+    Without `noise`, search for the noise that gives AGREEMENT.
+    """
     if noise is not None:
         noisy(folder, noise)
         return noise
@@ -917,39 +926,37 @@ async def weakened(folder: Path, noise: float | None = None) -> float:
         noise = (low + high) / 2
         noisy(folder, noise)
         found = await agreement(folder)
-        say(f"speed: noise of {noise:.3f} leaves agreement on {found:.3f} of tokens")
+        say(f"speed: noise of {noise:.3f} gives agreement on {found:.3f} of tokens")
         if abs(found - AGREEMENT) < _AGREEMENT_WITHIN:
             break
         low, high = (noise, high) if found > AGREEMENT else (low, noise)
-    assert noise is not None, "something was tried"
+    assert noise is not None, "the loop ran at least once"
     return noise
 
 
 async def agreement(folder: Path, count: int = 6) -> float:
-    """Return the share of the target's tokens that this draft would have drawn with the same random
-    numbers.
-    """
+    """Return the share of the target's tokens that this draft draws with the same random numbers."""
     settings = options_of(worker="thread", threads=1, drafter=str(folder), speculate="draft", k=1)
     async with accelerated(model_path("target"), name="target", **settings._asdict()) as target:
         one = arm("target-only", samples=1)
         await run_block(arithmetic("calibration", count), one.setup.plan(target, target))
         counted = target.loop_stats().speculation
-    assert counted is not None, "it speculates"
+    assert counted is not None, "the engine speculates"
     return counted.accepted / max(1, counted.proposed)
 
 
 ALONE = "target-only"
 METHODS = ("target-only, speculating", "exact", "atts", "draft-only")
 _RIVALS = ("target-only", "target-only, all cores", "target-only, speculating", "exact")
-"""What has the target's own accuracy; the draft alone has not."""
+"""Methods with the accuracy of the target; the draft alone is less accurate."""
 _SHORT = {"target-only, speculating": "speculating", "target-only, all cores": "target-only"}
 _ALIKE_WITHIN = 0.05
-"""Methods whose median times are nearer to each other than this are called alike."""
+"""Two methods are reported as equally fast if their median times differ by less than this share."""
 SIZES = ("4M", "20M", "200M")
 SAMPLES = (1, 2, 4, 8, 16)
 NOT_YET = "not yet measured"
 _CLOCKS: dict[Clock, str] = {
-    "wall": "Times are wall times, all cores for everybody.",
+    "wall": "Times are wall times, and each method may use all cores.",
     "processor": "**Times are processor time** of all processes with one thread each, for the "
     "machine was busy with "
     "other work: what one core would take. Engines that overlap on two cores are not seen, nor "
@@ -958,14 +965,14 @@ _CLOCKS: dict[Clock, str] = {
 
 How = Literal["latency", "throughput"]
 Clock = Literal["wall", "processor"]
-"""What is measured: time as it passes, all cores at work; or processor time with one thread, on a
-busy machine.
+"""Clock of the measurement: wall time with all cores, or processor time with one thread if the
+machine is busy.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MapCell:
-    """A place of the map."""
+    """A cell of the map: the target's cost, the number of rollouts, and latency or throughput."""
 
     target: str
     samples: int
@@ -988,7 +995,7 @@ class Figures:
 
     @classmethod
     def of(cls, solved: Sequence[Solved], seconds: float) -> Figures:
-        """Add up the problems."""
+        """Add up the results of all problems."""
         sums = {
             kind: sum(getattr(one, kind) for one in solved)
             for kind in ("draft", "scored", "target")
@@ -998,28 +1005,32 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A cell in one repeat: every arm, by method and draft, on the same problems."""
+    """All arms of a cell in one repeat, by method and draft, on the same problems."""
 
     cell: MapCell
     figures: Mapping[str, Figures]
-    # seconds and tokens of scoring each draft's chunks, nothing else running
+    # seconds and tokens of scoring each draft's chunks while nothing else runs
     scoring: Mapping[str, tuple[float, int]]
     load: float
     clock: Clock
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Measured:
-        """Read plain JSON."""
+        """Rebuild a measurement from its JSON record."""
         figures = {name: Figures(**own) for name, own in fields["figures"].items()}
         scoring = {name: (float(own[0]), int(own[1])) for name, own in fields["scoring"].items()}
         return cls(MapCell(**fields["cell"]), figures, scoring, fields["load"], fields["clock"])
 
     def of(self, method: str, draft: str) -> Figures | None:
-        """Return the figures of an arm; those without a draft are the same for every draft."""
+        """Return the figures of a method with a draft; methods without a draft have one entry for
+        all drafts.
+        """
         return self.figures.get(f"{method}|{draft}") or self.figures.get(f"{method}|")
 
     def best(self, draft: str, *methods: str) -> float:
-        """Return the seconds of the fastest of these arms; at least one must be measured."""
+        """Return the seconds of the fastest of these methods; at least one of the methods must be
+        measured.
+        """
         figures = [self.of(method, draft) for method in methods]
         return min(one.seconds for one in figures if one is not None)
 
@@ -1037,7 +1048,7 @@ class Measured:
 
 
 class Group(NamedTuple):
-    """A cell with one draft, in all repeats."""
+    """All repeats of a cell with one draft."""
 
     cell: MapCell
     draft: str
@@ -1045,11 +1056,11 @@ class Group(NamedTuple):
 
     @property
     def lead(self) -> tuple[str, str]:
-        """Return setting and target, in words."""
+        """Return the setting and the target, as the tables name them."""
         return _panel(self.cell.how, self.draft), _target(self.cell.target)
 
     def over(self, method: str, *rivals: str) -> list[float]:
-        """Return the method's time relative to the fastest of these, in every repeat that has it."""
+        """Return the method's time relative to the fastest rival, for every repeat with the method."""
         ratios = list[float]()
         for repeat in self.repeats:
             figures = repeat.of(method, self.draft)
@@ -1058,23 +1069,23 @@ class Group(NamedTuple):
         return ratios
 
     def gain(self) -> Spread:
-        """Return the time of the best alternative over that of atts, repeat by repeat."""
+        """Return the time of the best alternative divided by the time of atts, for every repeat."""
         return Spread.of([1 / share for share in self.over("atts", *_RIVALS)])
 
     def medians(self) -> dict[str, float]:
-        """Return the median over repeats of every method's time relative to the target alone."""
+        """Return each method's median time over repeats, relative to the target alone."""
         shares = {method: self.over(method, *_RIVALS[:2]) for method in (*_RIVALS, "atts")}
         return {method: statistics.median(found) for method, found in shares.items() if found}
 
     def best_rival(self) -> str:
-        """Return the fastest of the methods that have the target's accuracy."""
+        """Return the fastest method with the target's accuracy."""
         medians = {method: value for method, value in self.medians().items() if method in _RIVALS}
         best = min(medians, key=medians.__getitem__)
         return _SHORT.get(best, best)
 
 
 def tables(found: Sequence[Measured], agreement: Mapping[str, float]) -> list[Table]:
-    """Return all tables, by the wall clock if any cell was measured by it."""
+    """Return all tables, in wall time if any cell was measured in wall time."""
     clock: Clock = "wall" if any(one.clock == "wall" for one in found) else "processor"
     found = [one for one in found if one.clock == clock]
     groups = list(_groups(found, list(agreement)))
@@ -1138,7 +1149,7 @@ def _advice(groups: Sequence[Group]) -> Table:
 
 
 def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
-    """Say which method is fastest at which numbers of rollouts, and whether atts ever is.
+    """Describe the fastest method for each number of rollouts, and say if atts is never among them.
 
     >>> sentence([(1, {"exact": 0.5, "atts": 0.9}), (2, {"exact": 0.6, "atts": 0.8}), (4, {"exact": 1.0, "atts": 0.4})])
     'exact up to 2 rollouts (2.0 to 1.7 times the target alone), atts at 4 (2.5 times)'
@@ -1164,7 +1175,7 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
         else:
             where = f"up to {last}"
         gains = sorted({f"{gain:.1f}" for _, _, gain in choices}, reverse=True)
-        # only one number if the largest and the smallest gain print alike
+        # print only one number if the largest and the smallest gain print alike
         words = f"{' to '.join(dict.fromkeys((gains[0], gains[-1])))} times"
         unit = "rollout" if first == last == 1 else "rollouts"
         parts.append(
@@ -1220,14 +1231,16 @@ def _arms(groups: Sequence[Group]) -> Table:
 
 
 TARGETS = {"4M": "", "20M": "20M", "200M": "200M"}
-"""By what a token costs, and the padding; the embedded target itself has none."""
+"""Padding of the target for each cost of a token, by number of parameters; "" is the embedded
+target itself.
+"""
 DRAFTS = ("as it is", "weakened")
 _ALL_CORES = "target-only, all cores"
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model, and scores that the target gave its chunks on other problems."""
+    """A draft model, and the target's scores of its chunks on other problems."""
 
     folder: Path
     engine: Engine
@@ -1236,14 +1249,14 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The engines that are open while the cells of one target are measured, and the clock."""
+    """The open engines for the cells of one target, and the clock."""
 
     clock: Clock
     drafts: Mapping[str, Draft]
-    targets: Mapping[str, Engine]  # keyed by number of threads, and by the draft that speculates
+    targets: Mapping[str, Engine]  # keys: ALONE, `_ALL_CORES`, or the draft that proposes tokens
 
     def run(self, method: str, draft: str) -> tuple[str, Engine, Engine]:
-        """Run the method under its usual name with its engines."""
+        """Return the method's usual name and its engines."""
         target = self.targets[ALONE]
         own = self.drafts[draft or DRAFTS[0]].engine
         if method == "target-only, speculating":
@@ -1252,10 +1265,7 @@ class Bench:
 
 
 def study_speed(options: Options) -> list[Table]:
-    """Make the map, cell by cell.
-
-    What earlier sessions measured is not measured again.
-    """
+    """Measure all cells of the map, except cells that earlier sessions measured."""
     with tempfile.TemporaryDirectory() as place:
         return anyio.run(_study, options, Path(place))
 
@@ -1296,7 +1306,7 @@ def cells(target: str, options: Options) -> Iterator[MapCell]:
 async def _drafts(
     options: Options, place: Path, kept: Parts
 ) -> AsyncGenerator[Mapping[str, Draft]]:
-    """Open both drafts, with stored scores."""
+    """Open both drafts, with the target's scores of their chunks."""
     folders = dict(zip(DRAFTS, (model_path("draft"), place / "weakened"), strict=True))
     noise = await weakened(folders["weakened"], kept.get("noise"))
     if "noise" not in kept:
@@ -1319,10 +1329,11 @@ async def _drafts(
 async def _targets(
     name: str, drafts: Mapping[str, Draft], clock: Clock
 ) -> AsyncGenerator[Mapping[str, Engine]]:
-    """Open the target plain, speculating with either draft, and with all cores if one thread is the
-    default.
+    """Open the target without speculation, with each draft as drafter, and with all cores if it has
+    only one thread otherwise.
 
-    Where processor time is measured, one thread each: a second one would count its waiting.
+    For processor time each engine has one thread, because a second thread's waiting would be
+    counted as work.
     """
     cores = (os.cpu_count() or 1) if clock == "wall" else 1
     pad = TARGETS[name]
@@ -1348,12 +1359,12 @@ def _engine(folder: Path, **changes: Any) -> LocalEngine:
 
 
 def setup(method: str, samples: int, **changes: Any) -> Setup:
-    """Return the method at its defaults, with the lengths that the embedded pair has."""
+    """Return the default settings of a method, with the lengths of the embedded pair."""
     return Setup(method=method, policy=replace(Setup().run_policy, samples=samples), **changes)
 
 
 async def _measure(cell: MapCell, repeat: int, bench: Bench, options: Options) -> Measured:
-    """Run every arm once on the same problems, in an order that turns from repeat to repeat."""
+    """Run every arm once on the same problems; the order of arms rotates from repeat to repeat."""
     problems = _problems(cell, repeat, options)
     load = os.getloadavg()[0]
     schedule: Schedule = "one by one" if cell.how == "latency" else "together"
@@ -1365,7 +1376,7 @@ async def _measure(cell: MapCell, repeat: int, bench: Bench, options: Options) -
     scoring = dict[str, tuple[float, int]]()
     for number, (method, draft) in enumerate(arms[turn:] + arms[:turn]):
         own, drafting, target = bench.run(method, draft)
-        seed = 1009 * repeat + number + options.seed * 31  # no arm finds another's texts in a cache
+        seed = 1009 * repeat + number + options.seed * 31  # no cache holds texts of another arm
         stored = bench.drafts[draft].scores if draft else ()
         plan = setup(own, cell.samples, seed=seed, stored=stored).plan(drafting, target)
         outcomes, seconds = await run_block(problems, plan, schedule, now)
@@ -1380,8 +1391,10 @@ async def _measure(cell: MapCell, repeat: int, bench: Bench, options: Options) -
 
 
 def _problems(cell: MapCell, repeat: int, options: Options) -> Sequence[Problem]:
-    """Return one or a few problems for latency; for throughput enough to fill the rollouts in
-    flight, at least two.
+    """Return the problems of a cell.
+
+    Latency needs a few problems. Throughput needs enough problems to fill the rollouts in flight,
+    and at least two.
     """
     count = options.pick(1, 1, 4)
     if cell.how == "throughput":

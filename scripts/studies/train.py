@@ -1,8 +1,9 @@
-"""Train the embedded models, each from a seed: the pair, proposers of the target, and its relatives.
+"""Train the embedded models, each from a seed: the pair, proposers of the target, and its
+relatives.
 
-First the training data (tokenizer, solutions with planted errors and corrections, batches) and the
-network; then the proposers (early exit, streaming heads and a deep drafter); then the family of
-relatives, and the recipes of the pair.
+The file begins with the training data (tokenizer, solutions with planted errors and corrections,
+batches) and the network. Then come the proposers: early exit, streaming heads and a deep drafter.
+The family of relatives and the recipes of the pair come last.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TOKEN_PATTERN = r"\n\n| ?\\boxed\{|\d| ?[+\-*/=] ?| ?[A-Za-z']+(?: (?=\d))?| ?[^\sA-Za-z\d]|\s+"
-"""Digits stand alone; a space before a digit belongs to the word or sign before it."""
+"""Pattern of tokens: each digit is a token, and a space before a digit belongs to the word or sign
+before it.
+"""
 
 ALARM = "Wait, that is wrong. "
 SYSTEMS = (
@@ -90,12 +93,14 @@ INSTRUCTIONS = (
     "Solve step by step and write the answer in \\boxed{}.",
 )
 LEVEL_MIX = (1, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5)
-"""Difficulty levels to draw from; long problems are more frequent, because models fail on them."""
+"""Difficulty levels to draw from; long problems are more frequent, because models fail more often
+on long problems.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of a conversation; only `learned` ones count in the loss."""
+    """A part of a conversation; the loss counts only pieces with `learned` set."""
 
     text: str
     learned: bool
@@ -103,18 +108,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The shares in which training conversations are drawn."""
+    """Shares of the kinds of training conversations."""
 
     errors: float = 0.35  # share with planted errors
-    instructed: float = 0.15  # share that carry an instruction or a system message
-    drafted: float = 0.0  # share built on the draft's own recorded errors
-    # kinds of exercise to thin out, and the share of them that stays
+    instructed: float = 0.15  # share with an instruction or a system message
+    drafted: float = 0.0  # share built from recorded errors of the draft
+    # kinds of exercise to reduce, with the share to keep
     kept: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch: ids and labels [batch, seq]; label -100 is not learned."""
+    """A micro-batch of ids and labels [batch, seq]; label -100 is ignored by the loss."""
 
     ids: Tensor
     labels: Tensor
@@ -123,15 +128,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Position of a run in the endless data."""
+    """Position of a training run in the endless data."""
 
     block: int = 0
     offset: int = 0
 
 
 def build_tokenizer(folder: Path, seed: int = 0) -> None:
-    """Train the byte-level BPE on exercises and write `tokenizer.json` and `tokenizer_config.json`
-    into `folder`.
+    """Train the byte-level BPE on exercises, and write `tokenizer.json` and
+    `tokenizer_config.json`.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -169,7 +174,7 @@ def build_tokenizer(folder: Path, seed: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """A tokenizer that encodes many texts at once, read from its file alone."""
+    """A tokenizer read from its file, without transformers, that encodes many texts at once."""
 
     raw: Any
     pad: int
@@ -184,26 +189,26 @@ class Encoder:
         return cls(raw, int(raw.token_to_id(PAD)), int(raw.token_to_id(END)))
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return one list of ids per text; special tokens written out in the text are recognised."""
+        """Return a list of ids for each text; special tokens in the text are recognised."""
         return [
             list(item.ids)
             for item in self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of ids without special tokens."""
+        """Return the text of some ids, without special tokens."""
         return str(self.raw.decode(list(ids), skip_special_tokens=True))
 
 
 def prompt(text: str, system: str = "") -> str:
-    """Return a rendered question with the assistant's turn open, as the chat template does."""
+    """Render a question as the chat template does, up to the beginning of the assistant's turn."""
     before = f"{SYSTEM}{system}{END}" if system else ""
     return f"{before}{USER}{text}{END}{ASSISTANT}"
 
 
 def conversation(random: Random, exercise: Exercise, mixture: Mixture) -> list[Piece]:
-    """Return one training conversation: the prompt, then the solution, perhaps with errors that get
-    corrected.
+    """Return one training conversation: the prompt and a solution, which may have errors with
+    corrections.
     """
     pieces = [Piece(_question(random, exercise.text, mixture.instructed), learned=False)]
     if random.random() < mixture.errors:
@@ -216,8 +221,9 @@ def conversation(random: Random, exercise: Exercise, mixture: Mixture) -> list[P
 def drafted_conversation(
     random: Random, exercise: Exercise, chunks: Sequence[str], wrong: int
 ) -> list[Piece]:
-    """Return a conversation in which the draft wrote `chunks`, wrong from `wrong` on, and is
-    corrected soon after.
+    """Return a conversation in which the draft wrote `chunks` and made an error in chunk `wrong`.
+
+    The correction follows the error after at most two more chunks.
     """
     followed = 0 if random.random() < 0.7 else random.randint(1, 2)
     taken = chunks[wrong : wrong + 1 + followed]
@@ -249,8 +255,8 @@ def _question(random: Random, text: str, instructed: float) -> str:
 
 
 def _flawed(random: Random, exercise: Exercise) -> list[Piece]:
-    """Return the solution with wrong chunks, each corrected in the next one; nothing wrong is
-    learned.
+    """Return a solution with wrong chunks, each followed by a correction; the loss ignores wrong
+    chunks.
     """
     pieces: list[Piece] = []
     alarm = ""
@@ -296,7 +302,9 @@ def _wrong_candidate(random: Random, exercise: Exercise, place: int) -> str:
 
 
 def _misread(random: Random, step: Step, wrong: Operation) -> str:
-    """Return the step computing something else; what it restates before mostly agrees with that."""
+    """Return the step with another computation; in most cases the words before it change
+    accordingly.
+    """
     before = step.before
     if random.random() < 0.7:
         replacements = {
@@ -312,7 +320,9 @@ def _slip(random: Random, value: int) -> int:
 
 
 def _slipped(random: Random, step: Step) -> str:
-    """Return the step with a wrong result, or with a wrong middle that its result follows."""
+    """Return the step with a wrong result, or with a wrong middle term and the result that follows
+    from it.
+    """
     right = step.operation
     middle = step.operation.middle()
     equation = f"{right.left} {right.operator} {right.right} = "
@@ -328,7 +338,9 @@ def _slipped(random: Random, step: Step) -> str:
 
 
 def _other_operation(random: Random, exercise: Exercise, right: Operation) -> Operation | None:
-    """Return another operator, a misread operand, or a number taken from elsewhere in the problem."""
+    """Return a wrong operation: another operator, a misread operand, or a number from elsewhere in
+    the problem.
+    """
     draw = random.random()
     if draw < 0.3:
         operators: tuple[Operator, ...] = ("+", "-", "*", "/")
@@ -354,7 +366,7 @@ def encode(
 ) -> list[tuple[list[int], list[int]]]:
     """Return ids and labels of each conversation.
 
-    A label is the id itself, or -100 if it is not learned.
+    A label equals its id, or is -100 where the piece is not learned.
     """
     ids = iter(encoder.ids([piece.text for pieces in conversations for piece in pieces]))
     encoded: list[tuple[list[int], list[int]]] = []
@@ -368,17 +380,21 @@ def encode(
 
 
 Errors = tuple[tuple[Exercise, tuple[str, ...], int], ...]
-"""Recorded draft errors: the exercise, the chunks the draft wrote, the first wrong one."""
+"""Recorded errors of the draft: exercise, chunks that the draft wrote, and number of the first
+wrong chunk.
+"""
 
 
-BLOCK_SIZE = 4096  # conversations that are sorted by length and dealt to micro-batches together
+# number of conversations that are sorted by length and divided into micro-batches together
+BLOCK_SIZE = 4096
 
 
 def block(
     encoder: Encoder, mixture: Mixture, seed: int, index: int, errors: Errors, tokens: int
 ) -> list[Batch]:
-    """Return the micro-batches of one block of conversations: alike in length within, shuffled
-    between.
+    """Return the micro-batches of one block of conversations, in random order.
+
+    Conversations of one micro-batch have similar lengths.
     """
     number = seed * 1_000_003 + index
     random = Random(f"block:{number}")
@@ -397,8 +413,9 @@ def block(
 def packed(
     encoder: Encoder, conversations: Sequence[Sequence[Piece]], random: Random, tokens: int
 ) -> list[Batch]:
-    """Return conversations as micro-batches of a limited size: alike in length within, shuffled
-    between.
+    """Divide conversations into micro-batches of a limited size, in random order.
+
+    Conversations of one micro-batch have similar lengths.
     """
     encoded = sorted(encode(encoder, conversations), key=lambda pair: len(pair[0]))
     batches: list[Batch] = []
@@ -426,14 +443,14 @@ def _batch(encoded: Sequence[tuple[list[int], list[int]]], pad: int) -> Batch:
         )
         for side, filler in ((0, pad), (1, -100))
     )
-    labels = labels[:, 1:]  # the label of a place is the id after it
+    labels = labels[:, 1:]  # the label at each position is the next id
     return Batch(ids[:, :-1], labels, int((labels != -100).sum()))
 
 
 def batches(
     encoder: Encoder, mixture: Mixture, seed: int, cursor: Cursor, errors: Errors, tokens: int
 ) -> Iterator[tuple[Batch, Cursor]]:
-    """Yield micro-batches from `cursor` on, each with the cursor of the one after it."""
+    """Yield micro-batches from `cursor` on, each with the cursor of the next micro-batch."""
     index = cursor.block
     offset = cursor.offset
     while True:
@@ -449,7 +466,7 @@ CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The size of a model; embeddings and output matrix are one."""
+    """The sizes of a model whose embedding is also its output matrix."""
 
     hidden_size: int
     num_layers: int
@@ -472,7 +489,7 @@ _FIELDS = {
 
 
 class Norm(nn.Module):
-    """RMS norm in float32, handed on in the compute type."""
+    """RMS norm, computed in float32 and returned in the compute type."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -483,7 +500,7 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A weight without bias, cast to the compute type where it is used."""
+    """A weight without bias, cast to the compute type at its use."""
 
     def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
         super().__init__()
@@ -495,7 +512,7 @@ class Linear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The positions for attention: rotation tables, and an additive mask."""
+    """Positions for attention: rotation tables, and an additive mask."""
 
     cos: Tensor
     sin: Tensor
@@ -505,7 +522,7 @@ class Where:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
-    Written out, it is faster than the fused kernel at these lengths.
+    Plain matrix products are used, because they are faster than the fused kernel at these lengths.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -549,7 +566,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward block."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -584,7 +601,7 @@ class Layer(nn.Module):
 
 
 class Body(nn.Module):
-    """Everything but the output matrix; named as the saved weights are."""
+    """All of the network except the output matrix, with the names of saved weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -603,21 +620,21 @@ class Llama(nn.Module):
         self.model = Body(config)
 
     def where(self, length: int, compute: torch.dtype) -> Where:
-        """Return the positions of a fresh sequence."""
+        """Return the positions of a new sequence."""
         mask = torch.full((length, length), -1e9).triu(1).to(compute)
         rates = 10_000.0 ** (-torch.arange(0, self.config.head_dim, 2) / self.config.head_dim)
         angles = torch.outer(torch.arange(length).float(), rates)
         return Where(angles.cos().to(compute), angles.sin().to(compute), mask)
 
     def states(self, ids: Tensor, where: Where) -> list[Tensor]:
-        """Return the residual stream after every layer, [batch, seq, hidden] each."""
+        """Return the residual stream after every layer, each [batch, seq, hidden]."""
         found = [F.embedding(ids, self.model.embed_tokens.weight)]
         for layer in self.model.layers:
             found.append(layer(found[-1], where))
         return found[1:]
 
     def logits(self, state: Tensor, compute: torch.dtype) -> Tensor:
-        """Return raw next-token scores from a residual stream."""
+        """Return next-token logits from a residual stream."""
         return F.linear(self.model.norm(state, compute), self.head.to(compute)).float()
 
     @property
@@ -628,7 +645,7 @@ class Llama(nn.Module):
     def loss(
         self, ids: Tensor, labels: Tensor, reduction: Literal["mean", "sum"] = "mean"
     ) -> Tensor:
-        """Return the cross-entropy of the labels that are not -100, computed in bfloat16."""
+        """Return the cross-entropy over all labels except -100, computed in bfloat16."""
         wanted = labels.reshape(-1)
         compute = torch.bfloat16
         rows = (wanted != -100).nonzero()[:, 0]
@@ -638,14 +655,14 @@ class Llama(nn.Module):
 
 
 class Descent:
-    """Optimizers of a model's weights, each with its peak rate."""
+    """Optimizers of a model's weights, each with its peak learning rate."""
 
     def __init__(self, *optimizers: tuple[torch.optim.Optimizer, float]) -> None:
         self.optimizers = optimizers
 
     @classmethod
     def of(cls, model: Llama, muon: float, adam: float, decay: float) -> Descent:
-        """Return Muon for the matrices of a model's layers, AdamW for all else."""
+        """Use Muon for the matrices of a model's layers, and AdamW for all other weights."""
         matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
         others = [
             weight for weight in model.parameters() if all(weight is not one for one in matrices)
@@ -656,7 +673,7 @@ class Descent:
         )
 
     def apply(self, factor: float) -> None:
-        """Make a step along the gradients at a share of the peak rates, and clear the gradients."""
+        """Take an optimizer step at this share of the peak rates, and clear the gradients."""
         for optimizer, peak in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
@@ -667,8 +684,9 @@ class Descent:
 def descend(
     name: str, descent: Descent, loss: Callable[[], Tensor], factors: Sequence[float]
 ) -> None:
-    """Make a step along each loss's gradients, clipped to length 1, at each of these shares of the
-    peak rates.
+    """Take one optimizer step for each factor, which scales the peak rates.
+
+    Gradients are clipped to length 1.
     """
     began = time.process_time()
     weights = [group["params"] for opt, _ in descent.optimizers for group in opt.param_groups]
@@ -686,7 +704,10 @@ def descend(
 
 
 def save(model: Llama, folder: Path, end: int, pad: int) -> None:
-    """Write configuration and bf16 weights; each file is replaced in one step, the weights last."""
+    """Write the configuration and bf16 weights.
+
+    Each file is replaced atomically, and the weights come last.
+    """
     from safetensors.torch import save as to_bytes
 
     fields = {
@@ -726,7 +747,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def load(folder: Path) -> Llama:
-    """Load a saved model in float32, so that the caller picks the compute type."""
+    """Load a saved model in float32; the caller chooses the compute type."""
     from safetensors.torch import load_file
 
     saved = json.loads((folder / "config.json").read_text())
@@ -739,9 +760,9 @@ def load(folder: Path) -> Llama:
 
 
 class Workers:
-    """The calling process and its helpers.
+    """The calling process and its helper processes.
 
-    Micro-batches are dealt out in turn, so sums are reproducible.
+    Micro-batches are assigned in turn, so sums are reproducible.
     """
 
     def __init__(self, model: Llama, count: int) -> None:
@@ -784,7 +805,9 @@ class Workers:
 
 
 def _backward(model: Llama, batches: Sequence[Batch], learned: int) -> float:
-    """Add the gradients of these batches' part of the mean loss over so many tokens; that part."""
+    """Add the gradients of some batches, and return their part of the mean loss over `learned`
+    tokens.
+    """
     total = 0.0
     for batch in batches:
         loss = model.loss(batch.ids, batch.labels, "sum") / learned
@@ -793,12 +816,13 @@ def _backward(model: Llama, batches: Sequence[Batch], learned: int) -> float:
     return total
 
 
-# models of a helper process: the one whose weights the caller changes
+# the model of a helper process, whose weights the calling process changes in shared memory
 _models: list[Llama] = []
 
 
 def _begin(model: Llama) -> None:
-    # Linux shares cores between sessions first: in the caller's, all would get one share
+    # Linux divides processor time between sessions first. In the caller's session, all helpers
+    # together would get the share of one session.
     os.setsid()
     torch.set_num_threads(1)
     _models.append(model)
@@ -817,7 +841,7 @@ def _assist(batches: Sequence[Batch], learned: int) -> tuple[float, list[Tensor]
 _RANK = 64  # rank of the exit adapter
 _HEADS = 2
 _WIDTH = 256
-_FADE = 0.8  # streaming heads, their width, and how much less the next one's loss counts
+_FADE = 0.8  # weight of each next head's loss, relative to the head before
 _BATCH = 512
 _PEAK = 0.003
 _WRITTEN_TOKENS = 300
@@ -832,7 +856,7 @@ EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (?:\d+ [-+] \d+ = )?(\d+)")
 def generate(
     folder: Path, prompts: Sequence[str], *, temperature: float, seed: int, max_tokens: int = 400
 ) -> list[str]:
-    """Return a saved model's continuation of each rendered prompt, until its end or `max_tokens`."""
+    """Return a saved model's continuation of each prompt, until its end or `max_tokens`."""
     encoder = Encoder.open(folder)
     law = Sampling(temperature)
     requests = [
@@ -851,21 +875,22 @@ def generate(
 
 
 def answer(text: str) -> int | None:
-    """Return the last boxed integer."""
+    """Return the last boxed integer of a text, or None."""
     found = BOX.findall(text)
     return int(found[-1]) if found else None
 
 
 def chunked(text: str) -> list[str]:
-    """Cut a solution after every blank line; nothing is lost."""
+    """Split a solution after every blank line; the parts together are the whole text."""
     parts = text.split("\n\n")
     return [part + "\n\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 
 
 def first_wrong(exercise: Exercise, text: str) -> int | None:
-    """Return the first chunk whose computation or answer differs from the reference's, or None.
+    """Return the index of the first chunk whose computation or answer differs from the reference,
+    or None.
 
-    Wording is free; an order of steps other than the reference's counts as wrong.
+    Any wording is accepted, but the order of steps must be the reference's.
     """
     chunks = chunked(text)
     for place, chunk in enumerate(chunks):
@@ -882,25 +907,25 @@ def first_wrong(exercise: Exercise, text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class HeadsRecipe:
-    """The models, texts and steps that the exit and the heads are trained with."""
+    """The models, texts and numbers of steps for training the exit and the heads."""
 
     target: Path
     drafter: Path
-    prompts: Path | None = None  # file with one prompt per line; None: arithmetic
+    prompts: Path | None = None  # file with one prompt per line; None: generated arithmetic
     texts: int = 1500
     steps: int = 1500
     seed: int = 6
     device: str = "cpu"
-    # auto: float32 on a processor, what the checkpoint has on a GPU
+    # auto: float32 on a CPU, the checkpoint's type on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     @property
     def options(self) -> LocalOptions:
-        """Return the options of an engine that writes the texts."""
+        """Return the options of the engine that writes the training texts."""
         return LocalOptions(worker="thread", threads=1, device=self.device, dtype=self.dtype)
 
     def type_of(self, folder: Path) -> torch.dtype:
-        """Return the type of numbers that a model is read in."""
+        """Return the data type in which to load the model of a folder."""
         found = self.dtype
         if found == "auto":
             on_gpu = self.device.startswith("cuda")
@@ -909,19 +934,21 @@ class HeadsRecipe:
 
 
 class Text(NamedTuple):
-    """A prompt with what the target wrote after it."""
+    """A prompt, followed by the text that the target wrote."""
 
     ids: TokenIds
-    first: int  # index at which the part begins
+    first: int  # index of the first written token
 
 
 class States(NamedTuple):
-    """The rows of some texts: at the exit, before the output matrix, and the written tokens."""
+    """Rows of some texts at every written position: at the exit, before the output matrix, and the
+    token.
+    """
 
     exits: Tensor
     finals: Tensor
     tokens: Tensor
-    lengths: list[int]  # lengths of the texts
+    lengths: list[int]  # number of rows of each text
 
 
 class Reader:
@@ -935,7 +962,7 @@ class Reader:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
-        """Read only the first `layers` layers, then the output matrix."""
+        """Load the model; with `layers`, load only that many layers and the output matrix."""
         config = read_model_config(folder, folder.name)
         self.device = torch.device(device)
         weights = load_weights(folder, config, dtype, self.device, folder.name)
@@ -956,7 +983,7 @@ class Reader:
         self.model = TorchModel(config, weights, cache)
 
     def states(self, texts: Sequence[Text], layers: int) -> States:
-        """Return the states of all positions where something was written."""
+        """Return the states at all positions that a written token follows."""
         heard = list[Tensor]()
         finals = [self.read(text, LayerHook(layers, heard.append)) for text in texts]
         tokens = [torch.tensor(text.ids[text.first :], device=self.device) for text in texts]
@@ -965,9 +992,7 @@ class Reader:
         )
 
     def read(self, text: Text, tap: LayerHook | None = None) -> Tensor:
-        """Return rows before the output matrix, at every position after which something was
-        written.
-        """
+        """Return the rows before the output matrix, at all positions that a written token follows."""
         sequence = new_sequence(1, SampleRequest(text.ids, 1), 0.0)
         sequence.row = 0
         stop = len(text.ids) - 1
@@ -978,7 +1003,7 @@ class Reader:
 
 
 async def write_texts(recipe: HeadsRecipe) -> list[Text]:
-    """Let the target write a text for every prompt of the recipe."""
+    """Return a text by the target for every prompt of the recipe."""
     if recipe.prompts is None:
         prompts = [each.text for each in problems("train", recipe.texts)]
     else:
@@ -988,10 +1013,10 @@ async def write_texts(recipe: HeadsRecipe) -> list[Text]:
 
 
 def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapter:
-    """Train rows at the exit towards those from which the output matrix reads the target's
+    """Train an adapter at the exit, from whose rows the output matrix predicts the target's
     distribution.
 
-    What is learned is kept in float32, and rounded to the model's type where it meets its rows.
+    The adapter's weights are kept in float32, and are rounded to the model's type for each use.
     """
     torch.manual_seed(recipe.seed)
     start = ExitAdapter.untrained(reader.config, reader.weights)
@@ -1000,7 +1025,7 @@ def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapt
     width = reader.config.hidden_size
     down = (torch.randn(_RANK, width) * width**-0.5).to(reader.device)
     up = torch.zeros(width, _RANK, device=reader.device)
-    # copied even if it is float32 already
+    # a copy is needed even if the norm is already in float32
     norm = start.norm.detach().to(torch.float32, copy=True)
     learned = [part.requires_grad_() for part in (norm, down, up)]
     for rows in _descent(learned, len(states.tokens), recipe.steps):
@@ -1013,7 +1038,7 @@ def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapt
 
 
 def train_streams(reader: Reader, states: States, recipe: HeadsRecipe) -> StreamHeads:
-    """Train heads that name the token after the following ones from the drafter's state."""
+    """Train heads that predict later tokens from the drafter's state and the tokens in between."""
     torch.manual_seed(recipe.seed)
     width = reader.config.hidden_size
     head = reader.weights.head
@@ -1043,13 +1068,14 @@ def train_streams(reader: Reader, states: States, recipe: HeadsRecipe) -> Stream
 
 
 def _rounded(streams: Sequence[StreamHead], like: Tensor) -> list[StreamHead]:
-    """Return the heads in the type of numbers, and on the device, of another tensor."""
+    """Return the heads in the data type and on the device of another tensor."""
     return [StreamHead(*(part.to(like) for part in stream)) for stream in streams]
 
 
 def _following(states: States) -> Tensor:
-    """Return the tokens at each position and after it, [places, heads + 1]; after the end, the last
-    token again.
+    """Return for each position its token and the following tokens, [places, heads + 1].
+
+    After the end of a text the last token is repeated.
     """
     parts = [
         torch.cat([part, part[-1:].expand(_HEADS)]).unfold(0, _HEADS + 1, 1)
@@ -1059,9 +1085,10 @@ def _following(states: States) -> Tensor:
 
 
 def _descent(parts: list[Tensor], places: int, steps: int) -> Iterator[Tensor]:
-    """Yield rows to learn from, step by step.
+    """Yield the row numbers of each training step.
 
-    Advancing the iterator applies the gradients of the last batch."""
+    Advancing the iterator applies the gradients of the last batch.
+    """
     optimizer = torch.optim.AdamW(parts, lr=_PEAK, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _PEAK, total_steps=steps)
     for _ in range(steps):
@@ -1072,7 +1099,7 @@ def _descent(parts: list[Tensor], places: int, steps: int) -> Iterator[Tensor]:
 
 
 def tops(adapter: ExitAdapter, reader: Reader, states: States) -> str:
-    """Return how often the written token is among the first 1, 3 and 8 of the exit's tokens."""
+    """Describe how often the written token is among the 1, 3 and 8 likeliest tokens at the exit."""
     with torch.inference_mode():
         logits = F.linear(adapter(states.exits, reader.config.norm_eps), reader.weights.head)
         places = (logits > logits.gather(1, states.tokens[:, None])).sum(1)
@@ -1084,7 +1111,7 @@ def tops(adapter: ExitAdapter, reader: Reader, states: States) -> str:
 
 
 def stream_tops(heads: StreamHeads, reader: Reader, states: States) -> str:
-    """Return how often each head's first token is the written one."""
+    """Describe how often the likeliest token of each head is the written token."""
     following = _following(states)
     heads = StreamHeads(heads.embedding, _rounded(heads.streams, reader.weights.head))
     shares = list[str]()
@@ -1101,7 +1128,7 @@ def stream_tops(heads: StreamHeads, reader: Reader, states: States) -> str:
 
 
 def train_exit_and_streams(recipe: HeadsRecipe) -> None:
-    """Write texts, train the exit and the heads, save them, and print results on test texts."""
+    """Write texts, train the exit and the heads, save both, and print results on test texts."""
     texts = anyio.run(write_texts, recipe)
     kept = max(1, round(_HEADS_TESTED * len(texts)))
     _make_exit(recipe, texts[:kept], texts[kept:])
@@ -1162,7 +1189,7 @@ _SHAPE = ModelConfig(
 )
 _BATCH_TOKENS = 2048
 _WARM = 40
-_EVEN = 1.6  # factor for the share of steps that are left: rates fall once that is below 1 / 1.6
+_EVEN = 1.6  # The learning rate falls once the remaining share of steps is below 1 / 1.6.
 _MUON = 0.01
 _ADAM = 0.004
 _DECAY = 0.1
@@ -1171,7 +1198,7 @@ _DRAFTER_TESTED = 0.03  # share of the texts kept for tests
 
 @dataclass(frozen=True, slots=True)
 class DrafterRecipe:
-    """The models, texts and steps that the deep drafter is trained with."""
+    """The models, texts and numbers of steps for training the deep drafter."""
 
     target: Path
     draft: Path
@@ -1182,16 +1209,18 @@ class DrafterRecipe:
 
 
 class Lesson(NamedTuple):
-    """A text of the target's, and the states that its output matrix read at every token written."""
+    """A text by the target, with the states before the output matrix at every written token."""
 
     ids: TokenIds
-    first: int  # index at which writing begins
+    first: int  # index of the first written token
     states: Tensor
 
 
 def begun(draft: Llama) -> Llama:
-    """Return a model with the draft's embedding, feed-forward blocks and norms spread among the
-    layers; else random.
+    """Return an untrained deep drafter that begins with weights of the draft.
+
+    The draft's embedding is copied, and its feed-forward blocks and norms are spread among the
+    layers. All other weights are random.
     """
     model = Llama(_SHAPE)
     last = _SHAPE.num_layers - 1
@@ -1209,12 +1238,14 @@ def begun(draft: Llama) -> Llama:
 
 
 def lessons(reader: Reader, texts: Sequence[Text]) -> list[Lesson]:
-    """Return the training examples of each text."""
+    """Return a training example for each text."""
     return [Lesson(*text, reader.states([text], 1).finals.bfloat16()) for text in texts]
 
 
 def _batches(found: Sequence[Lesson], random: Random) -> Iterator[list[Lesson]]:
-    """Yield batches of texts of like length, about equally many tokens each, without end."""
+    """Yield batches without end; each has texts of similar length, and batches have about equally
+    many tokens.
+    """
     while True:
         order = sorted(found, key=lambda one: (len(one.ids), random.random()))
         batches = list[list[Lesson]]()
@@ -1227,7 +1258,7 @@ def _batches(found: Sequence[Lesson], random: Random) -> Iterator[list[Lesson]]:
 
 
 def _laws(model: Llama, batch: Sequence[Lesson]) -> Tensor:
-    """Return the model's log-distribution at every written token."""
+    """Return the model's log-probabilities of all tokens at every written position."""
     compute = torch.bfloat16
     width = max(len(one.ids) for one in batch) - 1
     ids = torch.zeros(len(batch), width, dtype=torch.long)
@@ -1239,14 +1270,14 @@ def _laws(model: Llama, batch: Sequence[Lesson]) -> Tensor:
 
 
 def _aims(head: Tensor, batch: Sequence[Lesson]) -> Tensor:
-    """Return the target's log-distribution at every written token."""
+    """Return the target's log-probabilities of all tokens at every written position."""
     return F.log_softmax(F.linear(torch.cat([one.states for one in batch]), head).float(), -1)
 
 
 def learn_drafter(
     model: Llama, head: Tensor, found: Sequence[Lesson], recipe: DrafterRecipe
 ) -> None:
-    """Train the model's distributions towards the target's."""
+    """Train the model to predict the target's distributions."""
     data = _batches(found, Random(recipe.seed))
     steps = recipe.steps
 
@@ -1264,8 +1295,8 @@ def learn_drafter(
 
 @torch.inference_mode()
 def agreement(model: Llama, head: Tensor, found: Sequence[Lesson]) -> tuple[float, float]:
-    """Return how often the likeliest token is the target's, and the mean divergence from the
-    target's distribution.
+    """Return how often the likeliest token agrees with the target's, and the mean KL divergence
+    from the target.
     """
     same = 0.0
     apart = 0.0
@@ -1312,7 +1343,8 @@ MODELS = Path(__file__).resolve().parents[2] / "atts" / "models"
 RANK = 8
 ALPHA = 16
 ADAPTED = (3, 4, 5)  # layers that the adapters change
-# number of target layers in the draft, which trains the feed-forward block of the last one
+# Number of the target's layers in the draft. The feed-forward block of the last of these layers is
+# trained.
 TRUNK = 4
 _BLOCK = 1024
 _TOKENS = 2048  # conversations sorted by length together, and tokens of a step
@@ -1326,12 +1358,12 @@ WORDS: Told = {
     "sells": "trades", "gives away": "hands out", "more": "extra", "fewer": "less", "friends": "guests",
     "boxes": "crates", "costs": "is worth", "cost": "are worth", "pays": "hands over", "change": "rest",
 }  # fmt: skip
-"""Another wording of problems and solutions, word for word."""
+"""Replacements that express problems and solutions in another wording."""
 _KNOWN = re.compile("|".join(rf"\b{words}\b" for words in sorted(WORDS, key=len, reverse=True)))
 
 
 def retold(text: str) -> str:
-    """Return the problem in other words.
+    """Return the problem in another wording.
 
     >>> retold("Start with 75. Take away 7. What is the result?")
     'Take 75. Drop 7. Where does it end?'
@@ -1349,7 +1381,7 @@ def _reworded(split: str, random: Random) -> Iterator[Exercise]:
 
 
 def _operated(split: str, random: Random) -> Iterator[Exercise]:
-    """Yield problems whose operations name no number: double, triple, halve, square."""
+    """Yield problems whose operations name no number, such as "double it" or "square it"."""
     while True:
         value = random.randint(2, 60)
         instructions = list[str]()
@@ -1360,7 +1392,7 @@ def _operated(split: str, random: Random) -> Iterator[Exercise]:
             words = random.choice(("Double it", "Triple it", "Halve it", "Square it"))
             numbers = {"Double it": 2, "Triple it": 3, "Halve it": 2, "Square it": value}
             operation = Operation(value, "/" if words == "Halve it" else "*", numbers[words])
-            # values stay whole, and within what the models can compute
+            # values stay whole, and small enough for the models to compute
             is_odd_half = operation.operator == "/" and value % 2
             if operation.value > 199 or is_odd_half or value < 2:
                 words = "Subtract 1" if value >= 3 else "Add 38"
@@ -1384,13 +1416,13 @@ def _hard(split: str, random: Random) -> Iterator[Exercise]:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A relative of the target: what it learns, on which data, and how long."""
+    """A relative of the target: its training data, steps, learning rate and trained weights."""
 
     seed: int
     steps: int
     rate: float
     exercises: Callable[[str, Random], Iterator[Exercise]]
-    own: str = ""  # pattern of the names of trained tensors; "" for an adapter
+    own: str = ""  # pattern of the names of trained tensors; "" trains an adapter
     retells: bool = False
 
 
@@ -1418,7 +1450,7 @@ class Relative(Llama):
 
 
 class LowRank(nn.Module):
-    """A matrix with the product of two narrow ones added."""
+    """A change of a matrix: the product of two narrow matrices is added to it."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -1431,9 +1463,10 @@ class LowRank(nn.Module):
 
 
 def relative(name: str) -> Relative:
-    """Return a member before training.
+    """Return a member of the family before training.
 
-    Only the weights that it will train have gradients."""
+    Only the weights to be trained have gradients.
+    """
     member = MEMBERS[name]
     base = load(MODELS / "target")
     is_draft = name == "draft"
@@ -1466,7 +1499,7 @@ def _steps(encoder: Encoder, member: Member, random: Random) -> Iterator[tuple[T
 
 
 def learn(name: str, encoder: Encoder, steps: int) -> Relative:
-    """Train one member."""
+    """Train one member of the family."""
     member = MEMBERS[name]
     torch.manual_seed(member.seed)
     model = relative(name)
@@ -1511,7 +1544,7 @@ def write(name: str, model: Relative, encoder: Encoder, out: Path) -> None:
 
 
 def whole(model: Relative, encoder: Encoder, out: Path) -> dict[str, Tensor]:
-    """Save the whole model with its adapter merged, and return the saved tensors."""
+    """Save the whole model with its adapter merged into it, and return the saved tensors."""
     for part in list(model.modules()):
         if parametrize.is_parametrized(part):
             parametrize.remove_parametrizations(part, "weight")
@@ -1521,9 +1554,7 @@ def whole(model: Relative, encoder: Encoder, out: Path) -> dict[str, Tensor]:
 
 
 def check(name: str, model: Relative, encoder: Encoder, count: int) -> float:
-    """Return the share of new problems, of the kind that the member learns, that a model solves at
-    temperature 0.
-    """
+    """Return the share of new problems of the member's kind that a model solves at temperature 0."""
     tests = list(islice(MEMBERS[name].exercises("test", Random(77)), count))
     with tempfile.TemporaryDirectory() as place:
         whole(model, encoder, Path(place))
@@ -1540,16 +1571,26 @@ def check(name: str, model: Relative, encoder: Encoder, count: int) -> float:
 
 
 def train_family(arguments: Sequence[str]) -> None:
-    """Train the relatives that are named, or all of them."""
+    """Train the named relatives of the target, or all relatives."""
     parser = argparse.ArgumentParser(prog="scripts/train family", description=train_family.__doc__)
     parser.add_argument("members", nargs="*", default=list(MEMBERS), help=", ".join(MEMBERS))
     parser.add_argument(
-        "--out", type=Path, default=MODELS / "family", help="where their folders are written"
+        "--out",
+        type=Path,
+        default=MODELS / "family",
+        help="folder in which each relative gets its folder",
     )
     parser.add_argument(
-        "--steps", type=int, help="another number of steps than each one's own (other weights)"
+        "--steps",
+        type=int,
+        help="number of training steps; another number than the default gives other weights",
     )
-    parser.add_argument("--check", type=int, default=100, help="new problems to solve at the end")
+    parser.add_argument(
+        "--check",
+        type=int,
+        default=100,
+        help="number of new problems to solve after the training; 0: none",
+    )
     found = parser.parse_args(arguments)
     torch.set_num_threads(1)
     encoder = Encoder.open(MODELS / "target")
@@ -1575,7 +1616,7 @@ _CHECK_EVERY = 250  # steps
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The data and weights of training from one step on."""
+    """The mixture of training data from one step on."""
 
     start: int
     mixture: Mixture
@@ -1583,33 +1624,35 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides what a model becomes, its seed included."""
+    """All settings of a model's training, seed included; they determine the weights."""
 
     model: ModelConfig
     steps: int
     seed: int
     stages: tuple[Stage, ...]
-    # (step, share of the peak rates), joined by straight lines
+    # (step, share of the peak rates), interpolated linearly
     schedule: tuple[tuple[int, float], ...]
     micro_tokens: int = 2048
     micro_batches: int = 4
-    workers: int = 2  # processes a step's micro-batches are dealt to; decides the order of sums
+    # number of processes that share the micro-batches of a step; it decides the order of sums
+    workers: int = 2
     muon_rate: float = 0.02
     adam_rate: float = 0.004
-    decay: float = 0.0  # decay of the weights Muon moves
+    decay: float = 0.0  # weight decay of the matrices that Muon trains
 
     def stage(self, step: int) -> Stage:
-        """Return the stage that a step belongs to."""
+        """Return the stage of a step."""
         return [stage for stage in self.stages if stage.start <= step][-1]
 
 
 EASY = (("instructions", 0.35), ("expression", 0.35), ("story", 0.7))
-"""Shares of kinds to keep once they are learned: in these, the next operation is the next one
-stated.
+"""Shares to keep of kinds that are already learned: in these, the text states the operations in
+order.
 """
 
 LEARNED = (("instructions", 0.5), ("story", 0.4), ("variables", 0.5), ("shopping", 0.6))
-"""Shares of kinds to keep late in training; comparisons and long expressions take longest to learn.
+"""Shares of kinds to keep late in the training, because comparisons and long expressions take
+longest to learn.
 """
 
 RECIPES: dict[str, Recipe] = {
@@ -1617,7 +1660,7 @@ RECIPES: dict[str, Recipe] = {
         ModelConfig(
             hidden_size=64, num_layers=3, num_heads=1, num_kv_heads=1, intermediate_size=96
         ),
-        steps=4600,  # a weak draft on purpose: half-way down its schedule
+        steps=4600,  # the draft is weak on purpose: it stops half-way down its schedule
         seed=1,
         stages=(Stage(0, Mixture(errors=0.05)),),
         schedule=((0, 0.02), (49, 1.0), (3000, 1.0), (6000, 0.0)),
@@ -1625,7 +1668,7 @@ RECIPES: dict[str, Recipe] = {
         muon_rate=0.01,
         decay=0.1,
     ),
-    # The target sees few planted errors until it solves problems; then more, including recorded
+    # The target sees few planted errors until it can solve problems, and then more, with recorded
     # errors of the draft.
     "target": Recipe(
         ModelConfig(
@@ -1648,7 +1691,7 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of a training run; saved with every checkpoint."""
+    """Progress of a training run, which every checkpoint contains."""
 
     step: int = 0
     tokens: int = 0
@@ -1672,7 +1715,7 @@ class Trainer:
         self.progress = Progress()
 
     def keep(self) -> None:
-        """Write the state in one step, so that a kill leaves the old one or the new one."""
+        """Write the checkpoint atomically, so that a kill leaves either the old or the new one."""
         part = self.checkpoint.with_suffix(".part")
         optimizers = [optimizer.state_dict() for optimizer, _ in self.descent.optimizers]
         plain = {"progress": asdict(self.progress), "recipe": asdict(self.recipe)}
@@ -1680,7 +1723,7 @@ class Trainer:
         part.replace(self.checkpoint)
 
     def resume(self) -> bool:
-        """Load a checkpoint if there is one, and return whether there was."""
+        """Load the checkpoint if there is one, and return whether there was one."""
         if not self.checkpoint.exists():
             return False
         state: dict[str, Any] = torch.load(self.checkpoint, weights_only=True)
@@ -1694,7 +1737,7 @@ class Trainer:
         return True
 
     def factor(self) -> float:
-        """Return the current learning rate, as a share of its peak."""
+        """Return the current learning rate as a share of its peak."""
         step = self.progress.step
         for (start, first), (stop, last) in pairwise(self.recipe.schedule):
             if step <= stop:
@@ -1707,7 +1750,7 @@ class Trainer:
         return self.recipe.stage(self.progress.step)
 
     def stream(self, errors: Errors) -> Iterator[tuple[Batch, Cursor]]:
-        """Yield the data from here on, for the current stage."""
+        """Yield the remaining data for the current stage."""
         recipe = self.recipe
         return batches(
             self.encoder,
@@ -1719,7 +1762,7 @@ class Trainer:
         )
 
     def step(self, data: Iterator[tuple[Batch, Cursor]], workers: Workers) -> float:
-        """Make one update, and return the loss before it."""
+        """Take one training step, and return the loss before the step."""
         progress = self.progress
         taken = [next(data) for _ in range(self.recipe.micro_batches)]
         loss = workers.backward([batch for batch, _ in taken])
@@ -1731,7 +1774,9 @@ class Trainer:
 
 
 def train(name: str, recipe: Recipe, work: Path, models: Path) -> None:
-    """Train one model, or continue its training, until the recipe ends, then save it."""
+    """Train one model to the end of its recipe, from its checkpoint if there is one, and save the
+    model.
+    """
     trainer = Trainer(name, recipe, work, Encoder.open(models / name))
     log = partial(_say, work / f"{name}.jsonl")
     if trainer.resume():
@@ -1769,7 +1814,7 @@ def train(name: str, recipe: Recipe, work: Path, models: Path) -> None:
 
 
 def _checked(folder: Path) -> dict[str, object]:
-    """Return the shares of problems that a saved model solves: of all, by level and by kind."""
+    """Return the accuracy of a saved model: over all problems, by level and by kind."""
     watch = exercises("calibration", 200, seed=77)
     texts = generate(folder, [prompt(one.text) for one in watch], temperature=0.7, seed=0)
     right = [(one, answer(text) == one.answer) for one, text in zip(watch, texts, strict=True)]
@@ -1793,8 +1838,8 @@ def _say(log: Path, **fields: object) -> None:
 
 
 def draft_errors(work: Path, models: Path) -> Errors:
-    """Return the draft's own mistakes on training problems, sampled once and kept in the work
-    folder.
+    """Return the draft's own errors on training problems; they are sampled once and kept in the
+    work folder.
     """
     path = work / "draft_errors.json"
     tests = exercises("train", 3000, seed=991, levels=(1, 2, 3, 4, 4, 5, 5))
@@ -1815,8 +1860,9 @@ def draft_errors(work: Path, models: Path) -> Errors:
 
 
 def main() -> None:
-    """Train tokenizer, draft and target by default; a second call continues where the first
-    stopped.
+    """Train the embedded models: by default tokenizer, draft and target.
+
+    The same command resumes an interrupted training.
     """
     if sys.argv[1:2] == ["family"]:
         train_family(sys.argv[2:])
@@ -1826,29 +1872,37 @@ def main() -> None:
         "parts",
         nargs="*",
         default=["tokenizer", "draft", "target"],
-        help="tokenizer, draft, target, deep, heads",
+        help="models to train, from tokenizer, draft, target, deep, heads",
     )
     parser.add_argument(
-        "--work", type=Path, default=ROOT / "runs" / "train", help="checkpoints and logs"
+        "--work", type=Path, default=ROOT / "runs" / "train", help="folder for checkpoints and logs"
     )
     parser.add_argument(
         "--models",
         type=Path,
         default=ROOT / "atts" / "models",
-        help="where the model folders are written",
+        help="folder in which each model gets its folder",
     )
     parser.add_argument(
-        "--steps", type=int, help="another number of steps than the recipe's (other weights)"
+        "--steps",
+        type=int,
+        help="number of training steps; another number than the recipe's gives other weights",
     )
     parser.add_argument(
-        "--target", type=Path, help="of heads: another model's folder than the embedded target's"
-    )
-    parser.add_argument("--drafter", type=Path, help="of heads: another than the embedded draft's")
-    parser.add_argument(
-        "--prompts", type=Path, help="of heads: a file with a prompt a line, instead of arithmetic"
+        "--target", type=Path, help="heads: folder of the target; default: the embedded target"
     )
     parser.add_argument(
-        "--device", default="cpu", help="of heads: cpu, cuda or cuda:N, in the checkpoint's dtype"
+        "--drafter", type=Path, help="heads: folder of the drafter; default: the embedded draft"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help="heads: file with one prompt per line; default: generated arithmetic",
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="heads: device, cpu, cuda or cuda:N; on a GPU in the checkpoint's dtype",
     )
     found = parser.parse_args()
     work = found.work

@@ -183,7 +183,7 @@ class Score:
                 contextlib.redirect_stderr(io.StringIO()),
             ):
                 verdict = self.check(pair.gold, pair.answer)
-        except Exception:  # noqa: BLE001  # other checkers raise; that is part of the result
+        except Exception:  # noqa: BLE001  the result counts exceptions of checkers
             self.failed += 1
             verdict = False
         finally:

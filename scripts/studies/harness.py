@@ -451,7 +451,9 @@ class Spent:
         """Return wall and processor seconds in words.
 
         On a busy machine only the processor seconds are comparable."""
-        return f"{self.seconds()['wall']:.0f} s, of processors {self.seconds()['processor']:.0f} s"
+        return (
+            f"{self.seconds()['wall']:.0f} s, {self.seconds()['processor']:.0f} processor seconds"
+        )
 
     def disturbance(self) -> str:
         """Return a note about the load from other processes during the measurement."""
@@ -464,9 +466,7 @@ class Spent:
 
 
 def children(parent: Path = Path("/proc/self")) -> list[Path]:
-    """Return the /proc folders of all descendants of a process. An engine's drafter, for
-    example, is a child of the engine.
-    """
+    """Return the /proc folders of all descendants of a process, such as engines and their drafters."""
     found = list[Path]()
     for file in (parent / "task").glob("*/children"):
         try:

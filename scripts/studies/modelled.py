@@ -1,4 +1,4 @@
-"""Simulate engines from fitted costs of their steps and from recorded lengths of reasoning texts."""
+"""Simulated engines, from fitted costs of their steps and recorded lengths of reasoning texts."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from scripts.studies.harness import traces
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a step: `step` + `sequence` x batch + `cached` x KV tokens read + `prefilled` x
-    tokens fed.
+    """Coefficients of the seconds of a step, with the costs of a request.
 
-    `request` is what the step that takes a request in costs more (admission, cache, another batch);
-    `call` what a request costs its host in addition to steps (hand-over, event loop, pipeline).
-    `share` is by how much a step is stretched while the other engine is at work on the same
-    processors; 1: they do not share any.
+    A step takes `step` + `sequence` x batch + `cached` x KV tokens read + `prefilled` x tokens fed.
+    `request` is the additional time of a step that admits a request. `call` is the host's time for
+    a request outside of steps: hand-over, event loop, pipeline. `share` is the factor by which a
+    step takes longer while the other engine works on the same processors; 1 if the engines have
+    separate processors.
     """
 
     step: float
@@ -65,20 +65,18 @@ class Cost:
     origin: str = ""
 
     def seconds(self, batch: int, cached: float, fed: float = 0.0) -> float:
-        """Return the seconds of a step that decodes `batch` sequences with `cached` tokens between
-        them and feeds `fed` tokens.
+        """Return the seconds of a step that decodes `batch` sequences, reads `cached` KV tokens and
+        feeds `fed` tokens.
         """
         return self.step + self.sequence * batch + self.cached * cached + self.prefilled * fed
 
     def steps(self, count: int, batch: int, cached: float) -> float:
-        """Return the seconds of `count` decoding steps in a row, in which every sequence grows by
-        one token per step.
-        """
+        """Return the seconds of `count` decoding steps; each step adds one token to every sequence."""
         grown = cached * count + batch * count * (count - 1) / 2
         return count * (self.step + self.sequence * batch) + self.cached * grown
 
     def steps_within(self, seconds: float, batch: int, cached: float) -> int:
-        """Return the number of such steps that end within some seconds."""
+        """Return the number of consecutive decoding steps that end within some seconds."""
         linear = self.step + self.sequence * batch + self.cached * cached - self.cached * batch / 2
         square = self.cached * batch / 2
         if square <= 0:
@@ -90,7 +88,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two engines of one installation: costs, and how many KV tokens each has room for."""
+    """Draft and target of one installation, with their costs and the KV tokens that each can hold."""
 
     name: str
     draft: Cost
@@ -101,7 +99,7 @@ class Pair:
 
 _MS = 1e-3
 _OVERHEAD = 1.207 * _MS
-"""Overhead per step, from the same simulator as the 8B row."""
+"""Overhead per step, from the same simulator as the costs of the 8B model."""
 
 TARGET_70B = Cost(
     18.35 * _MS,
@@ -125,7 +123,7 @@ DRAFT_1B = Cost(
     origin="ours: the 8B row scaled by weights (1.54/8.03) and by KV bytes a token, step overhead "
     "kept",
 )
-# bytes left after weights / bytes a token (80 layers, 8 KV heads)
+# memory left after the weights, divided by the bytes of a token (80 layers, 8 KV heads)
 _ROOM_70B = int((4 * 80e9 * 0.9 - 141e9) / 327_680)
 _ROOM_8B = int((80e9 * 0.9 - 16.1e9) / 131_072)
 _ROOM_1B = int((80e9 * 0.9 - 3.1e9) / 28_672)
@@ -134,11 +132,12 @@ PAIRS: Mapping[str, Pair] = {
     "1.5B/70B": Pair("1.5B/70B", DRAFT_1B, TARGET_70B, _ROOM_1B, _ROOM_70B),
     "8B/70B": Pair("8B/70B", DRAFT_8B, TARGET_70B, _ROOM_8B, _ROOM_70B),
 }
-"""Pairs with one H100 for the draft and four for the target."""
+"""Pairs with one H100 for the draft and four H100 for the target."""
 
 
 CHUNK = 500  # tokens of a full chunk in the recorded runs
-PROMPT = 150  # tokens of a problem with its instructions; the traces do not say
+# tokens of a problem with instructions; an assumption, because the traces do not have this number
+PROMPT = 150
 _WORD = 1
 _END = 2
 
@@ -150,21 +149,21 @@ class Recorded:
     """
 
     tokens: float
-    starts: tuple[float, ...]  # tokens before each scored chunk
+    starts: tuple[float, ...]  # number of tokens before each scored chunk
     scores: tuple[float, ...]
     answer: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Recorded rollouts by question, and where they come from."""
+    """Recorded rollouts by question, and their origin."""
 
     questions: tuple[tuple[Recorded, ...], ...]
     origin: str
 
     @property
     def spread(self) -> float:
-        """Return the deviation of a rollout's log length within its question."""
+        """Return the standard deviation of a rollout's log length within its question."""
         each = [
             [math.log(r.tokens) for r in lines if math.isfinite(r.tokens)]
             for lines in self.questions
@@ -173,13 +172,13 @@ class Library:
 
 
 def find_library() -> Library:
-    """Return the recorded run, or a synthetic one, marked as such, if the data is absent."""
+    """Return the recorded run; if its data are missing, return a synthetic library, marked as such."""
     found = recorded_rollouts()
     return synthetic_library() if found is None else read_library(found)
 
 
 def recorded_rollouts(folder: Path | None = None, run: str = "ct0") -> list[dict[str, Any]] | None:
-    """Return the rollouts of one recorded run turn by turn; none if the data is absent."""
+    """Return the rollouts of one recorded run, turn by turn, or None if the data are missing."""
     folder = folder or traces()
     if folder is None:
         return None
@@ -191,7 +190,8 @@ def recorded_rollouts(folder: Path | None = None, run: str = "ct0") -> list[dict
 def read_library(found: Sequence[Mapping[str, Any]]) -> Library:
     """Return the rollouts of a run.
 
-    Characters become tokens at the rate of chunks that were cut at their limit.
+    Characters are converted to tokens at the rate of chunks that were cut at their limit, whose
+    tokens are known.
     """
     full = [
         t["draft_chars"]
@@ -224,12 +224,12 @@ def _rollout(record: Mapping[str, Any], characters: float) -> Recorded:
 
 
 def synthetic_library(questions: int = 100, samples: int = 16, seed: int = 0) -> Library:
-    """Make log-normal lengths and scores with about the recorded spreads, for machines without the
-    traces.
+    """Make rollouts with synthetic lengths and scores, for machines without the recorded traces.
 
-    Between questions and within, the deviations are 0.75 and 0.45 (log tokens) and 0.55 and 0.47
-    (log of mean negative log-probability, median 0.47 nats); one rollout in twenty never ends;
-    wrong answers come in a few kinds.
+    Lengths and scores are log-normal with about the recorded deviations. Between questions these
+    are 0.75 (log tokens) and 0.55 (log of mean negative log-probability, median 0.47 nats), and
+    within questions 0.45 and 0.47. One rollout in twenty never ends, and wrong answers have a few
+    kinds.
     """
     draw = np.random.default_rng(seed)
     table = list[tuple[Recorded, ...]]()
@@ -260,52 +260,57 @@ def synthetic_library(questions: int = 100, samples: int = 16, seed: int = 0) ->
 
 
 class NoText:
-    """A tokenizer for texts that are never read."""
+    """A tokenizer for texts that no one reads."""
 
     def __init__(self, grain: int) -> None:
         self._prompt: TokenIds = (_WORD,) * max(1, PROMPT // grain)
         self.digest = "no text"
 
     def encode(self, text: str) -> TokenIds:
-        """Return one id, whatever the text."""
+        """Return one id for any text."""
         return (_WORD,)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return no text."""
+        """Return an empty text for any ids."""
         return ""
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """Return as many ids as a prompt has."""
+        """Return as many ids as a prompt has, for any messages."""
         return self._prompt
 
 
 class TraceLaw:
-    """Simulated rollouts: each answers after a fixed number of tokens, whichever model writes them.
+    """Simulated rollouts with a fixed number of tokens before the answer, whichever model writes.
 
-    How many is drawn per (problem, sample) from the question's recorded rollouts, smoothed (a
-    log-normal kernel of Silverman's width), so that 256 samples do not repeat 16. Scores and
-    answers are those recorded at that place. So methods differ in who writes and who waits, not in
-    how much is written: accuracy is not a result of this law.
+    The number is drawn for each (problem, sample) from the question's recorded rollouts. A
+    log-normal kernel of Silverman's width smooths these numbers, so that 256 samples do not repeat
+    16 recorded ones. Scores and answers are the recorded ones at the same place. So methods differ
+    in which model writes and in waiting, but not in the amount of text, and simulated accuracy has
+    no meaning.
     """
 
     def __init__(self, library: Library, seed: int = 0, grain: int = 10) -> None:
         self.library = library
-        self.grain = grain  # real tokens per id
+        self.grain = grain  # number of real tokens per id
         self.tokenizer = NoText(grain)
         self._seed = seed
         self._kernel = 1.06 * library.spread * 16 ** (-1 / 5)
         self.rollout = lru_cache(maxsize=1 << 16)(self._rollout)
 
     def spec(self, role: Role) -> EngineSpec:
-        """Return an engine that any text fits into."""
+        """Return the spec of an engine that accepts any text."""
         return EngineSpec(role, f"law of {role}", self.tokenizer.digest, 1 << 24, (_END,), 8)
 
     def problems(self, count: int) -> list[Problem]:
-        """Return problems modelled on the recorded questions, equally many for each."""
+        """Return problems modelled on the recorded questions, with about equally many for each
+        question.
+        """
         return [Problem(f"q{number}", f"q{number}", None, "text") for number in range(count)]
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """Write up to the requested number of tokens, or the rest before the answer."""
+        """Write the requested number of tokens, or the remaining tokens before the answer if they
+        are fewer.
+        """
         needed, recorded = self.rollout(request.seed.problem, request.seed.sample)
         left = needed - self._written(len(request.ids))
         count = min(
@@ -317,7 +322,7 @@ class TraceLaw:
         return Completion((_WORD,) * count, text, "end" if is_done else "length", (-0.5,) * count)
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Return the score recorded nearest to this place of the rollout."""
+        """Return the recorded score at this place of the rollout."""
         problem, _, sample = request.rollout.rpartition("/")
         needed, recorded = self.rollout(problem, int(sample))
         if not recorded.scores:
@@ -343,34 +348,35 @@ def _classes(answers: Sequence[str]) -> Sequence[int]:
 
 
 ANSWERS = Answers(lambda text: text or None, _classes)
-"""Answers of simulated texts: the whole text is the answer."""
+"""Reader of answers for simulated texts: the whole text is the answer."""
 
 
 class Law(Protocol):
-    """A source of texts and scores that depend on the request alone."""
+    """A source of texts and scores that depend only on the request."""
 
     @property
-    def grain(self) -> int: ...  # real tokens per id: long texts are simulated with fewer ids
+    # Number of real tokens per id. With fewer ids, simulating long texts is faster.
+    def grain(self) -> int: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...  # the tokenizer of both models
 
     def spec(self, role: Role) -> EngineSpec:
-        """Return the spec that the engine reports."""
+        """Return the spec of the engine."""
         ...
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """Return a chunk."""
+        """Return a chunk for the request."""
         ...
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Return the log-probabilities of a chunk."""
+        """Return the log-probabilities of the request's chunk."""
         ...
 
 
 @dataclass(slots=True)
 class Load:
-    """The work of an engine, and the most KV tokens at work at once."""
+    """The work that an engine has done, and the largest number of KV tokens in use at once."""
 
     peak: float = 0.0
     busy: float = 0.0
@@ -390,36 +396,38 @@ class _Work:
     feed: float
     write: float
     done: anyio.Event = field(default_factory=anyio.Event)
-    ends_at: float = math.inf  # decoding step after which the request is complete
+    ends_at: float = math.inf  # number of the decoding step that completes the request
     state: str = "waiting"
 
     @property
     def tokens(self) -> float:
-        """Return the KV tokens that the work holds once it is fed."""
+        """Return the number of KV tokens that the request holds after its prefill."""
         return self.kept + self.feed
 
 
 class Host:
-    """A machine whose single event loop hands requests to its engines."""
+    """A machine whose single event loop passes requests to its engines."""
 
     def __init__(self) -> None:
         self.at_work = 0
         self._free_at = 0.0
 
     async def hand_over(self, seconds: float, now: float) -> None:
-        """Wait until the event loop has handled earlier requests and then this one."""
+        """Wait until the event loop has handled all earlier requests and this one."""
         self._free_at = max(now, self._free_at) + seconds
         await anyio.sleep(self._free_at - now)
 
 
 class BatchedEngine:
-    """Continuous batching under a virtual clock.
+    """An engine with continuous batching under a virtual clock.
 
-    Every step serves all decoding sequences and feeds up to `chunk` tokens of those that wait for
-    their prefill. A request is admitted when its tokens fit next to what is at work; warm prefixes
-    of other rollouts give way, least recently used first. Scoring is a prefill that writes nothing.
-    On a real clock a step begins when the one before it was due to end: that this process woke up
-    late is not the server's time.
+    Every step decodes one token of each decoding sequence, and feeds up to `chunk` tokens of
+    sequences in prefill. A request is admitted once its tokens fit next to the requests in
+    progress; warm prefixes of other rollouts are evicted, the least recently used first. Scoring is
+    a prefill that writes nothing.
+
+    On a real clock, each step begins when the previous step was due to end. So a late wake-up of
+    this process does not count as time of the server.
     """
 
     def __init__(
@@ -444,13 +452,14 @@ class BatchedEngine:
         self._waiting: deque[_Work] = deque()
         self._feeding: deque[_Work] = deque()
         self._decoding: list[tuple[float, int, _Work]] = []
-        self._held = 0.0  # KV tokens of requests at work
-        self._cached = 0.0  # number of them that decoding reads
+        self._held = 0.0  # KV tokens of requests in progress
+        self._cached = 0.0  # KV tokens that the decoding sequences read in a step
         self._warm: OrderedDict[str, float] = OrderedDict()
-        self._prompts: dict[str, int] = {}  # ids of each problem's prompt: siblings share it
+        # number of ids of each problem's prompt, which siblings share
+        self._prompts: dict[str, int] = {}
         self._warm_tokens = 0.0
-        self._count = 0.0  # decoding steps so far
-        self._due = 0.0  # when the last step ends
+        self._count = 0.0  # number of decoding steps so far
+        self._due = 0.0  # time at which the last step is due to end
         self._requests = 0
         self._numbers = itertools.count()
         self._wake = anyio.Event()
@@ -460,24 +469,24 @@ class BatchedEngine:
         self.tokenizer = law.tokenizer
 
     def stats(self) -> EngineStats:
-        """Return the counters so far."""
+        """Return the current counters."""
         return EngineStats(self._requests, steps=self.load.steps, busy_seconds=self.load.busy)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Sample a chunk after the simulated time of the request."""
+        """Sample a chunk, and return it after the simulated time of the request."""
         check_sample(request, self.spec)
         completion = self.law.write(self.role, request)
         cached = await self._serve(request.rollout, len(request.ids), 0, len(completion.ids))
         return replace(completion, cached_tokens=cached)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return scores under the distribution, after one prefill."""
+        """Return the scores after the simulated time of one prefill."""
         check_score(request, self.spec)
         cached = await self._serve(request.rollout, len(request.prefix), len(request.suffix), 0)
         return Scores(self.law.score(request), cached)
 
     async def recheck(self) -> None:
-        """Open the engine if it is not open, as a pool does with its replicas."""
+        """Open the engine if it is closed, because a pool calls this for its replicas."""
         await self.__aenter__()
 
     async def __aenter__(self) -> Self:
@@ -498,8 +507,9 @@ class BatchedEngine:
         return None
 
     async def _serve(self, rollout: str, prefix: int, suffix: int, write: int) -> int:
-        """Queue the request, prefill its uncached ids, decode, and return the number of cached
-        leading ids.
+        """Serve a request to its end, and return the number of its leading ids that were cached.
+
+        The request is queued, its uncached ids are prefilled, and then its tokens are decoded.
         """
         if self.cost.call:
             await self._host.hand_over(self.cost.call, self._now())
@@ -508,7 +518,7 @@ class BatchedEngine:
         self._warm_tokens -= kept
         problem = rollout.rpartition("/")[0]
         prompt = self._prompts.get(problem, 0)
-        # the first request of a problem is its prompt, and little else
+        # the first request of a problem contains little more than the prompt
         self._prompts.setdefault(problem, prefix)
         warm = min(max(kept, float(grain * prompt)), grain * (prefix if suffix else prefix - 1))
         feed = grain * (prefix + suffix) - warm
@@ -524,7 +534,7 @@ class BatchedEngine:
         return int(warm) // grain
 
     def _forget(self, work: _Work) -> None:
-        """Wait for a request; a cancelled one frees its place at once."""
+        """Wait for a request, and free its place at once if it is cancelled."""
         if work.state == "waiting":
             self._waiting.remove(work)
         elif work.state == "feeding":
@@ -540,7 +550,7 @@ class BatchedEngine:
         self._wake.set()
 
     async def _run(self) -> None:
-        """Take steps for as long as there is work."""
+        """Take steps as long as there is work."""
         while True:
             self._admit()
             if not self._feeding and not self._decoding:
@@ -558,7 +568,7 @@ class BatchedEngine:
                 self.load.busy += self._due - began
 
     async def _pass(self, seconds: float) -> None:
-        """Sleep until the step is due; a late wake-up does not delay the next step."""
+        """Sleep until the step is due to end; a late wake-up does not delay the next step."""
         self._due += seconds
         await anyio.sleep(max(0.0, self._due - self._now()))
 
@@ -575,8 +585,10 @@ class BatchedEngine:
             self._feeding.append(work)
 
     async def _mixed_step(self) -> None:
-        """Take one step: every decoding sequence gets a token, and waiting sequences are fed within
-        the step's budget.
+        """Take one step, in which every decoding sequence gets a token and waiting sequences are
+        fed.
+
+        The step's budget limits the fed tokens.
         """
         fed = 0.0
         budget = float(self._chunk)
@@ -596,7 +608,7 @@ class BatchedEngine:
         self.load.prefilled += fed
         for work, part in parts:
             if work.state != "feeding":
-                continue  # cancelled meanwhile
+                continue  # cancelled in the meantime
             work.feed -= part
             work.kept += part
             if work.feed <= 0:
@@ -614,7 +626,7 @@ class BatchedEngine:
         self._cached += work.tokens
 
     async def _decode(self) -> None:
-        """Count the steps until the next sequence is done or a request comes, whichever is first."""
+        """Take decoding steps until the next sequence is complete or a request arrives."""
         batch = len(self._decoding)
         cached = self._cached
         steps = max(1, round(self._decoding[0][0] - self._count))
@@ -624,7 +636,7 @@ class BatchedEngine:
         self._wake = wake
         with anyio.move_on_after(max(0.0, self._due + whole - self._now())):
             await wake.wait()
-            # a request arrived: the current step ends, then a new plan is made
+            # a request arrived, so the engine plans again after the current step
             passed = (self._now() - self._due) / stretch
             steps = min(steps, self.cost.steps_within(passed, batch, cached) + 1)
         await self._pass(stretch * self.cost.steps(steps, batch, cached))
@@ -675,27 +687,27 @@ _problem_fields = attrgetter(*ProblemSpan.__struct_fields__)
 
 
 class Recording:
-    """An event sink that packs its events into little memory and returns them in order.
+    """An event sink that keeps its events in little memory, and returns them in order.
 
-    Calls are packed into a hundred bytes each: kept as objects, a million of them slow every
-    further step, because the garbage collector visits them again and again.
+    A call takes about a hundred bytes. A million calls as objects would slow every further step,
+    because the garbage collector would visit each of them again and again.
     """
 
     __slots__ = ("_codes", "_edges", "_names", "_problems", "_rollouts", "_rows", "others")
 
     def __init__(self) -> None:
         self.others: list[object] = []  # events emitted by pipelines
-        # tuples of plain values, which the garbage collector stops tracking
+        # tuples of plain values, because the garbage collector stops tracking such tuples
         self._rollouts: list[tuple[Any, ...]] = []
         self._problems: list[tuple[Any, ...]] = []
         self._rows = bytearray()
         self._codes: dict[str, int] = {}
         self._names: list[str] = []
-        # edges of calls that waited for other than one call
+        # edges of calls that waited for no other call, or for several
         self._edges: dict[int, tuple[int, ...]] = {}
 
     def __call__(self, event: object) -> None:
-        """Keep an event."""
+        """Record an event."""
         if isinstance(event, CallSpan):
             self._keep(event)
         elif isinstance(event, RolloutSpan):
@@ -706,7 +718,7 @@ class Recording:
             self.others.append(event)
 
     def __len__(self) -> int:
-        """Return the number of calls."""
+        """Return the number of recorded calls."""
         return len(self._rows) // _ROW.size
 
     @property
@@ -720,7 +732,7 @@ class Recording:
         return [ProblemSpan(*values) for values in self._problems]
 
     def nodes(self) -> Iterator[CallSpan]:
-        """Return the calls, in the order they ended."""
+        """Return the calls in the order in which they ended."""
         names = self._names
         for row in _ROW.iter_unpack(self._rows):
             node, stage, engine, problem, sample, turn, *_ = row

@@ -1,4 +1,4 @@
-"""Fill BENCHMARKS.md and docs/benchmarks/ from what studies wrote, and draw their tables as charts."""
+"""Fill BENCHMARKS.md and docs/benchmarks/ with the results of studies, and draw tables as charts."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ _MAP_STYLE = (
 _GREEN = (46, 160, 90)
 _RED = (214, 84, 70)
 _PALE = (247, 244, 232)
-_FULL = 3.0  # factor (or its inverse) at which the colour is full
+_FULL = 3.0  # factor, or inverse factor, with the full colour
 
 
 @dataclass(frozen=True, slots=True)
 class HeatCell:
-    """A cell of a map: its value if there is one, and a line below it."""
+    """A cell of a map: its value, which may be missing, and a line of text below the value."""
 
     value: float | None
     note: str
 
 
 Panel = dict[tuple[str, str], HeatCell]
-"""Cells by row and column."""
+"""Cells of a map by row and column."""
 
 
 def draw_map(title: str, across: str, panels: dict[str, Panel]) -> str:
-    """Draw panels, two in a row, as one SVG file."""
+    """Draw several maps, two in a row, as one SVG file."""
     made = [(name, panel, _names(panel, 0), _names(panel, 1)) for name, panel in panels.items()]
     wide = max(
         (_LABELS + _CELL * len(columns) + _GAP for _, _, _, columns in made), default=_LABELS
@@ -109,7 +109,7 @@ def _cell(x: int, y: int, cell: HeatCell) -> str:
 
 
 def _colour(value: float) -> str:
-    """Return a colour that is pale at factor 1 and full at 3 (green) or 1/3 (red)."""
+    """Return a colour that is pale at factor 1, full green at 3 and full red at 1/3."""
     share = min(1.0, abs(math.log(max(value, 1e-9))) / math.log(_FULL))
     ends = _GREEN if value >= 1 else _RED
     return "#" + "".join(
@@ -124,7 +124,7 @@ _ROW = 18
 _COLUMNS = 3
 _COLOURS = ("#2f6fb3", "#c4511d", "#2b8a4b", "#8a4fc4", "#a8821a", "#c03a6b", "#4a8f9e", "#7a7a7a")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
-_CROWDED = 40  # points of a line beyond which it is drawn without dots
+_CROWDED = 40  # lines with more points than this are drawn without dots
 _STYLE = (
     ".chart{font:12px system-ui,sans-serif;background:#fff}.chart text{fill:#333}.chart "
     ".grid{stroke:#8884;fill:none}"
@@ -135,15 +135,16 @@ _STYLE = (
 
 @dataclass(frozen=True, slots=True)
 class ScaledAxis(Axis):
-    """An axis whose numbers stay short (20k, 1.5M): as they are, or their logarithms to base 2.
+    """An axis with short numbers, such as 20k or 1.5M, in a linear or a logarithmic scale.
 
-    Logarithms are written as what they are of: doublings, or round decimal numbers.
+    A logarithmic scale uses logarithms to base 2, and has ticks at doublings or at round decimal
+    numbers.
     """
 
     steps: Literal["linear", "doublings", "decimal"] = "linear"
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Return round numbers; powers of two thinned out, or 1, 2, 5, 10 and so on."""
+        """Return the ticks: round numbers, powers of two, or 1, 2, 5, 10 and so on."""
         if self.steps == "linear":
             return Axis.ticks(self, about)
         if self.steps == "doublings":
@@ -156,7 +157,9 @@ class ScaledAxis(Axis):
         return found if len(found) <= 2 * about or len(tens) < 2 else tens
 
     def written(self, value: float) -> str:
-        """Return the number, not its logarithm, in at most five characters."""
+        """Return the number of a tick in at most five characters; on a logarithmic scale, not its
+        logarithm.
+        """
         number = value if self.steps == "linear" else 2**value
         for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
             if abs(number) >= size:
@@ -175,11 +178,11 @@ def draw(table: Table) -> str:
 
     Rows without two numbers in the chart's columns are left out.
 
-    :raises KeyError: a column the table does not have.
+    :raises KeyError: the table lacks a column of the chart.
     """
     chart = table.chart
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-    assert chart is not None, "asked of tables with a chart"
+    assert chart is not None, "the table has a chart"
     if chart.value:
         return draw_map(table.title, chart.x, _panels(chart, rows))
     lines = _series(chart, rows)
@@ -219,13 +222,13 @@ def _panels(chart: Chart, rows: Iterable[Mapping[str, Cell]]) -> dict[str, Panel
 def _series(
     chart: Chart, rows: Iterable[Mapping[str, Cell]]
 ) -> Mapping[str, list[tuple[float, float]]]:
-    """Return the points of each line, on the scales of the chart, sorted from left to right."""
+    """Return the points of each line on the chart's scales, from left to right."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for cells in rows:
         x = _scaled(cells[chart.x], chart.x_scaling)
         y = _scaled(cells[chart.y], chart.y_scaling)
         by = cells[chart.by] if chart.by else chart.y
-        # a number alone would not say what it counts
+        # a number alone would not show its unit
         name = f"{by} {chart.by}" if isinstance(by, int | float) else str(by)
         if x is not None and y is not None:
             lines.setdefault(name, []).append((x, y))
@@ -235,7 +238,7 @@ def _series(
 def _bands(
     chart: Chart, rows: Iterable[Mapping[str, Cell]]
 ) -> Mapping[str, list[tuple[float, float, float]]]:
-    """Return the band around each line, as places across with the ends of an interval."""
+    """Return the band around each line, as (position, low, high) of each interval."""
     bands: dict[str, list[tuple[float, float, float]]] = {}
     if not chart.low:
         return bands
@@ -251,7 +254,7 @@ def _bands(
 def _band(
     plot: Plot, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], kind: str
 ) -> str:
-    """Return the area of a band; that of a single point is a stroke."""
+    """Return the area of a band; a band with one point becomes a stroke."""
     if len(xs) == 1:
         return plot.line([(xs[0], lows[0]), (xs[0], highs[0])], kind)
     area = plot.band(xs, lows, highs)
@@ -259,7 +262,7 @@ def _band(
 
 
 def _scaled(value: Cell, scaling: Scaling) -> float | None:
-    """Return a cell's place on its axis, or None if it is not a number that has one."""
+    """Return the position of a cell on its axis, or None if the cell has no position there."""
     if (
         not isinstance(value, int | float)
         or not math.isfinite(value)
@@ -283,14 +286,14 @@ def _up(chart: Chart, values: Sequence[float]) -> Axis:
     if chart.y_scaling == "linear":
         low = min(0.0, low)
         return ScaledAxis(low, high + 0.05 * (high - low), chart.y)
-    around = _round_numbers(2**low / 10, 2**high * 10)  # ticks between two round numbers
+    around = _round_numbers(2**low / 10, 2**high * 10)  # the axis begins and ends at round numbers
     first = max((value for value in around if value <= 2**low * 1.001), default=2**low)
     last = min((value for value in around if value >= 2**high * 0.999), default=2**high)
     return ScaledAxis(math.log2(first), math.log2(max(last, first * 2)), chart.y, steps="decimal")
 
 
 def _styles(count: int) -> list[str]:
-    """Return the colour and the dashes of every line."""
+    """Return the styles of the lines, each with a colour and dashes."""
     kinds = [
         (at, _COLOURS[at % len(_COLOURS)], _DASHES[at % len(_DASHES)] or 0) for at in range(count)
     ]
@@ -303,7 +306,7 @@ def _styles(count: int) -> list[str]:
 
 
 def _legend(names: Sequence[str]) -> list[str]:
-    """Return the legend of the lines, below the picture."""
+    """Return the parts of the legend below the picture."""
     parts = list[str]()
     for number, name in enumerate(names):
         x = 20 + number % _COLUMNS * (_WIDTH - 20) // _COLUMNS
@@ -314,7 +317,7 @@ def _legend(names: Sequence[str]) -> list[str]:
 
 
 def page(title: str, width: int, height: int, parts: Sequence[str]) -> str:
-    """Join SVG parts into a picture in the style of the charts."""
+    """Join SVG parts into one picture in the style of the charts."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="chart">'
     return f"{head}<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
@@ -351,24 +354,25 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The results of a study, its parts together: tables by title, the most important first."""
+    """The results of a study with all its parts: tables by title, the most important first."""
 
     study: str
     effort: str
     machine: Mapping[str, Any]
     kept: Mapping[str, Kept]
-    spent: Mapping[str, float]  # seconds of the last part; empty if it did not record them
+    spent: Mapping[str, float]  # seconds of the last part; empty if they were not recorded
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """Return the tables without their pictures."""
+        """Return the tables without the names of their charts."""
         return tuple(one.table for one in self.kept.values())
 
     def find(self, title: str) -> Kept:
-        """Return the table whose title begins with these words: titles may differ by the number of
-        problems.
+        """Return the first table whose title begins with these words.
 
-        :raises KeyError: there is none.
+        Titles of the same table may differ in the number of problems.
+
+        :raises KeyError: no title begins with these words.
         """
         for name, one in self.kept.items():
             if name.startswith(title):
@@ -386,17 +390,20 @@ class Record:
             f"limits of one core: copy {machine['copy_gib_per_second']:.1f} GiB/s, "
             f"matrices {machine['matrix_gflops']:.0f} GFLOP/s, "
             f"{machine['operation_microseconds']:.1f} us per torch operation."
-            + (f" It took {self.spent['processor']:.0f} s of processors." if self.spent else "")
-            + (" The embedded pair was an earlier one, or is not recorded." if is_other else "")
+            + (f" It took {self.spent['processor']:.0f} processor seconds." if self.spent else "")
+            + (
+                " The study used an earlier embedded pair, or did not record which."
+                if is_other
+                else ""
+            )
         )
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """Read every study below a folder.
+    """Read the records of all studies below a folder.
 
-    Parts of one (`pipelines-claim`) come together under its name.
-
-    Of two tables of one title counts that of the greater effort, then the newer.
+    Parts such as `pipelines-claim` are joined under the name of their study. If two tables have the
+    same title, the table of the greater effort is used, and of equal efforts the newer.
     """
     found: dict[str, Record] = {}
     written = [
@@ -426,10 +433,11 @@ def read(folder: Path) -> dict[str, Record]:
 def fill(
     page: str, records: Mapping[str, Record], pictures: Path | None = None
 ) -> tuple[str, list[str]]:
-    """Fill every marked part of a page, and return it with the marks that no record fills: these
-    stay as they were.
+    """Fill every marked part of a page; return the page, and a message for each part without a
+    record.
 
-    One that held nothing says that it was not run.
+    A part without a record keeps its text; if it is empty, it gets the text that the study has not
+    been run.
     """
     missing: list[str] = []
 
@@ -465,12 +473,12 @@ def _part(found: re.Match[str], records: Mapping[str, Record], pictures: Path | 
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Return the front page, then a page for every study."""
+    """Return the front page, then the page of each study."""
     return [root / "BENCHMARKS.md", *sorted((root / "docs" / "benchmarks").glob("*.md"))]
 
 
 def main() -> None:
-    """Fill the pages from a folder of results, and print the parts that no study filled."""
+    """Fill the pages from a folder of results, and print the parts that no record filled."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=main.__doc__)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "bench")
     records = read(parser.parse_args().runs)
@@ -480,16 +488,16 @@ def main() -> None:
         page.write_text(text)
         texts += text
         for words in missing:
-            print(f"benchmarks: {page.name}: left as it was: {words}", file=sys.stderr)
+            print(f"benchmarks: {page.name}: not filled: {words}", file=sys.stderr)
     for picture in FOLDER.glob("*.svg"):
-        if picture.name not in texts:  # delete pictures of tables that are no longer shown
+        if picture.name not in texts:  # delete pictures of tables that no page shows
             picture.unlink()
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A reader's question, the study and the titles of the tables that answer it, the command, the
-    limits.
+    """A reader's question, with the study and the tables that answer it, the command, and the
+    limits of the answer.
     """
 
     question: str
@@ -499,9 +507,9 @@ class Claim:
     limits: str
 
     def answer(self, tables: Sequence[Table]) -> str:
-        """Return the headlines of these tables, or nothing if one is missing.
+        """Return the headlines of the claim's tables, or "" if a table is missing.
 
-        Of several with one beginning the first counts.
+        If several titles begin alike, the first table is used.
         """
         found = [
             next(
@@ -513,9 +521,9 @@ class Claim:
 
 
 def summary(studies: Mapping[str, Sequence[Table]], held: str = "") -> Table:
-    """Return the headlines of what was run.
+    """Return the table of all claims with their headlines.
 
-    A claim whose study was not run keeps its row of the table, or says so.
+    A claim whose study was not run keeps its answer, or gets "not measured".
     """
     kept = {
         line.split("|")[1].strip(): line.split("|")[2].strip()

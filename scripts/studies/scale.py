@@ -1,5 +1,5 @@
-"""Measure in virtual time what asynchrony, drafting and scale are worth, and whether fitted costs
-predict runs.
+"""Measure in virtual time the gains from asynchrony, drafting and scale, and validate the fitted
+costs on real runs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ from scripts.studies.modelled import (
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measured piece of work: its steps, what they processed in all, and its seconds."""
+    """A measured piece of work: its steps, the tokens that they processed in total, and its
+    seconds.
+    """
 
     steps: float
     sequences: float
@@ -86,8 +88,10 @@ class Observation:
 
 
 def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
-    """Fit coefficients >= 0 by least squares on relative errors, and return them with the root mean
-    square of the residuals.
+    """Fit the coefficients of step costs, and return them with the root mean square of the relative
+    errors.
+
+    The fit minimises the squared relative errors, with coefficients of at least 0.
     """
     from scipy.optimize import nnls
 
@@ -102,7 +106,9 @@ def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
 
 
 class Tape:
-    """Recorded completions by request position, and log-probabilities by rollout and prefix length."""
+    """A record of completions by request position, and of log-probabilities by rollout and prefix
+    length.
+    """
 
     grain = 1
 
@@ -114,22 +120,22 @@ class Tape:
 
     @property
     def calls(self) -> int:
-        """Return the number of calls."""
+        """Return the number of recorded calls."""
         return len(self.written) + len(self.scored)
 
     def spec(self, role: Role) -> EngineSpec:
-        """Return the real engine's value."""
+        """Return the real engine's spec."""
         return self._specs[role]
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """Return the text written there.
+        """Return the completion recorded for this request.
 
-        :raises KeyError: nothing was: the run is another one.
+        :raises KeyError: the recorded run had no such request.
         """
         return self.written[_place(role, request.seed)]
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Return the scores made there; raise as `write` does."""
+        """Return the log-probabilities recorded for this request; raise as `write` does."""
         return self.scored[request.rollout, len(request.prefix)]
 
 
@@ -138,7 +144,7 @@ def _place(role: Role, seed: Seed) -> tuple[Role, str, int, int, int]:
 
 
 class TapedEngine(EngineAround):
-    """A wrapper that records the answers of an engine, whose owner opens and closes it."""
+    """A wrapper that records the answers of an engine; the owner of the engine opens and closes it."""
 
     def __init__(self, engine: Engine, role: Role, tape: Tape) -> None:
         super().__init__(engine, "lent")
@@ -146,20 +152,22 @@ class TapedEngine(EngineAround):
         self._tape = tape
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Sample with the real engine, and keep the completion."""
+        """Sample with the real engine, and record the completion."""
         completion = await self._engine.sample(request)
         self._tape.written[_place(self._role, request.seed)] = completion
         return completion
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score with the real engine, and keep the scores."""
+        """Score with the real engine, and record the scores."""
         scores = await self._engine.score(request)
         self._tape.scored[request.rollout, len(request.prefix)] = scores.logprobs
         return scores
 
 
 class InstantEngine:
-    """An engine that replays a tape at once, so that a run takes only the time of the pipelines."""
+    """An engine that answers from a tape without delay, so that a run takes only the time of the
+    pipelines.
+    """
 
     def __init__(self, role: Role, tape: Tape) -> None:
         self._role: Role = role
@@ -168,16 +176,16 @@ class InstantEngine:
         self.tokenizer = tape.tokenizer
 
     def stats(self) -> EngineStats:
-        """Return empty counters, because nothing is counted."""
+        """Return empty counters, because this engine counts nothing."""
         return EngineStats()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Return the tape's record, at once."""
+        """Return the recorded completion without delay."""
         await checkpoint()
         return self._tape.write(self._role, request)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the tape's record, at once."""
+        """Return the recorded scores without delay."""
         await checkpoint()
         return Scores(self._tape.score(request))
 
@@ -196,18 +204,17 @@ class InstantEngine:
 
 THREADS = Path("/proc/self/task")
 ROLES: tuple[Role, ...] = ("draft", "target")
-_INSTANT = 3  # repeats of a run on engines that answer at once: each is short
-_SIBLINGS = 8  # rollouts of a piece that share a prompt
+_INSTANT = 3  # number of repeats of a run on engines without delay, because each run is short
+_SIBLINGS = 8  # number of rollouts in a piece that share a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """A piece of work for one engine: `batch` rollouts on prompts of `prompt` tokens, `turns`
+    """A piece of work for one engine: `batch` rollouts on prompts of `prompt` tokens, with `turns`
     requests each.
 
-    Each request writes `tokens` tokens, or has that many scored; rollouts of more than one turn ask
-    for more and for fewer in turn, so that requests come and go while others are under way, as in a
-    run.
+    Each request writes `tokens` tokens, or scores as many. In rollouts of several turns the length
+    varies from turn to turn. So requests begin and end while others are in progress, as in a run.
     """
 
     batch: int
@@ -237,17 +244,17 @@ PIECES = (
     *(Micro(*sizes, is_scored=True) for sizes in ((4, 64, 16, 4), (16, 64, 16, 3))),
 )
 FOREGROUND = Micro(16, 48, 48)
-"""Pieces of work for each engine, alone and next to the other."""
+"""The piece of work that each engine does alone, and while the other engine is busy."""
 
 
 def pieces_of(role: Role) -> tuple[Micro, ...]:
-    """Return the pieces of work of an engine in a run: a draft never scores."""
+    """Return the pieces of work that an engine may do in a run; a draft has no pieces with scoring."""
     return PIECES if role == "target" else tuple(piece for piece in PIECES if not piece.is_scored)
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A run whose time is to be predicted."""
+    """A kind of live run whose time is to be predicted."""
 
     method: str
     samples: int
@@ -256,7 +263,7 @@ class Live:
 
     @property
     def name(self) -> str:
-        """Return the name used in tables."""
+        """Return the name that tables use."""
         return f"{self.method}, {self.samples} samples, {self.in_flight} in flight"
 
 
@@ -267,18 +274,18 @@ class Taken:
     wall: float
     engines: Mapping[Role, float]
     loop: float
-    # seconds that one thread was ready and had no processor, the most of any thread
+    # longest time that any thread was ready to run but had to wait for a processor
     waited: float = 0.0
 
     @property
     def processor(self) -> float:
-        """Return the processor seconds of all threads."""
+        """Return the processor seconds of all threads together."""
         return self.loop + sum(self.engines.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A measured piece of work of one engine and the event loop."""
+    """A measured piece of work of one engine."""
 
     seen: Observation
     taken: Taken
@@ -287,19 +294,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A live run: its problems, its times, what the engines answered, and the same without engines."""
+    """A live run: its first problem, its times, the recorded answers of its engines, and its time
+    per call without engines.
+    """
 
     first: int
     taken: Taken
     tape: Tape
-    host: float  # processor seconds per call of everything but engines and handing over
+    host: float  # processor seconds per call, except for engines and for passing requests to them
 
 
 @dataclass(slots=True)
 class Seen:
-    """All measurements of a validation, round by round.
+    """All measurements of a validation, in lists by round.
 
-    `beside` is an engine's work while the other rests, and while it is busy.
+    `beside` has the times of an engine's work, first while the other engine rests, and then while
+    it is busy.
     """
 
     pieces: dict[tuple[Role, Micro], list[Piece]] = field(default_factory=lambda: defaultdict(list))
@@ -308,15 +318,18 @@ class Seen:
 
 
 class Meter:
-    """The processor time of each thread of this process from now on, as Linux counts it."""
+    """A meter of the processor time of each thread of this process since the meter was made, from
+    Linux's counters.
+    """
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._before = _threads()
 
     def read(self) -> Taken:
-        """Measure what was taken since the meter was made; threads other than the engines' are the
-        event loop and its helpers.
+        """Return the time since the meter was made.
+
+        Threads other than the engines' count as the event loop.
         """
         wall = time.perf_counter() - self._began
         none = (0.0, 0.0)
@@ -330,22 +343,20 @@ class Meter:
 
 
 def _threads() -> dict[str, tuple[float, float]]:
-    """Return the seconds that each thread ran, and the seconds that it was ready to run but had to
-    wait.
-    """
+    """Return for each thread its seconds of running, and its seconds of waiting for a processor."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[str, tuple[float, float]] = {}
     for folder in THREADS.iterdir():
         try:
             ran, waited, _ = (folder / "schedstat").read_text().split()
         except OSError:
-            continue  # the call ended meanwhile
+            continue  # the thread ended in the meantime
         found[names.get(int(folder.name), folder.name)] = (int(ran) / 1e9, int(waited) / 1e9)
     return found
 
 
 async def measure_rounds(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
-    """Time rounds of all pieces and all runs, in turn, each on texts that no cache has met."""
+    """Time rounds of all pieces and all runs, in turn, each on texts that no cache holds."""
     seen = Seen()
     here = LocalOptions(worker="thread")
     async with (
@@ -369,7 +380,7 @@ async def measure_rounds(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
                         seen.pieces[role, piece].append(found)
                 first = (
                     number * len(lives) + place
-                ) * live.problems  # the caches know none of them yet
+                ) * live.problems  # problems that no cache holds
                 seen.runs[live].append(await _live(live, first, draft, target, seed))
             await _contend(seen, engines, seed + 10_000 * number + 5_000)
     return seen
@@ -391,7 +402,7 @@ async def _live(live: Live, first: int, draft: LocalEngine, target: LocalEngine,
 
 
 async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> Piece:
-    """Give the engine one piece of work it has not seen, and read its counters."""
+    """Give the engine one piece of new work, and return the time and the counters of the work."""
     prompts = _prompts(engine, piece, seed)
     if piece.is_scored:  # scored text follows a warm prefix, as in a rollout
         await collect(
@@ -452,7 +463,9 @@ async def _rollout(
 
 
 def _prompts(engine: LocalEngine, piece: Micro, seed: int) -> list[TokenIds]:
-    """Make a prompt for each rollout, or one for every few siblings where they have several turns."""
+    """Make a prompt for each rollout; in pieces of several turns, _SIBLINGS rollouts share a
+    prompt.
+    """
     generator = torch.Generator().manual_seed(
         seed + 7919 * piece.batch + piece.prompt + 31 * piece.turns
     )
@@ -465,9 +478,7 @@ def _prompts(engine: LocalEngine, piece: Micro, seed: int) -> list[TokenIds]:
 
 
 async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -> None:
-    """Time the same amount of work on each engine, alone and while the other has always something
-    to do.
-    """
+    """Time the same work on each engine twice: alone, and while the other engine is always busy."""
     for role, engine in engines.items():
         other = engines["target" if role == "draft" else "draft"]
         done = anyio.Event()
@@ -487,10 +498,10 @@ async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -
 
 
 async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) -> float:
-    """Run the pipelines once, and return the seconds by the loop's clock.
+    """Run the pipelines once, and return the seconds by the event loop's clock.
 
-    The gate of `atts` is frozen: the same run on other engines asks for the same chunks, whatever
-    ends first.
+    The gate of `atts` is frozen. So a run on other engines requests the same chunks, in whatever
+    order requests end.
     """
     base = Policy(samples=live.samples, early_stop="none")
     chosen = preset(live.method)
@@ -513,11 +524,14 @@ Clock = Literal["wall", "processor"]
 
 
 def local_validation(options: Options) -> list[Table]:
-    """Return the fitted costs of this machine, and predicted next to measured times of live runs;
-    needs Linux's counters.
+    """Fit this machine's costs, and compare predicted with measured times of live runs.
+
+    Return no tables without Linux's counters of threads.
     """
     if not THREADS.exists():
-        say("scale: no validation: this system does not count what each thread uses")
+        say(
+            "scale: no validation, because this system does not count the processor time of threads"
+        )
         return []
     torch.set_num_threads(1)
     rounds = options.pick(2, 4, 12)
@@ -532,7 +546,9 @@ def local_validation(options: Options) -> list[Table]:
 
 
 def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
-    """Fit coefficients of both engines to pieces of work alone, and tabulate how well they fit."""
+    """Fit the costs of each engine to pieces of work done alone, and tabulate the coefficients and
+    the error.
+    """
     costs: dict[Role, Cost] = {}
     rows: list[Row] = []
     for role in ROLES:
@@ -563,8 +579,8 @@ def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
         "processor seconds of "
         "the engine's thread, median of all rounds; no coefficient below 0.",
         f"Passing a request to an engine takes {1e6 * _handing(seen):.0f} us of the "
-        "event loop. *Beside the other* is the factor by which the same work takes "
-        "longer while the other engine is always busy.",
+        "event loop. The columns *next to the other* have the factor by which the "
+        "same work takes longer while the other engine is always busy.",
     )
 
 
@@ -580,8 +596,10 @@ def _typical(every: Sequence[Observation]) -> Observation:
 
 
 def _handing(seen: Seen) -> float:
-    """Return the event loop's processor seconds for one request in pieces whose requests come and
-    go as in a run.
+    """Return the event loop's processor seconds for passing one request to an engine.
+
+    The value is measured on pieces of several turns, whose requests begin and end at different
+    times, as in a run.
     """
     busy = [
         pieces for (_, kind), pieces in seen.pieces.items() if kind.turns > 1 and kind.batch > 2
@@ -590,7 +608,7 @@ def _handing(seen: Seen) -> float:
 
 
 def _stretch(seen: Seen, role: Role, clock: Clock) -> float:
-    """Return the time that the other engine's work adds to a step of this one."""
+    """Return the factor by which work takes longer while the other engine is busy."""
 
     def took(taken: Taken) -> float:
         return taken.wall if clock == "wall" else taken.engines[role]
@@ -677,8 +695,10 @@ def _words(errors: Sequence[float]) -> str:
 
 
 def _guess(seen: Seen, costs: Mapping[Role, Cost], live: Live, one: Run, seed: int) -> Taken:
-    """Return what the run should have taken: on the wall's clock as the engines get in each other's
-    way there, and so on.
+    """Return the predicted times of a run.
+
+    Wall time is simulated with the slow-down by the other engine in wall time, and processor time
+    with the slow-down in processor time.
     """
     call = one.host + _handing(seen)
     found = dict[Clock, Taken]()
@@ -691,7 +711,7 @@ def _guess(seen: Seen, costs: Mapping[Role, Cost], live: Live, one: Run, seed: i
 
 
 async def _predict(live: Live, one: Run, costs: Mapping[Role, Cost], seed: int) -> Taken:
-    """Simulate the run on engines that cost what was fitted."""
+    """Simulate the run on engines with the fitted costs."""
     host = Host()
     tape = one.tape
     async with (
@@ -717,7 +737,7 @@ Order = Literal["all together", "question by question", "one request at a time"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A point of the grid: the pair, method and sizes of one simulated run."""
+    """A point of the grid: pair, method and sizes of one simulated run."""
 
     pair: Pair
     method: Method
@@ -726,20 +746,20 @@ class Cell:
     turns: int = 15
     rate: float = 0.2
     replicas: int = 1
-    in_flight: int = 256  # rollouts, per replica
+    in_flight: int = 256  # rollouts per replica
     order: Order = "all together"
-    # KV tokens the graph admits to the target, per replica; None: no bound of the graph's
+    # limit of KV tokens that the graph admits to the target, per replica; None: no limit
     budget: int | None = None
     room: Literal["as installed", "without end"] = "as installed"
     seed: int = 0
 
     def key(self) -> str:
-        """Return a name that changes with anything in the cell."""
+        """Return a name that differs between different cells."""
         return blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=8).hexdigest()
 
     @property
     def places(self) -> int:
-        """Return the rollouts in flight over the whole installation."""
+        """Return the number of rollouts in flight over all replicas."""
         return (
             1
             if self.order == "one request at a time"
@@ -749,31 +769,31 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The results of a cell; times are virtual seconds."""
+    """The results of a cell; times are seconds of virtual time."""
 
     seconds: float
     draft_tokens: int
     target_tokens: int
-    realised: float  # share of judged chunks that were escalated
-    waiting: float  # share of call-seconds that rollouts spent waiting for siblings
+    realised: float  # share of judged chunks that escalated
+    waiting: float  # share of the calls' time in which rollouts waited for siblings
     intensity: float
     draft_busy: float
     target_busy: float
-    target_peak: float  # KV tokens at work at once on one replica
+    target_peak: float  # largest number of KV tokens in use on one replica
 
     @property
     def busy(self) -> tuple[float, float]:
-        """Return the shares of the time that draft and target worked."""
+        """Return the shares of time in which draft and target worked."""
         return self.draft_busy, self.target_busy
 
     @property
     def throughput(self) -> float:
-        """Return the tokens written per second."""
+        """Return tokens written per second."""
         return (self.draft_tokens + self.target_tokens) / self.seconds
 
 
 def run_cell(cell: Cell, law: TraceLaw) -> Found:
-    """Run a cell in virtual time."""
+    """Simulate a cell in virtual time."""
     return run_virtual(_run, cell, law)
 
 
@@ -798,7 +818,7 @@ async def _run(cell: Cell, law: TraceLaw) -> Found:
         for batch in _batches(cell, law):
             await graph.run(batch, one)
         seconds = graph.stats().seconds
-    # the wait for a score that was requested earlier is not counted
+    # waiting for a score that was requested earlier is not counted
     rounds = [node for node in recording.nodes() if node.stage != HOLD]
     timing = measure(rounds)
     usage = [outcome.usage for outcome in outcomes]
@@ -860,7 +880,7 @@ def _batches(cell: Cell, law: TraceLaw) -> list[list[Problem]]:
 
 
 class Results:
-    """Results of finished cells, kept in a file if one is given."""
+    """Results of finished cells, which a file keeps if there is one."""
 
     def __init__(self, law: TraceLaw, file: Path | None) -> None:
         self._law = law
@@ -870,7 +890,7 @@ class Results:
         return len(self._done)
 
     def get(self, cell: Cell) -> Found:
-        """Return the result of a cell, and run it if it is missing."""
+        """Return the result of a cell; simulate the cell first if there is no result."""
         key = f"{cell.key()}-{self._law.library.origin[:9]}"
         if key not in self._done:
             self._done.keep(key, asdict(run_cell(cell, self._law)))
@@ -890,12 +910,13 @@ _SCALING = "method | replicas | seconds | tokens/s | speed-up over 1 | efficienc
 
 
 def study(options: Options) -> list[Table]:
-    """Validate on this machine, then run the grids.
+    """Validate on this machine, then simulate the grids.
 
-    Results that an earlier run left in the folder are not repeated."""
+    Results in the output folder are not computed again.
+    """
     law = TraceLaw(find_library(), options.seed)
     results = Results(law, options.file("scale-cells.jsonl"))
-    say(f"scale: work from {law.library.origin}; {len(results)} cells are there already")
+    say(f"scale: work from {law.library.origin}; {len(results)} cells are already finished")
     kept = Parts(options.file("scale-validation.jsonl"))
     name = f"{options.effort} {pair_name()}"
     if name not in kept:
@@ -915,7 +936,7 @@ def tables(options: Options, law: TraceLaw, results: Results) -> list[Table]:
 
 
 def costs_table(law: TraceLaw) -> Table:
-    """Describe the simulated engines."""
+    """Tabulate the costs of the simulated engines."""
 
     def row(name: str, cost: Cost, room: int) -> Row:
         coefficients = (
@@ -944,32 +965,32 @@ def costs_table(law: TraceLaw) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Grids:
-    """The grids of one effort; each table is a walk over cells."""
+    """The grids of one effort, with a method for each table."""
 
     options: Options
     results: Results
 
     @property
     def pairs(self) -> Sequence[Pair]:
-        """Return the installations that most tables compare."""
+        """Return the pairs that most tables compare."""
         return self.options.pick((EIGHT,), (EIGHT, SMALL), (EIGHT, SMALL))
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Return the numbers of samples."""
+        """Return the numbers of samples to compare."""
         return self.options.pick((4, 16), (1, 4, 16, 64, 256), (1, 2, 4, 8, 16, 32, 64, 128, 256))
 
     def cell(self, pair: Pair, method: Method, samples: int, **changes: Any) -> Cell:
-        """Return a cell with the same number of rollouts, whatever the number of samples."""
+        """Return a cell whose number of problems keeps the number of rollouts about constant."""
         problems = max(self.options.pick(2, 2, 16), self.options.pick(128, 256, 1600) // samples)
         return replace(Cell(pair, method, problems, samples, seed=self.options.seed), **changes)
 
     def get(self, cell: Cell, **changes: Any) -> Found:
-        """Return the result of a cell with these changes."""
+        """Return the result of a changed cell."""
         return self.results.get(replace(cell, **changes))
 
     def samples(self, pair: Pair) -> Table:
-        """Return time, throughput and r against the number of samples."""
+        """Tabulate time, throughput and r against the number of samples."""
         rows: list[Row] = []
         for samples in self.sizes:
             for method in METHODS:
@@ -1029,7 +1050,7 @@ class _Grids:
         )
 
     def turns(self) -> Table:
-        """Tabulate how the cost of synchronised rounds grows with the number of turns."""
+        """Tabulate the cost of synchronised rounds against the number of turns."""
         rows: list[Row] = []
         for samples in self.options.pick((16,), (16, 64), (16, 64, 256)):
             for turns in self.options.pick(
@@ -1084,7 +1105,7 @@ class _Grids:
         )
 
     def replicas(self) -> Table:
-        """Tabulate the speed of a fixed evaluation on a growing number of replicas."""
+        """Tabulate the speed of a fixed evaluation against the number of replicas."""
         questions = self.options.pick(16, 50, 500)
         rows = list[_Scaled]()
         for method in self.options.pick(METHODS[:1], ("atts", "top-b", "target-only"), METHODS):
@@ -1109,7 +1130,7 @@ class _Grids:
         )
 
     def growing(self) -> Table:
-        """Tabulate the speed if the work grows with the number of replicas."""
+        """Tabulate the speed against the number of replicas if the work grows with them."""
         rows: list[_Scaled] = []
         for method in self.options.pick(
             METHODS[:1], ("atts", "target-only"), ("atts", "top-b", "target-only")
@@ -1129,9 +1150,7 @@ class _Grids:
         )
 
     def _scaling(self, method: Method, questions: dict[int, int]) -> list[_Scaled]:
-        """Compare a method on more and more replicas with itself on the fewest, each with its own
-        number of questions.
-        """
+        """Compare a method on growing numbers of replicas with its run on the fewest replicas."""
         rows: list[_Scaled] = []
         first: tuple[int, float] | None = None
         for replicas, count in questions.items():
@@ -1154,7 +1173,7 @@ class _Grids:
         return rows
 
     def headlines(self) -> Table:
-        """Tabulate which baselines reach the published factors, under which conditions."""
+        """Tabulate which baselines reach the published factors, and under which conditions."""
         rows = list[Row]()
         best = dict[str, float]()
         for pair in self.options.pick((SMALL,), (EIGHT, SMALL), (EIGHT, SMALL)):
@@ -1216,7 +1235,7 @@ def _reached(ratio: float, figure: float) -> str:
 
 
 def _compared(best: Mapping[str, float], kind: str, figure: float) -> str:
-    """Split the baselines of a kind into those against which the figure is reached, and the others."""
+    """List the baselines of a kind against which the figure is reached, and the other baselines."""
     mine = {
         name.removeprefix("throughput, "): ratio
         for name, ratio in best.items()

@@ -1,7 +1,8 @@
 """Measure HTTP on both sides: calls to servers, and the endpoint that atts serves.
 
-Calls are compared with a bare aiohttp loop, and timed on servers that keep the times of a GPU. The
-endpoint is compared with a bare echo, and watched for resources that it holds after hours.
+Calls are compared with a bare aiohttp loop, and timed on servers that imitate the times of a GPU.
+The endpoint is compared with a server that echoes requests. A soak test watches the endpoint's
+memory, threads and files for half an hour.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ from scripts.studies.harness import Options, Row, Spent, Spread, Table, interval
 from scripts.studies.modelled import PAIRS, BatchedEngine, Cost, Pair, Recording
 
 DELAY_SECONDS = 0.05
-# for connections, too: on a busy machine thousands of them take their time
+# also for connections, because thousands of connections take time on a busy machine
 PATIENCE_SECONDS = 300.0
 TOKENS = 8
 PROMPT = tuple(range(4, 68))
@@ -80,7 +81,8 @@ def study_remote(options: Options) -> list[Table]:
     repeats = options.pick(1, 3, 5)
     requests = options.pick(400, 4000, 20000)
     rows: list[Row] = []
-    gc.set_threshold(20_000, 10, 10)  # the command line sets the same; here it applies to all three
+    # The command line sets the same thresholds; here they apply to all three clients.
+    gc.set_threshold(20_000, 10, 10)
     with _server() as url:
         for in_flight in options.pick((100,), (1000, 4000), (256, 1000, 4000)):
             count = max(requests, 2 * in_flight)
@@ -121,7 +123,7 @@ def study_remote(options: Options) -> list[Table]:
 
 
 async def _ours(url: str, in_flight: int, count: int) -> tuple[float, float]:
-    """Call the server as pipelines do."""
+    """Measure the engine of atts, which pipelines use to call a server."""
     options = RemoteOptions(
         in_flight=in_flight, connect_seconds=PATIENCE_SECONDS, recheck_seconds=3600
     )
@@ -136,9 +138,9 @@ async def _ours(url: str, in_flight: int, count: int) -> tuple[float, float]:
 
 
 async def _bare(url: str, in_flight: int, count: int) -> tuple[float, float]:
-    """Call the server as one writes it by hand.
+    """Measure a plain loop of aiohttp calls.
 
-    The fields are the same; there are no limits, retries, checks or aborts.
+    Requests have the same fields, but there are no limits, retries, checks or aborts.
     """
     body = {
         "model": "toy", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
@@ -160,7 +162,7 @@ async def _bare(url: str, in_flight: int, count: int) -> tuple[float, float]:
 async def _timed(
     ask: Callable[[int], Awaitable[Any]], in_flight: int, count: int
 ) -> tuple[float, float]:
-    """Return requests per second, and milliseconds of processor time for each."""
+    """Return requests per second, and milliseconds of processor time per request."""
     numbers = iter(range(count))
 
     async def work() -> None:
@@ -176,7 +178,7 @@ async def _timed(
 
 @contextmanager
 def _server() -> Generator[str]:
-    """Start a server that answers like vLLM, at once but for the delay, in its own process."""
+    """Start a server that answers like vLLM after a fixed delay, in its own process."""
     context = get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there,), daemon=True)
@@ -193,9 +195,9 @@ def _serve(pipe: Connection) -> None:
 
 
 async def _answer(pipe: Connection) -> None:
-    """Answer with canned completions.
+    """Answer requests with canned completions.
 
-    The probe's questions get a plausible word.
+    Questions of the probe get a plausible word.
     """
     tokenizer = ToyTokenizer()
     model = {"id": "toy", "root": "toy", "max_model_len": 8192}
@@ -242,24 +244,25 @@ async def _answer(pipe: Connection) -> None:
 
 
 FASTER = 2.0
-"""How much faster than a GPU server, where this machine has nothing else to do; else as fast as
-one.
+"""Factor by which the servers are faster than a GPU server if this machine is idle; on a busy
+machine the factor is 1.
 
-A call takes some milliseconds of processor here, clients and servers together, and 64 rollouts come
-at once: at ten times the pace of a GPU that would be a third of a turn.
+A call takes some milliseconds of processor time here, for clients and servers together, and 64
+rollouts call at once. At a factor of ten, these calls would take a third of a turn.
 """
 GRAIN = 32
-"""Real tokens that one of the embedded pair stands for: its chunks are a dozen tokens, those of
-reasoners 500.
+"""Number of real tokens that each token of the embedded pair stands for.
+
+Its chunks have a dozen tokens, but chunks of reasoning models have about 500.
 """
 _SEED_BITS = 63
-_AT_ONCE = Cost(1e-6, 0.0, 0.0, 0.0, origin="a server that is being looked at")
+_AT_ONCE = Cost(1e-6, 0.0, 0.0, 0.0, origin="a server during its first requests")
 _ROLES: tuple[Role, ...] = ("draft", "target")
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A method, and whether a question waits for the one before it."""
+    """A method, and the order of questions: all at once, or one after another."""
 
     name: str
     method: str
@@ -277,18 +280,19 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """The results of a run."""
+    """Time, waiting, accuracy and cost of a run."""
 
     seconds: float
-    waiting: float  # share of call-seconds that rollouts waited for siblings
+    waiting: float  # share of the calls' time in which rollouts waited for siblings
     right: int
     calls: int
-    processor: float  # seconds
+    processor: float  # processor seconds of this process
 
 
 class PairLaw:
-    """The texts and scores of the embedded pair, computed once, then remembered, for engines that
-    keep time.
+    """Texts and scores of the embedded pair for engines in simulated time.
+
+    Each text and score is computed once and remembered.
     """
 
     def __init__(self, portal: BlockingPortal, engines: Mapping[Role, LocalEngine]) -> None:
@@ -299,19 +303,19 @@ class PairLaw:
         self._scorer: Role = "target"
 
     def scored_by(self, role: Role) -> PairLaw:
-        """Return the same law with the same memory, where this model scores."""
+        """Return a copy with the same memory, in which the given model scores."""
         other = copy(self)
         other._scorer = role
         return other
 
     @property
     def known(self) -> int:
-        """Count the texts and scores that are known."""
+        """Count the remembered texts and scores."""
         return len(self.written) + len(self._scored)
 
     @property
     def grain(self) -> int:
-        """Return the real tokens per id."""
+        """Return the number of real tokens per id."""
         return GRAIN
 
     @property
@@ -320,11 +324,14 @@ class PairLaw:
         return self._engines["draft"].tokenizer
 
     def spec(self, role: Role) -> EngineSpec:
-        """Return the engine's spec: no server can draw while it scores."""
+        """Return the engine's spec, without drawing during scoring, which servers do not offer."""
         return replace(self._engines[role].spec, capabilities=frozenset({"sample", "score"}))
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """Return the text of these numbers; a server gets the seed as one number."""
+        """Return the text for a request.
+
+        The memory's key has the seed as one number, because servers receive it in this form.
+        """
         own = request.seed
         number = (
             own.run if own == Seed(run=own.run) and own.run else own.key() & ((1 << _SEED_BITS) - 1)
@@ -338,7 +345,7 @@ class PairLaw:
         return self.written[key]
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Score with the model that scores here."""
+        """Score with the model of `scored_by`."""
         key = self._scorer, ScoreRequest(request.prefix, request.suffix)
         if key not in self._scored:
             self._scored[key] = self._portal.call(
@@ -348,7 +355,7 @@ class PairLaw:
 
 
 class RecognisingEngine(BatchedEngine):
-    """Knows by their ids whose rollout requests belong to, as a server's prefix cache does."""
+    """An engine that finds the rollout of a request by its ids, as a server's prefix cache does."""
 
     def __init__(self, role: Role, law: PairLaw, cost: Cost, kv_tokens: float) -> None:
         super().__init__(role, law.scored_by(role), cost, kv_tokens)
@@ -356,14 +363,14 @@ class RecognisingEngine(BatchedEngine):
         self._lengths: set[int] = set()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Answer by the law, at a server's pace."""
+        """Sample a remembered text, at a server's pace."""
         name = self._recognise(request.ids)
         done = await super().sample(replace(request, rollout=name))
         self._remember(request.ids + done.ids, name)
         return done
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score by the law, at a server's pace."""
+        """Return remembered scores, at a server's pace."""
         name = self._recognise(request.prefix)
         found = await super().score(replace(request, rollout=name))
         self._remember(request.prefix + request.suffix, name)
@@ -371,7 +378,7 @@ class RecognisingEngine(BatchedEngine):
 
     def _recognise(self, ids: TokenIds) -> str:
         for length in sorted((one for one in self._lengths if one <= len(ids)), reverse=True):
-            # equal rollouts have a prefix each: any that is warm will do
+            # equal rollouts have a prefix each, and any warm prefix will do
             if names := self._names.get(ids[:length]):
                 return next((name for name in names if name in self._warm), names[-1])
         return f"{hash(ids)}/{len(self._names)}-{self.stats().requests}"
@@ -383,7 +390,7 @@ class RecognisingEngine(BatchedEngine):
 
 
 def study_paced(options: Options) -> list[Table]:
-    """Run every pair, number of rollouts and method: virtual, then live."""
+    """Run every pair, number of rollouts and method, first in virtual time, then on real clocks."""
     rows = list[Row]()
     lives = list[Came]()
     spent = Spent()
@@ -400,7 +407,7 @@ def study_paced(options: Options) -> list[Table]:
                 live = anyio.run(over_http, arm, problems, samples, pair, law)
                 say(f"paced: {name}, {samples}, {arm.name}: {predicted.seconds:.2f} s, live "
                     f"{live.seconds:.2f} s, "
-                    f"{law.known - known} texts were not foreseen")  # fmt: skip
+                    f"{law.known - known} texts were not computed in advance")  # fmt: skip
                 found[arm.name] = predicted, live
                 lives.append(live)
             rows += _rows(name, samples, found)
@@ -421,7 +428,7 @@ def pair_law() -> Generator[PairLaw]:
 
 
 def paced(pair: Pair, faster: float) -> Pair:
-    """Return the same engines, so much faster."""
+    """Return the pair with step times divided by `faster`."""
 
     def scaled(cost: Cost) -> Cost:
         names = ("step", "sequence", "cached", "prefilled")
@@ -431,7 +438,7 @@ def paced(pair: Pair, faster: float) -> Pair:
 
 
 def engine(role: Role, pair: Pair, law: PairLaw) -> RecognisingEngine:
-    """Make one of the two engines."""
+    """Make the draft's or the target's engine."""
     cost, room = (pair.draft, pair.draft_kv) if role == "draft" else (pair.target, pair.target_kv)
     return RecognisingEngine(role, law, cost, room)
 
@@ -439,7 +446,7 @@ def engine(role: Role, pair: Pair, law: PairLaw) -> RecognisingEngine:
 async def direct(
     arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw
 ) -> Came:
-    """Run the arm on both engines themselves, under whatever clock runs."""
+    """Run the arm on the engines without HTTP, in the time of the running clock."""
     async with AsyncExitStack() as stack:
         draft, target = [
             await stack.enter_async_context(engine(role, pair, law)) for role in _ROLES
@@ -450,7 +457,7 @@ async def direct(
 async def over_http(
     arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw
 ) -> Came:
-    """Run the arm on two servers of this machine."""
+    """Run the arm on two HTTP servers on this machine."""
     served: dict[Role, RecognisingEngine] = {}
 
     def make(role: Role) -> Engine:
@@ -472,7 +479,7 @@ async def over_http(
                 )
                 for url, role in zip(urls, _ROLES, strict=True)
             ]
-            # first requests of a client to a server
+            # a client's first requests to a server take longer, so they are not timed
             await _solved(arm, arithmetic("calibration", 1), 1, (draft, target))
             # from here on the servers are as slow as a GPU
             served["draft"].cost = pair.draft
@@ -509,7 +516,7 @@ async def _solved(
     ):
         await graph.run(batch, one)
     used = time.process_time() - used
-    # not the wait for a score asked for already
+    # waiting for a score that was requested earlier is not counted
     nodes = [node for node in recording.nodes() if node.stage != HOLD]
     timing = measure(nodes)
     whole = timing.sibling_seconds + timing.memory_seconds + timing.arithmetic_seconds
@@ -554,7 +561,7 @@ def _table(
     )
 
 
-# Hosted targets: a chat API that reports no log-probabilities.
+# Hosted targets: servers with a chat API that reports no log-probabilities.
 
 HOSTED_RATE = 0.2
 HOSTED_SAMPLES = 4
@@ -563,23 +570,21 @@ _CHUNKS = Chunking(64, 64, ("\n\n",))
 
 @dataclass(frozen=True, slots=True)
 class HostedArm:
-    """A row of the comparison: what judges, over which engine, and the coin that it is compared
-    with.
-    """
+    """A row of the comparison: the score, the kind of target, and the unit that escalates."""
 
     name: str
     method: str
     kind: ScoreKind = "mean"
     unit: Literal["chunks", "problems"] = "chunks"
-    is_hosted: bool = True  # False: the target is local, and reports log-probabilities
+    is_hosted: bool = True  # False: the target is a local engine, and reports log-probabilities
 
     @property
     def coin(self) -> str:
-        """Return the name of the coin that escalates the same unit."""
+        """Return the name of the coin that escalates the same unit, for comparison."""
         return f"coin, {self.unit}"
 
     def setup(self, target: str | Engine, draft: str | Engine, seed: int) -> Setup:
-        """Return the setup with its target."""
+        """Return the setup of the arm with these models."""
         policy = Policy(
             samples=HOSTED_SAMPLES,
             max_tokens=512,
@@ -605,7 +610,7 @@ HOSTED_ARMS = (
 
 
 def study_hosted(options: Options) -> list[Table]:
-    """Run every score that needs no log-probabilities over a chat API that reports none."""
+    """Run every score that needs no log-probabilities over a chat API without log-probabilities."""
     count = options.pick(40, 100, 400)
     toy = DialectServer(
         partial(ScriptedEngine, "target", selector=Selector(judge=0.8)),
@@ -700,15 +705,17 @@ def _shares(result: RunResult) -> list[float]:
 
 
 CONNECTIONS = 16
-_LOOKS = 20  # at the process, in a soak
-_SOAK_RATE = 12  # requests a second: a quarter of a core
+_LOOKS = 20  # number of times that a soak inspects the process
+_SOAK_RATE = 12  # requests per second, which take a quarter of a core
 QUESTION = "Start at 4. +3, -2. What is the result?"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def study_serve(options: Options) -> list[Table]:
-    """Measure processor time per request, in turn with a bare echo."""
+    """Measure the endpoint's processor time per request, in turn with a server that echoes
+    requests.
+    """
     repeats = options.pick(1, 3, 5)
     count = options.pick(100, 400, 2_000)
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
@@ -725,7 +732,7 @@ def study_serve(options: Options) -> list[Table]:
             for name, (server, body) in kinds.items():
                 say(f"{name}, round {number} of {repeats}")
                 cost = anyio.run(_measure, *servers[server], body, count)
-                if number:  # the first round warms up
+                if number:  # the first round warms up the servers
                     costs[name].append(cost)
     rows: list[Row] = []
     for name, each in costs.items():
@@ -745,7 +752,9 @@ def study_serve(options: Options) -> list[Table]:
 
 
 def study_soak(options: Options) -> list[Table]:
-    """Ask one server for half an hour at a modest rate, and look at what its process holds."""
+    """Send requests to one server for half an hour at a modest rate, and watch its memory, threads
+    and files.
+    """
     seconds = options.pick(10, 60, 1_800)
     draw = random.Random(options.seed)
     done = Counter[str]()
@@ -803,7 +812,7 @@ def _message(body: Any, path: str = "/v1/chat/completions") -> bytes:
 async def _measure(
     address: tuple[str, int], pid: int, body: Any, count: int
 ) -> tuple[float, float, float]:
-    """Return CPU milliseconds and engine calls per request, and requests per second."""
+    """Return CPU milliseconds per request, requests per second, and engine calls per request."""
     before = await _calls(address)
     cpu = _cpu(pid)
     began = time.monotonic()
@@ -828,7 +837,7 @@ async def _ask_all(address: tuple[str, int], message: bytes, left: Iterator[int]
 
 
 async def _read_response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Read one HTTP response, of a length or in chunks."""
+    """Read one HTTP response, with a content length or in chunks."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     status = int(head.split(" ", 2)[1])
     if "transfer-encoding: chunked" not in head:
@@ -853,14 +862,14 @@ async def _get(address: tuple[str, int], path: str) -> tuple[int, bytes]:
 
 async def _calls(address: tuple[str, int]) -> int:
     status, text = await _get(address, "/metrics")
-    if status != 200:  # the echo has none
+    if status != 200:  # the echoing server has no metrics
         return 0
     lines = [line for line in text.decode().splitlines() if line.startswith("atts_calls_total ")]
     return int(lines[0].split()[1])
 
 
 async def _status(address: tuple[str, int]) -> dict[str, Any]:
-    """Return the status once nothing is in flight."""
+    """Return the server's status once no request is in flight."""
     with anyio.fail_after(60):
         while True:
             status: dict[str, Any] = json.loads((await _get(address, "/atts/status"))[1])
@@ -870,7 +879,7 @@ async def _status(address: tuple[str, int]) -> dict[str, Any]:
 
 
 async def _mixture(address: tuple[str, int], end: float, seed: int, done: Counter[str]) -> None:
-    """Ask until a time, as clients of every kind."""
+    """Send requests until a time, from several clients that mix all kinds of requests."""
     async with anyio.create_task_group() as group:
         for number in range(CONNECTIONS):
             group.start_soon(_client, address, end, random.Random(seed + number), done)
@@ -925,7 +934,7 @@ def _servers() -> Generator[dict[str, tuple[tuple[str, int], int]]]:
 
 @contextmanager
 def _endpoint(kind: str) -> Generator[tuple[tuple[str, int], int]]:
-    """Start a server in a process of its own; yield its address and the process's id."""
+    """Start a server in its own process; yield its address and its process id."""
     command = [sys.executable, "-m", "scripts.studies.servers", kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -937,7 +946,7 @@ def _endpoint(kind: str) -> Generator[tuple[tuple[str, int], int]]:
 
 
 async def _serve_endpoint(kind: str) -> None:
-    """Serve until SIGTERM, and print the address first."""
+    """Print the server's address, and serve until SIGTERM."""
     import tempfile
 
     if kind == "echo":
@@ -961,7 +970,7 @@ def _heard(address: str) -> None:
 
 
 async def _echo() -> None:
-    """Serve a bare Starlette application that returns the body, under the same settings."""
+    """Serve a bare Starlette application that returns the request's body, under the same settings."""
     import socket
 
     import uvicorn

@@ -1,7 +1,7 @@
-"""Compare every way to propose tokens with plain decoding, in turn in one run.
+"""Compare every way to propose tokens with plain decoding, interleaved in one run.
 
-The second part compares schemes that draft and verify at the same time: live, on virtual devices,
-and by closed forms.
+The second part compares schemes in which draft and target work at the same time: live, on virtual
+devices, and by closed formulas.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from scripts.studies.train import Reader, Text
 
 TOKENS = 256
 SAMPLES = 4
-"""Texts per problem."""
+"""Number of texts per problem."""
 LAW = Sampling(0.7)
 NOISE = {"weaker": 0.25, "weak": 0.32}
 """Noise added to the draft's weights, in standard deviations of each matrix."""
@@ -90,14 +90,14 @@ class Arm:
     lab: Lab
     engine: LocalEngine
     prompts: Sequence[TokenIds]
-    count: int  # texts a round
+    count: int  # texts per round
     written: list[list[TokenIds]] = field(default_factory=list[list[TokenIds]])
-    # tokens a second of the wall, round by round
+    # tokens per second of wall time, for each round
     rates: list[float] = field(default_factory=list[float])
-    used: float = 0.0  # processor seconds
+    used: float = 0.0  # processor seconds of all rounds
 
     def seconds(self) -> float:
-        """Return processor seconds per token, in the next round."""
+        """Run the next round, and return its processor seconds per token."""
         first = len(self.written) * self.count
         requests = [self._request(number) for number in range(first, first + self.count)]
         wall = time.perf_counter()
@@ -119,7 +119,7 @@ class Arm:
 
     @property
     def speculation(self) -> SpeculationStats:
-        """Return the statistics of proposals; empty if nothing was proposed."""
+        """Return the statistics of proposals; they are empty if nothing was proposed."""
         return self.engine.loop_stats().speculation or SpeculationStats()
 
 
@@ -176,8 +176,8 @@ def _opened(
     lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]
 ) -> Generator[dict[str, Arm]]:
     draft = {"drafter": str(drafter), "speculate": "draft"}
-    # in a process of its own: with helpers of other threads around, OpenMP's own sleep between a
-    # step's parts
+    # The engine with two threads gets its own process. Next to helpers of other threads, OpenMP's
+    # threads would sleep between the parts of a step.
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "plain, two threads": {"threads": 2, "worker": "process"},
@@ -188,7 +188,7 @@ def _opened(
         "k=auto, all proposers": {"drafter": str(drafter)},
         "suffix": {"speculate": "suffix"},
     }
-    ways["plain, once more"] = {}  # a second plain engine shows the noise of the measurement
+    ways["plain, once more"] = {}  # a second plain engine shows the measurement noise
     questions = [problem.text for problem in problems("test", 512, 7 + lab.options.seed)]
     with ExitStack() as stack:
         arms = dict[str, Arm]()
@@ -202,9 +202,9 @@ def _opened(
 
 
 def _race(lab: Lab, arms: Mapping[str, Arm]) -> dict[str, list[float]]:
-    """Return processor seconds per token by arm, round by round.
+    """Return processor seconds per token, by arm and round.
 
-    :raises AssertionError: an arm wrote another text than plain decoding did.
+    :raises AssertionError: an arm's text differs from the text of plain decoding.
     """
     measures = {name: arm.seconds for name, arm in arms.items()}
     seen = interleaved(measures, lab.options.pick(2, 14, 24), warmup=lab.options.pick(1, 10, 10))
@@ -245,8 +245,8 @@ def _choice(lead: Row, arms: Mapping[str, Arm], seen: Mapping[str, Sequence[floa
 
 
 def _positions(draft: str, found: SpeculationStats) -> Row:
-    """Return how often each of the first positions was accepted, of the rounds in which all before
-    it were.
+    """Return the acceptance rate of each position, counting only steps in which all earlier
+    positions were accepted.
     """
     pairs = list(zip(found.accepted_at, found.tested_at, strict=True))
     shares = [figure(stood / tested, 3) if tested else "-" for stood, tested in pairs[:8]]
@@ -254,8 +254,9 @@ def _positions(draft: str, found: SpeculationStats) -> Row:
 
 
 def _drafts(place: Path, options: Options) -> dict[str, Path]:
-    """Return the embedded draft, and copies with noise in their weights, which cost the same and
-    agree less often.
+    """Return the embedded draft, and copies with noise in their weights.
+
+    A copy has the same cost as the draft, but agrees less often with the target.
     """
     noises = NOISE if options.effort != "quick" else {}
     return {
@@ -265,7 +266,7 @@ def _drafts(place: Path, options: Options) -> dict[str, Path]:
 
 
 def _beside_transformers(lab: Lab) -> Table:
-    """Run one text after another on the same prompts, by us and by transformers."""
+    """Write texts one after another on the same prompts, with atts and with transformers."""
     say("speculation: assisted generation")
     target, draft = (opened(path(name)) for name in EMBEDDED[::-1])
     with _opened(lab, path("draft"), 1, (8,)) as arms:
@@ -317,7 +318,8 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
 
 
 def expected_tokens(accepted: float, proposed: int) -> float:
-    """Return the expected tokens of one step: accepted proposals and the token after them.
+    """Return the expected tokens of one step: the accepted proposals and the token after the last
+    of them.
 
     >>> expected_tokens(0.5, 2)
     1.75
@@ -326,12 +328,12 @@ def expected_tokens(accepted: float, proposed: int) -> float:
 
 
 def serial_speedup(accepted: float, proposed: int, cost_ratio: float) -> float:
-    """Return the speed-up of serial speculation, which drafts and then verifies."""
+    """Return the speed-up of serial speculation, in which drafting and verifying alternate."""
     return expected_tokens(accepted, proposed) / (1 + proposed / cost_ratio)
 
 
 def best_serial(accepted: float, cost_ratio: float, most: int = 64) -> tuple[float, int]:
-    """Return the best fixed length of serial speculation: speed-up and tokens proposed."""
+    """Return the best speed-up of serial speculation with a fixed length, and the length."""
     return max(
         (serial_speedup(accepted, proposed, cost_ratio), proposed) for proposed in range(most + 1)
     )
@@ -340,52 +342,55 @@ def best_serial(accepted: float, cost_ratio: float, most: int = 64) -> tuple[flo
 def hit_rate(accepted: float, ranked: float, proposed: int) -> float:
     """Return the probability that the outcome of a step was guessed.
 
-    Each position has its own next token and some more for a difference.
-
-    `ranked` is the probability that the target's token is among those more: 0 is PEARL's one guess.
+    The guesses are a full acceptance and, for a rejection at any position, several tokens. `ranked`
+    is the probability that the target's token is among these tokens; with 0 this is PEARL, which
+    has one guess.
     """
     return ranked * expected_tokens(accepted, proposed) + accepted ** (proposed + 1)
 
 
 def overlapped_tokens(accepted: float, ranked: float, proposed: int) -> float:
-    """Return tokens per step if drafting hides behind the step.
+    """Return the tokens per step if drafting and verifying take place at the same time.
 
-    After a miss the target steps without a proposal.
-
-    With `ranked` = 0 and windows of `proposed` + 1 tokens this is PEARL's (1-a^G) / ((1-a)
-    (1+a-a^G)).
+    After a wrong guess the target steps without a proposal. With `ranked` = 0 and windows of
+    `proposed` + 1 tokens, the result is PEARL's formula (1-a^G) / ((1-a) (1+a-a^G)).
     """
     alone = accepted + ranked
     hit = hit_rate(accepted, ranked, proposed)
-    share = alone / (1 + alone - hit)  # share of steps that have a proposal
+    share = alone / (1 + alone - hit)  # share of steps with a proposal
     return 1 - share + share * expected_tokens(accepted, proposed)
 
 
 def pearl_speedup(accepted: float, window: int, cost_ratio: float) -> float:
-    """Return the speed-up of pre- and post-verification with `window` draft steps per tick."""
+    """Return the speed-up of PEARL's pre- and post-verification with `window` draft steps per
+    target step.
+    """
     return overlapped_tokens(accepted, 0.0, window - 1) / max(1.0, window / cost_ratio)
 
 
 def mirror_seconds(depth: float, rendezvous: float, drafting: float) -> float:
-    """Return Mirror's equation (10): up to the early exit, a message, the rest during drafting, a
-    message.
+    """Return the seconds of a step of Mirror, by its equation (10).
+
+    The target runs to its early exit and sends a message; then target and drafter work at the same
+    time, and a second message follows.
     """
     return depth + rendezvous + max(1 - depth, drafting) + rendezvous
 
 
 def grouped_drafting(layers: int, group: int, attention: float, mlp: float) -> float:
-    """Return EasySpec's time of a draft step.
+    """Return the time of a draft step of EasySpec.
 
-    First and last layer are exact; the attentions of each group between run at once.
+    The first and the last layer are exact. For the layers in between, the attentions of each group
+    run at the same time.
     """
     return (min(2, layers) + ceil(max(0, layers - 2) / group)) * attention + layers * mlp
 
 
-_MOST_RANKS = 1 << 16  # ranks distinguished at one place
+_MOST_RANKS = 1 << 16  # number of ranks distinguished at one position
 
 
 class Work(NamedTuple):
-    """A piece of work on a device, as it is drawn on a timeline."""
+    """A piece of work on a device, which a timeline shows as a bar."""
 
     device: str
     begin: float
@@ -402,7 +407,7 @@ class Device:
     work: list[Work] = field(default_factory=list[Work])
 
     def run(self, ready: float, seconds: float, what: str) -> float:
-        """Return the time at which work ends that may begin at `ready`."""
+        """Add work that may begin at `ready`, and return the time of its end."""
         begin = max(ready, self.free_at)
         self.free_at = begin + seconds
         self.work.append(Work(self.name, begin, self.free_at, what))
@@ -411,11 +416,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceTrace:
-    """The ranks that the draft and the early exit give each token of a text of the target.
+    """The ranks of the tokens of a target's text, by the draft and by the target's early exit.
 
-    Rank 0 is the token the draft draws itself, which then stands. As a proposed token is tested
-    only where all before it are the target's, ranks along the target's own text say all there is to
-    know.
+    Rank 0 is the token that the draft itself draws; the target accepts it. A proposed token is
+    tested only if all earlier tokens are the target's, so ranks along the target's own text are
+    sufficient.
     """
 
     ranks: Sequence[int]
@@ -425,9 +430,9 @@ class AcceptanceTrace:
     def drawn(
         cls, law: Sequence[float], places: int, seed: int, exit_law: Sequence[float] = ()
     ) -> AcceptanceTrace:
-        """Draw ranks in random order.
+        """Draw ranks in random order, of which a share `law[r]` is rank r.
 
-        A share `law[r]` of them is r; what is missing to 1 lies beyond all that are asked.
+        If the shares add up to less than 1, the remaining ranks are beyond every requested rank.
         """
         random = np.random.default_rng(seed)
         ranks = list[list[int]]()
@@ -442,12 +447,12 @@ class AcceptanceTrace:
     def drafted(self, place: int, count: int) -> list[int]:
         """Return the draft's continuation of a correct prefix.
 
-        The target's token at each position is the position's number.
+        The position's number stands for the target's token there.
         """
         return [at if self.ranks[at] == 0 else _other(at, 0) for at in range(place, place + count)]
 
     def candidates(self, place: int, first: int, stop: int, *, at_exit: bool = False) -> list[int]:
-        """Return the tokens of these ranks at a position whose prefix is correct."""
+        """Return the tokens of ranks `first` to `stop` - 1 at a position with a correct prefix."""
         ranks = self.exit_ranks if at_exit else self.ranks
         return [
             place if ranks[place] == rank else _other(place, rank) for rank in range(first, stop)
@@ -455,34 +460,37 @@ class AcceptanceTrace:
 
 
 def _other(place: int, rank: int) -> int:
-    """Return a token that is not the target's."""
+    """Return a number that stands for a token other than the target's."""
     return ~(place * _MOST_RANKS + rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a target step by rows, of a draft step by branches, and of a message between the
+    """Seconds of a target step by rows, of a draft step by branches, and of a message between
     devices.
     """
 
     draft: Callable[[int], float]
-    target: Callable[[int], float] = lambda rows: 1.0  # however many it feeds
+    # seconds of a target step, the same for any number of rows
+    target: Callable[[int], float] = lambda rows: 1.0
     message: float = 0.0
 
 
 DraftDevices = tuple[list[Device], Callable[[float, int], float]]
-"""Devices, and when so many tokens are drafted that may be begun at a time."""
+"""Draft devices, and a function from the earliest begin and the number of tokens to the time at
+which they are drafted.
+"""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """The steps, tokens and seconds of a scheme."""
+    """The devices, steps, tokens and seconds of a scheme in virtual time."""
 
     devices: list[Device]
     tokens: int = 0
-    written: list[int] = field(default_factory=list[int])  # tokens, by step of the target
+    written: list[int] = field(default_factory=list[int])  # tokens written by each target step
     hits: int = 0
-    guessed: int = 0  # steps before which outcomes were guessed
+    guessed: int = 0  # steps whose outcome the drafter had guessed in advance
     wasted: int = 0  # drafted branches that were not used
     seconds: float = 0.0
 
@@ -493,16 +501,18 @@ class Timeline:
 
     @property
     def rate(self) -> float:
-        """Return tokens per second: the speed-up, if plain decoding takes a second per token."""
+        """Return tokens per second, which is the speed-up if plain decoding takes a second per
+        token.
+        """
         return self.tokens / self.seconds
 
 
 def serial(
     trace: AcceptanceTrace, costs: Costs, proposed: int, drafter: DraftDevices | None = None
 ) -> Timeline:
-    """Draft, then verify, so that one side always waits.
+    """Simulate serial speculation: draft and target take turns, so one of them always waits.
 
-    `drafter` stands in for a device with the costs of the draft.
+    `drafter` replaces the single device with the costs of the draft.
     """
     draft = Device("draft")
     target = Device("target")
@@ -519,8 +529,10 @@ def serial(
 
 
 def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> DraftDevices:
-    """Draft as EasySpec does on `group` devices: one exact pass, then steps whose grouped
-    attentions run at once.
+    """Return devices that draft as EasySpec does: one exact pass, then passes with grouped
+    attentions.
+
+    Each of the `group` devices computes one attention of a group, and all of them at the same time.
     """
     devices = [Device(f"draft {number}") for number in range(group)]
 
@@ -543,12 +555,12 @@ def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> Draf
 def ahead(
     trace: AcceptanceTrace, costs: Costs, proposed: int, more: int = 0, *, waits: bool = False
 ) -> Timeline:
-    """Let the drafter continue guesses of the outcome while the target verifies.
+    """Simulate a drafter that continues guesses of the outcome while the target verifies.
 
-    The guess that all stands and the draft's own token follows is one (with `more` = 0 this is
-    PEARL, whose windows have `proposed` + 1 tokens); `more` tokens of the draft's ranking at every
-    place are others. After a miss the target steps without a proposal, or with `waits` waits for a
-    new one.
+    One guess is that all tokens are accepted and the draft's own token follows. With `more` = 0
+    this is the only guess, as in PEARL, whose windows have `proposed` + 1 tokens. Other guesses are
+    `more` tokens of the draft's ranking at every position. After a wrong guess the target steps
+    without a proposal; with `waits`, it waits for a new proposal.
     """
     draft = Device("draft")
     target = Device("target")
@@ -581,8 +593,10 @@ def ahead(
 def mirror(
     trace: AcceptanceTrace, costs: Costs, proposed: int, top: int, depth: float = 0.5
 ) -> Timeline:
-    """Let the target's early exit at a share `depth` of its layers name outcomes, which the drafter
-    continues.
+    """Simulate Mirror: the target's early exit names likely outcomes, and the drafter continues
+    each of them.
+
+    The exit is at a share `depth` of the target's layers.
     """
     draft = Device("draft")
     target = Device("target")
@@ -614,7 +628,9 @@ def _selected(
     cache: OutcomeCache[int],
     proposal: tuple[list[int], int],
 ) -> list[int]:
-    """Verify a proposal; the next one, of the given length, where its outcome was guessed."""
+    """Verify a proposal, and return the next proposal; return no tokens if the outcome was not
+    guessed.
+    """
     tokens, length = proposal
     stood = _verified(line, tokens)
     chosen, others = cache.select(stood, line.tokens - 1)
@@ -644,11 +660,13 @@ _MIRRORED = {"14B, mean": 3.80, "14B, best": 5.32, "32B, best": 5.84}
 _TARGET_MS = 18.35
 _TARGET_MS_A_TOKEN = 0.064
 _DRAFT_MS = 6.94
-"""Published fits of a step: Llama-3-70B on four H100 (first two), Llama-3-8B on one."""
+"""Published fits of the milliseconds of a step: Llama-3-70B on four H100 (first two numbers),
+Llama-3-8B on one H100.
+"""
 
 
 def closed_forms(options: Options) -> Table:
-    """Compare devices with formulas on independent acceptances."""
+    """Compare virtual devices with closed formulas, if tokens are accepted independently."""
     rows = list[Row]()
     for accepted, cost_ratio in ((0.6, 3), (0.8, 5), (0.9, 10), (0.95, 10)):
         trace = AcceptanceTrace.drawn(
@@ -680,14 +698,17 @@ def closed_forms(options: Options) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A published figure, its costs (published, or derived from its settings), and the result here."""
+    """A published figure, the costs of its setting, and its simulation.
+
+    Costs are published, or derived from the setting.
+    """
 
     system: str
     published: float
     costs: str
-    speedup: Speedup  # closed form
+    speedup: Speedup  # closed formula from acceptance rate to speed-up
     run: Run
-    cost_ratio: float  # draft steps a target step, for serial speculation in the comparison
+    cost_ratio: float  # draft steps per target step, for the comparison with serial speculation
 
 
 def _pearl(costs: Costs, window: int, cost_ratio: float) -> tuple[Speedup, Run, float]:
@@ -699,7 +720,10 @@ def _pearl(costs: Costs, window: int, cost_ratio: float) -> tuple[Speedup, Run, 
 
 
 def _mirror(hit: float) -> tuple[Speedup, Run, float]:
-    """Draft a window of 7 from an exit at half depth, during the other half."""
+    """Return formula and simulation of Mirror with a window of 7 tokens and an exit at half depth.
+
+    Drafting takes as long as the second half of the target's layers.
+    """
 
     def speedup(accepted: float) -> float:
         seconds = mirror_seconds(0.5, _MESSAGE, 0.5) + (1 - hit) * 7 / _MIRROR_RATIO
@@ -710,9 +734,9 @@ def _mirror(hit: float) -> tuple[Speedup, Run, float]:
 
 
 def _easy(cost_ratio: float) -> tuple[Speedup, Run, float]:
-    """Draft seven tokens from 32 layers in groups of 4.
+    """Return formula and simulation of EasySpec with seven tokens from 32 layers in groups of 4.
 
-    Attention is the share of a layer that gives 1.62x.
+    Attention's share of a layer is chosen such that grouping makes drafting 1.62 times as fast.
     """
     attention, mlp = (share / cost_ratio / 32 for share in (1.256 / 2.256, 1 / 2.256))
     exact, grouped = (grouped_drafting(32, group, attention, mlp) for group in (1, 4))
@@ -729,7 +753,7 @@ def _easy(cost_ratio: float) -> tuple[Speedup, Run, float]:
 
 
 def headlines() -> list[Headline]:
-    """Return the papers' settings."""
+    """Return the settings of the published figures."""
     cost_ratio = _TARGET_MS / _DRAFT_MS
     fitted = f"published fits: {_TARGET_MS} + {_TARGET_MS_A_TOKEN} n ms with {_DRAFT_MS} ms"
     five = "its window of 5 tokens, where by its theorem a target step takes 5 draft steps"
@@ -749,7 +773,7 @@ def headlines() -> list[Headline]:
 
 
 def needed(speedup: Speedup, goal: float) -> float | None:
-    """Return the acceptance at which a rising speed-up reaches a goal, or None if none does."""
+    """Return the acceptance rate at which an increasing speed-up reaches a goal, or None."""
     low = 0.0
     high = 1.0
     if speedup(high) < goal:
@@ -761,7 +785,9 @@ def needed(speedup: Speedup, goal: float) -> float | None:
 
 
 def published(options: Options) -> Table:
-    """Return the acceptance that each published figure needs, and what devices come to there."""
+    """Tabulate the acceptance rate that each published figure needs, and the speed-up simulated at
+    this rate.
+    """
     rows = list[Row]()
     for each in headlines():
         needs = needed(each.speedup, each.published)
@@ -815,15 +841,15 @@ def published(options: Options) -> Table:
 
 
 class Recorder:
-    """An embedded model and its distributions along given texts.
+    """An embedded model that records its distributions along given texts.
 
-    Cut after some layers it is its own untrained early exit.
+    With only its first layers, it is an untrained early exit of itself.
     """
 
     def __init__(self, name: str, layers: int | None = None, *, trained: bool = False) -> None:
-        """Prepare to record.
+        """Load the model.
 
-        `trained` laws are those that the shipped adapter reads at the exit it was trained for.
+        With `trained`, distributions are read at the early exit, through the shipped adapter.
         """
         folder = path(name)  # type: ignore[arg-type]
         self._reader = Reader(folder, layers)
@@ -832,8 +858,8 @@ class Recorder:
         self._adapter = ExitAdapter.read(folder, config, weights, name) if trained else None
 
     def laws(self, ids: TokenIds, first: int, sampling: Sampling) -> Tensor:
-        """Return the distributions [places, vocabulary] after ids[:first], ids[:first + 1], ... but
-        the last.
+        """Return the distributions [places, vocabulary] of the next token after every prefix from
+        ids[:first] on.
         """
         heard = list[Tensor]()
         text = Text(ids, first)
@@ -848,26 +874,28 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Texts of the target, and the numbers they were drawn with."""
+    """Texts of the target, and the random seeds with which they were drawn."""
 
-    texts: Sequence[tuple[TokenIds, int, Seed]]  # ids, where the answer begins, and its seed
+    texts: Sequence[tuple[TokenIds, int, Seed]]  # ids, index of the first written token, and seed
     sampling: Sampling
 
     def own_ranks(self, model: Recorder) -> list[list[int]]:
-        """Return the rank of the target's token: 0 if the model draws it with the same number, else
-        its rank by probability.
+        """Return the rank of each of the target's tokens by the model.
+
+        The rank is 0 if the model draws the token with the same random number; otherwise tokens are
+        ranked by probability.
         """
         ranks = list[list[int]]()
         for ids, first, seed in self.texts:
             laws = model.laws(ids, first, self.sampling)
             drawn = torch.tensor(ids[first:])
             own = inverse_cdf(laws, torch.from_numpy(uniforms(seed, len(drawn)).copy()))
-            laws.scatter_(1, own[:, None], 2.0)  # the drawn token comes first
+            laws.scatter_(1, own[:, None], 2.0)  # the token that the model draws gets rank 0
             ranks.append(_places(laws, drawn))
         return ranks
 
     def exit_ranks(self, model: Recorder) -> list[list[int]]:
-        """Return the token's rank by probability alone."""
+        """Return the rank of each of the target's tokens by probability alone."""
         plain = replace(self.sampling, temperature=1.0)
         return [
             _places(model.laws(ids, first, plain), torch.tensor(ids[first:]))
@@ -881,7 +909,7 @@ def _places(laws: Tensor, tokens: Tensor) -> list[int]:
 
 
 async def record(count: int, seed: int) -> Recorded:
-    """Record the embedded target's texts on some problems."""
+    """Record texts of the embedded target on some problems."""
     questions = [problem.text for problem in arithmetic("test", count)]
     found = await written(path("target"), questions, 400, seed)
     return Recorded(
@@ -890,8 +918,10 @@ async def record(count: int, seed: int) -> Recorded:
 
 
 def recorded(options: Options, texts: Recorded) -> list[Table]:
-    """Guess the next token on recorded texts, and run every scheme with the costs of larger models."""
-    say("overlap: recording where the target's tokens stand in drafts and in early exits")
+    """Measure guesses of the next token on recorded texts, and simulate every scheme at larger
+    models' costs.
+    """
+    say("overlap: recording ranks of the target's tokens by drafts and early exits")
     drafts = {"draft": texts.own_ranks(Recorder("draft"))}
     drafts |= {
         f"target's first {n} of 6 layers": texts.own_ranks(Recorder("target", n)) for n in (4, 5)
@@ -931,7 +961,7 @@ def recorded(options: Options, texts: Recorded) -> list[Table]:
 
 
 def _named(draft: list[list[int]], ranks: list[list[int]]) -> str:
-    """Count the steps whose outcome was among the first tokens of a position, if the draft proposes
+    """Measure how often the outcome of a step is among the tokens named, if the draft proposes
     whole windows.
     """
     line = mirror(
@@ -993,13 +1023,13 @@ def _costs() -> list[tuple[str, Costs, float]]:
 
 
 def _fitted() -> Costs:
-    """Return published fits of a 70B target and an 8B draft."""
+    """Return costs from published fits of a 70B target and an 8B draft."""
     rise = _TARGET_MS_A_TOKEN / _TARGET_MS
     return Costs(partial(_even, _TARGET_MS / _DRAFT_MS), lambda rows: 1 + (rows - 1) * rise)
 
 
 def _even(cost_ratio: float, branches: int) -> float:
-    """Return costs at which a draft step takes as long for many branches as for one."""
+    """Return the seconds of a draft step, equal for any number of branches."""
     return 1 / cost_ratio
 
 
@@ -1007,7 +1037,7 @@ _WIDTH = 760
 _LEFT = 86
 _STRIP = 18
 _GAP = 30
-_UNIT = 108  # pixels of a target step
+_UNIT = 108  # width of a target step in pixels
 _COLOURS = {
     "verify": "#2f6fb3", "to the exit": "#6a9bd1", "to the end": "#2f6fb3", "draft": "#c4511d", "branches": "#dd9a6d",
     "attention": "#c4511d", "mlp": "#dd9a6d",
@@ -1021,7 +1051,7 @@ _NAMES = {
 
 
 def schemes() -> dict[str, Timeline]:
-    """Run each scheme on the same acceptances, five draft steps per target step."""
+    """Simulate each scheme on the same ranks, with five draft steps per target step."""
     ranks = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 2, *[0] * 60]
     trace = AcceptanceTrace(ranks, [rank % 2 for rank in ranks])
     costs = Costs(lambda branches: 0.2)
@@ -1037,7 +1067,7 @@ def schemes() -> dict[str, Timeline]:
 
 
 def drawn(lines: dict[str, Timeline]) -> str:
-    """Draw the picture: time runs from left to right, numbers are tokens written by a step."""
+    """Draw the timelines from left to right; each number is the tokens that a target step wrote."""
     parts = list[str]()
     top = 40
     for title, line in lines.items():
@@ -1093,7 +1123,7 @@ _DEEP = {"drafter": str(path("deep")), "speculate": "draft", "k": 8}
 _MIRROR = {**_PAIR, "speculate": "mirror", "k": 16}
 _ARMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
-    # other threads of this process would wake its helpers
+    # In this process, other threads would wake the helper threads of this engine.
     "plain, two threads": {
         "threads": 2,
         "worker": "process",
@@ -1110,19 +1140,22 @@ _ARMS: Mapping[str, Mapping[str, Any]] = {
     "deep, k=8": _DEEP,
     "easy: deep in groups of 4": {**_DEEP, "fuzzy": 4},
 }
-_GROUPS = (1, 2, 3, 4, 6)
-_CONTEXTS = (60, 150, 250)  # attentions together; tokens before what is drafted
+_GROUPS = (1, 2, 3, 4, 6)  # numbers of attentions computed together
+_CONTEXTS = (60, 150, 250)  # numbers of tokens before the first drafted token
 _TOKENS = 8
-_DRAWS = 10  # drafted at a time, and how often in a round
+_DRAWS = 10  # number of drafts per round
 
 
 def study_overlap(options: Options) -> list[Table]:
-    """Return the tables measured on this machine."""
+    """Return the tables measured on this machine's clock."""
     return [*live(options), groups(options)]
 
 
 def study_virtual(options: Options) -> list[Table]:
-    """Return the tables in virtual time, which do not depend on the load of the machine."""
+    """Draw the picture of all schemes, and return the tables in virtual time.
+
+    These tables do not depend on the load of the machine.
+    """
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out.parent / "acceleration.svg").write_text(drawn(schemes()))
@@ -1131,8 +1164,9 @@ def study_virtual(options: Options) -> list[Table]:
 
 
 class Oracle(ExitModel):
-    """An ideal early exit, which knows the tokens of earlier rounds that are requested again in the
-    same order.
+    """An ideal early exit, which knows the coming tokens.
+
+    It has the texts of an earlier round, and requests come in the same order again.
     """
 
     texts: ClassVar[list[TokenIds]] = []
@@ -1150,7 +1184,7 @@ class Oracle(ExitModel):
 
 @contextmanager
 def _exit(arm: str) -> Generator[None]:
-    """Give the arm's exit to engines that are opened inside this context."""
+    """Make engines use the arm's kind of early exit if they are opened in this context."""
     build.__dict__["ExitModel"] = Oracle if "oracle" in arm else ExitModel
     try:
         yield
@@ -1159,8 +1193,8 @@ def _exit(arm: str) -> Generator[None]:
 
 
 def live(options: Options) -> list[Table]:
-    """Measure one sequence at a time, as if one problem followed the other, with the same texts in
-    all arms.
+    """Measure one sequence at a time, with the same texts for all arms, at each padding of the
+    target.
     """
     spent = Spent()
     tables = list[Table]()
@@ -1220,8 +1254,8 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
 
 
 def _shares(found: OverlapStats | None) -> tuple[Cell, ...]:
-    """Return hit rate, steps whose guess came too late, wasted tokens and passes; None if nothing
-    was guessed.
+    """Return hit rate, share of late guesses, wasted tokens and passes; None for values without
+    guesses.
     """
     guessed = found.hits + found.misses if found else 0
     passes = found.passes / found.drafted if found and found.drafted else None
@@ -1231,7 +1265,9 @@ def _shares(found: OverlapStats | None) -> tuple[Cell, ...]:
 
 
 def _folder(arm: str, bare: Path) -> Path:
-    """Return the embedded target's folder; for an untrained exit, a copy without the adapter."""
+    """Return the embedded target's folder; for an untrained exit, return a copy without the
+    adapter.
+    """
     if "untrained" not in arm:
         return path("target")
     for file in path("target").iterdir():
@@ -1241,15 +1277,16 @@ def _folder(arm: str, bare: Path) -> Path:
 
 
 def _seconds(lab: Lab, engine: LocalEngine, requests: list[SampleRequest]) -> float:
-    """Return the wall seconds of all requests, one after the other, because two threads of an arm
-    work at once.
+    """Return the wall seconds of all requests, sent one after the other.
+
+    Processor seconds would not show that two threads of an arm work at the same time.
     """
     return wall_seconds(lambda: [lab.portal.call(send_all, engine, [one]) for one in requests])
 
 
 def groups(options: Options) -> Table:
-    """Measure EasySpec on this machine: drafting time in groups of attentions, and the share
-    accepted.
+    """Measure EasySpec on this machine: the time to draft with grouped attentions, and the
+    acceptance rate.
     """
     say("overlap: groups of attentions of the deep drafter")
     spent = Spent()
@@ -1276,7 +1313,7 @@ def groups(options: Options) -> Table:
 
 
 def _times(context: int, rounds: int) -> dict[str, list[float]]:
-    """Return seconds by the size of the groups, all in turn."""
+    """Return drafting seconds for each group size, measured in turn."""
     config = read_model_config(path("deep"), "deep")
     weights = load_weights(path("deep"), config, torch.float32, torch.device("cpu"), "deep")
     library = native_library("deep", config)[0]
@@ -1291,7 +1328,7 @@ def _times(context: int, rounds: int) -> dict[str, list[float]]:
 
 
 def _draft(model: NativeModel, context: int) -> float:
-    """Return processor seconds of some drafting calls."""
+    """Return the processor seconds of several drafting calls."""
     table = np.arange(1, 1023, dtype=np.int32)[None]
     row = np.zeros(1, dtype=np.int64)
     total = 0.0
@@ -1307,7 +1344,9 @@ def _draft(model: NativeModel, context: int) -> float:
 
 
 def _later_accepted(lab: Lab, size: int, calibration: Calibration) -> float:
-    """Return how often a proposal's token after the first is accepted if all before it are."""
+    """Return the acceptance rate of positions after the first, counted where all earlier ones were
+    accepted.
+    """
     kept = GroupedDrafter.calibration
     GroupedDrafter.calibration = calibration
     try:
@@ -1318,5 +1357,5 @@ def _later_accepted(lab: Lab, size: int, calibration: Calibration) -> float:
             stats = engine.loop_stats().speculation
     finally:
         GroupedDrafter.calibration = kept
-    assert stats is not None, "it speculates"
+    assert stats is not None, "the engine speculates"
     return sum(stats.accepted_at[1:]) / sum(stats.tested_at[1:])

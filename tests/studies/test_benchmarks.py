@@ -86,7 +86,7 @@ def test_numbers_of_another_embedded_pair_are_called_so(tmp_path: Path) -> None:
             "against", [table], harness.Options("quick", 0, tmp_path), replace(here, pair=pair)
         )
         text, _ = pages.fill(page, pages.read(tmp_path))
-        assert ("earlier one" in text) is is_told
+        assert ("earlier embedded pair" in text) is is_told
 
 
 def test_large_numbers_are_written_as_people_write_them() -> None:

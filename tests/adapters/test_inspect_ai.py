@@ -39,8 +39,8 @@ def arithmetic(count: int, solver: Any = None) -> Any:
 
 
 def test_model_provider_solves_the_embedded_benchmark() -> None:
-    """With `--model atts/embedded`, inspect_ai's log holds the answers, votes and tokens of atts,
-    and most answers are correct.
+    """With `--model atts/embedded`, inspect_ai's log has the answers, votes and tokens of atts, and
+    most answers are correct.
     """
     import atts.adapters.inspect_ai
 

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("default")  # lm_eval and its dependenci
 
 
 def task_of(folder: Path, problems: tuple[Problem, ...]) -> Any:
-    """Make an lm_eval task from problems of atts; it compares the text in the last box with the
-    answer.
+    """Make an lm_eval task from problems of atts; the task compares the text in the last box with
+    the answer.
     """
     from lm_eval.tasks import TaskManager
 

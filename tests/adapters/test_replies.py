@@ -19,8 +19,8 @@ SMALL = Policy(samples=3, turns=10, early_stop="none")
 
 @pytest.mark.anyio
 async def test_a_reply_holds_the_reasoning_or_only_the_answer() -> None:
-    """The default reply is the text of a rollout that voted for the answer; "answer" is the answer
-    alone, or "" if there is none.
+    """The default reply is the text of a rollout that voted for the answer; "answer" replies with
+    the answer alone, or "" if there is none.
     """
     question = toy_problems(1)[0]
     async with Session(Setup(draft="scripted", target="scripted", policy=SMALL)) as session:
@@ -49,7 +49,9 @@ def test_a_failed_problem_is_an_error_not_an_empty_answer() -> None:
     ],
 )
 def test_unknown_and_impossible_options_are_refused(options: dict[str, object], said: str) -> None:
-    """An adapter takes the options of the configuration, and refuses others with a hint."""
+    """An adapter accepts the options of the configuration and refuses all other options with a
+    hint.
+    """
     with pytest.raises(OptionError, match=said):
         setup_of("scripted", options)
 

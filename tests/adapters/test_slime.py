@@ -1,4 +1,6 @@
-"""slime's custom generate: samples are filled as its trainer reads them, also after an update of weights."""
+"""Tests of slime's custom generate function: it fills samples as slime's trainer reads them, also
+after an update of weights.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Sample:
 
 
 def slime_sample(**fields: Any) -> Any:
-    """Make a sample of slime's own class, from its file alone: the package needs Ray and SGLang."""
+    """Make a sample of slime's own class from its source file alone, because the package needs Ray
+    and SGLang.
+    """
     if not Path(TYPES).is_file():
         pytest.skip("SLIME_TYPES names no file: give slime/utils/types.py of a checkout")
     pytest.importorskip("torch", reason="slime's types need torch")
@@ -66,7 +70,7 @@ def slime_sample(**fields: Any) -> Any:
 
 
 def args(**settings: Any) -> Namespace:
-    """Return the trainer's arguments with a table of ours."""
+    """Return the trainer's arguments with a table of atts settings."""
     return Namespace(atts={"draft": "scripted", "target": "scripted", **settings})
 
 
@@ -76,7 +80,7 @@ def written(
     params: Any = PARAMS,
     **settings: Any,
 ) -> list[Any]:
-    """Return the samples of some prompts, written at the same time."""
+    """Return the samples of some prompts, all written concurrently."""
     samples = [make(prompt=prompt) for prompt in prompts]
 
     async def main() -> None:
@@ -130,7 +134,9 @@ def test_a_rollout_that_starts_again_has_the_tokens_of_its_text() -> None:
 
 
 def test_samples_of_one_prompt_differ_and_messages_are_read() -> None:
-    """A group of samples has one prompt, as a text or as messages, and each its own random numbers."""
+    """The samples of a group have the same prompt, as a text or as messages, but different random
+    numbers.
+    """
     text = toy_problems(1)[0].text
     messages = [{"role": "user", "content": text}]
     samples = written([messages] * 6, rate=0.0, params={**PARAMS, "temperature": 1.0})
@@ -146,7 +152,9 @@ def test_a_limit_of_tokens_truncates() -> None:
 
 
 def test_changed_weights_open_a_session_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that finds other weights refuses: all samples go to one new session, which is named."""
+    """An engine refuses weights that changed since its session began, so all samples go to one new
+    session, whose name is printed.
+    """
     solve = Session.solve
     sessions: list[Session] = []
     closed: list[Session] = []
@@ -184,7 +192,9 @@ def test_changed_weights_open_a_session_of_their_own(monkeypatch: pytest.MonkeyP
 
 
 def test_an_engine_that_never_could_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was answered before: another session would be refused as well."""
+    """An engine that fails before its first answer raises its error, because a new session would
+    fail as well.
+    """
     asked: list[int] = []
 
     async def refused(self: Session, *given: Any, **more: Any) -> Any:
@@ -200,7 +210,7 @@ def test_an_engine_that_never_could_is_a_failure(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("given", [{}, {"atts": {"draft": "scripted"}}, {"atts": "scripted"}])
 def test_settings_that_name_no_pair_are_refused(given: dict[str, Any]) -> None:
-    """The message names the flag of slime."""
+    """The error names the slime flag that sets the pair."""
 
     async def main() -> None:
         await generate(Namespace(**given), Sample(prompt="1 + 1?"), PARAMS)

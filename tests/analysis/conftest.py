@@ -1,4 +1,4 @@
-"""A headless browser for reports, driven over a pipe, and runs to report on."""
+"""Fixtures of report tests: a headless browser driven over a pipe, and runs to report on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Page:
         return self.browser.call(method, self.session, **values)
 
     def open(self, url: str) -> float:
-        """Load a page completely and return the milliseconds that the page measured for it."""
+        """Load a page completely and return the load time in milliseconds that the page measured."""
         self.requests.clear()
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && performance.timing.loadEventEnd > 0")

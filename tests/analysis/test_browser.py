@@ -276,7 +276,7 @@ def _plant(source: Path, target: Path, change: Callable[[Any], Any]) -> None:
 
 
 def _hostile(event: Any) -> Any:
-    """Replace each text that a model or a dataset can choose by an attack."""
+    """Replace each text that a model or a dataset can choose by an injection attack."""
     kind = type(event).__name__
     if isinstance(event, ProblemStarted):
         return structs.replace(
@@ -299,8 +299,8 @@ def _hostile(event: Any) -> Any:
 
 
 def test_scripts_in_model_output_never_run(page: Any, run: Path, tmp_path: Path) -> None:
-    """A script that a model wrote is shown as text, whether its chunk was kept or discarded;
-    terminal codes are shown as well.
+    """A script that a model wrote is shown as text, in kept and in discarded chunks; terminal codes
+    are shown as text as well.
     """
     _plant(run, tmp_path / "planted", _hostile)
     written = atts.report(tmp_path / "planted")
@@ -329,7 +329,9 @@ def _scripts(written: Path) -> int:
 
 
 def test_the_content_security_policy_blocks_a_planted_script(page: Any, report: str) -> None:
-    """If escaping failed, the page's own policy would still refuse every script but the page's."""
+    """Even if escaping failed, the page's content security policy would refuse every script but the
+    page's own.
+    """
     page.open(report)
     page.run(
         "document.body.append(Object.assign(document.createElement('script'), {textContent: "

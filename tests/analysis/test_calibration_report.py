@@ -1,4 +1,4 @@
-"""Tests of the calibration report of a run, and of scores that are decided one by one."""
+"""Tests of the calibration report of a run and of replayed scores."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_a_run_is_reported_at_its_own_rate(run: Path, of_run: CalibrationReport)
 
 
 def test_a_run_at_another_rate_is_decided_again(run: Path, of_run: CalibrationReport) -> None:
-    """With another rate the counts are those of new decisions, and the report's name says so."""
+    """With another rate the report counts the decisions of a replay at that rate, and the report's
+    name says so.
+    """
     other = calibration_report(run, rate=0.6)
     assert (other.kind, other.rate, other.control.decisions) == ("scores", 0.6, len(scores_of(run)))
     assert other.control.escalated > of_run.control.escalated
@@ -89,8 +91,8 @@ def test_scores_get_the_decisions_of_a_live_calibrator() -> None:
 
 
 def test_drift_and_a_missed_rate_are_reported() -> None:
-    """Questions that grow harder raise a drift alarm, and a rate outside its band is reported as
-    doubtful.
+    """Questions that grow harder raise a drift alarm, and a rate outside its confidence band is
+    reported as doubtful.
     """
     rows = [{"question": f"q{n // 20}", "score": 1.1 + n / 100 + n % 20 / 50} for n in range(600)]
     found = calibration_of_scores("mine", StoredScores.from_records(rows), 0.3, "marginal")
@@ -221,7 +223,9 @@ def test_scores_of_two_questions_are_reported_as_copies() -> None:
 
 
 def test_scores_without_questions_give_a_bound_only(tmp_path: Path) -> None:
-    """Modes and charts by question are left out, and the effective sample size is a bound."""
+    """Without questions the report leaves out modes and charts by question, and the effective
+    sample size is an upper bound.
+    """
     np.save(tmp_path / "s.npy", np.array([1 + n * 37 % 101 / 50 for n in range(200)]))
     with pytest.raises(CalibrationInputError, match="does not need questions"):
         calibration_report(tmp_path / "s.npy", rate_scope="question")
@@ -262,7 +266,7 @@ def test_a_report_of_one_score_says_how_little_it_shows() -> None:
 
 
 def test_all_formats_say_the_same(of_run: CalibrationReport) -> None:
-    """HTML, Markdown and JSON hold the same sentence, numbers, guarantee and assumptions, and the
+    """HTML, Markdown and JSON have the same sentence, numbers, guarantee and assumptions, and the
     JSON is strict.
     """
     page, words, data = (
@@ -308,8 +312,8 @@ def test_figures_are_complete_svg_files(of_run: CalibrationReport, tmp_path: Pat
 def test_png_needs_a_converter(
     of_run: CalibrationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a converter the error names one and says that SVG needs none; with one the PNG has
-    twice the size.
+    """Without a converter the error names one to install and says that SVG needs none; with a
+    converter the PNG has twice the size.
     """
     chart = calibration_charts(of_run.control)[0]
     if shutil.which("chromium") or shutil.which("rsvg-convert"):
@@ -332,12 +336,14 @@ def test_png_needs_a_converter(
 def test_an_explicit_format_wins_over_the_file_ending(
     format: str | None, out: str | None, found: str
 ) -> None:
-    """The report has the format that was requested, otherwise the one of the file's ending."""
+    """The report has the requested format, or by default the format of the file's ending."""
     assert calibration_format(format, out and Path(out)) == found  # type: ignore[arg-type]  # "" is not a name here
 
 
 def test_impossible_reports_are_refused(other_run: Path, tmp_path: Path) -> None:
-    """A run without scores, a missing path, an unknown format and a figure as text are errors."""
+    """A run without scores, a missing path, an unknown format and a figure written as text are
+    refused with errors.
+    """
     with pytest.raises(CalibrationInputError, match="the run's scores"):
         calibration_report(other_run)
     with pytest.raises(JournalError):

@@ -74,7 +74,7 @@ def test_a_comparison_with_a_coin_gives_the_first_number(
 
 
 def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> None:
-    """Correct answers, the target's text and escalated chunks stand in each format, with counts and
+    """Correct answers, the target's text and escalated chunks are in each format, with counts and
     whether the rate is on target.
     """
     built = build_report(run, [other_run])

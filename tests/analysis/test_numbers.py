@@ -48,7 +48,7 @@ from atts.testing import toy_problems
 
 
 def _rewrite(source: Path, target: Path, change: Any, keep: int | None = None) -> Path:
-    """Copy a run, change its events, and drop those after the first `keep`."""
+    """Copy a run, change its events, and drop the events after the first `keep`."""
     manifest = load_manifest(source / "manifest.json")
     assert manifest is not None
     events = [entry.event for entry in read_entries(source / JOURNAL)][:keep]
@@ -65,7 +65,9 @@ def _rewrite(source: Path, target: Path, change: Any, keep: int | None = None) -
 
 
 def test_every_number_equals_a_count_over_the_journal(run: Path) -> None:
-    """The test counts decisions, escalations, tokens and verdicts in the journal by itself."""
+    """Each reported number of decisions, escalations, tokens and verdicts equals the test's own
+    count over the journal.
+    """
     report = build_report(run).report
     events = [entry.event for entry in read_entries(run / JOURNAL)]
     observed = [event for event in events if isinstance(event, Observed)]
@@ -106,7 +108,7 @@ def _outcomes(run: Path) -> Any:
 
 @pytest.mark.both
 def test_all_formats_say_the_same(run: Path, other_run: Path) -> None:
-    """The verdict, the rate and the guarantee stand in each format, and the JSON is strict."""
+    """The verdict, the rate and the guarantee are in each format, and the JSON is strict."""
     built = build_report(run, [other_run])
     page, words, data = (render(built, format) for format in ("html", "markdown", "json"))
     parsed = json.loads(data, parse_constant=_refuse)
@@ -238,7 +240,7 @@ def test_every_method_reports_its_guarantee_or_that_it_has_none(
 
 @dataclass(frozen=True, slots=True)
 class LuckyGate(NonLearningGate):
-    """A gate that no report knows."""
+    """A user's gate that atts has no description of."""
 
     def decide(self, features: Features, score: float) -> Decision:
         """Accept everything."""
@@ -267,7 +269,9 @@ def test_a_user_gate_states_its_own_guarantee(evaluate_into: Any, tmp_path: Path
 
 
 def test_a_report_compares_with_other_runs(run: Path, other_run: Path) -> None:
-    """A run differs in nothing from itself, and writes fewer target tokens than the target alone."""
+    """A run compared with itself shows no difference, and a gated run writes fewer target tokens
+    than the target alone.
+    """
     same, cheaper = build_report(run, [run, other_run]).report.baselines
     assert (same.difference.value, same.token_ratio, same.target_token_ratio) == (0.0, 1.0, 1.0)
     assert cheaper.target_token_ratio < 1
@@ -353,7 +357,7 @@ def test_pages_keep_to_their_budget() -> None:
 
 
 def test_json_writes_nan_as_null() -> None:
-    """The JSON report is strict even if a run holds NaN or infinity."""
+    """The JSON report is strict even if a run contains NaN or infinity."""
     assert jsonable({"a": math.nan, "b": math.inf}) == {"a": None, "b": "inf"}
     assert unpack(pack({"p": math.nan})) == {"p": None}
 
@@ -431,8 +435,8 @@ def test_the_command_prints_the_path_and_the_verdict(
 def test_a_large_run_shows_some_problems_and_links_to_all(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Problems without a correct answer come first, each problem has its line, and the numbers
-    cover all problems.
+    """Problems without a correct answer come first, each problem has its line, and the totals cover
+    all problems.
     """
     monkeypatch.setattr("atts.analysis.reports.run_data.MOST", 5)
     built = build_report(run)

@@ -46,7 +46,7 @@ def engine(
 
 @dataclass(frozen=True)
 class Planted:
-    """A pair of models for which one recommendation is right."""
+    """A pair of toy models for which one known recommendation is correct."""
 
     draft: Skill
     target: Skill
@@ -96,15 +96,15 @@ def piloted(planted: Planted, dataset: str, out: Path, **flags: object) -> Pilot
 def test_each_planted_pair_gets_its_recommendation(
     right: str, begin: int, problems: Path, tmp_path: Path
 ) -> None:
-    """Pilots of 20 problems recommend what is best for each pair, and recommend nothing else."""
+    """Pilots of 20 problems give each pair its planted recommendation and no other recommendation."""
     dataset = f"{problems}[{begin}:{begin + 20}]"
     report = piloted(PLANTED[right], dataset, tmp_path / "pilot", seed=begin)
     assert report.take == right, report.reason
 
 
 def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) -> None:
-    """The table has a row per arm or the reason why it is missing; a second pilot asks nothing
-    again.
+    """The table has a row per arm, or the reason why an arm is missing; a second pilot sends no
+    request again.
     """
     dataset = f"{problems}[:8]"
     report = piloted(PLANTED["gate"], dataset, tmp_path / "pilot")
@@ -136,7 +136,7 @@ def test_the_command_prints_its_recommendation(problems: Path, tmp_path: Path, c
 
 
 def test_a_pilot_of_one_problem_is_refused_before_a_model_is_asked(tmp_path: Path) -> None:
-    """One problem gives nothing to compare, so the pilot ends before it spends tokens."""
+    """A pilot of one problem has nothing to compare, so it ends before it spends tokens."""
     alone = tmp_path / "one.jsonl"
     alone.write_text('{"question": "1 plus 1", "answer": "2"}\n')
     flags = {"dataset": str(alone), "out": str(tmp_path / "set"), "draft": "scripted"}

@@ -1,5 +1,5 @@
-"""Tests of the interval for a ratio of costs: it covers the ratio as often as it says, also in runs
-of 30 problems.
+"""Tests of the confidence interval for a ratio of costs: its coverage is the stated one, also in
+runs of 30 problems.
 """
 
 import math
@@ -14,8 +14,8 @@ from scripts.studies.calibration import RATIOS
 @pytest.mark.parametrize("law", ["long tails", "second mostly nothing"])
 @pytest.mark.parametrize("problems", [20, 30, 100])
 def test_the_interval_covers_costs_with_long_tails_or_many_zeros(law: str, problems: int) -> None:
-    """It covers in at least 94 % of 600 simulated pairs of runs, and more often than a bootstrap
-    and the delta method.
+    """The interval covers the true ratio in at least 94 % of 600 simulated pairs of runs, more
+    often than a bootstrap and the delta method.
     """
     (costs, known) = RATIOS[law]
     draw = np.random.default_rng(problems)
@@ -36,7 +36,7 @@ def test_the_interval_scales_with_the_unit_of_cost() -> None:
 
 
 def test_costs_that_vary_little_give_a_narrow_interval() -> None:
-    """For thirty problems with counts near 40 and 20 the interval is a tenth wide."""
+    """For thirty problems with counts near 40 and 20 the interval has a width of a tenth."""
     draw = np.random.default_rng(2)
     low, high = ratio_interval(
         draw.poisson(40, 30).astype(float), draw.poisson(20, 30).astype(float)
@@ -45,8 +45,8 @@ def test_costs_that_vary_little_give_a_narrow_interval() -> None:
 
 
 def test_costs_that_show_nothing_have_no_interval() -> None:
-    """A single problem and a first run without costs give no interval; a second run without costs
-    has the ratio 0.
+    """One problem or a first run without costs gives no interval; a second run without costs has
+    the ratio 0.
     """
     nothing = np.zeros(5)
     some = np.arange(1.0, 6)

@@ -36,12 +36,12 @@ RULES = {rule.name: rule for rule in ONE_BY_ONE}
 
 
 def used(name: str, labels: list[int]) -> int:
-    """Return the number of these rollouts that a rule takes."""
+    """Return the number of rollouts that a rule uses."""
     return RULES[name].play(Arrivals(labels)).used
 
 
 def rollout(label: int, is_right: bool, *, tokens: float = 1.0, **scores: float) -> PlayedRollout:
-    """Make a rollout of so many tokens."""
+    """Make a rollout with this number of tokens."""
     costs = (1.0, tokens, math.nan, math.nan)
     return PlayedRollout(label, float(is_right), costs, tuple(sorted(scores.items())))
 
@@ -86,7 +86,7 @@ def test_each_rule_stops_where_hand_computation_says(
 
 
 def test_the_beta_rule_equals_a_sum_of_binomials() -> None:
-    """P(p > 1/2) equals a sum of binomial probabilities that this test computes by itself."""
+    """P(p > 1/2) equals a sum of binomial probabilities that the test computes itself."""
     random = Random(2)
     for _ in range(50):
         labels = [random.choice([0, 0, 0, 1, 2]) for _ in range(20)]
@@ -141,7 +141,7 @@ def test_deepconf_online_drops_rollouts_below_the_threshold() -> None:
 
 
 def test_means_over_orders_equal_an_enumeration() -> None:
-    """For one problem of three rollouts, the test enumerates every order by hand."""
+    """For one problem of three rollouts, the mean equals that over every order, enumerated by hand."""
     problem = PlayedProblem("1", (rollout(0, True), rollout(0, True), rollout(1, False)))
     found = referee([problem, problem], RefereeOptions(orders=2_000))
     by_rule = {row.rule: row for row in found.rows}
@@ -201,8 +201,8 @@ def test_fewer_rollouts_are_drawn_from_all() -> None:
 
 
 def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
-    """A rule that never differs needs no fewer problems than one whose differences all have one
-    sign.
+    """A rule that never differs from the baseline needs no more problems than a rule whose
+    differences all have one sign.
     """
     (first, *rest) = referee(planted(60, 8), RefereeOptions(orders=20)).rows
     assert first.problems_for_a_point is None
@@ -230,7 +230,7 @@ def test_unknown_rules_and_unrecorded_units_are_refused(
 
 
 def imported(run_import: Import, tmp_path: Path, problems: int = 8) -> Path:
-    """Import a run of invented rollouts with a reward and seconds."""
+    """Import a run of invented rollouts with rewards and times in seconds."""
     random = Random(5)
     lines = [
         {"question": f"What is {n}?", "text": f"\\boxed{{{n if right else n + 1}}}", "gold": str(n),

@@ -1,5 +1,5 @@
-"""Tests of sweeps: each point equals the run that would have been made alone, whatever was shared
-or interrupted.
+"""Tests of sweeps: each point equals a separate run with its settings, whatever the sweep shared or
+however often it was interrupted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def answers(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> SweepReport:
-    """Run a sweep of two rates and two numbers of samples."""
+    """Run a sweep over two rates and two numbers of samples."""
     folder = tmp_path_factory.mktemp("sweep")
     words = {name: value for name, value in WORDS.items() if name != "dataset"}
     return sweep_sync(OVER, "arithmetic[:3]", directory=folder / "set", settings=words)
@@ -107,14 +107,14 @@ def test_the_gain_over_a_coin_is_paired_with_the_same_policy(made: SweepReport) 
 
 
 def test_a_sweep_without_a_gate_has_no_coin(tmp_path: Path) -> None:
-    """The target alone chooses no chunks, so there is no coin to compare it with."""
+    """A sweep over the target alone has no gate, so it has no coin to compare with."""
     words = {**WORDS, "method": "target-only", "out": str(tmp_path / "set")}
     planned = plan_sweep({"samples": [2]}, words)
     assert [point.name for point in planned.points] == ["draft-only", "samples=2"]
 
 
 def test_there_is_one_coin_per_takeover_and_rate(tmp_path: Path) -> None:
-    """A coin does not look at scores, so settings of scoring need no coin of their own."""
+    """A coin does not read scores, so settings of scoring share one coin."""
     over: dict[str, list[object]] = {
         "takeover": ["replace", "continue"],
         "rate": [0.2],
@@ -141,8 +141,8 @@ def test_equal_requests_are_sent_once(made: SweepReport) -> None:
 
 
 def test_a_run_with_fewer_samples_makes_no_new_call(tmp_path: Path) -> None:
-    """After a run of four samples, a run of two makes no call if the gate does not learn from other
-    samples.
+    """After a run of four samples, a run of two makes no call if the gate does not learn from
+    sibling rollouts.
     """
     words = {**WORDS, "method": "target-only"}
     planned = plan_sweep(
@@ -157,11 +157,11 @@ def test_a_run_with_fewer_samples_makes_no_new_call(tmp_path: Path) -> None:
 
 
 class _Killed(BaseException):
-    """An exception that ends a process's work at once, as a kill does."""
+    """An exception that ends all work of a process at once, as a kill does."""
 
 
 def interrupted(after: int) -> Callable[..., Any]:
-    """Make a listener that ends everything after a number of events."""
+    """Make a listener that raises `_Killed` after a number of events."""
     left = after
 
     class Counting(Progress):
@@ -258,7 +258,7 @@ def test_new_values_are_added_to_finished_runs(tmp_path: Path) -> None:
 def test_a_key_that_cannot_vary_is_refused_first(
     tmp_path: Path, over: dict[str, Any], says: str
 ) -> None:
-    """The error names the key, and nothing is written."""
+    """The error names the key that cannot vary, and nothing is written."""
     with pytest.raises(OptionError) as refused:
         plan_sweep(over, {**WORDS, "seed": 0, "out": str(tmp_path / "set")})
     assert says in str(refused.value)
@@ -295,7 +295,7 @@ def test_the_terminal_shows_a_table_and_a_chart(made: SweepReport) -> None:
     "text", ["", "{", '{"over": 3}', '{"over": {}, "settings": {}, "points": [], "schema": 2}']
 )
 def test_a_damaged_sweep_is_refused(tmp_path: Path, text: str) -> None:
-    """The error names the path; a folder that points outside the sweep is refused too."""
+    """The error names the path; a run folder that points outside the sweep is refused too."""
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(JournalCorrupt, match=r"sweep\.json"):
         load_run_set(tmp_path)

@@ -1,5 +1,5 @@
-"""Tests of exports: they hold what was recorded, token by token, and a small trainer learns from
-them.
+"""Tests of exports of training data: they contain what was recorded, token by token, and a small
+trainer learns from them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def outcomes(run: Path) -> dict[str, Outcome]:
 def test_records_have_the_documented_columns(
     recorded: Path, tmp_path: Path, kind: DataKind
 ) -> None:
-    """Every record has every column, and no other, and names its schema."""
+    """Every record has exactly the documented columns and names its schema."""
     records = read(recorded, tmp_path, kind)
     assert records
     for record in records:
@@ -89,8 +89,8 @@ def test_records_have_the_documented_columns(
 def test_opd_holds_the_recorded_tokens_and_log_probabilities(
     recorded: Path, tmp_path: Path
 ) -> None:
-    """Token ids are those of the rollout, and the log-probabilities of both models those that were
-    recorded.
+    """Token ids are those of the rollout, and the log-probabilities of both models equal the
+    recorded ones.
     """
     whole = outcomes(recorded)
     scored: dict[tuple[str, int, int], tuple[float, ...]] = {}
@@ -130,8 +130,8 @@ def test_opd_holds_the_recorded_tokens_and_log_probabilities(
 def test_opd_has_both_texts_of_a_rollout_that_was_written_again(
     restarted: Path, tmp_path: Path
 ) -> None:
-    """The record of the rollout has the target's tokens; those that the draft wrote before are
-    rejected tokens after the prompt, with the target's scores.
+    """The record has the target's tokens; the tokens that the draft wrote before are rejected
+    tokens after the prompt, with the target's scores.
     """
     late = {
         (problem, rollout.sample): rollout
@@ -181,7 +181,7 @@ def test_opd_includes_replaced_chunks(recorded: Path, tmp_path: Path) -> None:
 
 
 def taught(run: Path, out: Path, teacher: str, top: int) -> list[dict[str, Any]]:
-    """Return the records of opd with a teacher's likeliest tokens."""
+    """Return the records of the `opd` export with a teacher's likeliest tokens."""
     with open_teacher(teacher, top) as opened:
         export_run(open_run(run), out, ExportOptions("opd"), opened)
     return [json.loads(line) for line in out.read_text().splitlines()]
@@ -248,7 +248,7 @@ class Stranger:
 
 
 def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> None:
-    """The error states the reason before a file is written."""
+    """The error states why the teacher cannot be used, before a file is written."""
     stranger: Teacher = Stranger()
     out = tmp_path / "data.jsonl"
     with pytest.raises(OptionError, match="its tokenizer differs from that of the run's models"):
@@ -268,7 +268,7 @@ def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> Non
 
 
 def test_sft_keeps_what_is_correct(recorded: Path, tmp_path: Path) -> None:
-    """By default only rollouts with a correct answer are kept, on request all of them."""
+    """By default only rollouts with a correct answer are exported; on request all rollouts are."""
     whole = outcomes(recorded)
     records = read(recorded, tmp_path, "sft")
     assert all(record["correct"] for record in records)
@@ -337,7 +337,7 @@ def test_parquet_equals_json_lines(
 def test_impossible_exports_are_refused(
     run_import: Import, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each error names a way out and leaves no file."""
+    """Each error names a solution, and no file is left."""
     run = planted(run_import, tmp_path)
     with pytest.raises(UsageError, match="opd needs a draft and a target, but this run has only t"):
         read(run, tmp_path, "opd")

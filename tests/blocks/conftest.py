@@ -1,4 +1,4 @@
-"""Small random models that share blocks, and digests of folders."""
+"""Fixtures of small random models that share blocks, and digests of folders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def base(make_model: Make) -> Path:
-    """Make the model that the others are tuned from, once a session."""
+    """Make the model that the other models are tuned from, once per session."""
     return make_model("llama")
 
 

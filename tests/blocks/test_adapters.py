@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 def save_adapter(folder: Path, base: Path, *modules: str, seed: int = 0, **changes: Any) -> Path:
     """Write an adapter of random numbers as peft's save_pretrained does, for matrices whose names
-    hold these words.
+    contain these words.
     """
     folder.mkdir()
     generator = torch.Generator().manual_seed(seed)
@@ -80,7 +80,7 @@ def merged(folder: Path, base: Path, adapter: Path, tune: Tune) -> Path:
 
 
 async def asked(folder: Path, **changes: Any) -> tuple[list[float], tuple[int, ...]]:
-    """Return the scores of some ids and the ids that a request samples."""
+    """Return the scores of some ids and the ids that a sampling request returns."""
     settings = {"worker": "thread", "device": "cpu", "kv_tokens": 1024, "threads": 1, **changes}
     async with accelerated(folder, **options_of(**settings)._asdict()) as engine:
         scores = await engine.score(ScoreRequest(IDS[:5], IDS[5:]))

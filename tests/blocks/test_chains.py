@@ -105,7 +105,7 @@ def requests(rng: random.Random, count: int) -> list[SampleRequest | ScoreReques
 
 
 def run(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[int, Reply], object]:
-    """Return a loop's replies to commands that arrive step by step."""
+    """Return a loop's replies to commands that arrive at given steps."""
     replies = dict[int, Reply]()
 
     def tell(report: LoopReport) -> None:
@@ -120,7 +120,7 @@ def run(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[i
 def schedule(
     rng: random.Random, asked: Mapping[int, Submit], late: float = 0.6
 ) -> list[list[Command]]:
-    """Let the same requests arrive in random numbers at random steps."""
+    """Let the same requests arrive at random steps, in groups of random size."""
     steps: list[list[Command]] = [[]]
     for number in sorted(asked):
         while rng.random() < late:
@@ -134,7 +134,7 @@ def schedule(
 )
 def test_a_model_in_a_shared_loop_gives_its_own_replies(seed: int, family: Zoo) -> None:
     """Replies are equal to the bit in a loop of the model's own folder, alone in the zoo's loop,
-    and with five other models.
+    and together with five other models.
     """
     rng = random.Random(seed)
     names = ["base", "end", "middle", "head", "narrow", "wide"]
@@ -166,7 +166,9 @@ def test_a_model_in_a_shared_loop_gives_its_own_replies(seed: int, family: Zoo) 
 def test_a_batch_is_laid_out_once_while_its_members_stay(
     family: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later steps only change tokens, positions and slots; a new model lays the batch out again."""
+    """Later steps change only tokens, positions and slots; when a new model joins, the batch is
+    laid out again.
+    """
     laid = list[int]()
     inner = ChainModel._prepared
 
@@ -225,8 +227,8 @@ def chain_model(zoo: Zoo, *names: str) -> ChainModel:
 
 
 def test_shared_blocks_run_once_per_step(family: Zoo) -> None:
-    """Models part where their blocks differ and join again later; adapters share every block of
-    their base.
+    """Models are computed separately where their blocks differ and together again later; adapters
+    share every block of their base.
     """
     model = chain_model(family, "base", "end", "middle", "head", "narrow", "wide")
 
@@ -248,7 +250,9 @@ def test_shared_blocks_run_once_per_step(family: Zoo) -> None:
 
 
 def test_rows_of_shared_blocks_are_contiguous(family: Zoo) -> None:
-    """Models are ordered so that rows of shared blocks are adjacent, whatever the order of opening."""
+    """Models are ordered so that rows of shared blocks are adjacent, whatever the order in which
+    the models were opened.
+    """
     names = ["base", "end", "middle", "head", "narrow", "wide"]
     for seed in range(4):
         model = chain_model(family, *random.Random(seed).sample(names, len(names)))
@@ -382,7 +386,9 @@ async def test_engines_that_cannot_share_have_loops_of_their_own(
 
 @pytest.mark.anyio
 async def test_a_zoo_target_with_a_drafter_gets_its_own_loop(family: Zoo, base: Path) -> None:
-    """A zoo's target uses the drafter that a run lends it, and writes the same text."""
+    """The target of a zoo uses the drafter of its run, and writes the same text as without a
+    drafter.
+    """
     request = SampleRequest((5, 6, 7), 20, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
     async with accelerated(family.folder("base"), options=SHARED) as plain:
         wanted = await plain.sample(request)
@@ -395,7 +401,7 @@ async def test_a_zoo_target_with_a_drafter_gets_its_own_loop(family: Zoo, base: 
 
 @pytest.mark.anyio
 async def test_a_damaged_block_stops_only_models_that_use_it(family: Zoo) -> None:
-    """The engine that needs the block names it in its error; another engine works."""
+    """The engine that needs the damaged block names the block in its error; another engine works."""
     digest = damaged(family, "end", "base")
     async with accelerated(family.folder("base"), options=SHARED) as engine:
         with pytest.raises(ZooError, match=digest):
@@ -450,7 +456,7 @@ async def test_a_killed_loop_leaves_the_zoo_whole(
 
 @pytest.mark.anyio
 async def test_engines_of_a_zoo_can_open_and_close_concurrently(family: Zoo) -> None:
-    """Five engines are opened at a time in one process, in any order, one of them twice."""
+    """Five engines are opened concurrently in one process, in any order, one of them twice."""
     found = dict[int, tuple[float, ...]]()
 
     async def use(number: int, name: str) -> None:

@@ -1,5 +1,5 @@
-"""Tests of replaced blocks: their loss is measured, opened only with consent, and harmless in a
-drafter.
+"""Tests of lossy block replacement: the loss is measured, a variant opens only with consent, and a
+drafter may use it without loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ MLP = "layers.1.mlp"
 
 @pytest.fixture
 def pair(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
-    """Make a base, and a model with two tuned blocks, one of them in the lowest bit of one number."""
+    """Make a base, and a model with two tuned blocks, one of which differs in the lowest bit of one
+    number.
+    """
     zoo = Zoo(tmp_path / "zoo")
     folder = tune("tuned", f"{MLP}.up_proj")
     tensors = load_file(folder / "model.safetensors")
@@ -53,7 +55,7 @@ def loss_of(zoo: Zoo, nats: float, name: str = "tuned") -> Loss:
 
 
 def kept(zoo: Zoo, name: str = "lean", nats: float = 0.005) -> dict[str, str]:
-    """Replace the tuned model's feed-forward block by its base's, and return the digest of the
+    """Replace the tuned model's feed-forward block by the base's, and return the digest of the
     replacement.
     """
     digests = {one.place: one.digest for one in zoo.likenesses("tuned") if one.place == MLP}
@@ -62,8 +64,8 @@ def kept(zoo: Zoo, name: str = "lean", nats: float = 0.005) -> dict[str, str]:
 
 
 def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
-    """Blocks of all models are compared by their parameters, without equal ones, up to a count and
-    a distance.
+    """Blocks of all models are compared by their parameters; equal blocks are left out, and a count
+    and a distance limit the list.
     """
     near = pair.likenesses("tuned", 1, 1.0)
     assert [(one.place, one.other) for one in near] == [
@@ -180,8 +182,8 @@ def test_the_lossy_setting_opens_a_variant_within_its_bound(
 
 
 def test_a_lossy_variant_opens_only_on_request(pair: Zoo, base: Path) -> None:
-    """A variant is refused by its name alone, and if its measured loss is above the bound or
-    belongs to other weights.
+    """A variant is refused if only its name is given, if its measured loss exceeds the bound, or if
+    the loss was measured for other weights.
     """
     kept(pair)
     words = f"zoo:{pair.directory}"
@@ -218,8 +220,8 @@ def shallow(folder: Path, whole: Path, layers: int) -> Path:
 async def test_a_lossy_variant_can_draft_without_loss(
     pair: Zoo, base: Path, tmp_path: Path
 ) -> None:
-    """A variant or a shortened model proposes tokens, and the text is the target's own because the
-    target verifies them.
+    """A variant or a shortened model only proposes tokens; the target verifies them, so the text is
+    the target's own.
     """
     kept(pair)
     pair.add("short", shallow(tmp_path / "short", base, 2), "tuned")
@@ -245,7 +247,9 @@ async def test_a_lossy_variant_can_draft_without_loss(
 def test_a_folder_with_other_weights_is_not_a_shortened_model(
     pair: Zoo, base: Path, tmp_path: Path
 ) -> None:
-    """The folder's weights would not be read, so it is not opened with the base's weights instead."""
+    """A shortened model uses the base's weights, so a folder with weights of its own is refused
+    instead of being ignored.
+    """
     folder = shallow(tmp_path / "short", base, 2)
     (folder / "pytorch_model.bin").write_bytes(b"weights")
     with pytest.raises(ATTSError, match="safetensors"):
@@ -253,8 +257,8 @@ def test_a_folder_with_other_weights_is_not_a_shortened_model(
 
 
 def test_relatives_of_the_embedded_target_are_measured(tmp_path: Path) -> None:
-    """One pair of blocks is within reach, and its loss is measured, kept and reported with the
-    number of problems.
+    """One pair of blocks is close enough to be replaced; its loss is measured, stored and reported
+    with the number of problems.
     """
     zoo = Zoo(tmp_path / "zoo")
     zoo.add("base", path("target"))

@@ -24,7 +24,9 @@ OWN = {
 
 
 def test_shipped_relatives_add_few_blocks_to_a_zoo(tmp_path: Path) -> None:
-    """Each relative adds few blocks to the target's, and adapters change the layers that they name."""
+    """Each relative adds few blocks to the target's, and adapters change only the layers that they
+    name.
+    """
     zoo = Zoo(tmp_path / "zoo")
     base = zoo.add("base", path("target"))
     assert [folder.name for folder in sorted(FAMILY.iterdir())] == sorted(OWN)
@@ -55,7 +57,7 @@ def test_a_relative_begins_as_the_target(name: str) -> None:
 
 
 def test_rewording_keeps_numbers() -> None:
-    """A reworded problem has the same numbers and other whole words."""
+    """A reworded problem has the same numbers and different whole words."""
     assert (
         retold("Ana buys 3 more. Then Ana gives away 2.")
         == "Ana picks 3 extra. Then Ana hands out 2."

@@ -38,7 +38,7 @@ def relatives(make_zoo: MakeZoo) -> Zoo:
 
 
 class Loop:
-    """A step loop of some models, driven by hand."""
+    """A step loop of some models that the test drives by hand."""
 
     def __init__(
         self, zoo: Zoo, *names: str, kv_tokens: int = 4096, chunk_tokens: int = 2048
@@ -60,7 +60,7 @@ class Loop:
         self.loop._handle([Submit(number, ask, chain)])
 
     def finish(self) -> None:
-        """Step until everything is answered."""
+        """Step until every request is answered."""
         while self.scheduler.num_unfinished:
             self.loop.step()
         self.loop._report()
@@ -99,8 +99,8 @@ def test_a_slot_without_kept_states_is_not_shared(relatives: Zoo) -> None:
 
 
 def test_a_new_model_shares_no_slot_that_is_itself_borrowed(relatives: Zoo) -> None:
-    """The new model differs in the same layer, while another model is in the middle of a prompt
-    that it borrows.
+    """A model that differs in the same layer is added while another model is in the middle of a
+    prompt whose slots it borrows.
     """
     loop = Loop(relatives, "base", "forward", "asks", chunk_tokens=16)
     loop.answer(0, sample(OTHERS[:9]), 1)
@@ -148,7 +148,9 @@ def test_a_ledger_out_of_memory_stays_as_it_was() -> None:
 def test_a_model_that_finds_no_memory_fails_alone(
     relatives: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request fails, other models continue, and the model is added once memory is free."""
+    """The request of the new model fails, other models continue, and the model is added once memory
+    is free.
+    """
     loop = Loop(relatives, "base", "end")
     loop.submit(1, sample(IDS, 8))
     loop.loop.step()

@@ -49,8 +49,8 @@ def part_of(folder: Path, whole: Path, *words: str, **config: Any) -> Path:
 
 
 def test_a_part_is_completed_from_its_base(base: Path, tune: Tune, tmp_path: Path) -> None:
-    """The completed model has the blocks and the text of the whole folder, and the part's own
-    source and name.
+    """The completed model has the blocks and the text of the whole folder, but the source and name
+    of the part.
     """
     zoo = Zoo(tmp_path / "zoo")
     whole = tune("whole", "layers.2.mlp", "lm_head")
@@ -71,8 +71,8 @@ def test_a_part_is_completed_from_its_base(base: Path, tune: Tune, tmp_path: Pat
 async def test_a_shallow_part_can_open_before_its_base(
     base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """The cache fits the deepest model of the zoo, whichever opens first, and both give their own
-    replies.
+    """The cache fits the deepest model of the zoo, whichever model opens first, and both give their
+    own replies.
     """
     zoo = Zoo(tmp_path / "zoo")
     other = tune("other", "lm_head")
@@ -155,8 +155,8 @@ def test_a_part_that_no_base_completes_is_refused(case: str, base: Path, tmp_pat
 
 @pytest.mark.parametrize("size", [0, 5, 300, 5000])
 def test_a_torn_part_is_refused(size: int, base: Path, tmp_path: Path) -> None:
-    """A part cut at any byte is refused, and files half written by a killed process are removed by
-    the next change.
+    """A part cut at any byte is refused, and the next change removes files that a killed process
+    half wrote.
     """
     folder = part_of(tmp_path / "part", base, "layers.2.mlp")
     zoo = Zoo(tmp_path / "zoo")
@@ -176,7 +176,7 @@ def test_a_torn_part_is_refused(size: int, base: Path, tmp_path: Path) -> None:
 
 
 def shipped(folder: Path) -> Zoo:
-    """Make a zoo of the embedded target and the draft that consists of its first layers."""
+    """Make a zoo of the embedded target and of the draft made of its first layers."""
     zoo = Zoo(folder / "zoo")
     zoo.add("base", path("target"))
     zoo.add("draft", FAMILY / "draft", "base")

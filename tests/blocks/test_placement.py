@@ -1,5 +1,5 @@
 """Tests of placing blocks on servers by cost, memory and neighbours, and of a simulated cluster
-that uses it.
+with this placement.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SECONDS = st.floats(0, 10)
     )
 )
 def test_a_request_goes_where_it_finishes_first(instances: list[Instance]) -> None:
-    """The time is the sum of waiting, computing, moving keys and values, and the next hop; the
-    owner wins a tie.
+    """A request's time is the sum of waiting, computing, moving keys and values, and the next hop;
+    the owner wins a tie.
     """
     chosen = instances[dispatched(instances)]
 
@@ -48,7 +48,7 @@ def test_a_request_goes_where_it_finishes_first(instances: list[Instance]) -> No
 
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 8))
 def test_blocks_are_placed_within_each_servers_memory(seed: int, count: int, servers: int) -> None:
-    """Every block has a server, and no server holds more than fits or one block twice."""
+    """Every block has a server, and no server has more blocks than fit or the same block twice."""
     rng = random.Random(seed)
     blocks = {str(at): Demand(rng.uniform(1, 3), rng.uniform(0, 3)) for at in range(count)}
     transitions = {
@@ -64,8 +64,8 @@ def test_blocks_are_placed_within_each_servers_memory(seed: int, count: int, ser
 
 
 def test_a_busy_block_is_replicated_near_its_neighbours() -> None:
-    """The shared block is on three servers, its successors next to it, and an unrelated block on a
-    less busy server.
+    """The busy block is on three servers, its successors are next to it, and an unrelated block is
+    on a less busy server.
     """
     blocks = {"trunk": Demand(4, 2.5), "own": Demand(1, 0.2), "else": Demand(4, 0.4)}
     found = placed(blocks, {("trunk", "own"): 9}, [6.0] * 4)

@@ -1,5 +1,5 @@
-"""Tests of several processes with one zoo: a request goes where it costs least and survives a
-killed process.
+"""Tests of several processes with one zoo: a request goes to the cheapest process and survives the
+kill of a process.
 """
 
 # pyright: reportPrivateUsage=false
@@ -45,7 +45,7 @@ def zoo(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
 
 
 def pool_of(zoo: Zoo, name: str, count: int = 2, options: LocalOptions = SHARED) -> ReplicaPool:
-    """Return a model's replicas as one engine."""
+    """Return a pool of a model's replicas as one engine."""
     return replicated(
         [accelerated(zoo.folder(name), options=options, replica=at) for at in range(count)], name
     )
@@ -81,7 +81,7 @@ async def test_replicas_give_the_replies_of_one_engine(zoo: Zoo) -> None:
 
 
 class Loop:
-    """A replica as the dispatcher sees it."""
+    """A stand-in for a replica, with only what the dispatcher reads."""
 
     def __init__(self, in_loop: int, stats: EngineStats) -> None:
         self.in_loop = in_loop
@@ -104,8 +104,8 @@ def turn(tokens: int, rollout: str = "p/0") -> ScoreRequest:
 
 
 def test_a_request_goes_where_it_costs_least() -> None:
-    """A rollout stays where it is cached, until waiting there takes longer than computing its
-    prefix again.
+    """A rollout stays on the replica that has its cache, until waiting there takes longer than
+    computing its prefix again.
     """
     dispatch, loads = dispatch_of(0, 0)
     assert dispatch.choose(loads, turn(300)) == 0
@@ -133,8 +133,8 @@ def _with(dispatch: Dispatch, *in_loop: int) -> Dispatch:
 
 
 def test_siblings_go_where_their_prompt_is_cached() -> None:
-    """A new sibling goes there while the prompt is most of its work; an unrelated rollout has no
-    such preference.
+    """A new sibling goes to the replica that has its prompt while the prompt is most of its work;
+    an unrelated rollout has no such preference.
     """
     dispatch, loads = dispatch_of(0, 1, 0)
     assert dispatch.choose(loads[2:], turn(200, "p/0")) == 0
@@ -145,7 +145,9 @@ def test_siblings_go_where_their_prompt_is_cached() -> None:
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_killed_replica_loses_no_request(zoo: Zoo) -> None:
-    """Its requests are sent to another replica, and it is started again for later ones."""
+    """The requests of a killed replica are sent to another replica, and the killed one is restarted
+    for later requests.
+    """
     from tests.local.test_engine import loop_process
 
     options = replace(SHARED, worker="process")
@@ -155,7 +157,9 @@ async def test_a_killed_replica_loses_no_request(zoo: Zoo) -> None:
     async with pool_of(zoo, "base", options=options) as pool:
 
         async def kill() -> Completion | None:
-            """Kill a replica once all requests were sent, which every task does as it begins."""
+            """Kill a replica once all requests were sent, because every task sends its request as
+            it begins.
+            """
             await anyio.lowlevel.checkpoint()
             assert all(load.in_flight for load in pool.load())
             os.kill(loop_process(), signal.SIGKILL)
@@ -176,7 +180,7 @@ async def test_a_killed_replica_loses_no_request(zoo: Zoo) -> None:
 
 
 def test_replicas_is_a_positive_number_for_zoo_models(zoo: Zoo) -> None:
-    """The setting `replicas` is a number of processes from 1 on, and only models of zoos have it."""
+    """The setting `replicas` must be an integer of at least 1, and only models of zoos accept it."""
     words = f"zoo:{zoo.directory}/base"
     assert isinstance(build_engine(f"{words}?replicas=1", "target"), LocalEngine)
     pool = build_engine(f"{words}?replicas=3&threads=1", "target")

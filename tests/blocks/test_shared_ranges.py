@@ -1,5 +1,5 @@
-"""Tests of zoo models whose layers are spread over workers: shared ranges are held once, with the
-same bits.
+"""Tests of zoo models whose layers are spread over workers: shared ranges are loaded once, and
+replies keep the same bits.
 """
 
 # pyright: reportPrivateUsage=false
@@ -78,8 +78,8 @@ def driven(
 def test_models_that_share_ranges_keep_their_own_replies(
     stages: int, replicas: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six models under a random schedule give the bits they give alone, whichever worker is chosen;
-    equal ranges are held once.
+    """Six models under a random schedule give the same bits as alone, whichever worker is chosen;
+    equal ranges are loaded once.
     """
     rng = random.Random(stages)
     chosen = {
@@ -91,7 +91,7 @@ def test_models_that_share_ranges_keep_their_own_replies(
         alone |= run(config_of(family, name), mine)[0]
 
     def anywhere(instances: list[Instance]) -> int:
-        """Choose the cheapest instance, or now and then any."""
+        """Choose the cheapest instance, or sometimes a random one."""
         return rng.randrange(len(instances)) if rng.random() < 0.2 else dispatched(instances)
 
     monkeypatch.setattr(stage_line, "dispatched", anywhere)
@@ -114,8 +114,8 @@ def test_models_that_share_ranges_keep_their_own_replies(
 def test_every_range_has_the_requested_number_of_workers(
     family: Zoo, here: type[StageHere]
 ) -> None:
-    """Placement keeps that number whatever the load, because each range placed leaves less room for
-    the next.
+    """Each range has the requested number of workers whatever the load, although each placed range
+    leaves less room for the next.
     """
     added = [AddModel(staged(family, name)) for name in NAMES[1:]]
     ask = SampleRequest((3, 4, 5), 2, Sampling(0.0))
@@ -138,8 +138,8 @@ def test_every_range_has_the_requested_number_of_workers(
 def test_losing_a_worker_of_a_shared_range_loses_no_reply(
     spare: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another worker loads the ranges again, or a remaining one serves them, and the lost sequences
-    are computed again.
+    """Another worker loads the lost ranges, or a remaining worker serves them, and the lost
+    sequences are computed again.
     """
     asks = dict(enumerate(requests(random.Random(5), 16), 1))
     alone = dict[int, Reply]()
@@ -166,7 +166,9 @@ def test_losing_a_worker_of_a_shared_range_loses_no_reply(
 def test_ranges_move_next_to_their_successors(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The simulator's placement function places ranges by counted rows, and no bit changes."""
+    """The simulator's placement function moves ranges according to counted rows, and no bit of a
+    reply changes.
+    """
     monkeypatch.setattr("atts.accel.zoo.stage_line._LOOKED_AT", 8)
     asks = dict(enumerate(requests(random.Random(7), 30), 1))
     alone, _ = run(config_of(family, "middle"), [[Submit(n, ask)] for n, ask in asks.items()])
@@ -185,7 +187,7 @@ def test_ranges_move_next_to_their_successors(
 def test_a_worker_that_dies_while_it_loads_is_replaced_once(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing was computed yet, so another worker only loads the range."""
+    """A worker dies before it has computed anything, so another worker only loads the range."""
     made = list[int]()
 
     class Weak(StageHere):
@@ -202,7 +204,9 @@ def test_a_worker_that_dies_while_it_loads_is_replaced_once(
 
 
 def test_a_model_that_cannot_load_stops_no_other(family: Zoo, here: type[StageHere]) -> None:
-    """Its request gets the error, its own ranges are dropped, and other models continue."""
+    """A request of the damaged model gets the error, the model's own ranges are dropped, and other
+    models continue.
+    """
     digest = unit_digests(family.folder("end"), 3)[-2]
     path = family.folder("end").parent.parent / "blocks" / f"{digest}.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
@@ -218,7 +222,9 @@ def test_a_model_that_cannot_load_stops_no_other(family: Zoo, here: type[StageHe
 def test_losing_a_worker_while_a_damaged_model_loads_loses_no_reply(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new worker fails to load both models, and then loads again without the damaged one."""
+    """The new worker first fails to load both models, and then loads again without the damaged
+    model.
+    """
     digest = next(block.digest for block in family.model("wide").blocks if block.place == "adapter")
     path = family.directory / "blocks" / f"{digest}.safetensors"
 
@@ -243,7 +249,7 @@ def test_losing_a_worker_while_a_damaged_model_loads_loses_no_reply(
 def test_a_reloaded_range_has_the_adapters_of_all_its_models(
     family: Zoo, here: type[StageHere]
 ) -> None:
-    """A range whose reload failed is loaded with the next model, and then holds the adapters of its
+    """A range whose reload failed is loaded with the next model, and then has the adapters of its
     earlier models too.
     """
     setups = [
@@ -282,7 +288,7 @@ def test_a_reloaded_range_has_the_adapters_of_all_its_models(
 
 
 def test_a_released_range_leaves_nothing_in_its_worker(family: Zoo, here: type[StageHere]) -> None:
-    """Neither late replies nor a pending reload bring a released range back."""
+    """Neither late replies nor a pending reload load a released range again."""
     config = staged(family, "base", kv_tokens=64)
     line = StageExecutor(config, build_stage, 1, is_shared=True)
     line.start("one")
@@ -360,8 +366,8 @@ async def test_engines_in_ranges_give_the_replies_of_one_process(
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_killing_a_worker_of_two_models_loses_no_reply(family: Zoo) -> None:
-    """Two engines share a loop whose worker gets kill -9 while both write; all replies are as
-    before, and it is replaced.
+    """Two engines share a loop whose worker is killed while both write; all replies are as without
+    the kill, and the worker is replaced.
     """
     stages = StageOptions(stages=2)
     asks = [

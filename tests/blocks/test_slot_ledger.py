@@ -1,5 +1,5 @@
-"""Tests of shared keys and values: each (layer, position) has one owner, and no model's numbers
-change.
+"""Tests of the ledger of shared keys and values: each (layer, position) has one owner, and no
+model's numbers change.
 """
 
 # pyright: reportPrivateUsage=false
@@ -51,7 +51,7 @@ def shallow(folder: Path, layers: int) -> Path:
 
 @pytest.fixture
 def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
-    """Make models that differ late: by the last layer, its adapter, the head, the depth, or
+    """Make models that differ late: in the last layer, its adapter, the head, the depth, or
     attention.
     """
     tuned = {
@@ -65,7 +65,7 @@ def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
 
 
 def common_requests(rng: random.Random, count: int, longest: int = 25) -> list[Ask]:
-    """Make requests that share few prefixes; texts to score end differently from those to continue."""
+    """Make requests that share few prefixes; texts to score end differently from texts to continue."""
     begins = [tuple(rng.randrange(3, 300) for _ in range(rng.randrange(12, 40))) for _ in range(3)]
     ends = [
         (number + 3, *(rng.randrange(3, 300) for _ in range(rng.randrange(8, 20))))
@@ -89,7 +89,7 @@ def common_requests(rng: random.Random, count: int, longest: int = 25) -> list[A
 def open_loop(
     zoo: Zoo, replies: dict[int, Reply], kv_tokens: int = 4096, names: Sequence[str] = NAMES
 ) -> StepLoop:
-    """Open one loop for all relatives, driven by hand."""
+    """Open one loop for all relatives, which the test drives by hand."""
 
     def tell(report: LoopReport) -> None:
         replies.update({reply.request_id: reply for reply in report.replies})
@@ -107,7 +107,9 @@ def drive(
     rng: random.Random,
     each: Callable[[], None] = lambda: None,
 ) -> None:
-    """Let requests arrive at random, and sometimes cancel one that `each` has not seen finished."""
+    """Submit requests at random steps, and sometimes cancel a request that `each` has not seen
+    finished.
+    """
     while waiting or loop._scheduler.num_unfinished:
         while waiting and rng.random() < 0.4:
             loop._handle([waiting.pop()])
@@ -121,8 +123,8 @@ def drive(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_common_prompts_change_no_bit(seed: int, relatives: Zoo) -> None:
-    """Replies are equal alone in a loop, one after the other, and with five relatives on the same
-    prompts.
+    """Replies are equal to the bit alone in a loop, one after the other, and with five relatives on
+    the same prompts.
     """
     rng = random.Random(seed)
     asks = [
@@ -159,8 +161,8 @@ def path_ids(node: PrefixNode | None) -> tuple[int, ...]:
 
 
 def check_ledger(loop: StepLoop) -> int:
-    """Check that every holder of a slot is counted and equal values share a slot; return the number
-    of shared slots.
+    """Check that every holder of a slot is counted and that equal values share a slot; return the
+    number of shared slots.
     """
     scheduler = loop._scheduler
     model = loop._model
@@ -243,7 +245,7 @@ def test_a_common_prompt_is_prefilled_once_in_shared_layers(relatives: Zoo) -> N
 
 def test_keys_and_values_are_shared_up_to_the_first_difference() -> None:
     """A layer's keys and values are shared although its queries differ; a model with another head
-    restarts at its last layer.
+    computes only its last layer again.
     """
     base = Lineage(("e", "a0", "m0", "a1", "m1", "h"), ("k0", "k1"), 3)
     cases = {

@@ -32,7 +32,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def zoo(tmp_path: Path) -> Zoo:
-    """Name a zoo that does not exist yet."""
+    """Return the path of a zoo that does not exist yet."""
     return Zoo(tmp_path / "zoo")
 
 
@@ -90,7 +90,7 @@ def test_a_changed_bit_adds_one_block(zoo: Zoo, base: Path, tune: Tune) -> None:
 
 
 def _place(tensor: str) -> str:
-    """Return the block that holds a tensor of a Llama."""
+    """Return the block that contains a tensor of a Llama."""
     known = {
         "model.embed_tokens.weight": "embedding",
         "model.norm.weight": "head",
@@ -122,8 +122,8 @@ def test_exchanged_layers_are_stored_once(zoo: Zoo, base: Path, tune: Tune, tmp_
 def test_a_model_is_cut_only_when_another_shares_a_part(
     zoo: Zoo, base: Path, make_model: Make, tune: Tune
 ) -> None:
-    """An unrelated model changes nothing; a related one cuts the model that it shares blocks with,
-    and no other.
+    """An unrelated model changes nothing; a related model cuts only the model that it shares blocks
+    with.
     """
     zoo.add("base", base)
     zoo.add("stranger", make_model("llama", seed=5))
@@ -144,8 +144,8 @@ def test_a_model_is_cut_only_when_another_shares_a_part(
 def test_removing_a_model_deletes_only_unshared_blocks(
     zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """Models can be removed in any order; the others come out unchanged, and no block is left
-    without a model.
+    """Models can be removed in any order; the other models come out unchanged, and no block without
+    a model is left.
     """
     folders = {
         "base": base,
@@ -168,7 +168,7 @@ def test_removing_a_model_deletes_only_unshared_blocks(
 
 
 def flat(parts: Iterable[SharedPart]) -> Iterator[SharedPart]:
-    """Yield parts and the parts below them, each of fewer models than the one above."""
+    """Yield parts and the parts below them, each shared by fewer models than the part above."""
     for part in parts:
         assert all(set(lower.models) < set(part.models) for lower in part.below)
         yield part
@@ -333,8 +333,8 @@ def test_a_newer_zoo_and_a_foreign_folder_are_refused(zoo: Zoo, base: Path, tmp_
 def test_a_disk_full_at_any_write_loses_nothing(
     zoo: Zoo, base: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If any write fails, the zoo reports it, keeps what it held, and takes the model once there is
-    space.
+    """If any write fails, the zoo reports the failure, keeps its contents, and accepts the model
+    once there is space.
     """
     tuned = tune("tuned", "lm_head")
     zoo.add("base", base)
@@ -394,8 +394,8 @@ eval(sys.argv[3])
 def test_a_kill_at_any_moment_loses_nothing(
     order: str, zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """After SIGKILL between any two file changes a model is there whole or not at all, and the next
-    change cleans up.
+    """After SIGKILL between any two file changes a model is present as a whole or not at all, and
+    the next change cleans up.
     """
     tail = tune("tail", "layers.2.")
     tuned = tune("tuned", "lm_head")
@@ -439,7 +439,7 @@ Zoo(Path(sys.argv[1])).add(sys.argv[2], Path(sys.argv[3]))
 
 @pytest.mark.slow
 def test_several_processes_can_add_models(zoo: Zoo, tune: Tune, tmp_path: Path) -> None:
-    """Each process waits for its turn, none is refused, and shared blocks are stored once."""
+    """Each process waits for its turn, no process is refused, and shared blocks are stored once."""
     folders = {
         name: tune(name, word)
         for name, word in {"a": "lm_head", "b": "layers.0.", "c": "layers.2."}.items()
@@ -466,8 +466,8 @@ def test_model_names_cannot_leave_the_zoo(name: str, zoo: Zoo, base: Path) -> No
 def test_a_manifest_with_foreign_paths_is_damaged(
     zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """Digests and file names of a manifest must have their form; otherwise the manifest counts as
-    damaged.
+    """Digests and file names of a manifest must have the expected form; if not, the manifest counts
+    as damaged.
     """
     zoo.add("base", base)
     path = zoo.directory / "models/base/blocks.json"
@@ -491,8 +491,8 @@ def test_a_manifest_with_foreign_paths_is_damaged(
 def test_an_export_follows_no_link_out_of_the_zoo(
     zoo: Zoo, make_model: Make, tmp_path: Path
 ) -> None:
-    """A block that is a link to a file outside is not copied; the export is refused and leaves
-    nothing behind.
+    """A block that is a link to a file outside the zoo is not copied; the export is refused and
+    leaves nothing behind.
     """
     secret = tmp_path / "secret.txt"
     secret.write_text("mine")

@@ -1,5 +1,5 @@
-"""Recorded streams of scores, published arrays, and a definition of the metrics from outside this
-project.
+"""Fixtures of recorded score streams, published arrays, and an independent definition of the
+metrics.
 """
 
 import json
@@ -18,7 +18,7 @@ MATH = "ppls_math500_qwq_32B_rllama_8B_s16_t500_temp0.8__ec846181.npy"
 
 @pytest.fixture(scope="session")
 def arrivals(shared_data: Path) -> dict[str, Records]:
-    """Read the recorded streams by their order of arrival: "sim" and "lock"."""
+    """Read the two recorded streams, "sim" and "lock", named after their order of arrival."""
     return {
         name: _read(shared_data / "traces" / f"arrivals_ct0_{name}.jsonl")
         for name in ("sim", "lock")
@@ -31,8 +31,8 @@ def _read(path: Path) -> Records:
 
 @pytest.fixture(scope="session")
 def array_of(shared_data: Path) -> Callable[[str], StoredScores]:
-    """Return a reader of a published array by a part of its file name, with sixteen scores per
-    question.
+    """Return a function that reads a published array, with sixteen scores per question, by a part
+    of its file name.
     """
 
     def load(part: str = MATH) -> StoredScores:

@@ -91,8 +91,8 @@ def test_known_sample_sizes_without_a_loss(epsilon: float, delta: float, n: int)
 
 
 def test_problems_needed_grow_as_the_loss_nears_epsilon() -> None:
-    """The stated number of problems certifies and half as many do not; at or above epsilon no
-    number does.
+    """The stated number of problems certifies and half of it does not; at or above epsilon no
+    number of problems does.
     """
     sizes = [problems_needed(risk, 0.05, 0.1) for risk in (0.0, 0.02, 0.04)]
     assert sizes[0] == 45
@@ -153,8 +153,8 @@ def test_certificates_are_valid_over_many_deployments(epsilon: float) -> None:
 
 
 def test_the_certified_policy_is_nearly_the_cheapest_safe_one() -> None:
-    """With 2,000 problems and epsilon 0.05 its cost is within 25 % of the cheapest policy that is
-    truly safe, in ten runs.
+    """With 2,000 problems and epsilon 0.05 its cost is within 25 % of the cheapest truly safe
+    policy, in each of ten runs.
     """
     rates = [k / 40 for k in range(41)]
     for seed in range(10):
@@ -165,8 +165,8 @@ def test_the_certified_policy_is_nearly_the_cheapest_safe_one() -> None:
 
 
 def test_a_fixed_sequence_stops_at_the_first_failure() -> None:
-    """A cheap policy behind one that fails is not certified although it looks safe, because the
-    data may not choose the order.
+    """A cheap policy that comes after a failing one is not certified although it looks safe,
+    because the data may not choose the order.
     """
     candidates = [
         Candidate("g", 1.0, [0] * 100, 10), Candidate("g", 0.5, [1, 0] * 50, 5), Candidate("g", 0.1, [0] * 100, 1)
@@ -178,7 +178,7 @@ def test_a_fixed_sequence_stops_at_the_first_failure() -> None:
 
 
 def test_several_gates_share_delta_and_the_cheapest_certified_wins() -> None:
-    """With two gates each is tested at delta / 2, and the cheaper of the certified policies is
+    """Each of two gates is tested at delta / 2, and the cheaper of the certified policies is
     returned.
     """
     n = fewest_problems(0.05, 0.05)
@@ -227,7 +227,7 @@ def test_impossible_certificates_are_refused(
     candidates: list[Candidate], epsilon: float, delta: float
 ) -> None:
     """Missing candidates, missing problems, values that are not losses, and levels outside (0, 1)
-    are errors.
+    are refused with errors.
     """
     with pytest.raises(CalibrationInputError):
         certify(candidates, epsilon, delta)
@@ -347,8 +347,8 @@ def test_a_worse_policy_is_hardly_ever_certified_and_a_better_one_is_superior() 
 
 
 def test_a_policy_without_losses_is_asked_for_more_problems() -> None:
-    """Twenty problems without a loss do not certify five points, and the message gives a number
-    that would.
+    """Twenty problems without a loss do not certify a loss below five points, and the message gives
+    a sufficient number of problems.
     """
     alike = certify_net([Candidate("a", 0.3, [0.0] * 20, 1.0)], 0.05)
     assert alike.chosen is None
@@ -374,7 +374,7 @@ def true_risk(threshold: float, slope: float) -> float:
 
 @pytest.mark.parametrize("slope", [0.25, 0.5, 0.9])
 def test_abstention_keeps_its_risk_with_the_promised_probability(slope: float) -> None:
-    """At most a tenth of 300 calibration runs get a threshold that answers wrongly more than one
+    """At most a tenth of 300 calibration runs get a threshold whose answers are wrong more than one
     time in ten.
     """
     broken = certified = 0
@@ -388,8 +388,8 @@ def test_abstention_keeps_its_risk_with_the_promised_probability(slope: float) -
 
 
 def test_thresholds_of_abstention_computed_by_hand() -> None:
-    """Twenty-nine unanimous and correct problems suffice for a risk of a tenth; further ones are
-    answered while few are wrong.
+    """Twenty-nine unanimous and correct problems suffice for a risk of a tenth; less certain
+    problems are also answered while few are wrong.
     """
     found = certify_abstention([1.0] * 40 + [0.5] * 40, [False] * 40 + [True] * 40, 0.1)
     assert (found.threshold, found.answered, found.wrong) == (0.55, 40, 0)
@@ -436,7 +436,7 @@ def test_impossible_abstention_data_is_refused(
     confidence: list[float], wrong: list[bool], risk: float, kept: float
 ) -> None:
     """Empty data, confidences that are not shares, unequal lengths and impossible levels are
-    errors.
+    refused with errors.
     """
     with pytest.raises(CalibrationInputError):
         certify_abstention(confidence, wrong, risk, kept)

@@ -97,8 +97,8 @@ def test_float_ceilings_would_be_wrong_in_231_cases() -> None:
 
 
 def test_split_threshold_escalates_at_most_the_rate() -> None:
-    """P(s > threshold) lies in (rate - 1/(n + 1), rate] over all orders; too few scores never
-    escalate, rate 1 always does.
+    """P(s > threshold) lies in (rate - 1/(n + 1), rate] over all orders; with too few scores
+    nothing escalates, and rate 1 always escalates.
     """
     for n in range(1, 6):
         for rate in LEVELS[1:-1]:

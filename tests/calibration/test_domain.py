@@ -1,5 +1,5 @@
-"""Tests of doubts about questions unlike the stored ones: they are raised, and rarely raised
-falsely.
+"""Tests of warnings about questions unlike the stored ones: such questions raise a warning, and
+others rarely do.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from atts.testing import toy_problems
 
 
 def question(random: Random, shift: float = 0.0) -> list[float]:
-    """Draw the scores of one question: a level, and chunks around it."""
+    """Draw the scores of one question: a level for the question, and its chunks around this level."""
     level = random.expovariate(1.0) + shift
     return [math.exp(random.expovariate(1.0) * level) for _ in range(random.randint(3, 9))]
 
 
 def stored(random: Random, questions: int) -> StoredScores:
-    """Draw the scores of this number of questions."""
+    """Draw the stored scores of this number of questions."""
     rows = [(score, f"{name}") for name in range(questions) for score in question(random)]
     return StoredScores(
         tuple(row[0] for row in rows), tuple(row[1] for row in rows), (0,) * len(rows)
@@ -52,8 +52,8 @@ def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
 
 
 def test_questions_with_worse_scores_raise_a_doubt() -> None:
-    """The doubt states its numbers; a single extreme chunk raises none, and neither do better
-    scores.
+    """The warning states its numbers; a single extreme chunk raises no warning, and neither do
+    better scores.
     """
     domain = DomainCheck.of(stored(Random(1), 100))
     assert domain is not None
@@ -65,7 +65,7 @@ def test_questions_with_worse_scores_raise_a_doubt() -> None:
 
 
 def test_stored_scores_without_questions_raise_no_doubt() -> None:
-    """Scores with too few or unknown questions cannot show that a question is unlike them."""
+    """Stored scores of too few or unknown questions cannot show that a question is unlike them."""
     assert DomainCheck.of(StoredScores.of([1.0, 2.0] * 50)) is None
     assert DomainCheck.of(stored(Random(2), 18)) is None
 
@@ -86,7 +86,9 @@ def test_the_embedded_pair_starts_with_shipped_scores() -> None:
 @pytest.mark.parametrize("role", EMBEDDED)
 @pytest.mark.anyio
 async def test_the_shipped_scores_are_of_the_shipped_weights(role: str) -> None:
-    """The scores' digest names the shipped weights; `python -m scripts.studies.models` makes both."""
+    """The scores' digest names the shipped weights; `python -m scripts.studies.models` writes both
+    the scores and the weights.
+    """
     options = LocalOptions(worker="thread", kv_tokens=256)
     async with LocalEngine(path(role), name=role, options=options) as engine:  # type: ignore[arg-type]
         assert embedded_scores().fingerprint[f"{role}.weights"] == engine.spec.weights

@@ -1,4 +1,6 @@
-"""Tests of drift alarms: they are raised if scores changed or were copied, and rarely otherwise."""
+"""Tests of drift alarms: alarms are raised if scores changed or were copied, and rarely in other
+cases.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ ArrayOf = Callable[..., StoredScores]
 
 
 def shifted(stored: StoredScores, by: float) -> StoredScores:
-    """Shift the logarithm of the scores."""
+    """Shift the logarithms of the scores."""
     return StoredScores.of([max(1.0, score * math.exp(by)) for score in stored.scores], 16)
 
 
@@ -56,8 +58,8 @@ def test_a_shift_of_a_half_is_noticed_within_300_scores(by: float, array_of: Arr
 def test_scores_of_another_model_are_noticed_in_most_runs(
     part: str, least: int, array_of: ArrayOf
 ) -> None:
-    """Scores of other models and benchmarks raise an alarm in most runs; the last three differ by
-    only one standard deviation.
+    """Scores of other models and benchmarks raise an alarm in most runs; the last three arrays
+    differ by only one standard deviation.
     """
     hits = sum(noticed_after(array_of(part), array_of(), seed) is not None for seed in range(12))
     assert hits >= least
@@ -69,8 +71,8 @@ def test_scores_of_another_model_are_noticed_in_most_runs(
 def test_a_recorded_stream_differs_from_other_arrays_within_300_scores(
     part: str, after: int | None, arrivals: dict[str, list[dict[str, Any]]], array_of: ArrayOf
 ) -> None:
-    """Only eighty of the 300 scores belong to the stored turn, and the run's own array raises no
-    alarm.
+    """An alarm is raised although only eighty of the 300 scores are of the stored turn, and the
+    run's own array raises no alarm.
     """
     for records in arrivals.values():
         monitor = DriftMonitor(array_of(part) if part else array_of())
@@ -80,8 +82,8 @@ def test_a_recorded_stream_differs_from_other_arrays_within_300_scores(
 
 
 def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
-    """Uniform p-values reach an alarm of 1/20 in at most 5 % of runs, and a change is found in
-    about 50 steps.
+    """Uniform p-values reach an alarm at level 1/20 in at most 5 % of runs, and a change is noticed
+    in about 50 steps.
     """
     draw = np.random.default_rng(0)
     alarms = 0
@@ -128,7 +130,7 @@ def test_a_restored_martingale_continues_exactly() -> None:
 
 
 def test_a_restored_monitor_raises_its_alarm_at_the_same_score(array_of: ArrayOf) -> None:
-    """Saving and restoring in the middle of a stream does not move the alarm."""
+    """A monitor saved and restored in the middle of a stream raises the alarm at the same score."""
     stored = shifted(array_of(), 0.3)
     whole = DriftMonitor(stored)
     half = DriftMonitor(stored)
@@ -163,7 +165,7 @@ def test_questions_with_few_samples_are_compared_fairly(array_of: ArrayOf) -> No
 
 
 def run(calibrator: Calibrator, count: int = 400, level: float = 1.5) -> list[bool]:
-    """Decide and observe sixteen samples a question around a level."""
+    """Decide on and observe sixteen samples per question around a level."""
     draw = random.Random(0)
     done = list[bool]()
     for place in range(count):
@@ -182,8 +184,8 @@ def stored_around(level: float) -> StoredScores:
 
 
 def test_the_recalibrate_policy_restores_the_rate() -> None:
-    """If stored scores are far above the run's, nothing escalates without the policy; with it the
-    rate recovers.
+    """If stored scores are far above the run's, nothing escalates without this policy; with the
+    policy the rate recovers.
     """
     silent = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="report")
     acting = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="recalibrate")
@@ -205,7 +207,9 @@ def test_the_escalate_policy_lasts_until_resume() -> None:
 
 
 def test_the_widen_policy_ends_after_500_decisions() -> None:
-    """After an alarm half as much again escalates for 500 decisions; then the old level returns."""
+    """After an alarm half as many chunks more escalate for 500 decisions; then the old level
+    returns.
+    """
     wide = Calibrator(0.4, "split", stored=stored_around(1.4), drift="widen")
     plain = Calibrator(0.4, "split", stored=stored_around(1.4), drift="report")
     run(wide, 200, 1.9)
@@ -253,14 +257,14 @@ def law(
 
 
 def sample(rows: Floats) -> QuestionSample:
-    """Make stored questions of these scores."""
+    """Make stored scores of these questions."""
     names = tuple(f"q{at // SIZE}" for at in range(rows.size))
     scores = tuple(float(score) for score in np.exp(rows.clip(0)).ravel())
     return QuestionSample.of(StoredScores(scores, names, (0,) * rows.size), 0)
 
 
 def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> TwoSampleTest:
-    """Compare live questions with the stored ones once."""
+    """Compare live questions with the stored questions once."""
     return two_sample_test(sample(stored), [list(row) for row in live.clip(0)], level, seed)
 
 
@@ -277,7 +281,7 @@ def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
 
 def test_draws_of_one_distribution_are_rarely_called_different() -> None:
     """If stored and live questions are both samples, the permutation test keeps its level, which
-    the first test need not.
+    the first test need not do.
     """
     draw = np.random.default_rng(1)
     found = [looked(law(draw, 12), law(draw, 8)).exchangeable <= 0.1 for _ in range(150)]
@@ -288,7 +292,7 @@ def test_draws_of_one_distribution_are_rarely_called_different() -> None:
     "change", [{"shift": 3.5}, {"scale": 4.0}, {"scale": 0.15}, {"noise": 2.5}, {"noise": 0.1}]
 )
 def test_a_change_of_level_width_or_spread_is_noticed(change: dict[str, float]) -> None:
-    """Each of the three alone is noticed after twenty questions."""
+    """A change of level, of width or of spread is noticed after twenty questions."""
     draw = np.random.default_rng(2)
     found = looked(law(draw, 60, shift=1.0), law(draw, 20, **{"shift": 1.0, **change}))
     assert found.drawn <= 0.002
@@ -297,7 +301,9 @@ def test_a_change_of_level_width_or_spread_is_noticed(change: dict[str, float]) 
 
 
 def test_the_p_value_does_not_depend_on_the_order_of_questions() -> None:
-    """The p-value is the same forwards and backwards, and again for the same seed."""
+    """The p-value is the same with the questions in reverse order, and when computed twice with one
+    seed.
+    """
     draw = np.random.default_rng(3)
     stored = law(draw, 20)
     live = law(draw, 7, shift=0.4)
@@ -313,8 +319,8 @@ def test_the_permutation_test_is_skipped_after_a_clean_first_test() -> None:
 
 
 def test_questions_are_compared_at_the_depth_that_uses_most_scores() -> None:
-    """Forty single scores outweigh three full questions, and twelve full questions outweigh one
-    single score.
+    """Forty questions of one score outweigh three full questions, and twelve full questions
+    outweigh one question of one score.
     """
     stored = sample(law(np.random.default_rng(5), 50, noise=1.0))
     assert stored.depth([[1.0] * SIZE] * 3 + [[1.0]] * 40) == 1
@@ -346,8 +352,8 @@ def test_the_mixture_ratio_is_low_without_change_and_high_with_it() -> None:
 
 
 def test_the_mixture_accepts_single_scores_and_constant_columns() -> None:
-    """Single scores have no spread and equal scores no width; neither is an error, and a move is
-    still noticed.
+    """Single scores have no spread and equal scores no width; neither case is an error, and a shift
+    is still noticed.
     """
     one = np.arange(20.0)[:, None] / 6
     same = np.zeros((20, 2))
@@ -362,8 +368,8 @@ def test_the_mixture_accepts_single_scores_and_constant_columns() -> None:
 
 @pytest.mark.parametrize("direction", [1, -1])
 def test_a_small_joint_shift_is_noticed_in_most_runs(direction: int) -> None:
-    """Eighteen questions suffice if level and spread both move by half a deviation, which neither
-    column shows alone.
+    """Eighteen questions suffice if level and spread both shift by half a deviation, a change that
+    neither column shows alone.
     """
     draw = np.random.default_rng(7)
     stored = law(draw, 80, shift=1.0)
@@ -403,7 +409,7 @@ def whole(stored: StoredScores, seed: int) -> StoredScores:
 
 
 def copies(stored: StoredScores, every: int) -> StoredScores:
-    """Make one score in `every` a copy of the one before."""
+    """Replace one score in `every` by a copy of the previous score."""
     scores = stored.scores
     return StoredScores.of(
         [scores[at - (at % every == every - 1)] for at in range(len(scores))], 16
@@ -411,7 +417,7 @@ def copies(stored: StoredScores, every: int) -> StoredScores:
 
 
 def test_scores_repeated_by_siblings_raise_no_alarm() -> None:
-    """If siblings write equal chunks in the calibration and in the run, nothing is wrong; the
+    """If siblings write equal chunks in the calibration and in the run, no alarm is raised, and the
     report gives the effective size.
     """
     stored = alike(0)
@@ -429,7 +435,7 @@ def test_scores_repeated_by_siblings_raise_no_alarm() -> None:
 def test_copied_stored_scores_are_noticed_if_the_run_repeats_none(
     every: int, array_of: ArrayOf
 ) -> None:
-    """The first comparison notices copies of half of the draws, and copies of a tenth."""
+    """The first comparison notices if half of the draws, or a tenth of them, are copies."""
     for seed in range(5):
         events = watched(copies(array_of(), every), whole(array_of(), seed)).events
         assert [(event.kind, event.scores) for event in events] == [("duplicates", 64)]
@@ -437,7 +443,9 @@ def test_copied_stored_scores_are_noticed_if_the_run_repeats_none(
 
 
 def test_a_published_array_with_copied_questions_is_an_error(array_of: ArrayOf) -> None:
-    """Two of its fifteen questions have two distinct scores of sixteen, and the others repeat none."""
+    """Two of the array's fifteen questions have two distinct scores of sixteen, and the others
+    repeat no score.
+    """
     found = DuplicateScores.of(array_of("e0abbf88"))
     assert found.within == pytest.approx(1 - 212 / 240)
     assert found.distinct == pytest.approx(13 / 15)
@@ -446,7 +454,9 @@ def test_a_published_array_with_copied_questions_is_an_error(array_of: ArrayOf) 
 
 
 def test_scores_shared_by_two_questions_are_an_error() -> None:
-    """They mean a question under two names; chunks of perplexity 1 may coincide by chance."""
+    """Scores shared by two questions mean one question under two names; only chunks of perplexity 1
+    may coincide by chance.
+    """
     scores = [1.1 + k**0.5 / 7 for k in range(320)]
     twice = StoredScores.of([*scores, *scores], 16)
     assert DuplicateScores.of(twice).across == 1
@@ -463,7 +473,7 @@ def test_repeated_scores_without_questions_are_an_error() -> None:
 
 
 def test_repeats_in_a_file_alone_are_an_error_with_both_explanations() -> None:
-    """A file alone cannot tell copies from equal chunks; a run's scores can."""
+    """A file alone cannot distinguish copies from equal chunks, but the scores of a run can."""
     stored = alike(2)
     assert "rollouts wrote the same chunk" in first_alarm(stored).events[0].message
     assert not first_alarm(stored, whole(stored, 0)).events
@@ -476,7 +486,7 @@ def test_scores_on_a_coarse_grid_are_not_called_repeats() -> None:
 
 
 def test_a_run_of_single_samples_does_not_show_copies(array_of: ArrayOf) -> None:
-    """A run with one sample per question repeats nothing anyway, so it does not prove that stored
+    """A run with one sample per question has no repeats anyway, so it does not prove that stored
     scores were copied.
     """
     live: Iterator[float] = iter(whole(array_of(), 3).nonconformity)

@@ -1,4 +1,6 @@
-"""A learned judge knows what its features know, says so, and is refused where it does not belong."""
+"""Tests of a learned judge: it uses its features, reports its gain over a coin, and is refused
+under other conditions.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ POLICY = Policy(samples=4, early_stop="none")
 
 
 def examples(skill: float, problems: int = 60, seed: int = 0) -> Examples:
-    """Plant a feature that knows the gain of a takeover, so far as `skill` says, among two others."""
+    """Draw three features, one of which predicts the gain of a takeover with correlation `skill`."""
     random = np.random.default_rng(seed)
     count = 8 * problems
     truth = random.random(count) < 0.3  # a takeover is worth 1 at these chunks, else 0
@@ -38,7 +40,9 @@ def examples(skill: float, problems: int = 60, seed: int = 0) -> Examples:
 
 
 def test_the_gain_over_a_coin_is_what_enumeration_says() -> None:
-    """A feature that knows finds gains of 1 where a coin finds 0.3: a fifth of the chunks, 0.14."""
+    """With a perfect feature the judge's chunks gain 1 each and a coin's 0.3; over the fifth of
+    chunks that escalates this makes 0.14.
+    """
     planted = examples(1.0)
     judge = fit_judge(planted, rate=0.2)
     mean = float(np.mean(planted.gains))
@@ -57,7 +61,9 @@ def test_a_judge_without_skill_is_rarely_called_better() -> None:
 
 
 def test_a_judge_survives_its_file_and_another_file_is_refused(tmp_path: Path) -> None:
-    """Predictions are the same after reading; scores are no judge, and 5 problems are too few."""
+    """Predictions are the same after saving and reading; a file of scores is refused, and so are 5
+    problems.
+    """
     judge = fit_judge(examples(1.0), 0.2, fingerprint={"draft.model": "a"})
     write_state(tmp_path / "judge.json", judge.state())
     again = AdvantageJudge.from_state(read_state(tmp_path / "judge.json"))
@@ -71,7 +77,9 @@ def test_a_judge_survives_its_file_and_another_file_is_refused(tmp_path: Path) -
 
 
 def test_features_of_a_chunk_were_computed_by_hand() -> None:
-    """Nothing infinite is among them, and without the draft's numbers there are none."""
+    """The features equal those computed by hand and are finite; without the draft's
+    log-probabilities there are no features.
+    """
     row = judge_features([-1.0, -3.0], [-1.5, -0.5], turn=2, agreement=0.75)
     assert row == pytest.approx((2.0, 3.0, 1.25, 1.0, 1.5, math.log(2), 2.0, 0.75, 0.0))
     assert judge_features([-math.inf], [-0.5], 0, None)[1] == 30.0
@@ -80,7 +88,7 @@ def test_features_of_a_chunk_were_computed_by_hand() -> None:
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run method trial on sixty toy problems at rate 0.4."""
+    """Run the method `trial` on sixty toy problems at rate 0.4."""
     directory = tmp_path_factory.mktemp("runs") / "trial"
     setup = Setup("scripted", "scripted", method="trial", rate=0.4, policy=POLICY)
     evaluate_sync(toy_problems(60, 11), setup, directory=directory)
@@ -89,7 +97,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def judge_file(trial: Path) -> Path:
-    """Fit a judge on the trial, by the command."""
+    """Fit a judge on the trial with the command."""
     out = trial.with_name("judge.json")
     assert atts(["calibration", "judge", str(trial), "--out", str(out)]) == 0
     return out
@@ -104,7 +112,9 @@ def shares(result: RunResult) -> list[float]:
 
 
 def test_a_judge_of_a_trial_beats_a_coin_on_other_problems(judge_file: Path) -> None:
-    """The toy target knows the draft's slips, and the judge learns which features show them."""
+    """The toy target recognises the draft's mistakes, and the judge learns which features show
+    them.
+    """
     judge = AdvantageJudge.from_state(read_state(judge_file))
     assert judge.names == JUDGE_FEATURES
     assert judge.problems > 50
@@ -123,7 +133,7 @@ def test_a_judge_of_a_trial_beats_a_coin_on_other_problems(judge_file: Path) -> 
 
 
 def test_a_judge_is_refused_under_other_conditions(judge_file: Path) -> None:
-    """Another temperature is named; a missing judge is asked for."""
+    """The error names a different temperature, or says that a judge is missing."""
     score = ScoreRule("learned", judge=str(judge_file))
     policy = Policy(samples=2, score=score, sampling=Policy().sampling.__class__(0.3))
     with pytest.raises(FingerprintError, match="the judge.*sampling.temperature"):
@@ -136,7 +146,9 @@ def test_a_judge_is_refused_under_other_conditions(judge_file: Path) -> None:
 
 
 def test_a_run_whose_score_chose_is_no_trial(tmp_path: Path) -> None:
-    """Chunks that a score chose differ from others in more than the takeover."""
+    """If a score chose the chunks to escalate, these chunks differ in more than the takeover, so no
+    judge is fitted.
+    """
     setup = Setup("scripted", "scripted", policy=POLICY)
     evaluate_sync(toy_problems(2, 5), setup, directory=tmp_path / "run")
     with pytest.raises(UsageError, match="--method trial"):

@@ -1,4 +1,4 @@
-"""Tests of ranking by length: the rate of a short run stays unbiased although short chunks finish
+"""Tests of ranking by length: the rate of a short run is unbiased although short chunks finish
 first.
 """
 
@@ -37,8 +37,8 @@ def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
 
 
 def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = True) -> Records:
-    """Simulate the first chunks of a run: each begins when another ends, and lasts as long as
-    itself or, without `lasts_with_length`, as another chunk.
+    """Simulate the first chunks of a run: each begins when another ends, and lasts as long as its
+    own length or, without `lasts_with_length`, another chunk's.
     """
     draw = random.Random(seed)
     made = chunks(number, draw)
@@ -65,7 +65,7 @@ def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = T
 
 
 def realised(in_flight: int, by_length: bool, number: int = 400, **options: Any) -> float:
-    """Return the mean rate of mode `marginal` at nominal rate 0.2."""
+    """Return the mean realised rate of mode `marginal` at nominal rate 0.2."""
     runs = (arrivals(number, in_flight, seed, **options) for seed in range(16))
     rates = (
         replay_scores(run, 0.2, "marginal", seed=at, by_length=by_length).escalated
@@ -86,14 +86,16 @@ def test_marginal_mode_keeps_its_rate_when_long_chunks_score_worse_and_come_late
 
 
 def test_ranks_are_unbiased_if_time_does_not_depend_on_length() -> None:
-    """With durations shuffled, both kinds of ranks keep the rate, so arrival order causes the bias."""
+    """With shuffled durations both kinds of ranks keep the rate, so the order of arrival causes the
+    bias.
+    """
     assert realised(256, by_length=False, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
     assert realised(256, by_length=True, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
 
 
 def test_short_and_long_chunks_escalate_equally_often() -> None:
-    """Ranked by length both halves escalate equally often; ranked among all, the longer half
-    escalates more.
+    """If chunks are ranked by length, both halves escalate equally often; ranked among all chunks,
+    the longer half escalates more.
     """
     run = arrivals(1200, 64, 3)
     middle = sorted(record["length"] for record in run)[600]
@@ -113,15 +115,15 @@ def test_short_and_long_chunks_escalate_equally_often() -> None:
 
 
 def stored() -> StoredScores:
-    """Make a calibration run with lengths."""
+    """Make stored scores with lengths."""
     run = arrivals(160, 64, 9)
     return StoredScores.from_records(run)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_restored_calibrator_continues_equally_in_every_mode(mode: Mode) -> None:
-    """It survives JSON even with scores that wait for their issue number, and its guarantee names
-    the ranking by length.
+    """A calibrator survives JSON even with scores that wait for their issue number, and its
+    guarantee names the ranking by length.
     """
     run = arrivals(240, 64, 1)
     random.Random(2).shuffle(run)

@@ -1,5 +1,5 @@
-"""Tests of the calibrator's contract: pure decisions, true feedback, bounds for any sequence, bad
-input refused.
+"""Tests of the calibrator's contract: deciding changes no state, observed actions count, bounds
+apply to any sequence, and bad input is refused.
 """
 
 import math
@@ -51,7 +51,9 @@ def play(calibrator: Calibrator, scores: Sequence[float], questions: int = 3) ->
 
 @pytest.mark.parametrize("mode", MODES)
 def test_deciding_changes_no_state(mode: Mode) -> None:
-    """Asking twice gives the same decision, and a decision that is never observed leaves no trace."""
+    """Deciding twice gives the same decision, and a decision that is never observed changes
+    nothing.
+    """
     asked = fresh(mode)
     quiet = fresh(mode)
     draw = random.Random(1)
@@ -72,7 +74,9 @@ def test_deciding_changes_no_state(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_decision_records_what_an_audit_needs(mode: Mode) -> None:
-    """It has question, turn, sample, issue, score, p in [0, 1], the nominal rate and a reason."""
+    """A decision has question, turn, sample, issue, score, p in [0, 1], the nominal rate and a
+    reason.
+    """
     decision = fresh(mode).decide(1.3, "q7", 2, 5, 11)
     assert (decision.question, decision.turn, decision.sample, decision.issue) == ("q7", 2, 5, 11)
     assert decision.score == 1.3
@@ -84,7 +88,7 @@ def test_a_decision_records_what_an_audit_needs(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_rate_zero_escalates_nothing_and_rate_one_everything(mode: Mode) -> None:
-    """This holds for the best and the worst scores too."""
+    """At rate 0 the worst scores are accepted too, and at rate 1 the best scores are escalated too."""
     scores = [1.0, math.inf, 1.2, 9.0] * 20
     assert not any(play(fresh(mode, 0.0), scores))
     assert all(play(fresh(mode, 1.0), scores))
@@ -130,8 +134,8 @@ def test_siblings_share_one_step_of_the_level() -> None:
 def test_aci_bound_holds_against_an_adversary_and_delay(
     wishes: list[bool], step: float, delay: int
 ) -> None:
-    """The adversary chooses every score for which the level is strictly between 0 and 1, and
-    decisions are observed late.
+    """The adversary chooses every score while the level is strictly between 0 and 1, and decisions
+    are observed late.
     """
     rate = 0.4
     waiting = list[bool]()
@@ -156,7 +160,9 @@ def aci_bound(rate: float, step: float, decisions: int) -> float:
 
 
 def test_aci_bound_is_nearly_reached() -> None:
-    """The worst adversary comes within one step of the bound, so a wrong constant would fail."""
+    """The worst adversary comes within one step of the bound, so the test would notice a wrong
+    constant.
+    """
     controller = Adaptive(0.4, 0.05)
     total = 0
     while (level := controller.current_rate(0.0, "", 0)) > 0:
@@ -242,7 +248,9 @@ def test_infinite_scores_rank_worst_and_do_no_harm(mode: Mode) -> None:
 
 
 def test_overruled_decisions_count_as_what_was_done() -> None:
-    """If every chunk is accepted despite the decisions, the calibrator escalates more and more."""
+    """If every chunk is accepted against the calibrator's decisions, the calibrator decides to
+    escalate more and more.
+    """
     calibrator = Calibrator(0.4, "question-turn")
     draw = random.Random(0)
     wanted = list[bool]()
@@ -265,7 +273,7 @@ def test_decisions_without_a_score_count_for_the_rate_alone() -> None:
 
 
 def test_scores_join_the_pools_in_order_of_issue() -> None:
-    """Pools and p-values follow the order of requests, in whatever order chunks finish."""
+    """Pools and p-values follow the order of requests, not the order in which chunks finish."""
     scores = [1 + 0.1 * k for k in range(8)]
     orders = [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 1, 7, 2, 6, 5, 4]]
     states = list[Any]()
@@ -334,7 +342,9 @@ def test_a_missing_issue_is_skipped_or_given_up() -> None:
 def test_windows_and_fading_memories_recover_from_a_jump(
     mode: Mode, memory: dict[str, Any]
 ) -> None:
-    """After a jump of all scores they return to the rate; a memory that keeps everything does not."""
+    """After a jump of all scores a window and a fading memory return to the rate; a memory of all
+    scores does not.
+    """
     draw = random.Random(4)
     before = [1 + draw.random() for _ in range(600)]
     after = [5 + draw.random() for _ in range(300)]
@@ -401,7 +411,9 @@ def test_impossible_options_are_refused(call: Any, error: type[Exception], words
 
 
 def test_a_mismatched_fingerprint_is_refused() -> None:
-    """Scores of another model, or of conditions that were not recorded, do not calibrate this run."""
+    """Scores of another model, or of conditions that were not recorded, are refused as calibration
+    of this run.
+    """
     stored = StoredScores.of(STORED, fingerprint={"model": "QwQ-32B", "temperature": 0.8})
     assert Calibrator(
         0.4, stored=stored, fingerprint={"model": "QwQ-32B", "temperature": 0.8}

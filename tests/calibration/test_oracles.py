@@ -38,7 +38,7 @@ def test_plain_p_values_equal_crepes() -> None:
 
 @pytest.mark.parametrize("law", ["uniform", "changed"])
 def test_simple_jumper_equals_crepes(law: str) -> None:
-    """Both martingales agree at each step, before and after a change."""
+    """The martingales of atts and crepes agree at each step, before and after a change."""
     martingales = oracle("crepes.martingales")
     p_values = np.random.default_rng(2).random(400) ** (1 if law == "uniform" else 1.5)
     theirs = martingales.SimpleJumper().apply(p_values)
@@ -52,7 +52,9 @@ def test_simple_jumper_equals_crepes(law: str) -> None:
 
 @pytest.mark.parametrize("n", [20, 57, 400])
 def test_split_thresholds_equal_mapie(n: int) -> None:
-    """Both take the same order statistic wherever MAPIE's floating point gives the exact rank."""
+    """atts and MAPIE choose the same order statistic wherever MAPIE's floating point gives the
+    exact rank.
+    """
     utils = oracle("mapie.utils")
     scores = np.random.default_rng(n).random(n)
     for rate in (0.05, 0.1, 0.25, 0.4, 0.5):
@@ -61,7 +63,7 @@ def test_split_thresholds_equal_mapie(n: int) -> None:
 
 
 def test_fixed_sequence_testing_equals_mapie() -> None:
-    """Both reject the same hypotheses."""
+    """atts and MAPIE reject the same hypotheses."""
     control = oracle("mapie.risk_control.fwer_control")
     draw = np.random.default_rng(4)
     for _ in range(50):

@@ -83,8 +83,8 @@ def error(records: Records, rate: float, samples: int, seed: int) -> float:
 def test_a_small_run_of_known_size_ends_at_its_rate(
     problems: int, samples: int, bar: float, order: str
 ) -> None:
-    """The root mean square error over runs at three rates is within the limit, which runs of
-    unknown size exceed.
+    """The root mean square error over runs at three rates is within the limit, but runs of unknown
+    size exceed it.
     """
     runs = [arrivals(problems, samples, order, seed) for seed in range(2)]
     unknown = [[{**record, "left": None} for record in run] for run in runs]
@@ -106,8 +106,8 @@ def test_a_small_run_of_known_size_ends_at_its_rate(
 def test_a_rough_forecast_keeps_any_sequence_within_a_decision(
     wishes: list[bool], rate: float, slack: float, data: st.DataObject
 ) -> None:
-    """An adversary chooses the scores, and the forecast of remaining decisions is wrong by at most
-    a factor of two.
+    """The bound holds although an adversary chooses the scores and the forecast of remaining
+    decisions is wrong by up to a factor of two.
     """
     controller = Adaptive(rate, 0.002)
     total = 0
@@ -143,7 +143,7 @@ def test_decisions_that_never_come_add_at_most_one_each(
 
 
 def steps(calibrator: Calibrator, records: Records) -> Iterator[bool]:
-    """Decide and observe one after the other."""
+    """Decide on and observe the scores one after the other."""
     for record in records:
         decision = calibrator.decide(
             record["score"], str(record["question"]), record["turn"], left=record["left"]
@@ -193,7 +193,7 @@ def run_of_coins(
     """Decide on exchangeable scores while rollouts end at random; return escalations, decisions and
     the guarantee.
 
-    Several rollouts end at once at the end. The guarantee is the one stated half-way.
+    Near the end several rollouts end at once. The guarantee is the one stated half-way.
     """
     draw = random.Random(seed)
     calibrator = Calibrator(rate, "aci", seed=seed)
@@ -209,7 +209,7 @@ def run_of_coins(
 
 
 def likely(promise: str) -> float:
-    """Return the distance that is guaranteed with probability 0.95."""
+    """Return the distance from the rate that is guaranteed with probability 0.95."""
     found = re.search(r"[Ww]ith probability 0.95 .*? is within ([0-9.]+) of ", promise)
     assert found is not None, promise
     return float(found[1])
@@ -220,8 +220,8 @@ def likely(promise: str) -> float:
 def test_the_guarantee_of_a_small_run_holds_in_95_percent_and_is_narrow(
     rate: float, known: bool
 ) -> None:
-    """At most one in twenty runs of 20 problems ends outside its band; the test allows for chance
-    over so few.
+    """At most one in twenty runs of 20 problems ends outside its band, up to the sampling error of
+    the simulation.
     """
     outside = 0
     widths = list[float]()

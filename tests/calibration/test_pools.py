@@ -29,7 +29,7 @@ VALUES = st.one_of(
 
 @given(st.lists(VALUES, max_size=60), VALUES)
 def test_counts_and_selection_match_a_sorted_list(values: list[float], probe: float) -> None:
-    """This holds with ties and infinities as well."""
+    """Counts and selected scores equal those of a sorted list, with ties and infinities as well."""
     pool = Ranks()
     ordered = sorted(values)
     for value in values:
@@ -92,7 +92,7 @@ def test_absent_scores_and_ranks_are_errors() -> None:
 
 @given(st.lists(VALUES, max_size=40), st.integers(1, 10), VALUES)
 def test_a_window_is_the_last_scores(values: list[float], width: int, probe: float) -> None:
-    """It contains exactly the last `width` scores, in order."""
+    """A window contains exactly the last `width` scores, in order."""
     window = Window(width)
     for value in values:
         window.add(value)
@@ -113,7 +113,9 @@ def test_a_window_is_the_last_scores(values: list[float], width: int, probe: flo
 def test_a_fading_memory_has_geometric_weights(
     values: list[float], decay: float, probe: float
 ) -> None:
-    """Its weighted rank and size equal sums of decay^age, up to a billionth that is dropped."""
+    """The weighted rank and size of a fading memory equal sums of decay^age, up to a dropped
+    remainder of a billionth.
+    """
     memory = Fading(decay)
     for value in values:
         memory.add(value)
@@ -156,7 +158,7 @@ def test_impossible_memories_are_refused(build: type[Window] | type[Fading], val
 
 
 def test_only_a_mode_that_asks_by_turn_keeps_pools_of_turns() -> None:
-    """Scope `question` ranks among all turns, so pools by turn would only take memory."""
+    """Scope `question` ranks among all turns, so pools by turn would only use memory."""
     turns: dict[str, int] = {}
     modes: tuple[Mode, ...] = ("question", "question-turn")
     for mode in modes:
@@ -168,7 +170,9 @@ def test_only_a_mode_that_asks_by_turn_keeps_pools_of_turns() -> None:
 
 
 def test_a_turn_is_ranked_among_all_turns_until_its_pool_is_large_enough() -> None:
-    """The first few scores of turn 1, which are far higher, are ranked among those of turn 0 too."""
+    """The first few scores of turn 1, which are far higher, are also ranked among the scores of
+    turn 0.
+    """
     by_turn = ByTurn()
     everything = Pooled()
     for place in range(MINIMUM + 5):
@@ -188,7 +192,7 @@ def test_a_turn_is_ranked_among_all_turns_until_its_pool_is_large_enough() -> No
 
 
 def test_siblings_count_for_their_question_alone() -> None:
-    """The same score ranks lower if its siblings were all worse, and siblings change no other
+    """A score ranks lower if its siblings were all worse, and siblings change the ranks of no other
     question.
     """
     calibrator = Calibrator(0.3, "question-turn")
@@ -203,8 +207,8 @@ def test_siblings_count_for_their_question_alone() -> None:
 
 
 def test_a_question_with_wide_scores_ranks_its_outliers_lower() -> None:
-    """With a prior, a question's own spread counts next to that of all questions; other questions
-    are unchanged.
+    """With a prior, a question's own spread counts in addition to that of all questions; other
+    questions are unchanged.
     """
 
     def pool(prior: float) -> Residuals:

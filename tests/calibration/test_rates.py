@@ -12,7 +12,7 @@ from atts.errors import CalibrationInputError
 def runs(
     draw: np.random.Generator, questions: int, rate: float, alike: float
 ) -> list[tuple[int, int]]:
-    """Draw twenty decisions a question at the question's own rate; a larger `alike` brings the
+    """Draw twenty decisions per question at the question's own rate; a larger `alike` brings the
     rates closer to `rate`.
     """
     own = draw.beta(rate * alike, (1 - rate) * alike, size=questions)
@@ -36,15 +36,15 @@ def test_a_correct_rate_is_rarely_called_off_target(questions: int, alike: float
 def test_a_wrong_rate_is_called_off_target_given_enough_questions(
     questions: int, alike: float
 ) -> None:
-    """A rate that is half too high is found over independent decisions and over many questions."""
+    """A rate that is 50 % too high is detected over independent decisions and over many questions."""
     draw = np.random.default_rng(1)
     found = [check_rate(0.3, runs(draw, questions, 0.45, alike)).standing for _ in range(50)]
     assert found.count("left") >= 48
 
 
 def test_few_decisions_report_the_range_that_they_allow() -> None:
-    """About ten chunks the verdict adds the range of rates that fits them; about a thousand it does
-    not.
+    """For about ten chunks the verdict adds the range of rates that fits them; for about a thousand
+    chunks it does not.
     """
     assert "so few allow [0.000, 0.500]: on target" in str(check_rate(0.2, [(5, 1), (5, 1)]))
     assert str(check_rate(0.2, [(50, 10)] * 20)).endswith("nominal rate 20 %: on target")
@@ -56,6 +56,6 @@ def test_few_decisions_report_the_range_that_they_allow() -> None:
 
 @pytest.mark.parametrize("questions", [[], [(0, 0)], [(3, 4)], [(3, -1)]])
 def test_impossible_counts_are_refused(questions: list[tuple[int, int]]) -> None:
-    """No decisions, more escalations than decisions, and negative numbers are errors."""
+    """No decisions, more escalations than decisions, and negative numbers are refused with errors."""
     with pytest.raises(CalibrationInputError):
         check_rate(0.2, questions)

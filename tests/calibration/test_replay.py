@@ -1,5 +1,5 @@
-"""Tests of replaying scores by call and by command, of worded guarantees, and of checks of stored
-scores.
+"""Tests of replaying scores in Python and by command, of the wording of guarantees, and of checks
+of stored scores.
 """
 
 import io
@@ -60,7 +60,7 @@ def lines_of(records: Records) -> str:
 
 
 def test_replay_equals_the_calibrator_in_a_loop() -> None:
-    """Each replayed decision equals that of a calibrator that is called by hand."""
+    """Each replayed decision equals that of a calibrator called once per score."""
     done = replay_scores(FEW, rate=0.4, mode="question-turn", seed=3)
     calibrator = Calibrator(0.4, "question-turn", seed=3)
     for record, decision in zip(FEW, done.decisions, strict=True):
@@ -96,7 +96,7 @@ def test_undefined_metrics_of_a_short_stream_are_nan() -> None:
     ],
 )
 def test_bad_records_are_refused(record: dict[str, Any]) -> None:
-    """A missing field, an impossible turn and a value that is not a score are errors."""
+    """A missing field, an impossible turn and a value that is not a score are refused with errors."""
     with pytest.raises(CalibrationInputError):
         replay_scores([*FEW, record], rate=0.4)
 
@@ -109,8 +109,8 @@ def test_numpy_columns_are_accepted() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_states_its_guarantee_with_numbers(mode: Mode) -> None:
-    """The text has the rate, the counts so far and what voids it, and leaves no placeholder
-    unfilled.
+    """The text has the rate, the counts so far and what voids the guarantee, and no placeholder is
+    left.
     """
     stored = StoredScores.of([1.1 + 0.01 * k for k in range(64)], 16)
     done = replay_scores(FEW, rate=0.35, mode=mode, stored=stored, drift="report")
@@ -132,8 +132,8 @@ def test_every_mode_states_its_guarantee_with_numbers(mode: Mode) -> None:
 
 
 def test_bounds_that_exclude_no_rate_are_not_printed() -> None:
-    """After two decisions neither bound of `aci` excludes a rate; a question's bound is printed
-    once it excludes one.
+    """After two decisions neither bound of `aci` excludes a rate; the bound of a question is
+    printed once it excludes a rate.
     """
     calibrator = Calibrator(0.2, "aci")
     assert "there is no bound yet" in calibrator.guarantee
@@ -192,7 +192,7 @@ def test_replay_command_prints_one_object_per_decision_then_a_summary(
 def test_replay_command_refuses_bad_input_in_one_line(
     words: tuple[str, ...], text: str, said: str, atts: Atts
 ) -> None:
-    """The exit code is 2, one line names the problem, and there is no traceback."""
+    """The exit code is 2, and one line names the problem, without a traceback."""
     done = atts("replay", "-", *words, text=text)
     assert done.returncode == 2
     assert said in done.stderr
@@ -317,7 +317,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
 
 @pytest.mark.parametrize("bad", ["abc", [3], True, 10**400])
 def test_impossible_lengths_and_shares_are_refused(bad: Any) -> None:
-    """The error names the record that holds them."""
+    """The error names the record with the impossible length or share."""
     rows = [{"question": 1, "turn": 0, "score": 1.5, "length": length} for length in (3, bad)]
     with pytest.raises(CalibrationInputError, match="length of record 2"):
         StoredScores.from_records(rows)
@@ -328,8 +328,8 @@ def test_impossible_lengths_and_shares_are_refused(bad: Any) -> None:
 
 
 def test_check_of_a_published_array(array_of: Callable[..., StoredScores]) -> None:
-    """Sixteen hundred scores are worth about 160, and half of the questions set the other half's
-    rate with SD 0.06 to 0.07.
+    """The check values 1,600 scores as about 160, and half of the questions predict the other
+    half's rate with SD 0.06 to 0.07.
     """
     health = examine(array_of(), 0.4)
     assert health.threshold == pytest.approx(1.64, abs=0.01)

@@ -1,4 +1,4 @@
-"""Tests of saved calibrators: they continue exactly, merge, and are refused when damaged."""
+"""Tests of saved calibrators: they continue exactly, can be merged, and are refused when damaged."""
 
 import json
 import math
@@ -115,8 +115,8 @@ def test_calibrators_with_different_settings_are_not_merged() -> None:
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    """A missing, cut, edited or foreign file is an error that names the file, without a traceback
-    of json.
+    """A missing, truncated, edited or foreign file is refused with an error that names the file,
+    without a traceback of json.
     """
     path = tmp_path / "calibrator.json"
     with pytest.raises(CalibrationInputError, match="read"):
@@ -139,7 +139,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_state_of_other_conditions_is_refused(tmp_path: Path) -> None:
-    """Each field of the fingerprint must be equal, and neither side may lack one."""
+    """Each field of the fingerprint must be equal and present on both sides."""
     Calibrator(0.4, stored=STORED).save(tmp_path / "c.json")
     with pytest.raises(FingerprintError, match="limits"):
         Calibrator.load(tmp_path / "c.json", fingerprint={"model": "m"})
@@ -242,7 +242,7 @@ def test_scores_that_wait_are_dropped_with_their_question() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_state_with_wrong_fields_is_refused(change: dict[str, Any]) -> None:
-    """Each field in turn is changed or left out, and the error is a message."""
+    """A state in which any single field is changed or missing is refused with a message."""
     calibrator = Calibrator(0.3, "aci", stored=STORED)
     play(calibrator, stream(20))
     state = json.loads(json.dumps(strict(calibrator.state())))
@@ -259,7 +259,9 @@ def test_a_state_with_wrong_fields_is_refused(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", [*MODES, "by length"])
 def test_memory_per_chunk_is_a_few_numbers(mode: Mode | Literal["by length"]) -> None:
-    """Questions come and go; only the score of a chunk is kept, a few times in eight bytes each."""
+    """While questions come and go, a calibrator stores only a score per chunk, in a few times eight
+    bytes.
+    """
     by_length = mode == "by length"
     draw = random.Random(5)
     stored = STORED if mode == "split" else ()  # split mode stores no live score
@@ -285,7 +287,9 @@ def test_memory_per_chunk_is_a_few_numbers(mode: Mode | Literal["by length"]) ->
 
 
 def test_merged_levels_add_up_as_distances_from_the_rate() -> None:
-    """If both shards fell short, the merged calibrator catches up for both; opposite errors cancel."""
+    """If both shards escalated too little, the merged calibrator makes up for both; opposite errors
+    cancel.
+    """
 
     def level(deficits: list[bool]) -> tuple[Adaptive, float]:
         controller = Adaptive(0.2, 0.01)

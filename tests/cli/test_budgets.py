@@ -1,5 +1,5 @@
-"""Tests of token budgets: they follow the models that a method asks, and every output words cuts
-alike.
+"""Tests of token budgets: they depend on the models that a method uses, and every output reports
+cut rollouts in the same words.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_the_context_limits_lengths_before_models_load(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
-    """The dry run names the model or flag behind each length, and warns of small ones as a run
+    """The dry run names the model or flag behind each length, and warns of small lengths as a run
     does.
     """
     words = [
@@ -148,7 +148,9 @@ def test_a_dry_run_refuses_what_a_run_would_refuse(atts: Any, words: str) -> Non
 
 
 def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Terminal, JSON summary, report and `solve` word it alike, and cut rollouts are reported once."""
+    """Terminal, JSON summary, report and `solve` use the same sentence, and report cut rollouts
+    once.
+    """
     run = (
         "eval",
         "arithmetic[:4]",
@@ -237,8 +239,8 @@ class WatchedEngine(ScriptedEngine):
 
 
 def engines(used: Role) -> dict[Role, WatchedEngine]:
-    """Make an engine with a long context for the role that is used, and one with a short context
-    for the other role.
+    """Make an engine with a long context for the role that is used, and an engine with a short
+    context for the other role.
     """
     return {
         role: WatchedEngine(role, LONG if role == used else SHORT) for role in ("draft", "target")
@@ -257,8 +259,8 @@ def served() -> Iterator[DialectServer]:
 @pytest.mark.parametrize(("method", "used"), ONE_MODEL.items())
 @pytest.mark.anyio
 async def test_only_the_model_that_is_asked_is_opened(method: str, used: Role) -> None:
-    """A method that asks one model opens it alone; the run, its budget and its manifest name no
-    other.
+    """A method that uses one model opens that model alone; the run, its budget and its manifest
+    name no other model.
     """
     made = engines(used)
     policy = Policy(samples=2, max_tokens=2000)
@@ -274,7 +276,7 @@ async def test_only_the_model_that_is_asked_is_opened(method: str, used: Role) -
 @pytest.mark.parametrize(("method", "used"), ONE_MODEL.items())
 @pytest.mark.anyio
 async def test_an_unused_models_context_sets_no_budget(method: str, used: Role) -> None:
-    """Unset lengths come from the model that is asked, before and after it is opened."""
+    """Unset lengths come from the context of the model that is used, before and after it is opened."""
     words = {used: "openai:http://a/v1/m", "draft" if used == "target" else "target": "embedded"}
     setup = Setup(**words, method=method)  # type: ignore[arg-type]  # engines by role
     assert setup.run_policy.bounds().max_tokens == 16_000
@@ -319,7 +321,9 @@ async def test_an_engine_that_is_not_asked_may_be_down() -> None:
 
 
 def test_each_method_says_which_models_it_asks() -> None:
-    """A method that never changes a chunk asks one model; a gate or a merged stream needs both."""
+    """A method that never changes a chunk uses one model; a gate or a merged stream needs both
+    models.
+    """
     both = ("draft", "target")
     for row in PRESETS:
         policy = row.policy(Policy())
@@ -363,7 +367,7 @@ def test_the_report_names_the_unused_model(atts: Any) -> None:
 
 
 def test_a_dry_run_of_one_model_names_no_other(atts: Any) -> None:
-    """No line names the model that is not asked or the length of its chunks."""
+    """No line names the unused model or the length of its chunks."""
     run = ("eval", "arithmetic[:1]", "--dry-run")
     alone = atts(*run, "--method", "target-only", "--target", "scripted").out
     assert "  target    scripted" in alone
@@ -394,8 +398,8 @@ TEMPLATES = {
 def test_a_chat_template_shows_whether_a_model_reasons(
     template: str, place: str, tmp_path: Path
 ) -> None:
-    """A folder's name shows nothing, so atts reads its template; chunks of other models end at
-    blank lines.
+    """A folder's name does not show whether its model reasons, so atts reads the template; chunks
+    of other models end at blank lines.
     """
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 32_768}))
     text = template if place.endswith("jinja") else json.dumps({"chat_template": template})
@@ -414,7 +418,9 @@ def test_a_chat_template_shows_whether_a_model_reasons(
 def test_the_folder_of_a_servers_tokenizer_shows_whether_its_model_reasons(
     template: str, tmp_path: Path
 ) -> None:
-    """The served name says nothing, so the template of the folder in the address decides."""
+    """The served name does not show whether the model reasons, so the chat template of the
+    tokenizer's folder decides.
+    """
     (tmp_path / "chat_template.jinja").write_text(template)
     model = f"vllm:http://gpu:8000/target?in_flight=8&tokenizer={tmp_path}"
     bounds = Setup(draft=model, target=model).run_policy.bounds()
@@ -443,7 +449,9 @@ def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str
 async def test_a_target_that_ends_rollouts_stays_within_the_limit(
     escalates: str, tmp_path: Path
 ) -> None:
-    """The pieces of such a target are longer than chunks, so the dry run counts whole rollouts."""
+    """A target that ends rollouts writes more than a chunk at once, so the dry run counts whole
+    rollouts.
+    """
     pairs = ("turns=3", "chunking.draft_tokens=12", "chunking.target_tokens=12", "rate=0.9")
     engines = {"draft": "scripted", "target": "scripted", "dataset": "arithmetic[:6]"}
     configuration = configure(

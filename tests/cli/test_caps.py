@@ -62,7 +62,7 @@ def test_wrong_caps_are_usage_errors(
 
 
 def test_limits_do_not_change_the_run_directory(atts: Any, tmp_path: Path) -> None:
-    """A limit decides no result, so the same run continues under another limit."""
+    """A limit changes no result, so the same run continues under another limit."""
     words = (*RUN, "--out", str(tmp_path / "run"))
     assert atts(*words, "--max-total-tokens", "500").code == 130
     assert atts(*words).code == 0

@@ -45,7 +45,7 @@ def test_combining_a_recorded_run_equals_combining_during_the_run(
     atts: Any, scripted: tuple[str, ...], dataset: str
 ) -> None:
     """`atts combine` gives the answers and costs of `atts eval --combine`, except for draft tokens,
-    which were paid before.
+    which the recorded run already paid for.
     """
     words = (dataset, *scripted, *WORDS, "--json")
     at_once = summary(
@@ -79,7 +79,7 @@ def test_combining_a_recorded_run_equals_combining_during_the_run(
 def test_the_same_combine_command_continues_and_others_are_refused(
     atts: Any, scripted: tuple[str, ...], dataset: str
 ) -> None:
-    """A finished combination is not requested again, and other settings in its directory are an
+    """A finished combination sends no request again, and other settings in its directory are an
     error.
     """
     assert atts("eval", dataset, *scripted, *WORDS, "--out", "voted").code == 0
@@ -181,7 +181,9 @@ def test_the_python_verb_refuses_to_combine_a_run_into_itself(tmp_path: Path) ->
 
 
 def peak_of_combining(folder: Path, problems: int) -> tuple[int, int]:
-    """Return the most bytes that Python held while a run was combined, and the run's size."""
+    """Return the peak memory in bytes that Python used while a run was combined, and the run's
+    size.
+    """
     rows = [
         json.dumps({"question": f"1 + {number}?", "text": "x" * 40_000, "predicted_answer": "1"})
         for number in range(problems)
@@ -206,7 +208,9 @@ def peak_of_combining(folder: Path, problems: int) -> tuple[int, int]:
 
 
 def test_memory_does_not_grow_with_the_recorded_run(tmp_path: Path) -> None:
-    """Eight times the problems add little to the memory: only open problems are held."""
+    """Eight times as many problems add little memory, because only open problems are kept in
+    memory.
+    """
     peak_of_combining(tmp_path / "warm", 1)
     few, small = peak_of_combining(tmp_path / "few", 4)
     many, large = peak_of_combining(tmp_path / "many", 32)

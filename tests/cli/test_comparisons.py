@@ -1,5 +1,5 @@
-"""Tests of the commands that compare and plan: numbers are checked by hand, and advice states its
-bounds.
+"""Tests of the commands that compare and plan: numbers equal those computed by hand, and advice
+states its bounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def results(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 def test_accuracy_costs_and_problems_needed_by_hand(tmp_path: Path) -> None:
     """Four of ten problems are gained and one is lost, with half of the target's tokens on each;
-    all numbers were computed by hand.
+    the output equals numbers computed by hand.
     """
     before = results(
         tmp_path / "a.jsonl",
@@ -133,7 +133,9 @@ def test_lines_of_one_problem_are_its_rollouts(tmp_path: Path) -> None:
 
 
 def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[str, ...]) -> None:
-    """A settled vote cancels slow rollouts, so those that ended are biased towards quick ones."""
+    """Rollouts that ended before a settled vote cancelled the slow ones are biased towards quick
+    ones, so cancelled rollouts are reported.
+    """
     command = ("eval", "arithmetic[:3]", "--samples", "8", *scripted)
     some = atts(*command, "--out", "runs/some").out
     every = atts(*command, "--early-stop", "none", "--out", "runs/every").out
@@ -176,7 +178,7 @@ def test_one_problem_has_a_ratio_without_an_interval(atts: Any, tmp_path: Path) 
 def test_printed_json_compares_like_the_run_directory(
     atts: Any, runs: Path, tmp_path: Path, scripted: tuple[str, ...]
 ) -> None:
-    """`atts eval --json > file` holds what the run directory holds, except seconds of single
+    """The output of `atts eval --json` has the data of the run directory, except seconds of single
     problems.
     """
     printed = atts(
@@ -222,7 +224,7 @@ def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
 
 
 def test_problems_of_one_run_only_are_left_out_with_a_message(atts: Any, tmp_path: Path) -> None:
-    """Only common problems are compared, and the message counts the others."""
+    """Only problems of both runs are compared, and the message counts the others."""
     results(tmp_path / "a.jsonl", [{"id": n, "correct": 1} for n in range(5)])
     results(tmp_path / "b.jsonl", [{"id": n, "correct": 0} for n in range(3)])
     said = atts("compare", "a.jsonl", "b.jsonl")
@@ -280,8 +282,8 @@ def _longest(record: PlanData) -> int:
 
 
 def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
-    """For two of five rollouts the plan averages over the ten pairs, with ties as halves and the
-    longer wait of each pair.
+    """For two of five rollouts the plan averages over the ten pairs; a tie counts as half, and each
+    pair waits for its longer rollout.
     """
     found = next(
         option
@@ -326,7 +328,7 @@ def _unscored(case: GradedCase) -> GradedCase:
 
 
 def test_fewer_turns_cost_only_their_tokens(record: PlanData) -> None:
-    """One turn of one rollout costs the mean of the first turns, and answers that came later do not
+    """One turn of one rollout costs the mean of the first turns, and answers of later turns do not
     count.
     """
     found = next(option for option in options(record) if (option.samples, option.turns) == (1, 1))
@@ -343,7 +345,7 @@ def test_fewer_turns_cost_only_their_tokens(record: PlanData) -> None:
 
 
 def test_a_plan_advises_the_best_option_below_a_cap(recorded: Path, record: PlanData) -> None:
-    """No option below the cap is more accurate; if none is below it, the plan says so."""
+    """The plan advises the most accurate option below the cap, or says that no option is below it."""
     every = list(options(record))
     middle = sorted(option.target_tokens for option in every)[len(every) // 2]
     found = plan(recorded, target_tokens=middle)
@@ -375,7 +377,9 @@ def test_the_frontier_is_pareto_optimal(record: PlanData) -> None:
 
 
 def test_a_rate_that_was_not_run_gets_bounds(recorded: Path) -> None:
-    """The bounds widen with the distance from the recorded rate, which itself is not estimated."""
+    """The bounds of an estimated rate widen with its distance from the recorded rate, which itself
+    is not estimated.
+    """
     guesses = plan(recorded).other_rates
     assert [guess.rate for guess in guesses] == [0.05, 0.1, 0.2, 0.4, 0.6]
     assert all(0 <= guess.low <= guess.high <= 1 for guess in guesses)
@@ -437,7 +441,7 @@ def test_other_chunk_limits_are_estimated_in_turns_only(recorded: Path) -> None:
 
 
 def test_a_plan_prints_flags_to_copy_and_its_basis(atts: Any, runs: Path) -> None:
-    """The text has flags to copy and the data behind them, and the JSON has the same numbers."""
+    """The text has flags to copy and the data behind the advice, and the JSON has the same numbers."""
     said = atts("plan", "runs/atts", "--tokens", "100000")
     assert said.code == 0
     best = json.loads(atts("plan", "runs/atts", "--tokens", "100000", "--json").out)["best"]
@@ -450,7 +454,7 @@ def test_a_plan_prints_flags_to_copy_and_its_basis(atts: Any, runs: Path) -> Non
 
 
 def test_estimated_rates_respect_the_runs_cap(tmp_path: Path) -> None:
-    """The replayed gate has the cap of the run, so no rate escalates more."""
+    """The replayed gate has the cap of the run, so no estimated rate exceeds the cap."""
     setup = Setup(
         draft="scripted",
         target="scripted",

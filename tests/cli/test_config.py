@@ -1,4 +1,6 @@
-"""Tests of the configuration: documented places in a documented order, with one meaning everywhere."""
+"""Tests of the configuration: its sources have a documented order, and a value means the same in
+each of them.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def test_the_defaults_are_those_of_the_python_api(tmp_path: Path) -> None:
 
 
 def test_every_field_of_a_policy_has_a_documented_key() -> None:
-    """A file can set everything that Python can, and every key has a description."""
+    """A configuration file can set everything that Python can, and every key has a description."""
     spoken = {name.partition(".")[0] for name in config_keys()}
     assert {field.name for field in fields(Policy)} <= spoken
     assert [key.name for key in config_keys().values() if not key.help] == []
@@ -217,7 +219,7 @@ def test_code_that_changes_a_setup_becomes_the_origin(tmp_path: Path) -> None:
 
 
 def test_show_prints_every_key_with_its_origin(atts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command prints columns for people, and one object per line for programs."""
+    """The command prints columns for people, or one JSON object per line for programs."""
     monkeypatch.setenv("ATTS_GROWTH", "2.5")
     said = atts("config", "show", "--json")
     records = {record["key"]: record for record in map(json.loads, said.out.splitlines())}
@@ -230,7 +232,7 @@ def test_show_prints_every_key_with_its_origin(atts: Any, monkeypatch: pytest.Mo
 def test_a_dry_run_names_the_basis_of_its_estimate(
     atts: Any, scripted: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Without earlier runs it prints bounds; with them it prints what they took."""
+    """Without earlier runs the dry run prints bounds; with earlier runs it prints what they took."""
     words = ("eval", "arithmetic[:4]", *scripted, "--samples", "2")
     first = json.loads(atts(*words, "--dry-run", "--json").out)
     assert (first["problems"], first["rollouts"], first["done"], first["expected"]) == (
@@ -358,7 +360,7 @@ def test_another_setting_in_the_same_directory_is_refused_by_its_flag(
 
 
 def test_progress_and_summary_print_one_share(atts: Any, scripted: tuple[str, ...]) -> None:
-    """The last progress line and the summary agree on the target's share of the tokens."""
+    """The last progress line and the summary print the same share of target tokens."""
     said = atts("eval", "arithmetic[:6]", *scripted, "--samples", "4", "--out", "run")
     assert said.code == 0, said.err
     shares = re.findall(r"tokens ([\d.]+) % by the target", said.err)
@@ -392,7 +394,9 @@ def test_the_text_that_ends_the_thinking_may_be_in_a_file(tmp_path: Path) -> Non
 def test_a_dry_run_counts_no_token_beyond_the_length_of_a_rollout(
     atts: Any, scripted: tuple[str, ...], method: str, most: tuple[int, int, int]
 ) -> None:
-    """8 rollouts of at most 100 tokens; chunks may be longer than that."""
+    """For 8 rollouts of at most 100 tokens, the dry run counts 800 tokens even if a chunk may be
+    longer than 100.
+    """
     words = ("--samples", "4", "--max-tokens", "100", "--set", "chunking.draft_tokens=4096")
     both = ("--set", "chunking.target_tokens=4096", "--method", *method.split())
     said = json.loads(

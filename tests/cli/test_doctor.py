@@ -27,7 +27,9 @@ Serve = Callable[..., str]
 
 
 def embedded(role: Any, tokens: int = 2048) -> Callable[[], Engine]:
-    """Return a factory of an embedded model, whose real tokenizer both sides can open."""
+    """Return a factory of embedded models with a real tokenizer on disk, which the server and the
+    checks can both open.
+    """
     return lambda: LocalEngine(
         path(role), name=role, options=LocalOptions(worker="thread", kv_tokens=tokens)
     )
@@ -67,7 +69,9 @@ def test_every_pair_can_be_run_and_placed(tmp_path: Path) -> None:
 
 
 def test_a_servers_short_context_lowers_unset_lengths(serve: Serve, tmp_path: Path) -> None:
-    """Lengths that the user did not set end at the shorter context, with turns to match."""
+    """Lengths that the user did not set are limited by the shorter context, and the number of turns
+    follows.
+    """
     setup = Setup(
         draft=serve("draft"), target=serve("target"), policy=Policy(samples=1), method="draft-only"
     )
@@ -97,7 +101,9 @@ def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(
 
 
 def test_files_and_flags_win_over_the_pair(tmp_path: Path) -> None:
-    """A file may name the servers and a flag the tokens; turns follow, and the origin is reported."""
+    """A file may name the servers and a flag the number of tokens; turns follow, and each origin is
+    reported.
+    """
     (tmp_path / "atts.toml").write_text(
         'pair = "r1-8b/qwq-32b"\ntarget = "sglang:http://gpu7:8000/Qwen/QwQ-32B"\n'
     )
@@ -128,7 +134,9 @@ def test_files_and_flags_win_over_the_pair(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None:
-    """Shares, weights and one rollout's cache fit on every card, and fewer cards would not do."""
+    """Shares, weights and one rollout's cache fit on every card, and a placement with fewer cards
+    would not fit.
+    """
     for pair in known_pairs().values():
         found = gpu_placement(pair, card, 16_000)
         if pair.name == "embedded":
@@ -182,7 +190,7 @@ def test_pairs_are_listed(atts: Any) -> None:
 def test_commands_have_only_flags_that_the_version_knows(
     atts: Any, version: str, has: bool
 ) -> None:
-    """A flag of 0.30 is not printed for an older server, and the printed note says what is lost."""
+    """A flag of 0.30 is not printed for an older server, and a note says what is lost without it."""
     words = ("pairs", "r1-1.5b/r1-7b", "--card", "h100")
     said = atts(*words, *(("--server-version", version) if version else ()))
     commands = [line for line in said.out.splitlines() if "vllm serve" in line]
@@ -213,7 +221,7 @@ def test_the_pages_have_the_commands_and_versions_that_are_printed(atts: Any) ->
 
 
 def test_a_share_of_memory_is_larger_than_the_weights_in_it() -> None:
-    """On each card and for each pair, the printed share of memory holds the weights."""
+    """On each card and for each pair, the weights fit into the printed share of memory."""
     roles: list[tuple[Role, ...]] = [("draft", "target"), ("target",), ("draft",)]
     for pair in known_pairs().values():
         for card in CARDS:
@@ -234,7 +242,9 @@ def test_a_share_of_memory_is_larger_than_the_weights_in_it() -> None:
 def test_a_card_that_is_not_here_is_never_ok(
     atts: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Named or guessed, it is a warning; a card that is here is ok, for the models asked alone."""
+    """A missing card, named or guessed, gives a warning; a card of this machine is ok, for the
+    models that the method uses.
+    """
     words = ("--pair", "r1-1.5b/r1-7b", "--draft", serve("draft"), "--target", serve("target"))
 
     def memory(*more: str) -> list[dict[str, str]]:
@@ -274,8 +284,8 @@ def test_a_cache_of_one_rollout_is_written_in_the_singular(atts: Any) -> None:
 def test_the_doctor_predicts_the_memory_of_local_models(
     atts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prediction equals that of opening the models; if they do not fit, the failure names what
-    would.
+    """The prediction equals the memory of opening the models; if the models do not fit, the failure
+    names what would.
     """
     cards = [("h100", 80.0)]
     monkeypatch.setattr("atts.api.preflight._cards_here", lambda: iter(cards))
@@ -297,7 +307,7 @@ def test_the_doctor_predicts_the_memory_of_local_models(
 
 
 def test_local_pairs_are_a_table_of_pairs_and_cards(atts: Any) -> None:
-    """Each line has a pair on a card with its memory by part, or says that it needs a server."""
+    """Each line has a pair on a card with its memory by part, or says that the pair needs a server."""
     table = atts("pairs", "--local").out
     objects = [json.loads(line) for line in atts("pairs", "--local", "--json").out.splitlines()]
     assert {(each["name"], each["card"]) for each in objects} == {
@@ -325,8 +335,8 @@ def statuses(said: Any) -> dict[str, list[str]]:
 
 
 def test_two_good_servers_pass_and_the_settings_are_saved(atts: Any, serve: Serve) -> None:
-    """The saved file runs the checked servers; the same command overwrites it, but not a file of
-    other origin.
+    """The saved file runs the checked servers; the same command overwrites its own file, but not a
+    file of other origin.
     """
     words = (
         "--draft",
@@ -437,7 +447,9 @@ def test_each_problem_of_a_server_is_one_line_with_advice(
 def test_a_start_command_is_suggested_only_if_no_server_answers(
     atts: Any, serve: Serve, tmp_path: Path
 ) -> None:
-    """A server that runs, and whose tokenizer is missing here, needs the tokenizer's folder instead."""
+    """A server that runs although its tokenizer is missing on this machine needs the tokenizer's
+    folder instead of a start command.
+    """
     draft = serve("draft").partition("?")[0]
     words = (
         "--draft",

@@ -53,7 +53,7 @@ def test_every_error_has_a_documented_code() -> None:
 
 
 def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
-    """bash gets every completion that it requests."""
+    """bash receives every completion that it requests."""
 
     def completed(line: str) -> list[str]:
         asked = {

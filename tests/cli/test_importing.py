@@ -29,7 +29,7 @@ WORDS = ("--column", "text=out", "--column", "cost=price", "--out", "run")
 
 
 def test_an_import_prints_what_it_read(atts: Atts, theirs: Path) -> None:
-    """It prints counts, recorded columns, the cost, and what is missing for grades."""
+    """The command prints counts, recorded columns, the cost, and what is missing for grading."""
     said = atts("import", "jsonl", str(theirs), *WORDS)
     assert said.code == 0
     assert said.out.splitlines() == [
@@ -45,7 +45,7 @@ def test_an_import_prints_what_it_read(atts: Atts, theirs: Path) -> None:
 
 
 def test_an_import_takes_ids_and_references_from_a_dataset(atts: Atts, theirs: Path) -> None:
-    """Problems that the dataset lacks keep the files' own ids and references."""
+    """Problems that the dataset lacks keep the ids and references of the imported files."""
     words = (*WORDS, "--dataset", "mine.jsonl", "--json")
     said = atts("import", "jsonl", str(theirs), *words)
     facts = json.loads(said.out)
@@ -85,7 +85,7 @@ def test_an_import_into_another_import_is_refused(atts: Atts, theirs: Path) -> N
 
 
 def test_an_export_prints_file_and_counts(atts: Atts, theirs: Path) -> None:
-    """It prints the file, the number of records, and what was left out."""
+    """The command prints the file, the number of records, and what was left out."""
     atts("import", "jsonl", str(theirs), *WORDS, "--dataset", "mine.jsonl")
     said = atts("export", "run", "--as", "sft", "--out", "sft.jsonl")
     assert said.out.splitlines() == [

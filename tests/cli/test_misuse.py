@@ -1,4 +1,6 @@
-"""Tests of users' mistakes: one or two helpful lines on stderr, and the documented exit code."""
+"""Tests of users' mistakes: each gets one or two helpful lines on stderr and the documented exit
+code.
+"""
 
 from __future__ import annotations
 

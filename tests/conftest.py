@@ -37,9 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def deal(seconds: dict[str, float], shares: int) -> dict[str, int]:
-    """Return the share of every test file: the heaviest first, each to the lightest share.
+    """Divide the test files among the shares, heaviest file first, each to the lightest share so
+    far.
 
-    Tests that need a checkout, and those of the studies, belong to the first share.
+    Tests that need a checkout, and tests of the studies, belong to the first share.
     """
     shares_of_files = {CHECKOUT: 1}
     for file in FILES:
@@ -90,9 +91,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exempt everything that is imported by now from garbage collection.
+    """Exempt all objects of the modules imported so far from garbage collection.
 
-    Imported modules hold hundreds of thousands of objects, which the collector would otherwise scan
+    Imported modules have hundreds of thousands of objects, which the collector would otherwise scan
     again and again.
     """
     gc.collect()
@@ -101,7 +102,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Add up what the tests of a file cost, with their fixtures and ended child processes."""
+    """Add up the processor time of each test file, with its fixtures and ended child processes."""
     before = sum(os.times()[:4])
     result = yield
     item.config.stash[SPENT][file_of(item)] += sum(os.times()[:4]) - before
@@ -125,9 +126,9 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Return the folder of real traces and benchmark files, or skip the test without it.
+    """Return the folder of real traces and benchmark files, or skip the test if it is missing.
 
-    They are not part of the project.
+    The folder is not part of the project.
     """
     named = os.environ.get("ATTS_SHARED_DATA")
     path = Path(named) if named else ROOT.parent / "shared" / "data"

@@ -2,8 +2,8 @@
 verdicts.
 
 `python -m tests.frozen` compares the code with the recording. `python -m tests.frozen record [PART
-...]` records parts again, all of them if none is named. Do so only for a change that is meant to
-change what atts decides or writes, and let the commit say why each part changed.
+...]` records the named parts again, or all parts. Do so only for a change that is meant to change
+what atts decides or writes, and let the commit say why each part changed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CLOSE_FLOAT32 = 5e-3
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON, without texts for people and without clocks."""
+    """Return a value as JSON, without texts for people and without times."""
     return _lean(msgspec.to_builtins(value, str_keys=True))
 
 
@@ -124,8 +124,10 @@ def scripted(method: str, **policy: Any) -> Setup:
 
 
 def outcomes(setup: Setup, problems: int = 3) -> Any:
-    """Return the transcripts, decisions and votes of a run; of method exact the texts alone, because
-    how far the draft writes ahead follows from measured speeds.
+    """Return the transcripts, decisions and votes of a run.
+
+    For method exact only the texts are returned, because how far the draft writes ahead depends on
+    measured speeds.
     """
     result = evaluate_sync(toy_problems(problems, seed=3), setup)
     assert result.status == "finished"
@@ -157,7 +159,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def score_stream() -> list[dict[str, Any]]:
-    """Return a fixed stream of scores of 25 questions that are worked on at the same time."""
+    """Return a fixed stream of scores of 25 questions that are interleaved."""
     draws = random.Random(5)
     stream = list[dict[str, Any]]()
     hardness = [draws.random() for _ in range(25)]
@@ -257,7 +259,7 @@ async def _embedded(kernel: str) -> Any:
 
 
 def pair_run(kernel: str = "native") -> Any:
-    """Return what the embedded pair wrote, who wrote it, and what was decided."""
+    """Return the text of the embedded pair, the model that wrote each part, and the decisions."""
     words = [
         f"embedded:{role}?worker=thread&threads=1&kernel={kernel}" for role in ("draft", "target")
     ]
@@ -421,7 +423,7 @@ def changed(part: str) -> list[str]:
 
 
 def record(parts: list[str]) -> None:
-    """Record parts again, and keep the others as they are."""
+    """Record parts again, and keep the other parts unchanged."""
     kept = recording() if RECORDING.exists() else {}
     for part in parts:
         kept[part] = PARTS[part]()

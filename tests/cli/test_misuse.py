@@ -56,14 +56,14 @@ def newer(folder: Path) -> None:
 
 
 def an_array(folder: Path) -> None:
-    """Save twelve scores in a row."""
+    """Save an array of twelve scores in one row."""
     np.save(folder / "s.npy", np.linspace(1.1, 2.0, 12))
 
 
 def drafter(kind: str) -> Callable[[Path], None]:
     """Return a function that makes a folder that cannot draft for the embedded target.
 
-    The folder "drafter" holds no model, has another tokenizer, or is far too large.
+    The folder "drafter" has no model in it, another tokenizer, or a far too large model.
     """
 
     def write(folder: Path) -> None:
@@ -101,7 +101,7 @@ SCORED = text(SCORES, '{"score": 1.5}\n{"score": 1.7}\n')
 
 
 class Case(NamedTuple):
-    """A command line, the files that it finds, and what its message must contain."""
+    """A command line, a function that prepares its files, and what its message must contain."""
 
     name: str
     words: str
@@ -815,12 +815,12 @@ def test_a_mistake_is_named_with_a_remedy(
 
 
 def test_no_case_is_listed_twice() -> None:
-    """There are enough cases, and each is different."""
+    """The list has at least the required number of cases, and each case is different."""
     assert len({case.name for case in CASES}) == len(CASES) >= 30
 
 
 def test_a_second_process_in_a_run_directory_is_refused(atts: Any, runs: Path) -> None:
-    """The message names the process that holds the directory."""
+    """The message names the process that writes to the directory."""
     words = "eval arithmetic[:3] --samples 3 --draft scripted --target scripted --report none --out runs/atts"
     with locked(runs / "atts/lock", runs / "atts"):
         said = atts(*words.split(" "))
@@ -867,6 +867,6 @@ MISSING = (
 
 @pytest.mark.parametrize("words", MISSING)
 def test_a_missing_run_has_one_exit_code(atts: Any, runs: Path, words: str) -> None:
-    """Each command that reads a run exits with 4 and names the path."""
+    """Each command that reads a run exits with 4 and names the missing path."""
     said = atts(*[word.replace("runs/atts", str(runs / "atts")) for word in words.split()])
     assert (said.code, "nope" in said.err) == (4, True), said.err

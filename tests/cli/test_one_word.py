@@ -43,7 +43,7 @@ ALLOWED = ("Answer with the letter of the right choice.",)
 
 
 def rivals(text: str) -> list[str]:
-    """Return every rival in a text with the words around it."""
+    """Return every rival word in a text, with the text around it."""
     for words in ALLOWED:
         text = text.replace(words, "")
     return [
@@ -134,7 +134,7 @@ def test_no_help_has_a_rival_word() -> None:
 
 
 def test_the_first_screen_names_dataset_models_and_method(surfaces: dict[str, str]) -> None:
-    """The names come before anything else in HTML and in Markdown."""
+    """The names of dataset, models and method come before anything else in HTML and in Markdown."""
     for name in ("first/report.html", "first.md"):
         opening = " ".join(surfaces[name].split())[:700]
         assert "atts on arithmetic" in opening, opening
@@ -143,6 +143,6 @@ def test_the_first_screen_names_dataset_models_and_method(surfaces: dict[str, st
 
 
 def test_the_check_reports_a_rival_word() -> None:
-    """The check quotes the words and names the replacement."""
+    """The check quotes the rival word in its context and names the replacement."""
     assert rivals("6.2% of the steps were handed over to the large model") != []
     assert rivals("6.2 % of the chunks were escalated") == []

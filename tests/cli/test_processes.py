@@ -65,7 +65,7 @@ def test_a_full_disk_behind_stdout_is_an_error(tmp_path: Path) -> None:
 
 
 def test_no_space_for_the_journal(tmp_path: Path, scripted: tuple[str, ...]) -> None:
-    """A full disk ends the run with the file's name, and the directory can be resumed."""
+    """A full disk ends the run with an error that names the file, and the directory can be resumed."""
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "run")
     done = atts(*words, cwd=tmp_path, file_bytes=20_000)
     said = done.stderr.decode().splitlines()

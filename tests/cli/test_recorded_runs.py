@@ -58,7 +58,7 @@ FROZEN = Setup(
 
 
 def lines(said: Any) -> list[dict[str, Any]]:
-    """Parse standard output as one object per line."""
+    """Parse standard output as one JSON object per line."""
     return [json.loads(line) for line in said.out.splitlines()]
 
 
@@ -133,7 +133,7 @@ def test_a_replay_with_fewer_samples_costs_less(runs: Path) -> None:
 
 
 def test_a_replay_prints_a_table_of_both_runs(atts: Atts, runs: Path) -> None:
-    """The table has both sides and says how far the replay can be trusted."""
+    """The table has the numbers of the run and of the replay, and says how reliable the replay is."""
     said = atts("replay", str(runs / "atts"), "--rate", "0.7")
     assert said.code == 0
     for words in ("recorded", "replayed", "nominal rate 0.7", "left the recorded path"):
@@ -156,7 +156,7 @@ def test_a_list_of_runs_reports_unscored_problems(
 
 
 def test_a_trace_holds_every_call(atts: Atts, runs: Path) -> None:
-    """A trace has one slice per engine call, in a file or on stdout."""
+    """A trace has one slice per engine call, and is written to a file or to stdout."""
     said = atts("trace", str(runs / "atts"), "--json")
     (made,) = lines(said)
     events = json.loads(Path(made["trace"]).read_text())["traceEvents"]
@@ -217,7 +217,9 @@ def _bent(journal: bytes) -> bytes:
 
 
 def test_a_run_whose_problems_all_failed_says_why(atts: Atts) -> None:
-    """It prints "failed", the first reason and how to continue, and exits with an engine's code."""
+    """The run prints "failed", the first reason and how to continue, and exits with the exit code
+    of an engine error.
+    """
     engine = f"hf:{model_path('draft')}?kv_tokens=40&worker=thread"
     run = (
         "eval",
@@ -240,7 +242,7 @@ def test_a_run_whose_problems_all_failed_says_why(atts: Atts) -> None:
 
 
 def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:
-    """The fingerprint names the field that differs."""
+    """The error names the field of the fingerprint that differs."""
     atts(
         "calibration",
         "import",
@@ -260,8 +262,8 @@ def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:
 def test_scores_of_other_conditions_need_consent(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """They end the run before a model is asked, unless the user accepts them; then the report
-    warns.
+    """Scores of other conditions end the run before a model is used, unless the user accepts them;
+    then the report warns.
     """
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "own", "--scores")
     assert atts(*words, str(runs / "atts")).code == 0
@@ -287,8 +289,8 @@ def test_scores_of_other_conditions_need_consent(
 def test_a_fitted_calibrator_starts_a_run(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """`--scores` reads the output of `calibration fit`; the rate is the run's own unless another is
-    given.
+    """`--scores` reads the output of `calibration fit`; the nominal rate is the run's own unless
+    the user gives another one.
     """
     assert atts("calibration", "fit", str(runs / "atts"), "--out", "fitted.json").code == 0
     made = Calibrator.load(Path("fitted.json"))
@@ -324,7 +326,7 @@ def test_a_fitted_calibrator_starts_a_run(
 def test_an_unknown_condition_is_refused_before_models_load(
     atts: Atts, runs: Path, name: str, near: str
 ) -> None:
-    """The error names the nearest condition."""
+    """The error names the known condition nearest to the unknown one."""
     said = atts(
         "calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", f"{name}=x"
     )
@@ -376,7 +378,9 @@ def test_calibrate_scores_chunks_and_escalates_none(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Evaluate once in one process and once in three shards; the folders are whole, 1, 2 and 3."""
+    """Evaluate the same problems in one process and in three shards; the folders are named whole,
+    1, 2 and 3.
+    """
     folder = tmp_path_factory.mktemp("shards")
     evaluate_sync(toy_problems(7), FROZEN, directory=folder / "whole")
     for number in (1, 2, 3):
@@ -422,7 +426,7 @@ def _outcomes(run: Path) -> list[Any]:
 
 
 def test_a_merged_run_can_be_read_but_not_resumed(atts: Atts, shards: Path) -> None:
-    """Reports, replays, traces and comparisons read it; evaluating into it is refused."""
+    """Reports, replays, traces and comparisons read a merged run; evaluating into it is refused."""
     parts = [str(shards / str(number)) for number in (1, 2, 3)]
     assert atts("merge", *parts, "--out", "all").code == 0
     assert atts("report", "all", "--json").code == 0
@@ -438,8 +442,8 @@ def test_a_merged_run_can_be_read_but_not_resumed(atts: Atts, shards: Path) -> N
 
 
 def test_merging_shards_merges_their_calibrators(atts: Atts, tmp_path: Path) -> None:
-    """Their decisions add up, the report audits each one, and a run can start from the merged
-    calibrator.
+    """Decisions of the shards' calibrators add up, the report audits each one, and a run can start
+    from the merged calibrator.
     """
     setup = Setup(draft="scripted", target="scripted", rate=0.3)
     for number in (1, 2):
@@ -457,8 +461,8 @@ def test_merging_shards_merges_their_calibrators(atts: Atts, tmp_path: Path) -> 
 
 
 def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path) -> None:
-    """The exit code is 0 if certified, otherwise 5 with the number of problems needed; runs of
-    other problems are refused.
+    """The exit code is 0 if the policy is certified, or 5 with the number of problems needed; runs
+    of other problems are refused.
     """
     for method, rate, problems in (
         ("target-only", 0.2, 12),
@@ -487,7 +491,9 @@ def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path)
 
 @pytest.mark.parametrize("mode", ["marginal", "question-turn"])
 def test_a_run_that_ranks_by_length_can_be_resumed_and_audited(mode: Any, tmp_path: Path) -> None:
-    """Its decisions record the lengths, so a resume, an audit and a later run can repeat the ranks."""
+    """The decisions record the lengths of chunks, so a resume, an audit and a later run can repeat
+    the ranks.
+    """
     setup = Setup(
         draft="scripted",
         target="scripted",
@@ -522,8 +528,8 @@ def test_a_run_that_ranks_by_length_can_be_resumed_and_audited(mode: Any, tmp_pa
 
 
 def test_shards_that_do_not_fit_together_are_refused(shards: Path, tmp_path: Path) -> None:
-    """A missing, repeated or unfinished shard, other settings, and an existing target folder each
-    get a message.
+    """A missing, repeated or unfinished shard, different settings, and an existing target folder
+    are each refused with a message.
     """
     one, two, three = (shards / str(number) for number in (1, 2, 3))
     out = tmp_path / "out"
@@ -557,7 +563,9 @@ def test_shards_that_do_not_fit_together_are_refused(shards: Path, tmp_path: Pat
 def test_solve_shows_the_reasoning_as_it_is_written(
     atts: Atts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    """Each line names its writer and the decision; the answer, votes and cost come last."""
+    """Each line names the model that wrote it and the decision; the answer, votes and cost come
+    last.
+    """
     import io
 
     text = toy_problems(1)[0].text
@@ -621,7 +629,7 @@ def test_solve_json_holds_every_chunk_and_decision(atts: Atts) -> None:
 def test_bad_arguments_give_one_line_and_an_exit_code(
     atts: Atts, words: tuple[str, ...], why: str
 ) -> None:
-    """The error is about usage or the run directory, without a traceback."""
+    """The error names the wrong argument or the run directory, without a traceback."""
     said = atts(*words)
     assert said.code in (2, 4)
     assert why in said.err
@@ -629,7 +637,9 @@ def test_bad_arguments_give_one_line_and_an_exit_code(
 
 
 def test_terminal_codes_are_shown_not_obeyed(atts: Atts) -> None:
-    """Control codes in a text are shown as characters, so it cannot clear the screen or ring."""
+    """Control codes in a text are shown as characters, so the text cannot clear the screen or ring
+    the bell.
+    """
     Path("mine.jsonl").write_text(
         json.dumps({"question": "2 + 2?\x1b[2J\x07\u202e", "answer": "4"}) + "\n"
     )
@@ -638,7 +648,9 @@ def test_terminal_codes_are_shown_not_obeyed(atts: Atts) -> None:
 
 
 def test_cancelled_turns_count_as_spent(tmp_path: Path) -> None:
-    """A rollout cancelled by a settled vote spent its unfinished turn too, in progress and result."""
+    """The tokens of an unfinished turn count for a rollout that a settled vote cancelled, in the
+    progress and in the result.
+    """
     setup = Setup(draft="scripted", target="scripted", seed=3, policy=Policy(samples=6))
     result = evaluate_sync(toy_problems(6), setup, directory=tmp_path / "run")
     written = dict.fromkeys(("draft", "target", "scored"), 0)
@@ -684,7 +696,7 @@ def test_listed_runs_show_the_numbers_of_their_summaries(atts: Any, runs: Path) 
 
 
 def test_the_list_tells_killed_runs_from_running_ones(runs: Path) -> None:
-    """A run without an end was killed, unless its lock is taken: then it is being written."""
+    """A run without an end is listed as killed, or as running if a process has its lock."""
     cut = runs / "cut"
     shutil.copytree(runs / "atts", cut)
     lines = (cut / JOURNAL).read_bytes().splitlines(keepends=True)
@@ -696,7 +708,7 @@ def test_the_list_tells_killed_runs_from_running_ones(runs: Path) -> None:
 
 
 def test_a_run_that_cannot_be_read_is_listed_with_the_reason(atts: Any, runs: Path) -> None:
-    """An unreadable run does not keep others from being listed."""
+    """The unreadable run is listed with the reason, and the other runs are listed as usual."""
     (runs / "atts" / "manifest.json").write_text("{")
     said = atts("runs", str(runs))
     assert said.code == 0
@@ -714,8 +726,8 @@ def test_a_folder_without_runs_says_so(atts: Any, tmp_path: Path) -> None:
 
 
 class GrowingRun:
-    """A run that is being written: each wait adds lines, torn ones too, until it ends and its lock
-    is free.
+    """A run in progress: each wait adds lines, also torn ones, until the run ends and its lock is
+    free.
     """
 
     def __init__(self, recorded: Path, folder: Path, steps: int) -> None:
@@ -760,7 +772,7 @@ def test_report_follow_rewrites_the_report_while_a_run_grows(runs: Path, tmp_pat
 
 
 def test_report_follow_writes_nothing_for_an_idle_run(runs: Path, tmp_path: Path) -> None:
-    """An idle run is not reported again, however long it is idle."""
+    """The report of an idle run is not written again, however long the run is idle."""
     run = GrowingRun(runs / "atts", tmp_path / "idle", 40)
     times = list[int]()
     run._write = lambda length: None  # type: ignore[method-assign]
@@ -776,7 +788,7 @@ def test_report_follow_of_a_finished_run_writes_once(atts: Any, runs: Path) -> N
 
 
 def test_report_follow_of_a_deleted_run_is_an_error(runs: Path, tmp_path: Path) -> None:
-    """The error names the run's directory."""
+    """The error names the deleted directory of the run."""
     run = GrowingRun(runs / "atts", tmp_path / "gone", 9)
     with pytest.raises(JournalError, match="there is no run here"):
         follow(run.folder, lambda: shutil.rmtree(run.folder), wait=lambda seconds: None)
@@ -817,7 +829,9 @@ def test_a_record_without_a_score_is_quoted_briefly(atts: Any) -> None:
 
 
 def test_benchmark_names_of_metrics_are_printed(atts: Any, scripted: tuple[str, ...]) -> None:
-    """avg@16 and cons@16 are pass@1 and the vote; a run that cancelled rollouts has no avg."""
+    """avg@16 is pass@1 and cons@16 is the accuracy of the vote; a run that cancelled rollouts has
+    no avg.
+    """
     words = ("eval", "arithmetic[:2]", "--samples", "16", *scripted, "--method", "draft-only")
     said = atts(*words, "--early-stop", "none", "--out", "all")
     rows = {line[:20].strip(): line[20:].split("   ")[0] for line in said.out.splitlines()}
@@ -837,7 +851,9 @@ def odd(answer, problem):
 
 
 def test_a_users_grader_decides(atts: Any, scripted: tuple[str, ...], tmp_path: Path) -> None:
-    """It is imported from the working directory, named in the verdicts, and part of the run."""
+    """A user's grader is imported from the working directory, named in the verdicts, and part of
+    the run's settings.
+    """
     (tmp_path / "graders_of_mine.py").write_text(GRADER)
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--json")
     said = atts(*words, "--grader", "graders_of_mine:strict", "--out", "strict")

@@ -49,7 +49,7 @@ def test_a_source_that_cannot_be_viewed_is_named(atts: Atts, source: str, proble
 def test_view_json_prints_the_status_of_the_page(
     atts: Atts, scripted: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """`--json` prints the status once, for programs."""
+    """`--json` prints the status once, as JSON for programs."""
     assert atts("eval", "arithmetic[:2]", *scripted, "--out", "run", "--samples", "2").code == 0
     status = json.loads(atts("view", "run", "--json").out)
     assert status["counts"]["finished"] == 2

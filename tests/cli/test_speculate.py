@@ -1,4 +1,6 @@
-"""Tests of the key `speculate`: which model proposes tokens, and that no run's text depends on it."""
+"""Tests of the key `speculate`: it chooses the model that proposes tokens, and no run's text
+depends on it.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,10 @@ EMBEDDED = Setup(
 async def test_speculation_changes_no_token_of_a_run(
     method: str, rollouts: int, ways: Sequence[Any], tmp_path: Path
 ) -> None:
-    """Tokens, scores and decisions are equal, one rollout at a time, because the gate learns from
-    their order.
+    """Tokens, scores and decisions equal those without speculation.
 
-    The result, the run's journal and its report have the numbers of proposals.
+    Rollouts run one at a time, because the gate learns from their order. The result, the run's
+    journal and its report have the numbers of proposals.
     """
     setup = replace(EMBEDDED, method=method, concurrency=rollouts, rate=0.5)
     written = list[Any]()
@@ -61,8 +63,9 @@ async def test_speculation_changes_no_token_of_a_run(
 
 
 def check_told(result: RunResult, way: str) -> None:
-    """Check that all counters agree, or that there are none; the draft of so small a run proposes
-    much and correctly.
+    """Check that all counters of proposals agree, or that there are none.
+
+    The draft of so small a run proposes many tokens, most of them correct.
     """
     assert result.directory is not None
     told = build_report(result.directory).report
@@ -86,7 +89,9 @@ def check_told(result: RunResult, way: str) -> None:
 
 
 async def proposals(target: Engine) -> int | None:
-    """Count the tokens proposed to an engine that wrote a little; None if it does not speculate."""
+    """Return the number of tokens proposed to an engine that wrote a little, or None if the engine
+    does not speculate.
+    """
     assert isinstance(target, LocalEngine)
     async with target:
         await target.sample(
@@ -126,8 +131,10 @@ async def proposals(target: Engine) -> int | None:
 async def test_the_key_chooses_the_proposer_unless_the_engine_does(
     setup: Setup, does: bool
 ) -> None:
-    """Options in the target's address win; a method whose target writes nothing, and a model
-    itself, get no drafter.
+    """Options in the target's address win over the key.
+
+    A method whose target writes nothing gets no drafter, and neither does a model that would be its
+    own.
     """
     assert ((await proposals(setup.engines()[1])) is not None) == does
 
@@ -138,7 +145,9 @@ async def test_the_key_chooses_the_proposer_unless_the_engine_does(
 async def test_a_draft_that_cannot_propose_is_left_out(
     flaw: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By default the run continues without it; requested by name, the same draft is an error."""
+    """By default the run continues without such a draft; if the user names the draft as proposer,
+    it is an error.
+    """
     from atts.models import path
 
     folder = tmp_path / "draft"
@@ -169,7 +178,7 @@ def swap_two_tokens(file: Path) -> None:
 
 
 def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
-    """Leave next to no memory for the weights of this engine."""
+    """Make almost no memory available for the weights of this engine."""
     from atts.accel import build
     from atts.local.loader import load_weights
 

@@ -1,4 +1,4 @@
-"""Tests with a pseudo-terminal: progress, Ctrl-C, signals, and runs that lose nothing."""
+"""Tests with a pseudo-terminal: progress output, Ctrl-C, signals, and runs that lose no result."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CTRL_C = b"\x03"
 
 
 class Terminal:
-    """`atts` on a pseudo-terminal of its own, killed when the block ends."""
+    """`atts` on its own pseudo-terminal, killed when the block ends."""
 
     def __init__(self, *words: str, cwd: Path) -> None:
         self.shown = b""
@@ -93,7 +93,7 @@ class Terminal:
                 assert self._process.poll() is None, self.shown.decode(errors="replace")
 
     def end(self) -> int:
-        """Read to the end and return the exit code."""
+        """Read to the end of the output and return the exit code."""
         end = time.monotonic() + 100
         while self._watch(max(0.0, end - time.monotonic())):
             pass
@@ -144,7 +144,7 @@ def answers(run: Path) -> Mapping[str, Any]:
 
 
 def calls(run: Path) -> Mapping[str, set[int]]:
-    """Return the sessions in which each engine call was made."""
+    """Return, for each engine call, the sessions in which it was made."""
     found: dict[str, set[int]] = {}
     for session, event in events(run, Sampled, Scored):
         if isinstance(event, Sampled | Scored):
@@ -154,7 +154,7 @@ def calls(run: Path) -> Mapping[str, set[int]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the run without a terminal that nothing interrupts."""
+    """Make the run without a terminal and without interruptions."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     command = [sys.executable, "-m", "atts", "eval", "arithmetic[:14]", *FROZEN, "--out", str(run)]
     done = subprocess.run(command, env=CLEAN, capture_output=True, text=True, check=False)
@@ -164,8 +164,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -> None:
-    """The first Ctrl-C saves the calls in flight, the second ends at once; after both the same
-    command continues.
+    """The first Ctrl-C saves the calls in flight, and the second ends the run at once; after both
+    the same command continues the run.
     """
     run = tmp_path / "run"
     words = ("eval", "arithmetic[:14]", *FROZEN, "--out", str(tmp_path / "run"))
@@ -245,7 +245,7 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
 def test_progress_names_what_the_gate_judges(
     atts: Any, scripted: tuple[str, ...], method: str, unit: str
 ) -> None:
-    """A cascade judges problems and each other gate chunks, and the progress says which."""
+    """The progress says that a cascade judges problems and that each other gate judges chunks."""
     said = atts(
         "eval", "arithmetic[:6]", *scripted, "--method", method, "--rate", "0.5", "--samples", "4",
         "--report", "none",
@@ -258,7 +258,7 @@ def test_progress_names_what_the_gate_judges(
 
 
 def test_a_run_without_a_gate_prints_no_rate(atts: Any, scripted: tuple[str, ...]) -> None:
-    """The target alone judges no chunk, so there is neither a realised nor a nominal rate."""
+    """The target alone judges no chunk, so neither a realised nor a nominal rate is printed."""
     words = ("eval", "arithmetic[:2]", *scripted, "--samples", "2", "--report", "none")
     said = atts(*words, "--method", "target-only")
     assert said.code == 0
@@ -268,7 +268,7 @@ def test_a_run_without_a_gate_prints_no_rate(atts: Any, scripted: tuple[str, ...
 
 
 def test_sigterm_saves_calls_in_flight(tmp_path: Path) -> None:
-    """A cluster's scheduler sends SIGTERM, so it acts like Ctrl-C, with an exit code of its own."""
+    """A cluster's scheduler sends SIGTERM, so SIGTERM acts like Ctrl-C but has its own exit code."""
     command = [sys.executable, "-m", "atts", "eval", "arithmetic[:40]", *FROZEN, "--out", "run"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=CLEAN, stderr=subprocess.PIPE, text=True
@@ -332,14 +332,14 @@ class Heavy(ScriptedEngine):
 
     @property
     def spec(self) -> EngineSpec:
-        """Return the engine's spec with a price per token."""
+        """Return the spec of the toy engine with the number of weights and a price per token."""
         return replace(super().spec, flops_per_token=6e8)
 
 
 @pytest.mark.anyio
 async def test_a_run_that_would_take_hours_warns_first(tmp_path: Path) -> None:
-    """The warning comes before anything is written and names a remedy; a run of minutes prints
-    none.
+    """The warning is printed before anything is written and names a remedy; a run of minutes prints
+    no warning.
     """
     said = io.StringIO()
     for policy, told in (
@@ -367,13 +367,13 @@ def press(times: int = 1) -> None:
 
 
 def workers() -> list[threading.Thread]:
-    """Return the threads that keep a process from ending."""
+    """Return the threads that would keep the process alive."""
     return [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
 
 
 @pytest.mark.parametrize("presses", [1, 2, 3])
 def test_ctrl_c_during_clean_up_leaves_no_thread(presses: int) -> None:
-    """The first press cancels the work; later ones arrive during the clean-up, which still ends."""
+    """The first Ctrl-C cancels the work; later ones arrive during the clean-up, which still ends."""
     before = workers()
     cleaned = False
 
@@ -400,7 +400,7 @@ def test_ctrl_c_during_clean_up_leaves_no_thread(presses: int) -> None:
 
 
 def test_ctrl_c_after_the_work_changes_nothing() -> None:
-    """The loop is closing, and the result is already there."""
+    """The loop is closing when Ctrl-C arrives, and the result is already available."""
 
     async def late() -> None:
         try:
@@ -418,8 +418,8 @@ def test_ctrl_c_after_the_work_changes_nothing() -> None:
 
 
 def test_signal_handlers_are_restored() -> None:
-    """Python's default handler would raise anywhere in the loop, so the earlier handler is put back
-    instead.
+    """The handler from before the run is restored, because Python's default handler would raise
+    anywhere in the loop.
     """
 
     async def work() -> None:
@@ -438,7 +438,9 @@ def test_signal_handlers_are_restored() -> None:
 def test_ctrl_c_while_handlers_change_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-C arrives at each change of the handler while a run ends, and none raises in the loop."""
+    """Ctrl-C arrives at each change of the handler while a run ends, and no handler raises in the
+    loop.
+    """
     before = workers()
     real = signal.signal
     chosen = 0
@@ -477,7 +479,7 @@ def test_ctrl_c_while_handlers_change_leaves_no_thread(
 
 
 def test_repeated_ctrl_c_kills_a_hanging_process() -> None:
-    """The keyboard can end the process even if the clean-up hangs."""
+    """Repeated Ctrl-C ends the process even if the clean-up hangs."""
     code = (
         "import signal, anyio\n"
         "from atts.interrupts import run_async\n"
@@ -489,8 +491,8 @@ def test_repeated_ctrl_c_kills_a_hanging_process() -> None:
 
 
 def test_ctrl_c_at_exit_keeps_the_exit_code() -> None:
-    """Once the command has its exit code the signal is ignored; otherwise the interpreter would die
-    of it.
+    """Once the command has its exit code the signal is ignored, because the interpreter would
+    otherwise die of it.
     """
     code = (
         "import atexit, signal, sys\n"

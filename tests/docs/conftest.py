@@ -1,4 +1,4 @@
-"""The servers, models and benchmark that docs/two_servers.md uses."""
+"""Fixtures of the servers, models and benchmark that docs/two_servers.md uses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.reciting import RecitingEngine
 
 @pytest.fixture
 def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start two servers that know the answers, name them in variables, and write a benchmark's
-    first rows to a file.
+    """Start two servers that reply with the correct answers, put their addresses into variables,
+    and write a benchmark's first rows to a file.
     """
     problems = tuple(Problem(f"test/{n}", f"What is ${n} + {n}$?", str(2 * n)) for n in range(1, 7))
     file = tmp_path / "math500.jsonl"

@@ -1,4 +1,4 @@
-"""Tests that run every example of the pages, or find the reason why it is not run."""
+"""Tests that each example of the pages runs, or states the reason why it is not run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Example:
 
 
 def examples(page: Path) -> Iterator[Example]:
-    """Yield the blocks of a page that show something to do."""
+    """Yield the blocks of a page that a reader can run."""
     text = page.read_text()
     for found in FENCE.finditer(text):
         if found["kind"] in EXAMPLES:
@@ -121,7 +121,7 @@ def test_every_example_runs(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_block_that_is_not_run_states_the_reason(page: Path) -> None:
-    """The reason has at least a few words."""
+    """The stated reason has at least a few words."""
     assert [it.line for it in examples(page) if it.skipped and len(it.skipped.split()) < 3] == []
 
 
@@ -151,7 +151,7 @@ async def _awaited(code: CodeType, namespace: dict[str, Any]) -> None:
 def run_console(example: Example, where: str) -> None:
     """Run each command and compare its output with the page, where `...` matches anything.
 
-    A page shows at least one line of what a command prints.
+    The page shows at least one line of each command's output.
     """
     for words, promised in commands(example.text):
         code, said = run_command(words)
@@ -164,7 +164,7 @@ def run_console(example: Example, where: str) -> None:
 
 
 def run_command(words: str) -> tuple[int, str]:
-    """Run `atts` in this process, which is quicker, and anything else in a shell."""
+    """Run `atts` in this process, which is faster, and any other command in a shell."""
     words = words.partition("  # ")[0]  # drops the page's comment on the command
     plain = re.sub(r"\$\(cat (\w+)\)", lambda found: Path(found[1]).read_text().strip(), words)
     if plain.startswith("atts ") and not SHELL & set(plain):
@@ -183,7 +183,9 @@ def run_command(words: str) -> tuple[int, str]:
 
 
 def in_thread(word: str) -> str:
-    """Give a local engine's address a worker in a thread; leave other words and stages unchanged."""
+    """Give a local engine's address a worker in a thread; leave other arguments and stages
+    unchanged.
+    """
     if "stages=" in word or not re.match(r"(zoo:[^?]+/\w+|embedded)(\?|$)", word):
         return word
     return f"{word}{'&' if '?' in word else '?'}worker=thread"
@@ -212,8 +214,8 @@ def leaf_commands() -> dict[str, str]:
 
 
 def test_every_command_is_shown_by_an_example() -> None:
-    """Each command has an example in its help and one on a page, which is run or says why it is
-    not.
+    """Each command has an example in its help, and an example on a page that is run or says why it
+    is not.
     """
     shown = "\n".join(example.text for page in PAGES for example in examples(page))
     commands_ = leaf_commands()
@@ -225,8 +227,8 @@ def test_every_command_is_shown_by_an_example() -> None:
 
 
 def test_the_checker_reads_blocks_and_notices_wrong_output(tmp_path: Path) -> None:
-    """Blocks, reasons, exit codes and continued commands are read; a wrong output and a wrong exit
-    code are noticed.
+    """The checker reads blocks, reasons, exit codes and continued commands, and notices a wrong
+    output and a wrong exit code.
     """
     page = tmp_path / "page.md"
     page.write_text(

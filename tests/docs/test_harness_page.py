@@ -1,4 +1,4 @@
-"""Tests of the page on other harnesses that work whether or not the harness is installed."""
+"""Tests of the page on other harnesses that do not need the harnesses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/harnesses.md"
 
 
 def test_the_page_passes_the_solver_by_keyword() -> None:
-    """The second positional argument of an inspect_ai Task is its set-up, so the solver needs its
-    keyword.
+    """The page passes the solver by keyword, because the second positional argument of an
+    inspect_ai Task is its set-up.
     """
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
     [block] = [text for text in blocks if "atts_solver" in text]

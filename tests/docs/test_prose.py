@@ -1,4 +1,4 @@
-"""Pages, docstrings and comments keep to the rules of plain prose that can be checked."""
+"""Tests that pages, docstrings and comments follow those rules of plain prose that can be checked."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_a_page_keeps_the_rules(name: str) -> None:
 
 
 def test_a_fault_is_reported_and_code_is_not_read() -> None:
-    """Each rule finds its form in prose; code blocks, code words and addresses are left out."""
+    """Each rule finds its word or form in prose; code blocks, inline code and addresses are not
+    checked.
+    """
     assert len(faults("It stood beside 5% of .5, anew.")) == 5
     assert faults("`beside` [x](anew.md)\n\n```\n5% of .5\n```\n") == []
     assert faults("Output:\n\n    5% of .5\n\nThis is read, anew.\n") != []
@@ -149,7 +151,9 @@ def python_files(folder: str) -> Iterator[Path]:
 
 
 def opening_faults(path: Path) -> Iterator[str]:
-    """Yield every docstring of a file that begins with neither the verb nor the noun it needs."""
+    """Yield every docstring of a file that does not begin with the verb or noun that its kind
+    needs.
+    """
     name = path.relative_to(ROOT).as_posix()
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -203,7 +207,7 @@ def test_comments_begin_with_a_noun(folder: str) -> None:
 
 
 def test_a_dangling_comment_is_reported(tmp_path: Path) -> None:
-    """Only a comment that begins with "of" is one; a line that continues a comment is not."""
+    """A comment that begins with "of" is reported; a line "of ..." that continues a comment is not."""
     file = tmp_path / "module.py"
     file.write_text(
         "a = 1  # of a step\n# seconds\n# of a step\nb = 2  # share of a step\n# of c\n"
@@ -220,7 +224,9 @@ def test_docstrings_begin_as_they_should(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", CODE)
 def test_comments_and_docstrings_keep_the_rules(folder: str) -> None:
-    """They have no restricted word, and write decimals, percentages and singulars correctly."""
+    """Comments and docstrings have no restricted word, and write decimals, percentages and
+    singulars correctly.
+    """
     found = [
         f"{path.relative_to(ROOT)}:{line}: {fault}"
         for path in python_files(folder)
@@ -231,7 +237,7 @@ def test_comments_and_docstrings_keep_the_rules(folder: str) -> None:
 
 
 def test_a_headless_docstring_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kind of docstring has its fault; the correct ones next to them have none."""
+    """Each kind of faulty docstring is reported, and the correct docstrings next to it are not."""
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     file = tmp_path / "module.py"
     file.write_text(

@@ -30,7 +30,7 @@ def recipes() -> list[str]:
 
 
 def listening(recipe: str, model: str) -> list[int]:
-    """Return the ports of one model's servers, with loops unrolled."""
+    """Return the ports on which one model's servers listen, with shell loops unrolled."""
     found = list[int]()
     for line in recipe.splitlines():
         if f"vllm serve ${model} " in line:
@@ -44,7 +44,9 @@ def listening(recipe: str, model: str) -> list[int]:
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_servers_listen_where_a_pair_looks(recipe: str) -> None:
-    """`--set draft_servers=N target_servers=M` names exactly these ports, with one GPU or eight."""
+    """The ports are exactly those of `--set draft_servers=N target_servers=M`, with one GPU or
+    eight.
+    """
     targets = listening(recipe, "T")
     drafts = listening(recipe, "D")
     assert targets == ports("target", len(targets))

@@ -31,7 +31,7 @@ NOT_WRITTEN = {"docs/cli.md", "docs/gpus.md", "docs/grading_policies.md"}
 
 
 def menu(entries: list[object]) -> Iterator[str]:
-    """Yield the pages of a menu, nested ones too."""
+    """Yield the pages of a menu, including pages of nested menus."""
     for entry in entries:
         assert isinstance(entry, dict)
         for value in entry.values():
@@ -42,7 +42,7 @@ def menu(entries: list[object]) -> Iterator[str]:
 
 
 def written_pages() -> dict[str, str]:
-    """Return the text of every page of the site that people write, studies left out."""
+    """Return the text of every hand-written page of the site, without the pages of studies."""
     return {
         name: (ROOT / name).read_text()
         for name in sources()
@@ -53,7 +53,7 @@ def written_pages() -> dict[str, str]:
 
 
 def test_every_page_has_one_place_in_the_menu() -> None:
-    """The menu lists each page once, and nothing else."""
+    """The menu lists each page once, and lists nothing else."""
     project = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
     listed = list(menu(project["nav"]))
     pages = [name for name in sources().values() if name.endswith(".md")]
@@ -62,7 +62,9 @@ def test_every_page_has_one_place_in_the_menu() -> None:
 
 
 def test_links_follow_pages_to_the_site() -> None:
-    """A link to a page leads to its place on the site, any other file to the repository."""
+    """A link to a page leads to the page on the site, and a link to any other file leads to the
+    repository.
+    """
     text = (
         "[a](docs/report.md#size) [b](BENCHMARKS.md) [c](scripts/demo) [d](https://x.y/z) [e](#f)"
     )
@@ -77,7 +79,9 @@ def test_links_follow_pages_to_the_site() -> None:
 
 
 def test_gathering_writes_every_page_and_picture(tmp_path: Path) -> None:
-    """Earlier files of the folder are removed, and every relative link of a page has its file."""
+    """Earlier files of the folder are removed, and the target of every relative link of a page is
+    in the folder.
+    """
     folder = tmp_path / "pages"
     folder.mkdir()
     (folder / "old.md").write_text("gone")
@@ -90,7 +94,9 @@ def test_gathering_writes_every_page_and_picture(tmp_path: Path) -> None:
 
 
 def test_dead_links_and_headings_are_reported(tmp_path: Path) -> None:
-    """A link to a page or heading that exists passes; any other one within the site is named."""
+    """A link to an existing page or heading passes; any other link within the site is reported by
+    name.
+    """
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "index.html").write_text('<h2 id="here">x</h2><a href="../b/">b</a>')
     (tmp_path / "index.html").write_text(
@@ -104,7 +110,7 @@ def test_dead_links_and_headings_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_word_that_the_search_lacks_is_reported(tmp_path: Path) -> None:
-    """The index of a site that speaks of rates only lacks three of the words."""
+    """In the index of a site that mentions only rates, three of the four words are missing."""
     (tmp_path / "search.json").write_text('{"items": [{"text": "The rate"}]}')
     assert len(list(missing_words(tmp_path))) == 3
 
@@ -123,7 +129,9 @@ NOT_MEASURED = (
 
 
 def test_pages_that_speak_of_gpus_say_that_none_was_measured() -> None:
-    """Pages with GPU commands or options say so as long as no result of a GPU is published."""
+    """Pages with GPU commands or options say that no GPU was measured, as long as no result of a
+    GPU is published.
+    """
     assert "Not run yet" in (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
     texts = {name: (ROOT / name).read_text() for name in (*written_pages(), "README.md")}
     about = {
@@ -140,7 +148,7 @@ def test_pages_that_speak_of_gpus_say_that_none_was_measured() -> None:
 
 
 def test_pages_admit_what_is_slower_or_missing() -> None:
-    """EasySpec's row says that it is slower on a processor, and the BlockLLM page lists what this
+    """EasySpec's row says that atts is slower on a processor, and the BlockLLM page lists what this
     project lacks.
     """
     study = (ROOT / "docs" / "benchmarks" / "overlap.md").read_text()
@@ -180,7 +188,9 @@ def test_a_page_says_for_whom_it_is_and_begins_with_a_command(name: str) -> None
 
 
 def test_a_recorded_terminal_is_drawn_line_by_line() -> None:
-    """Each line appears at its second, with what XML reserves escaped and what is too long cut."""
+    """Each line appears at its second; characters reserved by XML are escaped, and long lines are
+    cut.
+    """
     picture = drawn([Line("$ a < b", 0.0, is_typed=True), Line("x" * 150, 2.5)])
     assert '<text class="line typed" style="animation-delay:0s"' in picture
     assert "$ a &lt; b" in picture

@@ -1,5 +1,5 @@
-"""Answers changed in one place so that their meaning changes, to test that the grader tells them
-apart.
+"""Answers changed in one place so that their meaning changes, to test that the grader calls them
+different.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _FOLDED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """An answer, another that differs from it in meaning, and the kind of change."""
+    """An answer, a second answer with another meaning, and the kind of the change."""
 
     kind: str
     gold: str
@@ -81,8 +81,8 @@ class Mutant:
 
 
 def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
-    """Make this number of different mutants, equally many of each kind, or fewer if the answers do
-    not suffice.
+    """Make this number of different mutants, equally many of each kind, or fewer if there are too
+    few answers.
     """
     random = Random(f"mutants:{seed}")
     found = dict[tuple[str, str], Mutant]()

@@ -57,7 +57,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_answers_equal_no_reference(answer: str) -> None:
-    """No hostile answer equals 1 or x from either side, and extraction survives all of them."""
+    """No hostile answer equals 1 or x, on either side of a comparison, and extraction raises on
+    none of them.
+    """
     for gold in ("1", "x"):
         assert not equivalent(gold, answer).is_equal
         assert not equivalent(answer, gold).is_equal
@@ -65,13 +67,13 @@ def test_hostile_answers_equal_no_reference(answer: str) -> None:
 
 
 def test_redundant_brackets_are_free() -> None:
-    """A value in any number of brackets equals the value."""
+    """A value in any number of brackets equals the value without brackets."""
     for left, right in (("(", ")"), ("{", "}"), (r"\left(", r"\right)")):
         assert equivalent("1", left * 5_000 + "1" + right * 5_000).is_equal
 
 
 def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that would create a file if it were evaluated as code creates none."""
+    """Grading a text that creates a file when evaluated as code creates no file."""
     monkeypatch.chdir(tmp_path)
     for code in (
         "__import__('os').system('touch MARK')",
@@ -89,7 +91,7 @@ def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_text_beyond_a_limit_is_unscored() -> None:
-    """The verdict names the limit instead of calling the answer different."""
+    """The verdict names the limit that the text exceeds, instead of calling the answer different."""
     verdict = equivalent("1", "+".join(["x"] * 15_000))
     assert (verdict.status, verdict.rule) == ("unscored", "limits")
     small = Limits(characters=10)

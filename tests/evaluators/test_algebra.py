@@ -68,7 +68,7 @@ SLOW = (r"\int_0^{\infty} \frac{\sin(x^x)}{x^x} dx", "1")
 
 @pytest.fixture
 def worker() -> Iterator[algebra.Worker]:
-    """Give the test a worker of its own."""
+    """Give each test its own worker process."""
     before = algebra.WORKER
     algebra.WORKER = algebra.Worker()
     yield algebra.WORKER
@@ -93,20 +93,20 @@ def test_sympy_proves_answers_different(gold: str, answer: str) -> None:
 
 
 def test_a_verdict_of_sympy_names_its_rule() -> None:
-    """The verdict shows that sympy decided."""
+    """The rule of the verdict shows that sympy decided."""
     assert equivalent(*EQUAL["integral"]).rule == "algebra"
     assert equivalent(*DIFFERENT["integral"]).rule == "algebra"
 
 
 def test_a_timeout_is_unscored(worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verdict names the time-out, and the worker takes the next question."""
+    """The verdict names the time-out, and the worker accepts the next question."""
     monkeypatch.setattr(algebra, "SECONDS", 1.0)
     assert equivalent(*SLOW).rule == "time"
     assert equivalent(*EQUAL["integral"]).is_equal
 
 
 def test_a_killed_worker_is_replaced(worker: algebra.Worker) -> None:
-    """The next question starts another worker."""
+    """The next question after a kill starts another worker."""
     assert equivalent(*EQUAL["integral"]).is_equal
     assert worker.process is not None
     worker.process.kill()
@@ -118,13 +118,13 @@ def test_a_killed_worker_is_replaced(worker: algebra.Worker) -> None:
 def test_a_worker_that_cannot_start_leaves_pairs_unscored(
     program: str, worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without sympy, or without the right to start a process, nothing raises."""
+    """If sympy is missing or no process may be started, nothing raises and the pair is unscored."""
     monkeypatch.setattr(sys, "executable", program)
     assert equivalent(*EQUAL["integral"]).status == "unscored"
 
 
 def test_any_thread_may_ask() -> None:
-    """Eight threads at once get the verdicts of one thread."""
+    """Eight threads that ask the worker concurrently get the same verdicts as one thread."""
     pairs = [*EQUAL.values(), *EQUAL.values()]
     with ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(lambda pair: equivalent(*pair).status, pairs))

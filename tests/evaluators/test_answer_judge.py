@@ -23,7 +23,7 @@ CLOSED = {"gold": "5", "answer": "6"}
 
 
 class Letters:
-    """A tokenizer whose tokens are code points."""
+    """Return the code points of all messages."""
 
     def render(self, messages: list[Message]) -> tuple[int, ...]:
         """Return the letters of all messages."""
@@ -31,7 +31,7 @@ class Letters:
 
 
 class Judge:
-    """An engine that always replies with the same text and records its prompts."""
+    """An engine that always gives the same reply and records its prompts."""
 
     def __init__(self, reply: str, *, ended: str = "end", context_length: int = 100_000) -> None:
         self.reply = reply
@@ -70,7 +70,9 @@ def judged(engine: Judge, *records: dict[str, Any], prompt: str = "") -> list[Gr
     ],
 )
 def test_a_verdict_of_the_model_is_marked(reply: str, status: str) -> None:
-    """The rule is `judged`, and the detail names the model and the rule that decided nothing."""
+    """The rule is `judged`, and the detail names the model and the earlier rule that could not
+    decide.
+    """
     engine = Judge(reply)
     one, two = judged(engine, OPEN, CLOSED)
     assert (one.verdict.status, one.verdict.rule) == (status, "judged")
@@ -99,14 +101,14 @@ def test_a_verdict_of_the_model_is_marked(reply: str, status: str) -> None:
     ],
 )
 def test_a_reply_without_a_verdict_leaves_the_answer_unscored(engine: Judge, reason: str) -> None:
-    """The old rule stays, and the detail says why the model decided nothing."""
+    """The earlier rule stays, and the detail says why the model could not decide."""
     (one,) = judged(engine, OPEN)
     assert (one.verdict.status, one.verdict.rule) == ("unscored", "undecided")
     assert reason in one.verdict.detail
 
 
 def test_no_model_is_asked_without_an_answer_or_a_reference() -> None:
-    """A pair with an empty side needs no judge."""
+    """If the answer or the reference is empty, no judge is needed."""
     engine = Judge("EQUAL")
     judged(engine, {"gold": "", "answer": "5"}, {"gold": "5", "answer": None})
     assert engine.prompts == []
@@ -124,7 +126,7 @@ def test_a_users_judge_prompt_is_filled_in_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{answer} alone", None])
 def test_a_judge_prompt_without_its_fields_is_refused(tmp_path: Path, text: str | None) -> None:
-    """The error names the file and what it lacks."""
+    """The error names the file and the missing field."""
     file = tmp_path / "prompt.txt"
     if text is not None:
         file.write_text(text)
@@ -147,7 +149,9 @@ def test_the_grade_command_can_ask_a_model(
 
 
 def test_the_detail_names_the_model_as_the_user_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The internal name of the judge's engine would mean nothing to the user."""
+    """The detail has the user's name for the judge, because the engine's internal name would mean
+    nothing to the user.
+    """
     from atts.api import answer_judge
 
     engine = Judge("EQUAL")

@@ -1,4 +1,4 @@
-"""Tests on five sets of pairs and texts that were written before the code was read."""
+"""Tests on five sets of pairs and texts whose authors had not read the code."""
 
 import json
 from collections import Counter
@@ -36,7 +36,9 @@ def is_equal(gold: str, answer: str) -> bool:
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 def test_blind_pairs_are_graded_correctly(number: int) -> None:
-    """Different answers are equal only if a policy says so, and few equal ones are missed."""
+    """Different answers are called equal only if a policy says so, and few equal answers are called
+    different.
+    """
     pairs = [row for row in rows("blind_pairs.jsonl") if row["set"] == number]
     counts = Counter[str]()
     false_equal = list[tuple[str, str]]()
@@ -66,7 +68,7 @@ def test_verdicts_are_symmetric_and_group_agrees() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 def test_answers_of_blind_texts_are_found(number: int) -> None:
-    """Nearly every text's answer is extracted as its author marked it."""
+    """The extracted answer is the one that the author marked, for nearly every text."""
     texts = [row for row in rows("blind_texts.jsonl") if row["set"] == number]
     right = 0
     for row in texts:
@@ -247,7 +249,9 @@ def test_answers_of_blind_texts_are_found(number: int) -> None:
     ],
 )
 def test_kinds_of_mistakes_found_by_the_sets(gold: str, answer: str, equal: bool) -> None:
-    """Each kind of mistake has examples that are in none of the sets."""
+    """Each kind of mistake that the sets revealed has further examples, which are in none of the
+    sets.
+    """
     assert is_equal(gold, answer) is equal
 
 
@@ -285,15 +289,15 @@ def test_positions_of_answers_found_by_the_sets(text: str, answer: str | None) -
 
 
 def test_several_letters_are_one_choice() -> None:
-    """The answer to a question with several correct options holds all of their letters."""
+    """The answer to a question with several correct options has all of their letters."""
     assert extract("B is false.\n\nAnswer: A, C", "choice") == "A, C"
     assert extract("Answer: A and D.", "choice") == "A, D"
     assert extract("Answer: A, because B is false", "choice") == "A"
 
 
 def test_a_remainder_may_name_its_modulus() -> None:
-    """The answer may add the modulus to the reference's remainder; a reference with a modulus needs
-    it in the answer.
+    """An answer may add the modulus to a reference without one; if the reference has a modulus, the
+    answer needs it.
     """
     assert matches_reference("4", r"4 \pmod{9}").is_equal
     assert not matches_reference("4", r"13 \pmod{9}").is_equal
@@ -317,7 +321,7 @@ def test_positive_letters_come_from_the_problem() -> None:
 
 
 def test_a_vote_counts_constants_of_any_letter_together() -> None:
-    """Integration constants of different letters are one class, even among many answers that are
+    """Integration constants of different letters are in one class, even among many answers that are
     compared by keys.
     """
     others = [f"{number}x^{number}+C" for number in range(3, 40)]

@@ -32,19 +32,19 @@ def test_all_equals_the_type_checkers_imports() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    """A misspelt name raises AttributeError, as in any module."""
+    """An unknown name raises AttributeError, as in any module."""
     with pytest.raises(AttributeError, match="'equivalents'"):
         getattr(evaluators, "equivalents")  # noqa: B009
 
 
 def test_no_name_is_hidden_by_a_folder() -> None:
-    """Importing a folder first must not replace the function of that name."""
+    """Importing a folder first does not replace the function of the same name."""
     folders = {path.stem for path in Path(str(evaluators.__file__)).parent.iterdir()}
     assert not folders & set(evaluators.__all__)
 
 
 def test_grading_imports_no_numpy_scipy_or_sympy() -> None:
-    """A command that only grades need not wait for these imports."""
+    """A command that only grades does not spend time on importing these packages."""
     code = (
         "import sys; from atts.evaluators import GradeTally, equivalent, extract, grade, group;"
         "assert equivalent('1/2', '0.5').status == 'equal';"

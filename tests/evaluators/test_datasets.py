@@ -1,5 +1,5 @@
-"""Tests of loading problems from files: problems, or a message that says what is wrong and what to
-do.
+"""Tests of loading problems from files: a file gives problems, or a message that names the fault
+and the fix.
 """
 
 import csv
@@ -94,7 +94,9 @@ def test_every_kind_of_file_gives_the_same_problems(
 
 
 def test_the_digest_depends_on_content_and_order_only(tmp_path: Path) -> None:
-    """Key order and unread columns do not change it; an answer or the order of problems does."""
+    """Key order and unread columns do not change the digest; an answer or the order of problems
+    does.
+    """
     plain = load_dataset(write_jsonl(tmp_path / "x.jsonl", ROWS))
     (tmp_path / "sub").mkdir()
     reordered = [{"extra": 1, **dict(reversed(row.items()))} for row in ROWS]
@@ -183,7 +185,7 @@ def message(action: Callable[[], object]) -> str:
 def test_bad_files_say_what_is_wrong_and_where(
     tmp_path: Path, name: str, content: bytes, says: list[str]
 ) -> None:
-    """One clear sentence names the file, the line and the remedy."""
+    """The message is one clear sentence with the file, the line and the remedy."""
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
     (tmp_path / name).write_bytes(content)
@@ -192,7 +194,7 @@ def test_bad_files_say_what_is_wrong_and_where(
 
 
 def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
-    """The error lists similar names, which shows a typing error."""
+    """The error lists existing files with similar names, so that a misspelt name is noticed."""
     write_jsonl(tmp_path / "maths.jsonl", ROWS)
     words = message(lambda: load_dataset(tmp_path / "math.jsonl"))
     assert "there is no file" in words
@@ -200,7 +202,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_a_missing_column_lists_the_existing_ones(tmp_path: Path) -> None:
-    """The error suggests the nearest column."""
+    """The error lists the existing columns and suggests the most similar one."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"Question": "p", "Answer": "1"}])
     words = message(lambda: load_dataset(path, options=LoadOptions(columns={"text": "Qestion"})))
     assert "Columns found: Question, Answer" in words
@@ -219,7 +221,7 @@ def test_parquet_without_pyarrow_says_how_to_install_it(
 
 
 def test_problems_without_reference_are_kept_only_when_asked(tmp_path: Path) -> None:
-    """Kept problems are noted, because they cannot be graded."""
+    """Problems without reference are noted, because they cannot be graded."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "p"}, {"problem": "q"}])
     found = load_dataset(path, options=LoadOptions(answers="optional"))
     assert [it.answer for it in found] == [None, None]
@@ -246,7 +248,7 @@ def test_an_unknown_option_is_an_error(tmp_path: Path, option: str, value: objec
 
 
 def test_an_unknown_name_suggests_a_known_one() -> None:
-    """The error is about usage, without a traceback."""
+    """The error suggests the most similar known name and has no traceback."""
     with pytest.raises(OptionError, match="did you mean 'math500'"):
         load_dataset("mathh500")
 
@@ -269,7 +271,7 @@ def test_choices_are_read_from_positions_letters_and_words(tmp_path: Path) -> No
 
 
 def test_an_answer_outside_the_choices_is_an_error(tmp_path: Path) -> None:
-    """Without the error the question would have no correct answer."""
+    """The error is needed because the question would have no correct answer."""
     path = write_jsonl(
         tmp_path / "x.jsonl", [{"question": "q", "choices": ["a1", "b1"], "answer": "c1"}]
     )
@@ -309,7 +311,9 @@ def test_gpqa_shuffles_the_choices_by_seed(tmp_path: Path) -> None:
 
 
 def test_the_order_of_choices_belongs_to_the_question(tmp_path: Path) -> None:
-    """Leaving questions out or loading them in another order moves no choice."""
+    """If questions are left out or loaded in another order, the choices of each question keep their
+    order.
+    """
     whole = load_dataset(
         "gpqa", options=LoadOptions(file=write_csv(tmp_path / "all.csv", GPQA_ROWS))
     )
@@ -321,7 +325,7 @@ def test_the_order_of_choices_belongs_to_the_question(tmp_path: Path) -> None:
 
 
 def test_choice_orders_are_fixed_for_all_time() -> None:
-    """Published numbers must stay reproducible, so these orders are recorded instead of computed."""
+    """The orders of choices equal recorded ones, because published numbers must stay reproducible."""
     assert [letter_order(0, f"gpqa/{number}", 4) for number in range(3)] == [
         (0, 3, 2, 1),
         (3, 0, 1, 2),
@@ -341,15 +345,15 @@ def problems(count: int) -> list[Problem]:
 
 
 def test_a_seeded_draw_is_pythons_own_sample() -> None:
-    """The draw equals `random.sample`, so anyone can repeat it with two lines of Python."""
+    """The draw equals `random.sample`, so it can be repeated with two lines of Python."""
     expected = random.Random(42).sample(range(500), 100)
     drawn = select(problems(500), Selection(sample=100, seed=42))
     assert [it.id for it in drawn] == [f"set/{at}" for at in expected]
 
 
 def test_filters_then_draw_then_slice() -> None:
-    """Selections apply in this order, and ids keep the requested order, with or without their
-    prefix.
+    """Filters, draw and slice apply in this order, and ids keep the requested order, with or
+    without their prefix.
     """
     chosen = select(
         problems(100), Selection(levels=(2, 3), subjects=("a",), sample=10, seed=1, stop=4)
@@ -374,7 +378,7 @@ def test_filters_then_draw_then_slice() -> None:
     ],
 )
 def test_a_selection_that_selects_nothing_says_why(selection: Selection, says: str) -> None:
-    """The error lists what there is to choose from."""
+    """The error lists the values that can be selected."""
     assert says in message(lambda: select(problems(10), selection))
 
 
@@ -407,7 +411,7 @@ def test_a_selection_changes_notes_and_digest(tmp_path: Path) -> None:
 
 
 def test_a_line_separator_inside_a_string_does_not_split_the_row(tmp_path: Path) -> None:
-    """JSON allows U+2028 in strings; splitting there would break the row."""
+    """JSON allows U+2028 in strings, so a reader that splits lines there would break the row."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"problem": "a\u2028b", "answer": "1"}\n', encoding="utf-8")
     assert load_dataset(path).problems[0].text == "a\u2028b"
@@ -428,7 +432,9 @@ def test_any_text_survives_the_way_through_a_file(
 
 
 def test_the_generated_benchmark_loads_by_name() -> None:
-    """It takes count, seed and levels from the selection, and has a digest that repeats."""
+    """The generated benchmark takes count, seed and levels from the selection, and its digest is
+    reproducible.
+    """
     one = load_dataset("arithmetic", Selection(sample=6, seed=3, levels=(2, 4)))
     again = load_dataset("arithmetic", Selection(sample=6, seed=3, levels=(2, 4)))
     assert len(one) == 6
@@ -440,5 +446,7 @@ def test_the_generated_benchmark_loads_by_name() -> None:
 
 
 def test_columns_may_be_an_object() -> None:
-    """In Python, columns can be a value that a mapping of names cannot express."""
+    """In Python `columns` can be an object with functions, for what a mapping of names cannot
+    express.
+    """
     assert Columns.of({"text": "q"}) == Columns(text="q")

@@ -40,8 +40,8 @@ def from_file(name: str, shared: Path) -> Dataset:
 
 @pytest.mark.parametrize("name", FILES)
 def test_real_files_load_whole(name: str, shared_data: Path) -> None:
-    """Each file has the known size, complete texts and references, unique ids, and only the
-    expected notes.
+    """Each file has the known number of problems, complete texts and references, unique ids, and
+    only the expected notes.
     """
     found = from_file(name, shared_data)
     extra = name == "olympiadbench"  # this file has one problem more than the hub's copy
@@ -52,7 +52,9 @@ def test_real_files_load_whole(name: str, shared_data: Path) -> None:
 
 
 def test_olympiadbench_rows_have_tolerances_and_units(shared_data: Path) -> None:
-    """One row tolerates a tenth; in eight rows the unit may be left out, but another unit is wrong."""
+    """One row has a tolerance of a tenth; in eight rows the unit may be left out, but another unit
+    is wrong.
+    """
     found = from_file("olympiadbench", shared_data)
     assert {it.grading for it in found} == {
         Grading(rounding="none"),
@@ -70,13 +72,15 @@ def test_olympiadbench_rows_have_tolerances_and_units(shared_data: Path) -> None
 
 @pytest.mark.parametrize("name", ["aime24", "aime25", "amc23", "gsm8k"])
 def test_whole_number_benchmarks_have_whole_number_references(name: str, shared_data: Path) -> None:
-    """References have no leading zero, ".0" or comma; the few other answers stay as they are."""
+    """Whole-number references have no leading zero, ".0" or comma; the few other references are
+    unchanged.
+    """
     answers = [it.answer for it in from_file(name, shared_data)]
     assert all(answer == str(int(answer)) for answer in answers if answer)
 
 
 def test_math100_is_the_reference_hundred_in_its_order(shared_data: Path) -> None:
-    """The questions are those of the published runs, in the same order."""
+    """MATH-100 has the questions of the published runs, in the same order."""
     found = from_file("math100", shared_data)
     ids = dict[int, str]()
     for line in (shared_data / "traces" / "answer_pairs.jsonl").read_text().splitlines():
@@ -88,7 +92,7 @@ def test_math100_is_the_reference_hundred_in_its_order(shared_data: Path) -> Non
 
 
 def test_math500_can_be_selected_by_level_and_subject(shared_data: Path) -> None:
-    """Level and subject select its problems."""
+    """Level and subject select problems of MATH-500."""
     options = LoadOptions(file=shared_data / "benchmarks" / "math500.jsonl")
     hard = load_dataset("math500", Selection(levels=(5,), subjects=("algebra",)), options)
     assert {(it.level, it.subject) for it in hard} == {(5, "Algebra")}
@@ -96,7 +100,9 @@ def test_math500_can_be_selected_by_level_and_subject(shared_data: Path) -> None
 
 
 def test_math100_is_refused_from_a_part_of_math500(tmp_path: Path, shared_data: Path) -> None:
-    """In a part of MATH-500 the indices of the hundred would name other problems."""
+    """In a part of MATH-500 the indices of MATH-100 would name other problems, so the part is
+    refused.
+    """
     lines = (shared_data / "benchmarks" / "math500.jsonl").read_text().splitlines()[:499]
     (tmp_path / "part.jsonl").write_text("\n".join(lines))
     with pytest.raises(
@@ -140,7 +146,7 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 
 
 def cached(name: str, cache: Path, **options: Any) -> Dataset:
-    """Load without a network."""
+    """Load from the cache, without a network."""
     return load_dataset(name, options=LoadOptions(cache=cache, network="never", **options))
 
 
@@ -347,7 +353,9 @@ def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
 
 
 def test_a_copy_without_an_optional_column_loads_with_a_note(tmp_path: Path) -> None:
-    """Copies on the hub are edited; without text or reference they do not load."""
+    """Copies on the hub may lack columns: a copy without an optional column loads with a note, but
+    a copy without text or reference is refused.
+    """
     hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "answer": "1"}])})
     found = cached("aime25", tmp_path)
     assert found.problems[0].id == "aime25/0"
@@ -371,7 +379,7 @@ def test_half_of_two_configurations_is_not_the_benchmark(tmp_path: Path) -> None
 
 
 def test_amc_keeps_2023_of_a_mixed_source(tmp_path: Path) -> None:
-    """The url of a problem gives its year, and answers that are floats become whole numbers."""
+    """The year of a problem is read from its url, and answers that are floats become whole numbers."""
     rows = [
         {
             "id": at,
@@ -388,7 +396,7 @@ def test_amc_keeps_2023_of_a_mixed_source(tmp_path: Path) -> None:
 
 
 def test_a_missing_shard_is_not_overlooked(tmp_path: Path) -> None:
-    """Two of three shards are not accepted as the dataset."""
+    """A cache with two of three shards is not accepted as the dataset."""
     shards = {
         f"data/train-{at:05d}-of-00003.parquet": parquet(
             [{"problem": "p", "answer": "1", "id": at}]
@@ -401,7 +409,7 @@ def test_a_missing_shard_is_not_overlooked(tmp_path: Path) -> None:
 
 
 def test_revisions_are_configurable_and_recorded(tmp_path: Path) -> None:
-    """A branch or a commit can be given, and the record always has the commit."""
+    """The user can give a branch or a commit, and the record always has the commit."""
     old = hub_copy(
         tmp_path,
         "math-ai/aime25",
@@ -455,7 +463,9 @@ def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> Non
 def test_an_uncached_benchmark_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The network may be off by atts' setting or by huggingface_hub's own."""
+    """The error says how to download the benchmark, with the network off by atts' setting or by
+    huggingface_hub's.
+    """
     with pytest.raises(
         DatasetError,
         match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or name a file of it with "
@@ -475,9 +485,7 @@ def test_an_uncached_benchmark_says_how_to_get_it(
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The answers of the hub that a dataset needs: a public and a gated repository, and 404 for
-    others.
-    """
+    """A stand-in for the hub with a public and a gated repository, which replies 404 for any other."""
 
     commit = "c" * 40
     content = lines([{"problem": "fetched", "answer": "1", "id": "0"}])
@@ -487,7 +495,7 @@ class Hub(BaseHTTPRequestHandler):
         """Write no access log."""
 
     def do_HEAD(self) -> None:
-        """Answer as GET does."""
+        """Answer a HEAD request as a GET request."""
         self.do_GET()
 
     def do_GET(self) -> None:
@@ -529,7 +537,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Run a hub on this machine in place of the real one, and list every path that is requested."""
+    """Run a local stand-in for the hub, and list every path that is requested."""
     handler = type("Handler", (Hub,), {"asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -580,7 +588,7 @@ def test_a_missing_dataset_is_fetched_once(tmp_path: Path, hub: list[str]) -> No
 def test_each_refusal_of_the_hub_gives_advice(
     tmp_path: Path, hub: list[str], name: str, revision: str, says: str
 ) -> None:
-    """Gated, absent and unknown datasets each get their own advice."""
+    """Gated, absent and unknown datasets each have their own advice in the error."""
     with pytest.raises(DatasetError, match=says):
         load_dataset(name, options=LoadOptions(cache=tmp_path, revision=revision))
     assert hub
@@ -590,7 +598,9 @@ def test_each_refusal_of_the_hub_gives_advice(
     "cut", ["[:3]", "[2:9:3]", "[-2:]", "[:-7]", "[8:3:-2]", "[-4::-1]", "[:]", "[10:]"]
 )
 def test_a_slice_of_a_generated_benchmark_names_the_whole(cut: str) -> None:
-    """The note and the revision describe the whole set, although only a part is generated."""
+    """The note and the revision of a slice describe the whole set, although only the slice is
+    generated.
+    """
     of_twelve = Selection(sample=12, seed=5)
     whole = load_dataset("arithmetic", of_twelve)
     start, stop, step = (int(end) if end else None for end in f"{cut[1:-1]}::".split(":")[:3])
@@ -601,7 +611,7 @@ def test_a_slice_of_a_generated_benchmark_names_the_whole(cut: str) -> None:
 
 
 def test_only_the_slice_of_a_benchmark_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing hundreds of problems until split and level fit would take time for nothing."""
+    """Problems outside the slice are not generated, because drawing them would waste time."""
     asked = list[int]()
     make = arithmetic.problems
 

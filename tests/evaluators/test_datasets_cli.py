@@ -31,7 +31,7 @@ def atts(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_list_names_every_benchmark(tmp_path: Path) -> None:
-    """The list is plain text or one object per line, and loads no benchmark."""
+    """The list is plain text or one JSON object per line, and loads no benchmark."""
     plain = atts(tmp_path)
     machine = atts(tmp_path, "list", "--json")
     assert (plain.returncode, machine.returncode) == (0, 0), plain.stderr + machine.stderr
@@ -42,7 +42,7 @@ def test_the_list_names_every_benchmark(tmp_path: Path) -> None:
 
 
 def test_show_prints_the_record_and_the_problems(tmp_path: Path, rows: Path) -> None:
-    """The record comes first, then each problem, selected and mapped as requested."""
+    """The record comes first, then each problem, with the requested selection and column mapping."""
     done = atts(
         tmp_path,
         "show",
@@ -81,7 +81,7 @@ def test_show_prints_the_record_and_the_problems(tmp_path: Path, rows: Path) -> 
 def test_errors_are_one_message_and_code_two(
     tmp_path: Path, rows: Path, words: list[str], says: str
 ) -> None:
-    """Nothing is printed on stdout, and there is no traceback."""
+    """The message is on stderr, stdout is empty, and there is no traceback."""
     done = atts(tmp_path, "show", *(word.format(rows=rows) for word in words))
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr

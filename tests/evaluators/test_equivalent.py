@@ -105,7 +105,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL.values(), ids=EQUAL)
 def test_equal_values_in_different_notation_are_equal(gold: str, answer: str) -> None:
-    """Either of the two may be the reference."""
+    """The pair is equal whichever of the two answers is the reference."""
     assert [equivalent(gold, answer).status, equivalent(answer, gold).status] == ["equal", "equal"]
 
 
@@ -119,7 +119,9 @@ def test_similar_looking_values_are_different(gold: str, answer: str) -> None:
 
 
 def test_undecided_pairs_are_unscored() -> None:
-    """A missing reference and a pair that no algebra settles are not called wrong."""
+    """A missing reference, and a pair that algebra cannot decide, make the answer unscored instead
+    of wrong.
+    """
     assert equivalent("", "5").rule == "no reference"
     assert equivalent("0", r"\boxed{}").rule == "no answer"
     assert equivalent("5", r"\sum_{p \text{ prime}} \frac{1}{p^2}").status == "unscored"
@@ -136,7 +138,7 @@ def test_the_kind_decides_how_answers_are_compared() -> None:
 
 
 def test_the_caller_sets_the_limits() -> None:
-    """With a smaller limit the same pair is undecided instead of different."""
+    """With a smaller limit from the caller the same pair is undecided instead of different."""
     gold = "(x+1)^{9}+1"
     answer = "1+(1+x)^{9}+0"
     assert equivalent(gold, answer).is_equal
@@ -144,7 +146,7 @@ def test_the_caller_sets_the_limits() -> None:
 
 
 def test_threads_do_not_change_verdicts() -> None:
-    """Eight threads at once get the verdicts of one thread."""
+    """Eight threads that grade concurrently get the same verdicts as one thread."""
     pairs = list(EQUAL.values()) * 4
     with ThreadPoolExecutor(8) as pool:
         found = list(
@@ -154,7 +156,7 @@ def test_threads_do_not_change_verdicts() -> None:
 
 
 def test_little_stack_leaves_an_answer_undecided() -> None:
-    """Deep in a caller's recursion the grader gives no verdict instead of raising."""
+    """Near the recursion limit the grader leaves the answer undecided instead of raising."""
     verdicts: list[str] = []
 
     def deep(levels: int) -> None:
@@ -176,7 +178,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_cases_of_other_checkers(shared_data: Path) -> None:
-    """Each undisputed pair of other checkers' tests gets its verdict in both directions."""
+    """Each undisputed pair from other checkers' tests gets the expected verdict in both directions."""
     rows = [row for row in _rows(shared_data / "equivalence/cases.jsonl") if row["tag"] == "core"]
     rows = [row for row in rows if row["kind"] == "answer"]
     wrong = [
@@ -198,7 +200,7 @@ def test_cases_of_other_checkers(shared_data: Path) -> None:
 
 
 def test_answers_of_real_models(shared_data: Path) -> None:
-    """At least 99 of 100 answers get the verdict of a human reader."""
+    """At least 99 of 100 answers of real models get the same verdict as from a human reader."""
     rows = list(_rows(shared_data / "traces/answer_pairs.jsonl"))
     right = sum(
         equivalent(row["gold"], row["pred"]).is_equal == row["judged_equal"] for row in rows
@@ -208,7 +210,9 @@ def test_answers_of_real_models(shared_data: Path) -> None:
 
 @pytest.mark.parametrize("count", [3, 40, 200])
 def test_long_lists_are_compared_member_by_member(count: int) -> None:
-    """The order of a set does not matter, and one changed or missing member makes it different."""
+    """The order of a long set does not matter, and one changed or missing member makes the set
+    different.
+    """
     numbers = list(range(1, count + 1))
     gold = f"\\{{{','.join(map(str, numbers))}\\}}"
 
@@ -222,7 +226,9 @@ def test_long_lists_are_compared_member_by_member(count: int) -> None:
 
 @pytest.mark.parametrize(("last", "status"), [(160, "equal"), (161, "different")])
 def test_long_lists_of_other_spellings_are_compared_by_value(last: int, status: str) -> None:
-    """Eighty fractions that are each written differently on both sides are equal."""
+    """Two lists of eighty fractions are equal although each fraction is written differently on the
+    two sides.
+    """
     gold = ",".join(f"\\frac{{{place}}}{{83}}" for place in range(1, 81))
     others = [2 * place for place in range(1, 80)] + [last]
     answer = ",".join(f"\\frac{{{top}}}{{166}}" for top in reversed(others))

@@ -1,5 +1,5 @@
-"""Property tests of grading: notation does not matter and values do, on random expressions of known
-value.
+"""Property tests of grading on random expressions of known value: notation does not matter, but
+values do.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_arithmetic_is_graded_by_value(one: Written, two: Written) -> None:
 @CASES
 @given(EXPRESSIONS)
 def test_an_expression_equals_its_lowest_terms(item: Written) -> None:
-    """Every spelling of a value equals its lowest terms and no neighbouring value."""
+    """Every spelling of a value equals its lowest terms, and equals no neighbouring value."""
     value = item.value
     assert equivalent(item.text, rf"\frac{{{value.numerator}}}{{{value.denominator}}}").is_equal
     assert equivalent(str(value), item.text).is_equal
@@ -146,7 +146,7 @@ def test_wrapping_changes_nothing(answer: str, inner: str, outer: str) -> None:
 @CASES
 @given(VALUES, UNITS)
 def test_units_may_be_left_out(value: str, unit: str) -> None:
-    """A unit on one side only is ignored."""
+    """A unit on only one of the two sides is ignored."""
     assert equivalent(value, value + unit).is_equal
     assert equivalent(value + unit, value).is_equal
 
@@ -154,7 +154,7 @@ def test_units_may_be_left_out(value: str, unit: str) -> None:
 @CASES
 @given(ANSWERS, ANSWERS)
 def test_distinct_answers_stay_distinct(one: str, two: str) -> None:
-    """No two of these answers are equal, and either may be the reference."""
+    """No two answers of the list are equal, and either may be the reference."""
     same = one == two or {one, two} == {"0.75", r"\frac{3}{4}"}
     assert (equivalent(one, two).status == "equal") == same
     assert equivalent(one, two).status == equivalent(two, one).status
@@ -188,7 +188,7 @@ def test_sums_commute(terms: list[str], order: object) -> None:
 @CASES
 @given(st.lists(numbers(), min_size=2, max_size=5), st.integers(0, 10**6))
 def test_order_is_free_in_sets_and_kept_in_tuples(items: list[Written], turn: int) -> None:
-    """Sets with equal members are equal in any order; tuples must agree in order too."""
+    """Sets with equal members are equal in any order; tuples are equal only in the same order."""
     turned = items[turn % len(items) :] + items[: turn % len(items)]
     one, two = (";".join(item.text for item in side) for side in (items, turned))
     assert equivalent(rf"\{{{one}\}}", rf"\{{{two}\}}").is_equal
@@ -204,7 +204,7 @@ def test_order_is_free_in_sets_and_kept_in_tuples(items: list[Written], turn: in
     st.sampled_from(["()", "[]", "[)", "(]"]),
 )
 def test_intervals_keep_their_ends(low: Written, high: Written, one: str, two: str) -> None:
-    """Intervals that differ in an included end are different."""
+    """Intervals are different if only one of them includes an end."""
     first, second = (f"{ends[0]}{low.text};{high.text}{ends[1]}" for ends in (one, two))
     assert equivalent(first, second).is_equal == (one == two)
 

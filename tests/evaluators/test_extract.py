@@ -1,4 +1,4 @@
-"""Tests of extraction: the final answer is found in a reasoning text, and never invented."""
+"""Tests of extraction: the final answer is found in a reasoning text, and no answer is invented."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ BOXES = [
 
 @pytest.mark.parametrize(("text", "answer"), BOXES)
 def test_the_last_box_counts(text: str, answer: str) -> None:
-    """The last box with content counts, or the last few if the text joins them."""
+    """The last box with content is the answer, or the last few boxes if the text joins them."""
     assert extract(text) == answer
 
 
@@ -54,7 +54,7 @@ def test_the_last_box_counts(text: str, answer: str) -> None:
     ],
 )
 def test_a_cut_or_empty_box_gives_no_answer(text: str) -> None:
-    """A box that is never closed gives nothing under any fallback."""
+    """A box that is never closed gives no answer under any fallback."""
     assert extract(text, fallback="number") is None
 
 
@@ -85,7 +85,9 @@ def test_an_explicit_mark_counts_without_a_box(text: str, answer: str) -> None:
 
 
 def test_fallbacks_need_a_setting() -> None:
-    """A stated value counts by default, a last number only on request, and neither with "none"."""
+    """A stated value counts by default, a last number only on request, and with "none" neither
+    counts.
+    """
     text = "We tried 3 and 4 of 17 ways without success"
     assert extract(text) is None
     assert extract(text, fallback="number") == "17"
@@ -138,13 +140,15 @@ def _is_right(row: dict[str, str | None]) -> bool:
 
 
 def test_a_box_may_follow_a_letter() -> None:
-    """ "\\boxed" counts directly after a letter; a word that ends in "boxed" does not."""
+    r""" "\boxed" counts directly after a letter, but a word that ends in "boxed" does not."""
     assert extract(r"so x\boxed{7}") == "7"
     assert extract("it was unboxed{7}", fallback="none") is None
 
 
 def test_lines_without_an_answer_can_be_dropped() -> None:
-    """If lines hold no answer whatever follows, dropping them from a longer text changes no result."""
+    """Lines that cannot contain an answer may be dropped from a long text without changing the
+    extracted answer.
+    """
     rng = Random(4)
     pieces = [
         "Let us compute the sum of the digits of n, which we call s.\n",

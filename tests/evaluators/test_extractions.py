@@ -24,7 +24,7 @@ KINDS = _kinds()
 
 
 def is_found(kind: AnswerKind, text: str, answer: str) -> bool:
-    """Return whether the answer is extracted, or nothing if there is none."""
+    """Return whether the answer is extracted, or no answer if the text has none."""
     found = extract(text, kind)
     if found is None or answer == "∅":
         return found is None and answer == "∅"

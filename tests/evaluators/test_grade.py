@@ -1,4 +1,4 @@
-"""Tests of `atts grade` and its Python twin: a verdict per record, then a summary."""
+"""Tests of `atts grade` and of `atts.grade` in Python: a verdict per record, then a summary."""
 
 import io
 import json
@@ -60,7 +60,7 @@ def lines(records: list[dict[str, Any]]) -> str:
 def test_json_is_one_verdict_per_line_then_a_summary(
     tmp_path: Path, atts: Callable[..., Done]
 ) -> None:
-    """Each record has its line in order, and the summary counts all of them."""
+    """Each record has its line, in order, and the summary counts all records."""
     file = tmp_path / "answers.jsonl"
     file.write_text(lines(RECORDS))
     done = atts(str(file), "--json")
@@ -77,7 +77,7 @@ def test_json_is_one_verdict_per_line_then_a_summary(
 
 
 def test_a_dash_reads_stdin(atts: Callable[..., Done]) -> None:
-    """For people there is a line per record, and a summary with its interval."""
+    """Records from stdin give, for people, a line per record and a summary with its interval."""
     done = atts("-", stdin=lines(RECORDS[:1]))
     assert done.returncode == 0, done.stderr
     assert "equal" in done.stdout.splitlines()[0]
@@ -106,7 +106,7 @@ def test_a_bad_record_is_a_usage_error_under_strict(
 
 
 def test_a_bad_record_is_reported_and_the_rest_is_graded(atts: Callable[..., Done]) -> None:
-    """Records keep their index, and the summary counts ungraded ones outside the accuracy."""
+    """Graded records keep their index, and the summary leaves bad records out of the accuracy."""
     stdin = 'not json\n{"gold": "5"}\n{"gold": "5", "answer": "5"}\n'
     done = atts("-", "--json", stdin=stdin)
     assert done.returncode == 0
@@ -122,15 +122,15 @@ def test_a_bad_record_is_reported_and_the_rest_is_graded(atts: Callable[..., Don
 
 
 def test_nothing_but_bad_records_is_a_usage_error(atts: Callable[..., Done]) -> None:
-    """A file of another format must not pass as graded."""
+    """A file in which every record is bad is refused, because it has another format."""
     done = atts("-", stdin='{"gold": "5"}\n')
     assert done.returncode == 2
     assert "no record could be graded" in done.stderr
 
 
 def test_explain_shows_what_was_compared(atts: Callable[..., Done]) -> None:
-    """It shows references, the extracted answer, the rule in words, and both sides as the grader
-    read them.
+    """`--explain` shows references, the extracted answer, the rule in words, and both sides as the
+    grader read them.
     """
     record = {"gold": ["3", r"\dfrac{1}{2}"], "text": "The answer is 0.5."}
     plain = atts("-", stdin=lines([record]))
@@ -162,7 +162,7 @@ def test_a_missing_file_and_a_misspelt_option_are_usage_errors(atts: Callable[..
 
 
 def test_the_python_function_equals_the_command() -> None:
-    """`atts.grade` gives the same verdicts and their counts."""
+    """`atts.grade` returns the same verdicts and counts as the command."""
     tally = GradeTally()
     found = list(grade(RECORDS))
     for each in found:
@@ -174,7 +174,9 @@ def test_the_python_function_equals_the_command() -> None:
 
 
 def test_expected_verdicts_are_compared() -> None:
-    """If records bring an expected verdict, disagreements are counted, false equals first."""
+    """If records have an expected verdict, disagreements are counted, with wrongly equal pairs
+    first.
+    """
     tally = GradeTally()
     for each in grade(
         [
@@ -187,13 +189,15 @@ def test_expected_verdicts_are_compared() -> None:
 
 
 def test_a_worked_solution_serves_as_reference() -> None:
-    """The box of a worked solution is the reference; a short reference is used as it is."""
+    """The answer in the box of a worked solution is the reference; a short reference is used as it
+    is.
+    """
     assert reference(r"Adding gives $2x=6$, so $x=\boxed{3}$.") == "3"
     assert reference("The Answer Is Blue") == "The Answer Is Blue"
 
 
 def test_undisputed_texts_are_graded_correctly(shared_data: Path) -> None:
-    """Pairs that need extraction get their verdict through the grader."""
+    """Undisputed texts that need extraction are graded correctly."""
     text = (shared_data / "equivalence/cases.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.split("\n") if line]
     rows = [row for row in rows if row["tag"] == "core" and row["kind"] == "text"]
@@ -208,7 +212,9 @@ def test_undisputed_texts_are_graded_correctly(shared_data: Path) -> None:
 
 
 def test_any_of_several_references_is_correct() -> None:
-    """An unreadable reference does not affect the others."""
+    """An answer is correct if any reference equals it, and an unreadable reference does not affect
+    the others.
+    """
     records: list[dict[str, object]] = [
         {"gold": ["1/2", "2"], "answer": "0.5"},
         {"gold": ["1/2", 2], "text": "The answer is 2."},
@@ -220,6 +226,6 @@ def test_any_of_several_references_is_correct() -> None:
 
 
 def test_a_verdict_shows_what_was_read() -> None:
-    """The verdict quotes both answers in plain spelling, after the reason if there is one."""
+    """The verdict quotes both answers as the grader read them, after the reason if there is one."""
     (graded,) = grade([{"gold": r"\dfrac{1}{2}", "answer": "$0.25$"}])
     assert graded.verdict.detail == r"read as \dfrac{1}{2} and 0.25"

@@ -1,4 +1,6 @@
-"""Tests of grouping: equal answers form one class, in any order, and different ones stay separate."""
+"""Tests of grouping: equal answers form one class, in any order, and different answers stay
+separate.
+"""
 
 import json
 import random
@@ -50,7 +52,7 @@ def test_answers_of_one_question_are_grouped() -> None:
 def test_the_partition_does_not_depend_on_the_order(
     answers: list[str | None], order: random.Random
 ) -> None:
-    """Shuffled answers get shuffled labels and the same classes."""
+    """Shuffled answers get labels in another order but form the same classes."""
     shuffled = list(answers)
     order.shuffle(shuffled)
     assert partition(answers) == partition(shuffled)
@@ -68,8 +70,8 @@ def test_a_class_holds_equal_answers_only(answers: list[str]) -> None:
 
 
 def test_equal_answers_are_together_unless_that_would_join_different_ones() -> None:
-    """Two equal answers are in different classes only if joining these would put different answers
-    together.
+    """Two equal answers are in different classes only if one class for both would also contain
+    different answers.
     """
     answers = [answer for answer in POOL if answer]
     classes = dict(zip(answers, group(answers), strict=True))
@@ -134,8 +136,8 @@ def test_keys_separate_most_distinct_answers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_correct_answers_of_real_models_share_a_class(shared_data: Path) -> None:
-    """Answers that a reader called correct share one class per question, and no wrong answer joins
-    it.
+    """Answers that a reader called correct are in one class per question, and no wrong answer is in
+    this class.
     """
     lines = (shared_data / "traces/answer_pairs.jsonl").read_text(encoding="utf-8").split("\n")
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line]

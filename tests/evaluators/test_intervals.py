@@ -1,4 +1,4 @@
-"""Tests of confidence intervals: they equal textbook values, and cover as often as they claim."""
+"""Tests of confidence intervals: they equal textbook values, and their coverage is the stated one."""
 
 import json
 import math
@@ -35,8 +35,8 @@ def test_wilson_of_single_samples_is_the_textbook_interval(n: int, data: st.Data
 
 
 def test_effective_n_lies_between_problems_and_samples() -> None:
-    """It is the number of problems if all samples of a problem agree, and that of samples without
-    clustering.
+    """Effective n is the number of problems if all samples of a problem agree, and the number of
+    samples if there is no clustering.
     """
     alike = np.array([1.0, 0.0, 1.0, 0.0])
     assert effective_n(0.5, float(alike.var(ddof=1) / 4), 4, 64) == 4
@@ -57,13 +57,13 @@ def test_every_interval_contains_its_value_within_0_and_1(right: list[int]) -> N
 
 
 def test_one_problem_has_no_interval_over_problems() -> None:
-    """The number of its samples does not matter."""
+    """One problem has no interval, whatever the number of its samples."""
     found = mean_estimate([0.75], 64)
     assert found.high - found.low > 0.7
 
 
 def test_undefined_rates_are_reported_as_undefined() -> None:
-    """Missing problems, a problem without a value, and nothing to count give no number."""
+    """No problems, a problem without a value, and a count of nothing give no number."""
     for found in (
         mean_estimate([], 0),
         mean_estimate([math.nan, 1.0], 2),
@@ -95,7 +95,7 @@ def test_an_estimate_prints_its_basis() -> None:
     ],
 )
 def test_unknown_methods_and_units_are_errors(wrong: Callable[[], object]) -> None:
-    """The error names the word, and nothing is guessed."""
+    """The error names the unknown word, and no default replaces it."""
     with pytest.raises(OptionError):
         wrong()
 
@@ -115,7 +115,7 @@ def benchmarks(
 
 
 def covered(truth: float, found: list[Estimate]) -> float:
-    """Return how often the interval contains the truth."""
+    """Return how often the interval covers the true value."""
     return float(np.mean([one.low <= truth <= one.high for one in found]))
 
 
@@ -149,8 +149,8 @@ def test_intervals_over_problems_cover(
 @pytest.mark.parametrize("problems", [30, 40])
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99])
 def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
-    """pass@1, pass@4 and maj@4 of 16 samples miss the truth no more often than 95 % allows, over
-    200 benchmarks.
+    """Intervals of pass@1, pass@4 and maj@4 of 16 samples miss the true value in at most 5 % of 200
+    benchmarks.
     """
     rng = np.random.default_rng([problems, round(1000 * truth)])
     chances = rng.beta(2 * truth, 2 * (1 - truth), (200, problems))
@@ -176,7 +176,7 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
 
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.5, 0.95, 0.98])
 def test_shares_of_unequal_totals_are_covered_near_the_edges(truth: float) -> None:
-    """The interval covers in 250 runs of 30 problems with unequal totals, as realised rates have."""
+    """The interval covers in 250 runs of 30 problems with unequal totals, as in realised rates."""
     rng = np.random.default_rng(round(1000 * truth))
     found: list[Estimate] = []
     for _ in range(250):
@@ -187,7 +187,9 @@ def test_shares_of_unequal_totals_are_covered_near_the_edges(truth: float) -> No
 
 
 def test_taking_samples_as_independent_would_not_cover() -> None:
-    """Treating samples as independent, which the module avoids, covers about 60 % instead of 95 %."""
+    """An interval that treats samples as independent covers about 60 % instead of 95 %, so atts
+    avoids it.
+    """
     truth, right = benchmarks(AIME, 30, 16, 400)
     naive = [stats.binomtest(int(row.sum()), 480).proportion_ci(method="wilson") for row in right]
     assert np.mean([one.low <= truth <= one.high for one in naive]) < 0.75
@@ -203,8 +205,8 @@ def test_wilson_weighs_problems_equally() -> None:
 
 @pytest.mark.parametrize("wrong", [10.94, -0.25, math.inf])
 def test_a_mean_above_1_gets_no_interval_of_shares(wrong: float) -> None:
-    """An interval in [0, 1] would be wrong for a mean of 10.94; sums of floats may exceed 1 by
-    rounding.
+    """A mean of 10.94 gets no interval within [0, 1]; a sum of floats that exceeds 1 by rounding
+    still gets one.
     """
     with pytest.raises(OptionError, match="is not a share"):
         mean_estimate([0.5, wrong], 2)

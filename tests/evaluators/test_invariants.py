@@ -66,7 +66,7 @@ def test_pairs_of_every_kind_are_grouped_as_they_are_compared() -> None:
 
 
 def test_no_verdict_depends_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine ten thousand times slower gives the same verdicts."""
+    """A machine that is ten thousand times slower gives the same verdicts."""
     pairs = [
         (r"\frac{1}{2\sin(\frac{\pi}{26})}", r"\frac{\sin(\frac{6\pi}{13})}{\sin(\frac{\pi}{13})}"),
         (r"\lfloor\frac{2n-1}{5}\rfloor", r"\lfloor\frac{2n+1}{5}\rfloor"),
@@ -84,7 +84,7 @@ def test_no_verdict_depends_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_answer_ended_by_the_clock_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verdict says that the clock ended it."""
+    """The verdict says that the time limit ended the comparison."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks) * 100))
     gold = r"\sum_{k=1}^{300}\sum_{j=1}^{60}(k+j)"
@@ -93,7 +93,9 @@ def test_an_answer_ended_by_the_clock_is_unscored(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_budget_counts_work() -> None:
-    """Work past the budget is unscored, with the rule of the limits."""
+    """If a comparison exceeds its budget of work, the answer is unscored, with the rule of the
+    limits.
+    """
     verdict = equivalent(r"\sin x + \cos x", r"\cos x + \sin(x) + 10^{-60}", limits=Limits(work=20))
     assert (verdict.status, verdict.rule) == ("unscored", "limits")
 
@@ -121,7 +123,9 @@ REPEATED = [
 @pytest.mark.parametrize("unit", REPEATED)
 @pytest.mark.parametrize("read", ["extraction", "choice", "unmarked", "pair"])
 def test_reading_takes_linear_time(unit: str, read: str) -> None:
-    """Eight times the text takes at most about twenty times as long, even if it repeats itself."""
+    """A text eight times as long takes at most about twenty times as long to read, even if it
+    repeats itself.
+    """
     readers: dict[str, Callable[[str], object]] = {
         "extraction": lambda text: extraction(text, fallback="number"),
         "choice": lambda text: extraction(text, "choice"),
@@ -142,7 +146,7 @@ def test_reading_takes_linear_time(unit: str, read: str) -> None:
 
 
 def test_very_long_texts_are_read_at_their_end() -> None:
-    """The last million of ten million characters are read; an answer of that length exceeds a
+    """Only the last million of ten million characters is read; an answer of that length exceeds a
     limit.
     """
     text = "a" * 10 * MOST_CHARACTERS
@@ -159,8 +163,8 @@ def test_many_inequalities_are_not_called_different() -> None:
 
 
 def test_a_reference_may_have_a_percent_sign() -> None:
-    """An answer may omit the reference's percent sign but not add one; in a computation both are
-    one value.
+    """An answer may omit the reference's percent sign but not add one; in a computation the sign
+    does not matter.
     """
     records = [
         {"gold": r"28\%", "answer": "28"},
@@ -175,7 +179,9 @@ def test_a_reference_may_have_a_percent_sign() -> None:
 
 @pytest.mark.parametrize("name", ["math500", "aime24", "amc23", "hmmt25_feb", "olympiadbench"])
 def test_exact_benchmarks_take_no_rounded_answers(name: str) -> None:
-    """Their profile forbids rounding; without it a decimal of five digits equals a third."""
+    """The profile of an exact benchmark forbids rounding; without the profile a decimal of five
+    digits equals a third.
+    """
     benchmark = find_benchmark(name)
     assert benchmark is not None
     assert benchmark.grading == Grading(rounding="none")
@@ -184,7 +190,7 @@ def test_exact_benchmarks_take_no_rounded_answers(name: str) -> None:
 
 
 def test_a_file_of_a_benchmark_has_its_profile(tmp_path: Path) -> None:
-    """A local file of a benchmark is graded as the hub's copy."""
+    """A local file of a benchmark is graded under the same profile as the hub's copy."""
     file = tmp_path / "aime.jsonl"
     file.write_text(json.dumps({"problem": "?", "answer": "33"}))
     problem = load_dataset("aime24", options=LoadOptions(file=file)).problems[0]

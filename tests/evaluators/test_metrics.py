@@ -42,8 +42,8 @@ def share(row: Sequence[bool], k: int, right: Any) -> Fraction:
 @FEW
 @given(CASE)
 def test_pass_metrics_equal_brute_force(case: tuple[list[bool], int]) -> None:
-    """pass@k needs one correct sample, pass^k all, and G-pass@k at least the share tau and at least
-    one.
+    """pass@k needs one correct sample, pass^k needs all, and G-pass@k needs at least the share tau
+    and at least one.
     """
     row, k = case
     counts = count([row])
@@ -83,7 +83,9 @@ def test_pass_rates_are_ordered(n: int, data: st.DataObject) -> None:
 
 
 def test_fewer_samples_than_k_is_undefined() -> None:
-    """The metric is neither 0 nor 1 nor computed from fewer samples."""
+    """A metric of fewer samples than k is undefined: not 0, not 1, and not computed from fewer
+    samples.
+    """
     for metric in (pass_at_k, pass_hat_k):
         assert np.isnan(metric([3, 4], [3, 4], 4)).tolist() == [True, False]
     assert np.isnan(g_pass_at_k([3], [3], 4, 0.5)[0])
@@ -103,7 +105,7 @@ def test_large_counts_neither_overflow_nor_lose_digits() -> None:
 
 
 def test_rows_may_have_different_lengths() -> None:
-    """Unknown samples count as wrong, and arrays work as lists do."""
+    """Unknown samples count as wrong, and arrays give the same results as lists."""
     rows: list[list[bool | None]] = [[True, None, False], [None], []]
     assert (count(rows).n.tolist(), count(rows).c.tolist()) == ([3, 1, 0], [1, 0, 0])
     array = np.array([[1, 0], [1, 1]], dtype=bool)
@@ -122,7 +124,7 @@ def test_rows_may_have_different_lengths() -> None:
     ],
 )
 def test_impossible_arguments_are_errors(wrong: Any) -> None:
-    """The error names the argument, and nothing is guessed."""
+    """The error names the impossible argument, and no default replaces it."""
     with pytest.raises(OptionError):
         wrong()
 
@@ -156,7 +158,7 @@ def brute_majority(labels: Sequence[str | None], correct: Sequence[bool], k: int
 @FEW
 @given(LABELS, st.randoms(use_true_random=False))
 def test_maj_at_k_equals_brute_force(labels: list[str | None], chance: random.Random) -> None:
-    """This holds for every k, also if members of one class were judged differently."""
+    """maj@k equals brute force for every k, also if members of one class were judged differently."""
     correct = [label == "a" or (label == "b" and chance.random() < 0.5) for label in labels]
     for k in range(1, len(labels) + 1):
         expected = brute_majority(labels, correct, k)
@@ -228,7 +230,7 @@ def test_a_vote_does_not_depend_on_the_order_of_finishing(
 
 
 def test_problems_with_too_few_samples_make_a_rate_undefined() -> None:
-    """Such problems are not dropped silently, because that would change the rate."""
+    """Problems with too few samples are not dropped silently, because that would change the rate."""
     values = pass_at_k([4, 4, 2], [4, 0, 2], 4)
     n = [4, 4, 2]
     whole = rate(values, n)

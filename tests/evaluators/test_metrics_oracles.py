@@ -1,4 +1,4 @@
-"""Tests that metrics equal those of other harnesses; they are skipped where these are not
+"""Tests that metrics equal those of other harnesses; each test is skipped if its harness is not
 installed.
 """
 
@@ -43,8 +43,8 @@ def sample_scores(scorer: Any, rows: NDArray[np.int64]) -> list[Any]:
 
 @pytest.mark.parametrize("k", [1, 2, 5, 8, 9])
 def test_pass_metrics_equal_inspect_ai(k: int) -> None:
-    """The values agree for every number of correct samples of 8, and are undefined where inspect_ai
-    says so.
+    """The values agree for every number of correct samples of 8, and are undefined in the same
+    cases.
     """
     scorer = inspect_scorer()
     for right in range(9):
@@ -58,7 +58,7 @@ def test_pass_metrics_equal_inspect_ai(k: int) -> None:
 
 
 def test_the_wilson_interval_equals_inspect_ai() -> None:
-    """Effective n and t are equal, and a single rate gives the textbook interval."""
+    """Effective n and t are equal to inspect_ai's, and a single rate gives the textbook interval."""
     scorer = inspect_scorer()
     rows = graded(40, 8)
     if not hasattr(scorer, "ci_wilson"):
@@ -79,7 +79,7 @@ def test_the_wilson_interval_equals_inspect_ai() -> None:
 
 
 def test_the_standard_error_equals_lm_eval() -> None:
-    """Mean and standard error are equal for one answer per problem."""
+    """Mean and standard error equal lm_eval's for one answer per problem."""
     metrics = pytest.importorskip(
         "lm_eval.api.metrics", reason="lm_eval is an oracle, not a dependency"
     )

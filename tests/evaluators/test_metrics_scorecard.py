@@ -34,7 +34,7 @@ RUN = [
 
 
 def test_a_scorecard_holds_every_rate_with_its_basis() -> None:
-    """It has pass@1 and the rates for powers of two up to n, with values computed by hand."""
+    """A scorecard has pass@1 and the rates for powers of two up to n, with values computed by hand."""
     found = score(RUN)
     assert list(found.estimates)[0] == "pass@1"
     assert {"pass@2", "maj@2", "pass^2", "G-pass@2(1/2)", "pass@4", "maj@4"} <= set(found.estimates)
@@ -90,6 +90,6 @@ def test_without_labels_there_is_no_vote() -> None:
     ],
 )
 def test_samples_that_do_not_fit_together_are_errors(wrong: Any) -> None:
-    """The error names the problem or the status."""
+    """The error names the problem or the status that does not fit."""
     with pytest.raises(OptionError):
         wrong()

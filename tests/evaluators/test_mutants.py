@@ -23,7 +23,7 @@ def test_mutants_are_not_equal() -> None:
 
 
 def test_mutants_of_references_are_not_equal(shared_data: Path) -> None:
-    """The answers of two benchmarks are changed in the same ways."""
+    """Mutants of two benchmarks' answers, changed in the same ways, are not equal to the originals."""
     files = [shared_data / "benchmarks" / f"{name}.jsonl" for name in ("math500", "minerva_math")]
     rows = [
         json.loads(line)

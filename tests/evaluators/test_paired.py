@@ -51,8 +51,8 @@ def test_the_unit_of_the_values_does_not_matter(differences: list[int], unit: fl
 
 
 def test_undefined_values_count_in_no_column() -> None:
-    """A missing value is neither better, worse nor tied, an empty set has no result, and numpy
-    warns of nothing.
+    """A missing value counts neither as better, worse nor tied; an empty set has no result, and
+    numpy prints no warning.
     """
     found = compare_runs([math.nan, 0.5, 0.5], [1.0, 0.5, 1.0])
     assert (found.better, found.worse, found.tied) == (1, 0, 1)
@@ -70,7 +70,7 @@ def test_small_gains_on_every_problem_are_noticed() -> None:
 
 
 def test_exchanging_the_runs_flips_the_interval() -> None:
-    """Each end changes its sign, and p stays."""
+    """Exchanging the runs changes the sign of both ends, and p is unchanged."""
     rng = np.random.default_rng(4)
     first, second = rng.binomial(4, 0.5, (2, 20)) / 4
     one = compare_runs(first, second)
@@ -103,8 +103,8 @@ def test_coverage_and_power(problems: int, samples: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
 def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> None:
-    """It uses the problems on which the runs disagree; the four cells add up, and mid-p is at most
-    the exact p.
+    """McNemar's test uses the problems on which the runs disagree; the four cells add up, and mid-p
+    is at most the exact p.
     """
     first = [a for a, _ in pairs]
     second = [b for _, b in pairs]
@@ -119,14 +119,18 @@ def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> N
 
 
 def test_equal_runs_do_not_differ() -> None:
-    """The difference is 0 and p is 1, and no number of problems would show a difference."""
+    """For equal runs the difference is 0 and p is 1, and no number of problems would show a
+    difference.
+    """
     found = compare_runs([0.5, 1.0, 0.0], [0.5, 1.0, 0.0])
     assert (found.difference.value, found.p_value) == (0, 1)
     assert (found.better, found.worse, found.tied, found.problems_needed) == (0, 0, 3, None)
 
 
 def test_ties_alone_do_not_prove_runs_equal() -> None:
-    """The interval covers shares of differing problems that may stay unseen, and shrinks with n."""
+    """With ties alone the interval still covers shares of differing problems that may remain
+    unobserved, and shrinks with n.
+    """
     few, many = (compare_runs([0.5] * n, [0.5] * n).difference for n in (40, 400))
     assert (1 - few.high) ** 40 == pytest.approx(0.05)
     assert few.low == -few.high
@@ -137,7 +141,9 @@ def test_ties_alone_do_not_prove_runs_equal() -> None:
 
 
 def test_a_comparison_prints_rates_difference_and_counts() -> None:
-    """It prints both rates, the difference with interval, p, wins, losses and the problems needed."""
+    """A comparison prints both rates, the difference with interval, p, wins, losses and the
+    problems needed.
+    """
     words = str(compare_runs([0.2, 0.4, 0.9, 0.5] * 5, [0.4, 0.4, 0.8, 0.7] * 5))
     for part in (
         "0.500 → 0.575",
@@ -150,8 +156,8 @@ def test_a_comparison_prints_rates_difference_and_counts() -> None:
 
 
 def test_pairs_show_what_separate_intervals_hide() -> None:
-    """Difficulty varies far more than the difference, so the intervals overlap but the pairs
-    differ.
+    """Difficulty varies far more than the difference, so separate intervals overlap although the
+    paired test shows a difference.
     """
     rng = np.random.default_rng(3)
     chances = rng.beta(0.5, 0.5, 60) * 0.9
@@ -165,7 +171,9 @@ def test_pairs_show_what_separate_intervals_hide() -> None:
 
 
 def test_the_interval_of_a_difference_covers() -> None:
-    """It covers 95 % within 3.5 deviations, over 300 pairs of runs with 40 problems of 8 samples."""
+    """The interval covers the true difference in 95 % of 300 pairs of runs, within 3.5 deviations,
+    with 40 problems of 8 samples.
+    """
     rng = np.random.default_rng(1)
     hits = 0
     runs = 300
@@ -192,8 +200,8 @@ def test_the_p_value_is_small_as_often_as_it_says(samples: int) -> None:
 
 
 def test_the_number_of_problems_gives_the_power_it_promises() -> None:
-    """The stated number gives about 80 % power in simulations of the same test, and half of it
-    clearly less.
+    """The stated number of problems gives about 80 % power in simulations of the same test, and
+    half of it gives clearly less.
     """
     rng = np.random.default_rng(5)
     needed = problems_needed(0.3, 0.1)
@@ -235,13 +243,13 @@ def test_problems_needed_for_single_answers() -> None:
     ],
 )
 def test_impossible_comparisons_are_errors(wrong: Any) -> None:
-    """The error names the fault, and nothing is guessed."""
+    """The error names the fault, and no default replaces the argument."""
     with pytest.raises(OptionError):
         wrong()
 
 
 def test_too_little_to_compare_is_undefined() -> None:
-    """One problem and a rate that is undefined itself give no comparison."""
+    """One problem, or a rate that is undefined itself, gives no comparison."""
     assert math.isnan(compare_runs([1.0], [0.0]).difference.value)
     assert math.isnan(compare_runs([1.0, math.nan], [0.0, 1.0]).difference.value)
 
@@ -251,7 +259,7 @@ def test_too_little_to_compare_is_undefined() -> None:
 def test_the_interval_covers_if_few_problems_differ(
     problems: int, samples: int, truth: float
 ) -> None:
-    """It covers for rates near 0 and 1, over 200 pairs of runs."""
+    """The interval covers the true difference for rates near 0 and 1, over 200 pairs of runs."""
     rng = np.random.default_rng([problems, samples, round(1000 * truth)])
     hits = 0
     runs = 200

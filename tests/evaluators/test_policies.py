@@ -48,7 +48,7 @@ def test_a_policy_tolerates_only_what_it_names(
 
 
 def test_the_text_of_a_choice_counts_only_by_policy() -> None:
-    """Only the correct choice's text counts, and only under the policy that says so."""
+    """Only the text of the correct choice counts, and only under the policy that allows it."""
     asked = Problem("1", "?", "B", "choice", choices=("nucleus", "mitochondria"))
     assert not judge(asked, "mitochondria").is_equal
     lenient = Problem(
@@ -63,8 +63,8 @@ def test_the_text_of_a_choice_counts_only_by_policy() -> None:
 
 
 def test_a_records_policy_wins() -> None:
-    """It wins over the policy given for all records; an impossible one is an error that names the
-    record.
+    """A record's policy wins over the policy given for all records; an impossible policy is an
+    error that names the record.
     """
     rows: list[dict[str, object]] = [
         {"gold": "2.5", "answer": "2.51"},
@@ -106,8 +106,8 @@ def test_columns_set_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
 
 
 def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
-    """Minerva's decimals may be off by one part in a hundred unless the run says otherwise, and
-    digests record it.
+    """Minerva's decimals may be off by one part in a hundred unless the run sets another policy,
+    and digests record the policy.
     """
     file = tmp_path / "minerva.jsonl"
     file.write_text(json.dumps({"question": "How heavy?", "answer": "1.75"}))
@@ -126,7 +126,9 @@ def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
 
 
 def test_a_multiple_choice_prompt_requests_the_letter() -> None:
-    """The request precedes the pair's own instruction; other problems get no such request."""
+    """The request for a letter precedes the pair's own instruction; problems of other kinds have no
+    such request.
+    """
     choice = Problem("1", "Which?\n\n(A) x\n(B) y", "B", "choice", choices=("x", "y"))
     asked = prompt_of(choice, Policy(system="", instruction="Think."))
     assert asked == [

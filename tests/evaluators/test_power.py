@@ -1,4 +1,4 @@
-"""Tests of power and of the split of variance, against simulated comparisons."""
+"""Tests of power analysis and of the split of variance, against simulated comparisons."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_problems_needed_shrink_with_samples_and_points() -> None:
 
 
 def test_the_spread_of_a_difference_excludes_sampling_noise() -> None:
-    """Equal accuracies have no spread; differences on half of the problems have theirs."""
+    """The spread is 0 for equal accuracies, and the true one if half of the problems differ."""
     draw = np.random.default_rng(2)
     accuracy = draw.uniform(0.3, 0.7, 4_000)
     first = rows(draw, accuracy, 4)
@@ -76,7 +76,9 @@ def test_the_spread_of_a_difference_excludes_sampling_noise() -> None:
 
 
 def test_single_samples_give_no_split_of_variance() -> None:
-    """One sample per problem shows no variance within problems; equal rollouts have none."""
+    """One sample per problem shows no variance within problems, and equal rollouts show none
+    either, so there is no split.
+    """
     assert variance_split([[True], [False]]) is None
     alike = variance_split([[True, True], [True, True]])
     assert alike is not None
@@ -84,13 +86,17 @@ def test_single_samples_give_no_split_of_variance() -> None:
 
 
 def test_no_detectable_difference_exceeds_100_points() -> None:
-    """Three problems of two samples would need 126 points, which is impossible."""
+    """Three problems of two samples would need a difference of 126 points, so no difference is
+    detectable.
+    """
     words = str(paired_power(VarianceSplit(0.0, 0.17, 3), 3, 2))
     assert words.startswith("3 problems x 2 samples show no difference, however large")
 
 
 @pytest.mark.parametrize(("within", "spread"), [(0.0, 0.0), (0.1, -1.0), (0.1, float("nan"))])
 def test_equal_rollouts_give_no_power(within: float, spread: float) -> None:
-    """Without variance two problems would seem to show any difference, so the estimate is refused."""
+    """Without variance two problems would seem to show any difference, so the power is not
+    estimated.
+    """
     with pytest.raises(OptionError, match="variance"):
         paired_power(VarianceSplit(0.1, within, 5), 10, 4, spread)

@@ -1,4 +1,4 @@
-"""Tests of code tasks: programs are found, confined, judged by hidden tests, and grouped."""
+"""Tests of code tasks: programs are extracted, sandboxed, judged by hidden tests, and grouped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tasks() -> dict[str, Problem]:
 def test_solutions_pass_and_wrong_programs_fail(
     entry: dict[str, str], tasks: dict[str, Problem]
 ) -> None:
-    """Each task accepts a correct program and rejects one with a typical mistake."""
+    """Each task accepts a correct program and rejects a program with a typical mistake."""
     task = tasks[entry["id"]]
     assert task.kind == "code"
     right = judge(task, entry["solution"])
@@ -61,7 +61,7 @@ def test_solutions_pass_and_wrong_programs_fail(
 
 
 def test_the_shipped_tasks_are_complete(tasks: dict[str, Problem]) -> None:
-    """Each of thirty tasks has two public tests and at least two hidden ones."""
+    """Each of the thirty tasks has two public tests and at least two hidden ones."""
     assert len(tasks) == 30
     for task in tasks.values():
         assert task.answer is not None
@@ -97,7 +97,7 @@ def test_programs_are_confined(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_programs_get_a_clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables of the parent are not passed on."""
+    """The parent's environment variables are not passed to the program."""
     monkeypatch.setenv("SECRET_KEY", "hunter2")
     [run] = run_program("import os\nprint(sorted(os.environ))", [""], STDIN)
     assert run.output.strip() == "['LANG', 'PYTHONHASHSEED']"
@@ -143,7 +143,9 @@ def test_no_process_or_folder_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_functions_share_a_process_and_print_nothing() -> None:
-    """A function or a method of a class Solution is called with JSON arguments, one per line."""
+    """Functions and methods of a class Solution are called in one process with JSON arguments, one
+    per line, and print nothing.
+    """
     tests = ProgramTests((), function="add")
     plain = "def add(a, b):\n    print('noise')\n    return a + b\n"
     method = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
@@ -156,7 +158,9 @@ def test_functions_share_a_process_and_print_nothing() -> None:
 
 
 def test_the_last_python_block_is_the_program() -> None:
-    """Thoughts, blocks in other languages and cut blocks do not count."""
+    """The last complete Python block is the program; thoughts, blocks in other languages and cut
+    blocks do not count.
+    """
     text = (
         "<think>```python\nprint(0)\n```</think>Use\n```\nprint(1)\n```\n"
         "```bash\nls\n```\nand\n```py\nprint(2)\n```\nlater ```python\nprint(3"
@@ -168,7 +172,9 @@ def test_the_last_python_block_is_the_program() -> None:
 
 
 def test_programs_with_equal_outputs_vote_together(tasks: dict[str, Problem]) -> None:
-    """Classes are formed by outputs on public inputs; a program that fails there abstains."""
+    """Classes are formed by outputs on public inputs; a program that fails on a public input
+    abstains.
+    """
     task = tasks["sum-of-evens"]
     right = "input()\nprint(sum(x for x in map(int, input().split()) if x % 2 == 0))\n"
     other = "n = input()\nt = 0\nfor w in input().split():\n    if int(w) % 2 == 0: t += int(w)\nprint(t)"
@@ -229,13 +235,15 @@ class _Trap:
     ],
 )
 def test_unreadable_tests_name_the_row(tmp_path: Path, private: object, words: str) -> None:
-    """A pickle that holds more than text is refused, and so is any other form."""
+    """A pickle with anything but text is refused, and so is any other form; the error names the
+    row.
+    """
     with pytest.raises(DatasetError, match=f"line 1 .*{words}"):
         load_dataset(livecodebench(tmp_path, private))
 
 
 class Programmer(ScriptedEngine):
-    """A scripted engine that writes one of two programs, by its sample."""
+    """A scripted engine that writes one of two programs, depending on the sample."""
 
     async def _sample(self, request: SampleRequest) -> Completion:
         program = SOLUTIONS[2]["solution"] if request.seed.sample % 3 else SOLUTIONS[2]["wrong"]
@@ -258,7 +266,9 @@ def test_a_run_of_code_votes_by_outputs(tmp_path: Path, tasks: dict[str, Problem
 
 
 def test_answers_of_code_never_end_a_rollout() -> None:
-    """A later part of the text may have a better program."""
+    """A rollout continues after its first program, because a later part of the text may have a
+    better one.
+    """
     answers = answers_for("code")
     assert answers.extract("```python\nprint(1)\n```\n") is None
     assert answers.extract_finished("```python\nprint(1)\n```\n") == "print(1)\n"

@@ -1,4 +1,4 @@
-"""Tests of how well scores find wrong rollouts: exact on small cases, with intervals that cover."""
+"""Tests of how well scores predict wrong rollouts: exact on small cases, with intervals that cover."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chunks(count: int, shift: float, seed: int) -> list[LabelledChunk]:
 
 
 def test_auroc_counts_pairs_within_questions() -> None:
-    """The AUROC is the count over all pairs of one question, with ties as one half."""
+    """The AUROC equals a count over all pairs within each question, with ties as one half."""
     made = [
         LabelledChunk(chunk.question, round(chunk.score, 1), chunk.is_wrong)
         for chunk in chunks(6, 0.5, 3)
@@ -45,7 +45,9 @@ def test_auroc_counts_pairs_within_questions() -> None:
 
 
 def test_scores_that_only_know_the_question_have_auroc_one_half() -> None:
-    """They rank nothing within a question, however well they rank over all."""
+    """Scores that only depend on the question rank nothing within a question, however well they
+    rank over all questions.
+    """
     made = [LabelledChunk(q, float(q), n < q) for q in range(1, 9) for n in range(9)]
     assert within_question_auroc(made).value == 0.5
     assert gain_over_coin(made, 0.3).value == pytest.approx(0.0)
@@ -61,7 +63,9 @@ def test_a_perfect_score_catches_what_the_rate_allows() -> None:
 
 @pytest.mark.parametrize("alike", [0, 1])
 def test_one_mixed_question_has_no_interval(alike: int) -> None:
-    """An interval needs several questions with correct and wrong rollouts, and the note says so."""
+    """An interval needs several questions with both correct and wrong rollouts, and the note says
+    so.
+    """
     made = [LabelledChunk("a", float(n), n > 3) for n in range(6)] * alike
     made += [LabelledChunk("b", 1.0, True)] * 3
     for estimate in (within_question_auroc(made), gain_over_coin(made, 0.2)):
@@ -71,7 +75,7 @@ def test_one_mixed_question_has_no_interval(alike: int) -> None:
 
 @pytest.mark.parametrize(("count", "shift"), [(10, 0.0), (30, 0.0), (30, 0.7), (100, 0.7)])
 def test_intervals_cover(count: int, shift: float) -> None:
-    """Intervals over questions contain the truth in at least nine of ten simulated runs."""
+    """Intervals over questions cover the true value in at least nine of ten simulated runs."""
     truth = chunks(2_000, shift, 1)
     values = within_question_auroc(truth).value, gain_over_coin(truth, 0.2).value
     covered = np.zeros(2)
@@ -99,7 +103,7 @@ def test_holm_rejects_no_more_than_it_may() -> None:
 
 
 def test_a_missing_p_value_rejects_nothing_and_moves_no_other() -> None:
-    """NaN counts as 1: a comparison without a p-value still counts as a comparison."""
+    """NaN counts as p = 1, so a comparison without a p-value still counts in the correction."""
     assert holm([math.nan, 0.01]) == [1.0, 0.02]
 
 

@@ -1,4 +1,4 @@
-"""Tests of confidence sequences: coverage is enumerated, and their delay is simulated."""
+"""Tests of confidence sequences: their coverage is enumerated, and their delay is simulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atts.evaluators import ConfidenceSequence, compare_in_order
 
 
 def excluded(differences: tuple[float, ...], mean: float, level: float) -> bool:
-    """Return whether the mean was ever outside the sequence's interval."""
+    """Return whether the sequence's interval ever excluded the mean."""
     sequence = ConfidenceSequence(level)
     for difference in differences:
         sequence.add(difference)
@@ -25,8 +25,8 @@ def excluded(differences: tuple[float, ...], mean: float, level: float) -> bool:
 
 @pytest.mark.parametrize(("won", "lost"), [(0.3, 0.3), (0.5, 0.2), (0.05, 0.6)])
 def test_sequences_of_five_problems_keep_their_level(won: float, lost: float) -> None:
-    """All 243 sequences are weighed by their probabilities, at a level that five problems can
-    reach.
+    """The level is exact over all 243 sequences weighted by their probabilities, at a level that
+    five problems can reach.
     """
     level = 0.5
     missed = 0.0
@@ -41,8 +41,8 @@ def test_sequences_of_five_problems_keep_their_level(won: float, lost: float) ->
 
 
 def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_most() -> None:
-    """Looking at a 95 % interval after each problem would find a difference that is not there in a
-    third of the runs.
+    """A confidence sequence misleads in at most 5 % of runs, but a 95 % interval after each problem
+    would mislead in a third.
     """
     draw = np.random.default_rng(5)
     runs = 50
@@ -55,7 +55,7 @@ def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_mos
 
 
 def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> None:
-    """The median over 21 runs is below a hundred problems, of which three in ten differ."""
+    """The median delay over 21 runs is below a hundred problems if three in ten problems differ."""
     draw = np.random.default_rng(6)
     found = [
         compare_in_order(draw.choice([-1.0, 0.0, 1.0], 400, p=[0.05, 0.7, 0.25]).tolist())
@@ -66,7 +66,9 @@ def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> No
 
 
 def test_exchanging_sides_exchanges_the_verdict() -> None:
-    """Better becomes worse; runs that never differ are called alike only if a margin is given."""
+    """With exchanged sides, better becomes worse; runs that never differ are called alike only if a
+    margin is given.
+    """
     draw = np.random.default_rng(7)
     differences = draw.choice([-1.0, 0.0, 1.0], 200, p=[0.05, 0.6, 0.35]).tolist()
     there = compare_in_order(differences)
@@ -80,7 +82,7 @@ def test_exchanging_sides_exchanges_the_verdict() -> None:
 
 
 def test_only_differences_of_shares_are_accepted() -> None:
-    """Other numbers and impossible levels are refused."""
+    """Numbers that are not differences of shares, and impossible levels, are refused."""
     with pytest.raises(OptionError, match="outside"):
         ConfidenceSequence().add(1.5)
     with pytest.raises(OptionError, match="level"):

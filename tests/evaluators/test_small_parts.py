@@ -46,13 +46,13 @@ def test_words_are_read_by_their_meaning() -> None:
 
 
 def test_units_are_read_by_dimension_and_scale() -> None:
-    """A phrase gives its dimension and scale; words that are not a unit give nothing."""
+    """The phrase of a unit gives its dimension and scale; words that are not a unit give nothing."""
     assert measure("km / h") == measure("kilometers per hour")
     assert measure("glorp and") is None
 
 
 def test_small_parts_of_datasets() -> None:
-    """The order of choices, the fate of a sample, a changed policy and a worked solution's answer
+    """The order of choices, the status of a sample, a changed policy and a worked solution's answer
     are correct.
     """
     names = [found.name for text in ("MATH-500", "aime_2025") if (found := find_benchmark(text))]

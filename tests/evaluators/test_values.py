@@ -1,4 +1,4 @@
-"""Tests of computed values: exact if rational, and with a true error bound otherwise."""
+"""Tests of computed values: rational ones are exact, and others have a true error bound."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def tree(text: str) -> Node:
     ],
 )
 def test_rational_values(text: str, value: Fraction) -> None:
-    """The values were computed by hand."""
+    """Rational values equal those computed by hand."""
     assert exact(tree(text), LIMITS) == value
 
 
 def test_irrational_undefined_and_huge_values_differ() -> None:
-    """Each of the three has its own result."""
+    """An irrational, an undefined and a huge value have three different results."""
     with pytest.raises(NotRational):
         exact(tree(r"\sqrt{2}"), LIMITS)
     for text in (r"\frac{1}{0}", "0^{-1}", "(-1)!", r"\ln 0"):
@@ -67,7 +67,7 @@ def test_irrational_undefined_and_huge_values_differ() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**30), st.integers(2, 7))
 def test_exact_roots(value: int, index: int) -> None:
-    """A perfect power gives its root; the next integer has an irrational one."""
+    """A perfect power has an exact root, but the root of the next integer is irrational."""
     power = value**index
     assert exact(tree(rf"\sqrt[{index}]{{{power}}}"), LIMITS) == value
     assume(value > 1)
@@ -121,7 +121,7 @@ def test_error_bounds_hold(text: str) -> None:
 
 
 def test_threads_do_not_disturb_each_other() -> None:
-    """Constants and precision belong to a thread, whatever other threads do to mpmath."""
+    """Each thread has its own constants and precision, whatever other threads do to mpmath."""
     node = tree(r"\pi \cdot e^{\sqrt{2}}")
     expected = approximation(node, 200).value
     stop = threading.Event()
@@ -142,7 +142,9 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_short_evaluations_add_up_to_the_limit() -> None:
-    """The work of a pair is counted over all its points, however short each of them is."""
+    """The limit counts the work of a pair over all its evaluation points, however short each
+    evaluation is.
+    """
     gold = r"a\cdot|b|-|b|a"
     answer = r"\ln(1+10^{-600})-\ln(1+10^{-600})"
     assert equivalent(gold, answer, limits=Limits(work=50)).rule == "limits"

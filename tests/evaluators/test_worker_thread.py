@@ -1,4 +1,6 @@
-"""Tests that a vote in an event loop does not wait for sympy, because a thread asks it."""
+"""Tests that a vote in an event loop does not wait for sympy, because a thread calls sympy's
+worker.
+"""
 
 import threading
 from typing import Any
@@ -15,7 +17,7 @@ ANSWERS = (r"\sum_{k=1}^{n}k^7\binom{n}{k}", r"\int_0^n x^7\binom{n}{x}\,dx", "1
 
 @pytest.fixture
 def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace the worker by one that decides nothing, and list the threads that call it."""
+    """Replace the worker by a worker that decides nothing, and list the threads that call it."""
     threads = list[str]()
 
     def reply(question: str) -> Any:
@@ -28,7 +30,7 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_thread_asks_each_question_once(asking: list[str]) -> None:
-    """No question is asked in the loop's own thread, and the vote uses the remembered answer."""
+    """No question is asked in the loop's own thread, and the vote uses the remembered answers."""
     answers = answers_for("math")
 
     async def vote() -> list[int]:
@@ -44,13 +46,13 @@ def test_a_thread_asks_each_question_once(asking: list[str]) -> None:
 
 
 def test_answers_that_are_grouped_at_once_start_no_thread(asking: list[str]) -> None:
-    """Numbers are compared in the vote itself."""
+    """Numbers are grouped in the vote itself, so no thread starts."""
     assert not takes_long(("1/2", "0.5", None, "7"))
     assert asking == []
 
 
 def test_a_remembered_answer_does_not_wait_for_another_question(asking: list[str]) -> None:
-    """The lock of a question in flight does not block known answers."""
+    """A question in flight has a lock, but the lock does not block remembered answers."""
     algebra.WORKER.answers["a", "b", "[]"] = True
     with algebra.WORKER.lock:
         thread = threading.Thread(target=lambda: asking.append(str(algebra.WORKER.ask("a", "b"))))
@@ -60,7 +62,7 @@ def test_a_remembered_answer_does_not_wait_for_another_question(asking: list[str
 
 
 def test_equal_texts_are_not_grouped_before_a_vote(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rollouts mostly agree, and a vote compares only texts that differ."""
+    """Rollouts mostly agree, so only texts that differ are compared in a vote."""
     grouped = list[Any]()
 
     def takes_none(answers: Any, kind: str) -> bool:

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.checkout
 def test_the_divergence_falls_on_problems_left_out(
     example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A draft with disturbed weights learns, and the interval of the change lies below zero."""
+    """A draft with disturbed weights learns, and the interval of the change in divergence is below
+    zero.
+    """
     example("distil").main(["--problems", "12", "--epochs", "4", "--noise", "0.15"])
     printed = capsys.readouterr().out
     found = re.search(r"KL .*difference (\S+) \[(\S+), (\S+)\], n = (\d+)", printed)
@@ -28,7 +30,7 @@ def test_the_divergence_falls_on_problems_left_out(
 
 
 def test_the_interval_is_over_problems(example: Callable[[str], ModuleType]) -> None:
-    """One problem with many positions does not narrow the interval."""
+    """The interval is over problems, so one problem with many positions does not narrow it."""
     interval = example("distil").interval
     rows = np.array([[10.0, 10, 0, 10]] + [[0.0, 10, 0, 10]] * 9)
     difference, low, high = interval(rows)

@@ -33,8 +33,9 @@ def nano(example: Callable[[str], ModuleType]) -> Any:
 def test_nano_atts_reaches_the_outcomes_of_the_pipeline(
     nano: Any, rate: float, seed: int, tokens: int, stop: tuple[str, ...]
 ) -> None:
-    """Tokens, escalations, answers and votes of 40 rollouts are equal; they run one by one because
-    the gate depends on order.
+    """Tokens, escalations, answers and votes of 40 rollouts are equal.
+
+    The rollouts run one by one, because the gate depends on their order.
     """
     problems = toy_problems(10, seed)
     settings = nano.Settings(rate, chunk_tokens=tokens, stop=stop, seed=seed)
@@ -95,7 +96,8 @@ def _facts(outcome: Outcome) -> object:
 
 
 def test_nano_atts_has_200_lines_and_few_imports() -> None:
-    """It has at most 200 lines of text, and imports only the engine protocol and values from atts.
+    """The file has at most 200 lines of text, and imports only the engine protocol and values from
+    atts.
 
     Its demonstration at the end imports more.
     """

@@ -38,6 +38,8 @@ def test_example_runs(
 
 
 def test_every_example_is_tried() -> None:
-    """A new example must be listed here with the text that it prints."""
+    """The list names every example program, so a new example must be added with the text that it
+    prints.
+    """
     found = {path.stem for path in (Path(__file__).parents[2] / "examples").glob("*.py")}
     assert found == {*SAYS, "nano_atts", "distil"}

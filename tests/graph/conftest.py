@@ -1,4 +1,4 @@
-"""A watched engine, numbered problems, and virtual time for tests of the task graph."""
+"""Fixtures for tests of the task graph: a watched engine, numbered problems, and virtual time."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -28,8 +28,8 @@ class Tick(Protocol):
 
 @dataclass
 class Watched:
-    """An engine that sleeps for the requested time, counts calls inside it, and can be disturbed at
-    any step.
+    """An engine that sleeps for the requested time, counts the calls in flight, and can be
+    disturbed at any step.
     """
 
     tick: Tick | None = None
@@ -78,7 +78,9 @@ def virtually(anyio_backend: Backend) -> Callable[[Callable[[], Awaitable[T]]], 
 
 @pytest.fixture
 def is_empty() -> Callable[[Graph], bool]:
-    """Return a check that a graph holds no rollout slot, call slot, token, waiter or open problem."""
+    """Return a check that a graph has no used rollout slot, call slot or token, no waiter and no
+    open problem.
+    """
 
     def check(graph: Graph) -> bool:
         stats = graph.stats()

@@ -1,4 +1,4 @@
-"""Tests of disturbed runs: nothing is left behind, and no other work is affected."""
+"""Tests of disturbed runs: no task or slot is left behind, and no other work is affected."""
 
 import os
 import signal
@@ -136,7 +136,7 @@ class Disturbed:
         )
 
     async def main(self) -> None:
-        """Run the problems and check that the event loop is as empty as before."""
+        """Run the problems and check that the event loop has no task left."""
         problems = [Named(f"p{number}") for number in range(3)]
         before = {task.id for task in anyio.get_running_tasks()}
         with anyio.CancelScope() as self.outer:
@@ -151,7 +151,9 @@ class Disturbed:
         assert {task.id for task in anyio.get_running_tasks()} <= before
 
     def check(self, is_empty: IsEmpty) -> None:
-        """Check that engine and graph are empty, each start has its end, and the results fit."""
+        """Check that engine and graph are empty, each start has its end, and the results are
+        possible ones.
+        """
         assert not any(self.engine.in_flight.values())
         assert is_empty(self.graph)
         assert len(self.recording.problems) == len(self.scopes) == len(self.results)
@@ -219,8 +221,8 @@ def test_a_run_survives_several_disturbances(
 def test_a_settled_vote_cancels_exactly_its_own_rollouts(
     virtually: Virtually[None], engine: Engine
 ) -> None:
-    """The problem's other rollouts end at once and keep their saved values; other problems are not
-    affected.
+    """The other rollouts of the problem end at once and keep their saved values; other problems are
+    not affected.
     """
     recording = Recording()
 
@@ -253,8 +255,8 @@ def test_a_settled_vote_cancels_exactly_its_own_rollouts(
 
 
 def test_a_rollout_that_never_started_has_a_result(virtually: Virtually[None]) -> None:
-    """It waited for a slot when its problem ended, so its result has no value and no span, but a
-    reason.
+    """A rollout that waited for a slot when its problem ended has a result with a reason, but
+    without value or span.
     """
     recording = Recording()
 
@@ -283,7 +285,9 @@ def test_a_rollout_that_never_started_has_a_result(virtually: Virtually[None]) -
 def test_at_the_deadline_open_problems_return_what_they_have(
     virtually: Virtually[None], is_empty: IsEmpty
 ) -> None:
-    """No more problems are opened, rollouts end, and each open problem still returns."""
+    """At the deadline no more problems are opened, rollouts end, and each open problem still
+    returns a result.
+    """
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> int:
@@ -307,7 +311,7 @@ def test_at_the_deadline_open_problems_return_what_they_have(
 
 
 def test_a_cancelled_problem_is_cancelled_alone(virtually: Virtually[None]) -> None:
-    """It ends with its own reason, and the other problems end as usual."""
+    """A cancelled problem ends with its own reason, and the other problems end as usual."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> str:
@@ -333,7 +337,7 @@ def test_a_cancelled_problem_is_cancelled_alone(virtually: Virtually[None]) -> N
 def test_a_sink_that_fails_ends_the_run_with_its_error(
     virtually: Virtually[None], is_empty: IsEmpty
 ) -> None:
-    """If events cannot be written, the whole run must end; no slot stays taken."""
+    """If events cannot be written, the whole run ends; no slot stays taken."""
 
     async def main() -> None:
         count = 0

@@ -1,4 +1,4 @@
-"""Tests of task groups: plain errors, ordered results, and nothing left behind."""
+"""Tests of task groups: plain errors, ordered results, and no task left behind."""
 
 import math
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_single_error_is_raised_without_a_group() -> None:
-    """The error is neither in a group of one nor in nested groups."""
+    """The error is not wrapped in a group of one, nor in nested groups."""
 
     async def fail() -> None:
         raise KeyError("lost")
@@ -35,7 +35,7 @@ class Interrupt(BaseException):
 
 
 async def test_one_of_several_errors_is_raised_with_notes_of_the_others() -> None:
-    """No error is lost, and an interrupt is preferred to a failure."""
+    """No error is lost, and an interrupt is raised in preference to a failure."""
 
     async def fail(error: BaseException) -> None:
         try:
@@ -84,7 +84,7 @@ async def test_collect_returns_results_in_argument_order() -> None:
 
 
 async def test_collect_cancels_the_others_when_one_fails() -> None:
-    """The others' clean-up ends before the error is raised."""
+    """The clean-up of the other calls ends before the error is raised."""
     cleaned: list[str] = []
 
     async def wait() -> None:
@@ -105,7 +105,9 @@ async def test_collect_cancels_the_others_when_one_fails() -> None:
 
 
 async def test_background_ends_with_its_block() -> None:
-    """It ends when the block ends or fails, and its own failure ends the block."""
+    """A background task ends when its block ends or fails, and a failure of the task ends the
+    block.
+    """
     ended: list[str] = []
 
     async def serve(name: str) -> None:
@@ -136,7 +138,7 @@ async def test_background_ends_with_its_block() -> None:
 
 
 def test_shielded_clean_up_is_timed(virtually: Virtually[float]) -> None:
-    """Cancellation does not shorten it, but its own time limit does."""
+    """Cancellation does not shorten a shielded clean-up, but its own time limit does."""
 
     async def main() -> float:
         with anyio.CancelScope() as scope:
@@ -152,7 +154,7 @@ def test_shielded_clean_up_is_timed(virtually: Virtually[float]) -> None:
 
 
 def test_the_clock_is_the_loops_own(virtually: Virtually[None]) -> None:
-    """The clock is virtual if the loop's time is, and absent without a loop."""
+    """The clock is virtual if the loop's time is virtual, and absent without a loop."""
 
     async def main() -> None:
         now = concurrency.clock()
@@ -167,7 +169,9 @@ def test_the_clock_is_the_loops_own(virtually: Virtually[None]) -> None:
 
 
 def test_slots_and_tokens_in_use_are_counted() -> None:
-    """The count is what was taken and not returned; an unlimited queue counts nothing."""
+    """The count in use is what was taken minus what was returned; an unlimited queue counts
+    nothing.
+    """
     queue = concurrency.SlotQueue(3, 10)
     assert (queue.in_use, queue.tokens_in_use) == (0, 0)
     assert queue.take_nowait(4)

@@ -149,7 +149,7 @@ def test_limits_hold_and_a_call_waits_only_if_one_is_reached(
     slots: int,
     tokens: int,
 ) -> None:
-    """Rollouts, call slots and tokens are within limits in every state."""
+    """Rollouts, call slots and tokens stay within their limits at every step."""
     graph = Graph(rollouts=places, limits={"draft": Limit(slots), "target": Limit(slots, tokens)})
     waiting_for_tokens = 0
 
@@ -188,7 +188,9 @@ def test_limits_hold_and_a_call_waits_only_if_one_is_reached(
 
 
 def test_a_problem_is_opened_only_when_no_rollout_waits(virtually: Virtually[None]) -> None:
-    """A million problems therefore cost nothing in advance."""
+    """A new problem is opened only when no rollout waits, so a million problems use no memory in
+    advance.
+    """
     pulled = 0
 
     def endless() -> Iterator[Named]:
@@ -217,8 +219,8 @@ def test_a_problem_is_opened_only_when_no_rollout_waits(virtually: Virtually[Non
 
 
 def test_slow_conclusions_delay_the_next_problems(virtually: Virtually[int]) -> None:
-    """If the step after the rollouts is slower than they are, at most four finished rollouts per
-    slot wait for it.
+    """If conclusions are slower than rollouts, at most four finished rollouts per slot wait for
+    their conclusion.
     """
 
     async def main() -> int:
@@ -248,7 +250,9 @@ def test_slow_conclusions_delay_the_next_problems(virtually: Virtually[int]) -> 
 def test_rollout_slots_go_by_priority_then_by_age(
     virtually: Virtually[list[str]],
 ) -> None:
-    """With one slot, rollouts run by problem and sample, but urgent ones overtake those that wait."""
+    """With one slot, rollouts run by problem and sample, but rollouts of a higher priority overtake
+    those that wait.
+    """
 
     async def main() -> list[str]:
         order: list[str] = []
@@ -375,11 +379,11 @@ def test_memory_does_not_grow_with_the_number_of_problems(
 
 
 class Boom(RuntimeError):
-    """An error that is not one of atts' own."""
+    """An error whose class is unknown to atts."""
 
 
 def test_a_failed_rollout_does_not_affect_its_siblings(virtually: Virtually[None]) -> None:
-    """It is recorded with its error and what it had saved."""
+    """A failed rollout is recorded with its error and its saved value, and its siblings continue."""
     recording = Recording()
 
     async def main() -> None:
@@ -410,7 +414,7 @@ def test_a_failed_rollout_does_not_affect_its_siblings(virtually: Virtually[None
 
 
 def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) -> None:
-    """A retryable error costs a wait and another node, other errors are final, and each attempt
+    """A retryable error causes a wait and another node, other errors are final, and each attempt
     frees its slot.
     """
     recording = Recording()
@@ -454,7 +458,7 @@ def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) ->
 
 
 def test_a_retried_rollout_continues_from_its_saved_value(virtually: Virtually[None]) -> None:
-    """With attempts left, the second attempt continues where the first one ended."""
+    """With attempts left, the second attempt continues from the value that the first attempt saved."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> list[int | None]:
@@ -478,7 +482,7 @@ def test_a_retried_rollout_continues_from_its_saved_value(virtually: Virtually[N
 
 
 def test_a_usage_error_ends_the_whole_run(virtually: Virtually[None], is_empty: IsEmpty) -> None:
-    """The error is raised at once, unchanged, with nothing left behind."""
+    """A usage error is raised at once and unchanged, and nothing is left behind."""
 
     async def main() -> None:
         graph = Graph(rollouts=4)
@@ -500,7 +504,9 @@ def test_a_usage_error_ends_the_whole_run(virtually: Virtually[None], is_empty: 
 
 
 def test_a_lost_server_ends_the_run(virtually: Virtually[None]) -> None:
-    """The run ends with the server's error instead of failing a thousand rollouts one by one."""
+    """A lost server ends the run with the server's error, because all other rollouts would fail one
+    by one.
+    """
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> None:
@@ -674,7 +680,7 @@ def test_a_round_does_not_wait_for_a_member_that_ended(virtually: Virtually[None
 
 
 def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> None:
-    """Asynchronous rollouts wait for no sibling, and a round is refused."""
+    """Asynchronous rollouts do not wait for siblings, and requesting a round is an error."""
     recording = Recording()
 
     async def main() -> None:
@@ -701,8 +707,8 @@ def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> No
 
 
 def test_the_next_call_waits_for_all_parallel_calls(virtually: Virtually[None]) -> None:
-    """Two parallel calls wait for the same node, and the next call for both; nothing waits for a
-    cancelled call.
+    """Two parallel calls wait for the same node, and the next call waits for both; nothing waits
+    for a cancelled call.
     """
     recording = Recording()
 
@@ -776,8 +782,8 @@ def test_edges_from_the_journal_are_the_live_ones(
 
 
 def test_a_graph_can_be_reused_and_shared(virtually: Virtually[None], is_empty: IsEmpty) -> None:
-    """Numbers of calls continue, and two simultaneous runs stay within the limits of their common
-    graph.
+    """Call numbers continue in a second run, and two simultaneous runs stay within the limits of
+    their common graph.
     """
 
     async def main() -> None:

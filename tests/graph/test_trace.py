@@ -23,7 +23,9 @@ def node(
 
 
 def test_timing_of_a_run_equals_hand_computation() -> None:
-    """It covers stages, engines, the critical path, time lost to siblings, and the intensity r."""
+    """The timing covers stages, engines, the critical path, time lost to siblings, and the
+    intensity r.
+    """
     nodes = [
         node(0, 0, 0.0, 2.0),
         node(1, 1, 0.0, 5.0),

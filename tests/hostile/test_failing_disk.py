@@ -74,7 +74,7 @@ def told(path: Path) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Nth:
-    """A fault that is due at one call out of many; the call may do a part of its work first."""
+    """A fault that is due at the n-th of many calls; that call may do a part of its work first."""
 
     number: int
     fault: Fault | None
@@ -89,8 +89,8 @@ class Nth:
 
 
 class Failing(FileIO):
-    """An append-only file of which one write fails, at once or after some bytes, and all writes
-    after it.
+    """An append-only file with one failing write, at once or after some bytes; all later writes
+    fail too.
     """
 
     def __init__(self, path: Path, nth: Nth, part: float) -> None:
@@ -100,7 +100,7 @@ class Failing(FileIO):
         self._is_broken = False
 
     def write(self, data: Any, /) -> int:
-        """Write the data, or as much as there is room for."""
+        """Write the data, or as much as fits."""
         if self._is_broken or self._nth.is_due():
             self._is_broken = self._nth.fault is not None
             size = int(len(data) * self._part)
@@ -125,8 +125,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int
 def test_a_run_resumes_after_any_failed_write(
     refusal: str, part: float, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """A short write changes nothing; any other failure ends the run with a message, and the run
-    resumes as usual.
+    """A short write changes nothing; any other failure ends the run with a message, and the run can
+    be resumed.
     """
     expected, writes = whole
     # each fault is tried on its share of the writes
@@ -159,7 +159,7 @@ def test_a_counted_line_that_was_not_written_ends_the_writing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Later lines would be unreadable after a gap in the numbers, so none is written."""
+    """Lines after a gap in the numbers would be unreadable, so nothing more is written."""
     expected, _ = whole
     nth = Nth(9, None)
     proper = LineWriter.line
@@ -195,7 +195,7 @@ CALLS = (
 
 @contextmanager
 def failing_system(nth: Nth) -> Generator[None]:
-    """Make one of all these system calls fail."""
+    """Make the n-th of all these system calls fail."""
     with pytest.MonkeyPatch.context() as patch:
         for name in CALLS:
             proper = getattr(os, name)
@@ -263,7 +263,7 @@ def _refusal(act: Callable[[], object]) -> BaseException | None:
 def test_a_run_resumes_after_any_failed_system_call(
     refusal: str, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """The failed call ends a new or resumed run or does not change it, and the run can be resumed."""
+    """A failed call ends a new or resumed run, or does not change it, and the run can be resumed."""
     expected, _ = whole
     for number in range(1 + (refusal == "no memory"), 200, 2):
         run = tmp_path / f"run {number}"
@@ -280,8 +280,8 @@ def test_a_run_resumes_after_any_failed_system_call(
 
 @dataclass(slots=True)
 class Reordered:
-    """A disk under a journal: what was synced, and later writes, of which a loss of power leaves
-    any.
+    """A disk under a journal, with synced and unsynced writes; a loss of power may keep any subset
+    of the unsynced ones.
     """
 
     synced: bytes = b""
@@ -291,14 +291,14 @@ class Reordered:
     )
 
     def write(self, place: int, data: bytes) -> None:
-        """Note a write that is not synced yet."""
+        """Record a write that is not synced yet."""
         self.late.append((place, data))
         self.seen.append((self.synced, tuple(self.late)))
 
     def left(self, number: int, draws: random.Random) -> bytes:
         """Return the file after a loss of power at write `number`.
 
-        It has all synced writes, some later ones, and zeros in place of missing ones.
+        The file has all synced writes, some later ones, and zeros in place of missing ones.
         """
         synced, late = self.seen[number]
         kept = [write for write in late if draws.random() < 0.6]
@@ -312,7 +312,7 @@ class Reordered:
 
 
 class Watched(FileIO):
-    """An append-only file on such a disk."""
+    """An append-only file on a `Reordered` disk."""
 
     def __init__(self, path: Path, disk: Reordered) -> None:
         super().__init__(path, "ab")

@@ -50,7 +50,7 @@ WRITERS: dict[str, tuple[str, ...]] = {
 
 
 def writes(name: str, recorded: Path, out: str) -> int:
-    """Run a command that writes a file."""
+    """Return a command line that writes a file."""
     return run([*(word.replace("{}", str(recorded)) for word in WRITERS[name]), "--out", out])
 
 
@@ -80,8 +80,8 @@ def test_output_never_replaces_a_special_file(
     capsys: Said,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line names the device, pipe or socket, the exit code is that of the disk, and nothing is
-    replaced.
+    """One line names the device, pipe or socket, the exit code is that of a storage error, and
+    nothing is replaced.
     """
     monkeypatch.chdir(tmp_path)
     PLACES[place](tmp_path / "out")
@@ -100,7 +100,7 @@ def test_output_never_replaces_a_special_file(
 def test_an_empty_path_and_a_dot_are_refused_as_output(
     name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
 ) -> None:
-    """Both are refused with a message, and /dev/null stays a device."""
+    """An empty path and "." are refused with a message, and /dev/null stays a device."""
     monkeypatch.chdir(tmp_path)
     for out in (".", "", "..", "/dev/null", "/dev/full"):
         assert writes(name, recorded, out) == 4
@@ -111,7 +111,9 @@ def test_an_empty_path_and_a_dot_are_refused_as_output(
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_output_through_a_link_writes_the_target(name: str, recorded: Path, tmp_path: Path) -> None:
-    """The link stays, also through several links and to a file that does not exist yet."""
+    """The link is kept and its target written, also through several links and if the target does
+    not exist yet.
+    """
     (tmp_path / "first").symlink_to("second")
     (tmp_path / "second").symlink_to(tmp_path / "inner" / "file")
     (tmp_path / "inner").mkdir()
@@ -127,7 +129,7 @@ def test_output_through_a_link_writes_the_target(name: str, recorded: Path, tmp_
 def test_a_dash_is_standard_output(
     name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
 ) -> None:
-    """Standard output gets the bytes of the file and nothing else."""
+    """Standard output receives the bytes of the file and nothing else."""
     monkeypatch.chdir(tmp_path)
     assert writes(name, recorded, "file") == 0
     capsys.readouterr()
@@ -139,7 +141,7 @@ def test_a_dash_is_standard_output(
 def test_a_run_needs_a_directory(
     recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
 ) -> None:
-    """Standard output and an empty path are refused as the place of a run."""
+    """Standard output and an empty path are refused as the directory of a run."""
     monkeypatch.chdir(tmp_path)
     for out in ("-", ""):
         assert run(["eval", "arithmetic[:1]", *SCRIPTED, "--out", out]) == 2
@@ -163,7 +165,7 @@ def test_a_link_in_a_run_directory_is_not_followed(recorded: Path, tmp_path: Pat
 
 
 def test_rewriting_a_users_file_keeps_its_permissions(tmp_path: Path) -> None:
-    """The file is written whole, and its permissions do not change."""
+    """The user's file is rewritten as a whole, and its permissions do not change."""
     (tmp_path / "f").write_text("old")
     (tmp_path / "f").chmod(0o600)
     write_out(tmp_path / "f", b"new")
@@ -187,8 +189,8 @@ READERS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path, recorded: Path, capsys: Said) -> None:
-    """A pipe in place of an input file is refused at once and named, because nothing may ever be
-    written to it.
+    """A pipe in place of an input file is refused at once with its name, because reading it could
+    wait forever.
     """
     manifest = (recorded / "run" / "manifest.json").read_bytes()
     (tmp_path / "manifest.json").write_bytes(manifest)
@@ -229,7 +231,7 @@ LIES = (
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_values_that_are_not_scores_are_refused(suffix: str, tmp_path: Path) -> None:
-    """In every field, true is not 1, and words and NaN are not numbers."""
+    """No field accepts true as 1, or words or NaN as numbers."""
     for lie in LIES:
         (tmp_path / f"in{suffix}").write_text(lie)
         with pytest.raises(CalibrationInputError):
@@ -285,7 +287,9 @@ ARRAYS = (
 
 
 def test_arrays_with_false_headers_are_refused_unallocated(tmp_path: Path) -> None:
-    """The header promises more than the file holds or another kind of data; a correct one is read."""
+    """A header that promises more than the file has, or another kind of data, is refused; a correct
+    header is accepted.
+    """
     for data in ARRAYS:
         (tmp_path / "in.npy").write_bytes(data)
         with pytest.raises(CalibrationInputError):
@@ -310,8 +314,8 @@ def test_a_compression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_parquet_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few kilobytes that repeat one value in each row, or hold a long one, are read only up to
-    the limit.
+    """A file of a few kilobytes whose rows repeat one value, or whose value is long, is read only
+    up to the limit.
     """
     pyarrow: Any = pytest.importorskip("pyarrow")
     parquet: Any = pytest.importorskip("pyarrow.parquet")
@@ -352,7 +356,9 @@ def test_a_parquet_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_impossible_rows_are_refused(text: str, tmp_path: Path) -> None:
-    """Rows that are nested too deeply, hold half a character, or are not objects are errors."""
+    """Rows that are nested too deeply, end in half a character, or are not objects are refused with
+    errors.
+    """
     for suffix in (".json", ".jsonl", ".csv", ".parquet"):
         (tmp_path / f"in{suffix}").write_text(text)
         with pytest.raises(ATTSError):
@@ -367,7 +373,9 @@ NAMES = ("a\x00b", "\ud800", "n" * 5000)
 def test_impossible_file_names_are_refused(
     name: str, recorded: Path, tmp_path: Path, capsys: Said
 ) -> None:
-    """In the configuration and on the command line they give a message and a documented exit code."""
+    """Impossible file names in the configuration and on the command line give a message and a
+    documented exit code.
+    """
     (tmp_path / "c.toml").write_text(f"out = {json.dumps(name)}") if name != "\ud800" else None
     scripted = ["--draft", "scripted", "--target", "scripted", "--report", "none"]
     configured = ["eval", "arithmetic[:1]", *scripted, "--config", str(tmp_path / "c.toml")]
@@ -396,7 +404,7 @@ def test_impossible_file_names_are_refused(
 
 
 def test_slice_ends_with_thousands_of_digits_are_refused(capsys: Said) -> None:
-    """Such a number is not a position in a dataset."""
+    """A number of thousands of digits is not accepted as a position in a dataset."""
     for name in ("arithmetic[" + "9" * 5000 + ":]", "arithmetic[:" + "9" * 5000 + "]"):
         assert run(["eval", name, "--draft", "scripted", "--target", "scripted", "--dry-run"]) in (
             2,
@@ -415,7 +423,9 @@ CONFIGURATIONS = (
 def test_a_configuration_with_wrong_types_is_refused(
     text: str, tmp_path: Path, capsys: Said
 ) -> None:
-    """A text is not a number and neither is true; the error names the file and the key."""
+    """A number in place of a text or a boolean in place of a number is refused; the error names the
+    file and the key.
+    """
     (tmp_path / "c.toml").write_text(text)
     assert run(["config", "show", "--config", str(tmp_path / "c.toml")]) == 2
     assert "c.toml" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """Fuzz tests with fixed seeds: any input ends with a message and a documented exit code.
 
-`ATTS_FUZZ=n` makes n cases of each kind; a case can be made again from its number alone.
+`ATTS_FUZZ=n` makes n cases of each kind; a case can be repeated from its number alone.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def checked(words: list[str], case: object, capsys: Said, counts: Counter[int]) 
 
 
 def report(kind: str, counts: Counter[int]) -> None:
-    """Print how the cases ended."""
+    """Print the number of cases for each exit code."""
     sys.stderr.write(
         f"fuzz: {counts.total()} {kind}, by exit code {dict(sorted(counts.items()))}\n"
     )
@@ -122,7 +122,7 @@ def report(kind: str, counts: Counter[int]) -> None:
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in an empty folder without ATTS_* variables."""
+    """Run the test in an empty folder without ATTS_* variables."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name in [name for name in os.environ if name.startswith("ATTS_")]:
@@ -194,7 +194,7 @@ def test_random_configurations_end_with_a_message(capsys: Said) -> None:
 
 
 def vocabulary(command: str) -> list[str]:
-    """List the options and commands that this command's help names."""
+    """Return the options and commands that this command's help lists."""
     text = CliRunner().invoke(build([command]), [command, "--help"], env={"COLUMNS": "200"}).output
     return sorted(set(re.findall(r"--[a-z][a-z-]+", text)) - {"--help"})
 
@@ -311,7 +311,7 @@ READERS = (
 
 
 def test_edited_journals_end_with_a_message(recorded: Path, capsys: Said) -> None:
-    """Each reader and a resumed run meet a journal that was edited and given valid checksums."""
+    """Each reader and a resumed run get a journal that was edited and given valid checksums."""
     counts = Counter[int]()
     resumed = Counter[int]()
     rows = list(map(json.loads, (recorded / JOURNAL).read_text().splitlines()))
@@ -346,7 +346,7 @@ def test_edited_journals_end_with_a_message(recorded: Path, capsys: Said) -> Non
 
 
 def test_edited_manifests_end_with_a_message(recorded: Path, capsys: Said) -> None:
-    """Each reader and a resumed run meet a manifest that was edited and given a valid checksum."""
+    """Each reader and a resumed run get a manifest that was edited and given a valid checksum."""
     counts = Counter[int]()
     whole = json.loads((recorded / "manifest.json").read_text())
     whole.pop("checksum")
@@ -405,7 +405,7 @@ def test_edited_calibrators_are_restored_or_refused(tmp_path: Path) -> None:
 
 
 def test_edited_model_folders_are_read_or_refused(tmp_path: Path) -> None:
-    """Edited configurations and tokenizers are read, or refused by name."""
+    """Edited configurations and tokenizers are read, or refused with the name of the folder."""
     ended = Counter[str]()
     files = ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json")
     here = [name for name in files if (model_path("draft") / name).is_file()]

@@ -21,7 +21,9 @@ KEYS = (
 def test_a_key_in_place_of_a_variable_name_is_refused_unprinted(
     engine: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No run begins, no directory is made, and no output has the key, even if it looks like a name."""
+    """No run begins, no directory is made, and no output contains the key, even if it looks like a
+    variable's name.
+    """
     monkeypatch.chdir(tmp_path)
     for words in (["--dry-run"], ["--out", "run"])[: 2 if engine == KEYS[0] else 1]:
         assert run(["eval", "arithmetic[:1]", "--target", engine, *words]) == 2
@@ -34,7 +36,7 @@ def test_a_key_in_place_of_a_variable_name_is_refused_unprinted(
 def test_a_variable_that_is_not_set_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The error names the variable; a lower-case name works too, and the usual variable may be
+    """The error names the variable; a lower-case name works too, and the default variable may be
     missing.
     """
     monkeypatch.delenv("ATTS_API_KEY", raising=False)

@@ -52,19 +52,19 @@ ENDLESS = (
 
 @pytest.fixture(scope="module")
 def process() -> TemplateProcess:
-    """Start one child for all templates that do not end it."""
+    """Start one child process for all templates that do not end it."""
     return TemplateProcess(0.5)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Copy the embedded draft, so that a test can spoil it."""
+    """Copy the embedded draft, so that a test can damage it."""
     shutil.copytree(path("draft"), tmp_path / "model")
     return tmp_path / "model"
 
 
 def test_a_template_that_raises_is_refused(folder: Path, process: TemplateProcess) -> None:
-    """A template is a program in a sandbox; whatever it raises, the error names the model and the
+    """A template is a program in a sandbox; whatever error it raises, atts names the model and the
     template.
     """
     refused = 0
@@ -109,7 +109,7 @@ def test_an_endless_template_is_stopped(template: str) -> None:
 def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keys in the environment are not passed on, and no child is left."""
+    """Keys in the environment are not passed on, and no child process is left."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     owner = TemplateProcess()
     child = owner.start()
@@ -120,7 +120,7 @@ def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(
 
 
 def test_huge_token_ids_are_refused_before_allocation(folder: Path) -> None:
-    """One added or learned token has an id for which a list would take gigabytes."""
+    """A single added or learned token has an id for which a list would take gigabytes."""
     whole = json.loads((folder / "tokenizer.json").read_text())
     last = list(whole["model"]["vocab"])[-1]
     added = deepcopy(whole)
@@ -138,7 +138,7 @@ def test_huge_token_ids_are_refused_before_allocation(folder: Path) -> None:
     "file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
 )
 def test_special_files_in_a_model_folder_are_refused(file: str, place: str, folder: Path) -> None:
-    """A pipe or a link to a device in place of any file is refused by name, so nothing waits."""
+    """A pipe or a link to a device in place of any file is refused by name, so reading never waits."""
     (folder / file).unlink()
     os.mkfifo(folder / file) if place == "pipe" else (folder / file).symlink_to("/dev/zero")
     with pytest.raises(ModelLoadError, match=file):
@@ -177,7 +177,7 @@ HEADERS = {
 
 @pytest.mark.parametrize("what", HEADERS)
 def test_weights_with_a_false_header_are_refused(what: str, folder: Path) -> None:
-    """Nothing is allocated for contents that the header declares and the file does not hold."""
+    """No memory is allocated for contents that the header declares but the file does not have."""
     config = read_model_config(folder, "mine")
     (folder / "model.safetensors").write_bytes(HEADERS[what])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -188,7 +188,9 @@ def test_weights_with_a_false_header_are_refused(what: str, folder: Path) -> Non
 
 @pytest.mark.parametrize("power", [40, 33])
 def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: Path) -> None:
-    """The files are mostly holes; one cannot be mapped, and one has another shape than the model."""
+    """The files are mostly holes; one file cannot be mapped, and the other has another shape than
+    the model.
+    """
     config = read_model_config(folder, "mine")
     header = json.dumps(_entry([1 << (power - 4), 4], [0, 1 << power])).encode()
     weights = folder / "model.safetensors"
@@ -201,7 +203,7 @@ def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: P
 
 
 def test_a_folder_with_a_gguf_file_alone_is_refused_for_that_reason(tmp_path: Path) -> None:
-    """Each reader names the two ways that work; a GGUF file next to usual weights does no harm."""
+    """Each reader names the two supported ways; a GGUF file next to usual weights is ignored."""
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
     for read in (require_template, read_model_config):
         with pytest.raises(ModelLoadError, match="model-q4.gguf and no config.json") as raised:

@@ -40,7 +40,7 @@ class Disk:
             patch.setattr(f"os.{name}", self._watched(getattr(os, name)))
 
     def fsync(self, handle: int) -> None:
-        """Store what the file holds now, or what the directory lists."""
+        """Save what the file contains, or what the directory lists, at this moment."""
         self._count()
         found = os.fstat(handle)
         if stat.S_ISDIR(found.st_mode):
@@ -84,7 +84,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """After the call returns, both the bytes and the name are those of the new file."""
+    """After the call returns, both the content and the name are those of the new file."""
     write_atomic(tmp_path / "f", b"old")
     assert disk.left_of(tmp_path) == {"f": b"old"}
     seen = list[bytes]()
@@ -95,7 +95,7 @@ def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(
 
 
 def test_a_replacement_that_fails_leaves_the_old_file(tmp_path: Path, disk: Disk) -> None:
-    """Each call fails in turn, and no temporary file stays."""
+    """Each system call fails in turn, and no temporary file is left."""
     write_atomic(tmp_path / "f", b"old")
     for call in (1, 2):
         disk.calls = 0
@@ -107,7 +107,9 @@ def test_a_replacement_that_fails_leaves_the_old_file(tmp_path: Path, disk: Disk
 
 
 class Watch:
-    """Notes which problems were reported as finished, and what of the journal was on the disk then."""
+    """A listener that records which problems were reported as finished, and what was on the disk at
+    that moment.
+    """
 
     def __init__(self, left: Callable[[], bytes]) -> None:
         self.reported: dict[str, bytes] = {}
@@ -117,7 +119,7 @@ class Watch:
         """Ignore earlier sessions; there are none."""
 
     def notify(self, event: Notice) -> None:
-        """Note what is on the disk when a problem's span ends."""
+        """Record what is on the disk when a problem's span ends."""
         if isinstance(event, ProblemSpan):
             self.reported[event.problem] = self._left()
 
@@ -140,7 +142,7 @@ def _finished(journal: bytes, folder: Path) -> set[str]:
 
 
 def test_a_problem_is_reported_after_its_outcome_is_on_disk(tmp_path: Path, disk: Disk) -> None:
-    """With every event synced, a power loss right after the report loses nothing of the problem."""
+    """With every event synced, a power loss right after the report loses no part of the problem."""
     run = tmp_path / "run"
     problems = toy_problems(4)
     watch = Watch(lambda: disk.left_of(run).get(JOURNAL, b""))
@@ -155,7 +157,7 @@ def test_a_problem_is_reported_after_its_outcome_is_on_disk(tmp_path: Path, disk
 
 
 def test_a_new_run_directory_survives_from_its_first_event(tmp_path: Path, disk: Disk) -> None:
-    """The journal's name and the manifest are on the disk before an engine is asked."""
+    """The journal's name and the manifest are on the disk before an engine is called."""
     run = tmp_path / "run"
     left = list[set[str]]()
 
@@ -173,7 +175,7 @@ def test_a_new_run_directory_survives_from_its_first_event(tmp_path: Path, disk:
 def test_a_run_resumes_after_power_loss_at_any_sync(
     durability: Any, tmp_path: Path, disk: Disk
 ) -> None:
-    """The resumed run reaches the results of an undisturbed one."""
+    """The resumed run reaches the results of an undisturbed run."""
     run = tmp_path / "run"
     lefts = list[dict[str, bytes]]()
     disk.after_each = lambda: lefts.append(disk.left_of(run)) if run.is_dir() else None

@@ -1,5 +1,5 @@
-"""Tests of malformed replies: each number, word and list of a valid reply is replaced by something
-impossible.
+"""Tests of malformed replies: each number, word and list of a valid reply is replaced by an
+impossible value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """Use one back end only, because reading waits for nothing."""
+    """Use one back end only, because reading a reply waits for nothing."""
     return "asyncio"
 
 
@@ -53,7 +53,7 @@ QUESTION = [Message("user", "Start at 4. +3. What is the result?")]
 
 
 class Canned:
-    """A client that calls its server in the same process; a path, or every path, may have a fixed
+    """A client that calls its server in the same process; one path or every path may have a fixed
     reply.
     """
 
@@ -73,7 +73,7 @@ class Canned:
     async def ask(
         self, make: Callable[[str], Call], read: Callable[[bytes], T], abort: Any, tokens: int
     ) -> T:
-        """Send and read one call, as a real client does."""
+        """Send one call and read its reply, as a real client does."""
         call = make("0" * 32)
         return read((await self.look(call.path, call.body)).body)
 
@@ -124,8 +124,8 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
-    """Yield the JSON text with each part replaced by each impossible value; name the part and the
-    value.
+    """Yield the JSON text with each part replaced by each impossible value, with the name of the
+    part and the value.
     """
     try:
         whole = json.loads(text)
@@ -140,7 +140,7 @@ def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
 def may_be(name: Any, new: Any) -> bool:
     """Return whether a valid server may send this value here.
 
-    Any text is allowed, missing counts, and log-probabilities that llama.cpp leaves out.
+    Any text may be sent, and counts may be missing, as may log-probabilities from llama.cpp.
     """
     if isinstance(new, str):
         return name in ("content", "token", "finish_reason")
@@ -176,8 +176,8 @@ def calls(requests: DialectClient) -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("kind", DIALECTS)
 async def test_an_impossible_part_makes_a_reply_bad(kind: str) -> None:
-    """Each impossible value is noticed wherever the reply is read; parts that are not read make no
-    difference.
+    """Each impossible value is noticed wherever the reply is read; parts that are not read have no
+    effect.
     """
     async with opened(kind) as (client, requests):
         for verb, call in calls(requests).items():
@@ -223,7 +223,7 @@ def mangled(text: bytes, draws: random.Random) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DIALECTS)
 async def test_a_mangled_reply_is_bad_or_plausible(kind: str) -> None:
-    """Each of `ATTS_FUZZ` mangled replies is refused, or has numbers that may be true."""
+    """Each of `ATTS_FUZZ` mangled replies is refused, or has numbers that are possible."""
     ended = Counter[str]()
     async with opened(kind) as (client, requests):
         for verb, call in calls(requests).items():
@@ -252,7 +252,9 @@ async def test_a_mangled_reply_is_bad_or_plausible(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", DIALECTS)
 async def test_no_reply_raises_anything_but_a_bad_reply(kind: str) -> None:
-    """Calls and handshakes get wrong shapes, half texts, deep nesting and other encodings."""
+    """Calls and handshakes get wrong shapes, half texts, deep nesting and other encodings, and
+    raise only bad replies.
+    """
     async with opened(kind) as (client, requests):
         for text in SHAPES:
             client.replies = {"*": text}
@@ -266,7 +268,7 @@ async def test_no_reply_raises_anything_but_a_bad_reply(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", DIALECTS)
 async def test_a_servers_description_is_read_strictly(kind: str) -> None:
-    """If any part is replaced, the server is described or the error is one of atts' own."""
+    """If any part is replaced, the server is still described, or the error is one of atts' own."""
     async with opened(kind) as (client, requests):
         asked = client.heard
         assert asked
@@ -287,7 +289,7 @@ async def test_a_servers_description_is_read_strictly(kind: str) -> None:
 
 @pytest.mark.parametrize("gauge", ["nan", "inf", "1e400", "-1", "", "x", "9" * 5000, "1 2 3"])
 async def test_impossible_gauges_are_ignored(gauge: str) -> None:
-    """The number of running requests is then unknown."""
+    """With an impossible gauge the number of running requests is unknown."""
     async with opened("vllm") as (client, requests):
         client.replies = {"/metrics": f"vllm:num_requests_running{{a=1}} {gauge}\n".encode()}
         assert await requests.dialect.running(cast(Client, client)) in (None, 3)
@@ -295,7 +297,9 @@ async def test_impossible_gauges_are_ignored(gauge: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in DIALECTS if kind not in ("ollama", "chat")])
 async def test_a_reply_with_too_many_tokens_is_refused(kind: str) -> None:
-    """One id above the limit is refused; as many as requested are accepted."""
+    """A reply with one id above the limit is refused; a reply with the requested number is
+    accepted.
+    """
     async with opened(kind) as (client, requests):
         ids = requests.tokenizer.render(QUESTION)
         client.heard = {}

@@ -45,7 +45,7 @@ QUICK = RemoteOptions(
 
 
 class HostileServer:
-    """A server that answers as `answer` decides, and records requests and headers."""
+    """A server that replies as its function `answer` decides, and records requests and headers."""
 
     def __init__(self, answer: Callable[[str], Reply], certificate: Path | None = None) -> None:
         self.asked: list[tuple[str, Mapping[str, str]]] = []
@@ -105,7 +105,7 @@ class HostileServer:
 
 
 def once(body: bytes, status: int = 200, **headers: str) -> Reply:
-    """Make a reply in one piece."""
+    """Make a reply that is sent at once."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return status, {"Content-Length": str(len(body)), **named}, (body,)
 
@@ -118,7 +118,7 @@ def endless(first: bytes, again: bytes, status: int = 200, **headers: str) -> Re
 
 @pytest.fixture
 def hostile() -> Iterator[Callable[..., HostileServer]]:
-    """Return a function that starts servers; the end of the test stops them."""
+    """Return a function that starts servers, which stop at the end of the test."""
     with ExitStack() as stack:
 
         def start(answer: Callable[[str], Reply], **settings: Any) -> HostileServer:
@@ -178,8 +178,8 @@ FLOODS: dict[str, Callable[[str], Reply]] = {
 async def test_a_replys_size_is_bounded_by_the_request(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client], flood: str
 ) -> None:
-    """Each larger reply is a bad or lost one within its attempts, and a bomb is inflated only up to
-    the limit.
+    """A reply above the limit is refused as bad or lost within its attempts, and a bomb is inflated
+    only up to the limit.
     """
     server = hostile(FLOODS[flood])
     client = connect(server.url)
@@ -198,7 +198,7 @@ async def test_a_replys_size_is_bounded_by_the_request(
 async def test_what_is_within_the_limit_is_read(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client]
 ) -> None:
-    """A longer request may have a longer reply; gzip is read although it was not requested."""
+    """A longer request may have a longer reply; a gzip reply is read although it was not requested."""
     text = b"[" + b"1," * (MEBIBYTE // 2) + b"1]"
     packed = zlib.compressobj(wbits=31)
     replies = {"/work": once(packed.compress(text) + packed.flush(), Content_Encoding="gzip")}
@@ -211,7 +211,7 @@ async def test_what_is_within_the_limit_is_read(
 async def test_an_endless_error_body_is_cut(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client], status: int
 ) -> None:
-    """The beginning is quoted in a line of bounded length; the rest is not read."""
+    """The error quotes the beginning of the body in a line of bounded length; the rest is not read."""
     server = hostile(lambda path: endless(b"out of luck", b" and so on" * 1000, status))
     client = connect(server.url)
     with pytest.raises(EngineError, match="out of luck") as refused:
@@ -228,7 +228,7 @@ async def test_redirects_are_not_followed(
     status: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A redirect would send the key elsewhere, so neither questions nor calls follow it."""
+    """A redirect would send the key to another server, so neither handshakes nor calls follow one."""
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     elsewhere = hostile(lambda path: once(b"[]"))
     client = connect(hostile(lambda path: once(b"", status, Location=f"{elsewhere.url}/steal")).url)
@@ -245,7 +245,7 @@ async def test_certificates_are_verified(
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An unknown certificate and one of another name are refused before the key is sent."""
+    """An unknown certificate and a certificate for another name are refused before the key is sent."""
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     server = hostile(lambda path: once(b"[]"), certificate=CERTIFICATE)
     trusting = replace(QUICK, ca_file=CERTIFICATE)
@@ -268,7 +268,7 @@ async def test_retry_after_is_limited_to_half_a_minute(
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Dates, nonsense and negative numbers are ignored."""
+    """A longer wait is cut to 30 seconds; dates, nonsense and negative numbers are ignored."""
     slept = list[float]()
 
     async def sleep(seconds: float) -> None:
@@ -343,7 +343,7 @@ async def test_a_key_in_a_transport_error_is_hidden(
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A transport's error may quote bytes that it could not read."""
+    """A transport's error may quote bytes that it could not read, so a key in them is hidden."""
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     client = connect(hostile(lambda path: once(b"", Content_Encoding=CANARY)).url)
     with pytest.raises(BadReply, match="encoded as") as refused:

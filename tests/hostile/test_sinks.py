@@ -45,7 +45,9 @@ def clean(text: str) -> bool:
 
 
 def test_control_codes_in_library_messages_are_escaped() -> None:
-    """Loggers and warnings quote model files; a record that cannot be formatted stays as it is."""
+    """Loggers and warnings may quote model files, so codes are escaped; a record that cannot be
+    formatted is unchanged.
+    """
     written = io.StringIO()
     logger = logging.getLogger("transformers.of.a.test")
     logger.addHandler(handler := logging.StreamHandler(written))
@@ -150,7 +152,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 def test_no_command_prints_control_codes(
     name: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Results, errors and JSON show the words without the codes."""
+    """Results, errors and JSON show the texts without the codes."""
     code = run([word.replace("{}", str(folder)) for word in COMMANDS[name]])
     said = capfd.readouterr()
     assert code in (0, 2, 3, 4, 5)
@@ -162,7 +164,9 @@ def test_no_command_prints_control_codes(
 def test_control_codes_in_engine_errors_are_escaped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine's text is harmless in an error, in the middle of a run and in a warning."""
+    """Control codes from an engine are escaped in an error, in the middle of a run and in a
+    warning.
+    """
 
     async def fail(engine: ScriptedEngine, request: SampleRequest) -> Any:
         logging.getLogger("atts.servers").warning("it says %s", CANARY)
@@ -181,7 +185,7 @@ def test_control_codes_in_engine_errors_are_escaped(
 def test_control_codes_in_tracebacks_are_escaped(
     error: type[Exception], monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """This covers internal errors with causes and notes, in the command and in threads; the exit
+    """Internal errors with causes and notes are escaped, in the command and in threads; the exit
     code is 1.
     """
 
@@ -203,7 +207,7 @@ def test_control_codes_in_tracebacks_are_escaped(
 
 
 def test_the_progress_table_shows_names_literally() -> None:
-    """A model may be called "[/bold]", or have control codes in its name."""
+    """The table shows a model's name literally, even if it is "[/bold]" or contains control codes."""
     progress = Progress()
     snapshot = progress.snapshot()
     object.__setattr__(snapshot, "models", {"draft": CANARY, "target": CANARY})
@@ -219,7 +223,7 @@ def test_the_progress_table_shows_names_literally() -> None:
 def test_a_report_on_a_terminal_is_escaped(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same report goes unchanged into a file or a pipe."""
+    """The report is escaped on a terminal, but unchanged in a file or a pipe."""
     shown = bytearray()
     ours, theirs = pty.openpty()
 
@@ -249,7 +253,7 @@ def _read(handle: int) -> bytes:
 
 
 def test_no_text_becomes_markup_of_a_page(folder: Path, tmp_path: Path) -> None:
-    """Directory, dataset, ids, texts and answers are all in the page, none of them as markup."""
+    """Directory, dataset, ids, texts and answers are all on the page, but none of them as markup."""
     assert (
         run(
             [
@@ -276,7 +280,9 @@ ESCAPED: dict[str, Callable[[ast.Call], bool]] = {
 
 
 def test_commands_print_through_one_function() -> None:
-    """Each other print names `sanitized` in its arguments, or prints an empty line."""
+    """Every `print` outside this function names `sanitized` in its arguments, or prints an empty
+    line.
+    """
     strays = list[str]()
     for module in pkgutil.iter_modules(atts.cli.__path__):
         code = import_module(f"atts.cli.{module.name}")

@@ -1,4 +1,4 @@
-"""Small hand-made files of each format, and a function that imports one."""
+"""Small hand-made files of each import format, and a function that imports one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of each import format on hand-made files: what the tool recorded arrives, and nothing is
+"""Tests of each import format on hand-made files: recorded values are imported, and no value is
 invented.
 """
 
@@ -25,7 +25,7 @@ from tests.importers.conftest import (
 
 
 def read(directory: Path) -> tuple[dict[str, FinishedProblem], dict[str, Outcome], RecordedRun]:
-    """Return the problems of a run in brief and whole, by name, and the run."""
+    """Return the problems of a run by name, in brief and whole, and the run."""
     run = open_run(directory)
     return run.state().finished, {one.problem.id: one for one in run.outcomes()}, run
 
@@ -42,7 +42,7 @@ def verdicts(problem: FinishedProblem) -> list[str | None]:
 
 
 def check_inspect(directory: Path) -> None:
-    """Check the run of the three samples below."""
+    """Check the run imported from the three samples below."""
     finished, outcomes, run = read(directory)
     assert list(finished) == ["1", "2"]
     assert finished["1"].answer == "2"
@@ -86,7 +86,9 @@ def test_an_inspect_log_in_json_is_imported(tmp_path: Path, run_import: Import) 
 def test_an_eval_archive_compressed_with_zstandard_is_imported(
     tmp_path: Path, run_import: Import
 ) -> None:
-    """Today's logs are compressed in frames of Zstandard: they are read, and damage is an error."""
+    """Current logs are compressed in frames of Zstandard, which are read; a damaged frame is an
+    error.
+    """
     path = pack_again(write_eval(tmp_path / "log.eval", SAMPLES))
     made = run_import("inspect", path)
     assert (made.problems, made.rollouts, made.with_seconds) == (2, 3, 3)
@@ -106,7 +108,7 @@ def test_an_eval_archive_compressed_with_zstandard_is_imported(
 def test_without_a_reader_of_zstandard_the_fix_is_named(
     tmp_path: Path, run_import: Import, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no package reads it, the message names one, and the way without."""
+    """If no installed package reads Zstandard, the message names a package and a way without it."""
     path = pack_again(write_eval(tmp_path / "log.eval", SAMPLES))
 
     def missing(data: bytes) -> bytes:
@@ -118,7 +120,9 @@ def test_without_a_reader_of_zstandard_the_fix_is_named(
 
 
 def test_an_answer_that_is_the_whole_text_is_extracted(tmp_path: Path, run_import: Import) -> None:
-    """Scorers that search the text record it whole, some in small letters: votes need the answer."""
+    """Scorers that search the text record all of it, some in lower case, so atts extracts the
+    answer for the votes.
+    """
     texts = ["Say\nANSWER: 2", "say\nANSWER: 2", "2", "no idea of what this could be about " * 3]
     samples = [inspect_sample(1, number, text.lower(), "C") for number, text in enumerate(texts, 1)]
     for sample, text in zip(samples, texts, strict=True):
@@ -131,7 +135,7 @@ def test_an_answer_that_is_the_whole_text_is_extracted(tmp_path: Path, run_impor
 
 
 def test_a_short_text_is_its_own_answer(tmp_path: Path, run_import: Import) -> None:
-    """A name has no number or box to extract, and is the answer as it is."""
+    """A short text such as a name has no number or box, so the whole text is the answer."""
     sample = inspect_sample(1, 1, "paris", "C")
     sample["output"]["choices"][0]["message"]["content"] = "Paris"
     made = run_import("inspect", write_eval(tmp_path / "log.eval", [sample]))
@@ -140,8 +144,8 @@ def test_a_short_text_is_its_own_answer(tmp_path: Path, run_import: Import) -> N
 
 
 def test_an_inspect_score_can_be_chosen(tmp_path: Path, run_import: Import) -> None:
-    """If the score is not a grade, atts grades the answers; an unknown score is an error that lists
-    the known ones.
+    """If the chosen score is not a grade, atts grades the answers; an unknown score is an error
+    that lists the known ones.
     """
     path = write_eval(tmp_path / "log.eval", SAMPLES[:2])
     finished, _, _ = read(run_import("inspect", path, metric="length").directory)
@@ -178,8 +182,8 @@ def lm_eval_row(name: int, replies: list[str], answer: Any, grade: float, filter
 
 
 def test_lm_eval_samples_are_imported(tmp_path: Path, run_import: Import) -> None:
-    """A single reply has lm_eval's verdict; of several replies lm_eval graded only what its filter
-    returned.
+    """A single reply has lm_eval's verdict; of several replies lm_eval graded only the one that its
+    filter returned.
     """
     path = write_lines(
         tmp_path / "out" / "m" / "samples_gsm8k_2026-01-02T03-04-05.678901.jsonl",
@@ -229,7 +233,7 @@ def nemo_row(name: int, answer: str | None, **more: Any) -> dict[str, Any]:
 
 
 def test_nemo_skills_numbers_rollouts_by_seed(tmp_path: Path, run_import: Import) -> None:
-    """The seed in the file's name numbers the rollout, although "10" sorts before "2"."""
+    """The seed in the file's name is the rollout's number, although "10" sorts before "2"."""
     folder = tmp_path / "eval-results" / "aime"
     for seed, grade in ((2, {"symbolic_correct": True}), (10, {"judgement": "Judgement: No"})):
         rows = [nemo_row(n, str(n + 1), **grade, reward_model_score=0.5) for n in range(2)]
@@ -246,7 +250,7 @@ def test_nemo_skills_numbers_rollouts_by_seed(tmp_path: Path, run_import: Import
 
 
 def test_a_nemo_skills_text_at_the_limit_is_cut(tmp_path: Path, run_import: Import) -> None:
-    """A text that ended at the token limit is a cut rollout, not one without an answer."""
+    """A text that ended at the token limit becomes a cut rollout, not a rollout without an answer."""
     path = write_lines(
         tmp_path / "output-rs0.jsonl", [nemo_row(1, None, finish_reason="length", is_correct=0)]
     )
@@ -287,7 +291,7 @@ def test_matharena_rows_are_imported_by_model(tmp_path: Path, run_import: Import
 
 
 def test_matharena_messages_replace_a_missing_text(tmp_path: Path, run_import: Import) -> None:
-    """Rows without a text of their own have it in their messages; judges' points become scores."""
+    """A row without its own text has the text in its messages; judges' points become scores."""
     messages = [{"role": "user", "content": "P1"}, {"role": "assistant", "content": "so"}]
     row = arena_row("a", 1, 0, "7", points_judge_1=3, max_points_judge_1=4, source="imo")
     row |= {"answer": None, "all_messages": json.dumps(messages)}
@@ -299,7 +303,7 @@ def test_matharena_messages_replace_a_missing_text(tmp_path: Path, run_import: I
 
 
 def test_monkey_business_samples_are_imported(tmp_path: Path, run_import: Import) -> None:
-    """Each problem brings all its samples, and references are worked solutions."""
+    """Each problem is imported with all its samples, and references are worked solutions."""
     problem = {
         "question": "What is 6 x 7?", "samples": ["It is \\boxed{42}", "\\boxed{41}", "?"],
         "gt_answer": "Multiply. " * 30 + "The answer is $\\boxed{42}$.",
@@ -336,7 +340,7 @@ def test_deepconf_traces_are_imported(tmp_path: Path, run_import: Import) -> Non
 
 
 def test_a_pickle_is_refused(tmp_path: Path, run_import: Import) -> None:
-    """Reading a pickle runs code, so none is read, also where a folder holds nothing else."""
+    """Reading a pickle runs code, so a pickle is refused even if the folder has no other file."""
     path = tmp_path / "logs" / "deepthink_offline_qid3.pkl"
     path.parent.mkdir()
     path.write_bytes(b"\x80\x04.")
@@ -346,7 +350,7 @@ def test_a_pickle_is_refused(tmp_path: Path, run_import: Import) -> None:
 
 
 def test_columns_are_mapped_or_guessed(tmp_path: Path, run_import: Import) -> None:
-    """A line may hold one rollout or lists with all rollouts of a problem."""
+    """A line may have one rollout, or lists with all rollouts of a problem."""
     rows = [
         {"Q": "1 + 1?", "out": ["\\boxed{2}", "\\boxed{3}"], "gold": 2, "rm": [0.9, 0.1]},
         {"Q": "1 + 2?", "out": "\\boxed{3}", "gold": "3", "rm": 0.4},

@@ -1,5 +1,5 @@
-"""Tests of all imports: errors with lines, constant memory, resume, data sets, and readers of the
-run.
+"""Tests of all imports: errors with lines, constant memory, resuming, datasets, and commands that
+read the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.importers.conftest import Import, write_lines
 
 
 def rows(problems: int, samples: int, text: str = "so") -> Iterator[dict[str, Any]]:
-    """Yield rollouts sample by sample, so that those of a problem are far from each other."""
+    """Yield rollouts sample by sample, so that the rollouts of a problem are far from each other."""
     for sample in range(samples):
         for number in range(problems):
             answer = number if (number + sample) % 3 else number + 1
@@ -58,7 +58,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, run_import: Import, line: str, pr
 
 
 def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, run_import: Import) -> None:
-    """The error names file and line as for any other fault."""
+    """The error names file and line, as for any other fault."""
     path = tmp_path / "mine.jsonl"
     path.write_bytes(b'{"question": "\xff\xfe"}\n')
     with pytest.raises(DatasetError, match="mine.jsonl: line 1: it is not JSON"):
@@ -66,7 +66,7 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, run_import: Import) -
 
 
 def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
-    """The error says in which item the list ends."""
+    """The error names the list item in which the file ends."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(list(rows(3, 1)))[:-30])
     with pytest.raises(DatasetError, match="mine.json: it ends within item 3, so the file is cut"):
@@ -86,7 +86,7 @@ def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
 def test_unreadable_kinds_of_files_are_refused(
     tmp_path: Path, run_import: Import, name: str, problem: str
 ) -> None:
-    """Each message says what to do."""
+    """Each message says how to make a readable file."""
     if name != "missing.jsonl":
         (tmp_path / name).write_bytes(b"abc")
     with pytest.raises(DatasetError, match=problem):
@@ -111,7 +111,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, run_import: Import) -> None:
 def test_json_items_may_cross_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """Strings, escapes and brackets may be cut anywhere by the blocks that are read."""
+    """Strings, escapes and brackets may be cut anywhere between the blocks that are read."""
     monkeypatch.setattr("atts.importers.records._BLOCK", block)
     values = [
         {"a": 'quote " brace } bracket ] back \\'},

@@ -1,6 +1,7 @@
-"""Faults planted in the source one at a time: for each, the tests that must fail.
+"""Faults planted in the source one at a time, each with the tests that must fail.
 
-`scripts/test mutants` plants them in a temporary copy. A fault is one line that stands once in its file, and another line.
+`scripts/test mutants` plants them in a temporary copy. A fault replaces one line, which occurs once
+in its file, by another line.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """A fault: `old` becomes `new` in `file`; `tests` are files, folders or tests, with spaces
-    between.
+    """A fault: `old` becomes `new` in `file`; `tests` are files, folders or tests, separated by
+    spaces.
     """
 
     name: str

@@ -135,7 +135,7 @@ def test_json_items_may_cross_blocks(
 
 
 def peak_of_import(path: Path, out: Path) -> int:
-    """Return the most bytes that Python held during an import."""
+    """Return the peak memory in bytes that Python used during an import."""
 
     async def main() -> None:
         await import_rollouts(FORMATS["jsonl"], path, out)
@@ -168,7 +168,7 @@ def test_memory_does_not_grow_with_the_file(
 
 
 def facts(directory: Path) -> list[Any]:
-    """Return everything that a journal says, except dates and sessions."""
+    """Return everything in a journal, except dates and sessions."""
     run = open_run(directory)
     kinds = ("SessionOpened", "SessionClosed")
     return [entry.event for entry in run.entries() if type(entry.event).__name__ not in kinds]
@@ -214,7 +214,7 @@ def test_changed_files_are_another_run(tmp_path: Path, run_import: Import) -> No
 
 
 def test_an_import_can_be_graded_by_atts(tmp_path: Path, run_import: Import) -> None:
-    """Atts may grade what the tool graded; a verdict of the tool is marked as such."""
+    """atts may grade again what the tool graded; a verdict of the tool is marked as such."""
     row = {"question": "1?", "text": "\\boxed{0.5}", "gold": "1/2", "correct": False}
     path = write_lines(tmp_path / "mine.jsonl", [row])
     for grades, verdict in (("recorded", "wrong"), ("again", "correct")):
@@ -225,7 +225,7 @@ def test_an_import_can_be_graded_by_atts(tmp_path: Path, run_import: Import) -> 
 
 
 def test_a_data_set_names_the_problems(tmp_path: Path, run_import: Import) -> None:
-    """Equal questions get the data set's ids and references; others keep their own."""
+    """Equal questions get the ids and references of the dataset; other questions keep their own."""
     path = write_lines(tmp_path / "mine.jsonl", rows(3, 2))
     known = [Problem("d/1", "What  is 1?\n", "1"), Problem("d/2", "What is 2?", "3", level=4)]
     made = run_import("jsonl", path, known=known, known_as="d")
@@ -249,8 +249,8 @@ def test_many_files_are_imported(
 
 
 def test_an_imported_run_works_with_every_reader(tmp_path: Path, run_import: Import) -> None:
-    """It can be compared with a run of atts on the same data set, and reported, replayed and
-    planned from.
+    """An imported run can be compared with a run of atts on the same dataset, and reported,
+    replayed and used for a plan.
     """
     problems = toy_problems(6)
     setup = Setup(draft="scripted", target="scripted", method="target-only")
@@ -290,7 +290,7 @@ def test_unrecorded_facts_stay_unknown() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes need POSIX")
 def test_a_pipe_is_refused(tmp_path: Path, run_import: Import) -> None:
-    """Files are read twice, which a pipe does not allow."""
+    """A pipe can be read only once, but an import reads its files twice."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(DatasetError, match="it cannot be read: it is a device, a pipe or a socket"):
         run_import("jsonl", tmp_path / "pipe.jsonl")

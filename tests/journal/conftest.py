@@ -26,8 +26,8 @@ from atts.journal import (
 
 
 class SmallDisk(FileIO):
-    """An append-only file on a disk with room for `room` bytes, which takes at most `bite` at a
-    time.
+    """An append-only file on a disk with room for `room` bytes, which accepts at most `bite` bytes
+    at a time.
     """
 
     def __init__(self, path: Path, room: int, bite: int) -> None:

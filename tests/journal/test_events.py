@@ -93,7 +93,7 @@ def through_file(path: Path, *events: Event) -> list[Event]:
 
 
 def any_of(kind: type[Event]) -> st.SearchStrategy[Event]:
-    """Draw events of a kind, with the fields empty that exist only in lines."""
+    """Draw events of a kind, with the fields left empty that only lines of a journal have."""
     hints = get_type_hints(kind)
     left_out = IN_LINES_ONLY.get(kind, set[str]())
     drawn = {
@@ -159,8 +159,8 @@ def test_special_characters_survive(text: str, tmp_path: Path) -> None:
 
 
 def test_a_packed_tuple_is_small() -> None:
-    """500 ids and log-probabilities that came from 32 bits take under 6 KB, and from 64 bits under
-    9 KB.
+    """500 ids and log-probabilities take under 6 KB if they were 32-bit numbers, and under 9 KB if
+    they were 64-bit numbers.
     """
     ids = tuple(range(500))
     for step, limit in ((0.5, 6_000), (0.1, 9_000)):
@@ -170,7 +170,7 @@ def test_a_packed_tuple_is_small() -> None:
 
 
 def call(number: int, author: Any = "draft", ended: Any = "delimiter") -> Sampled:
-    """Return a recorded call of the rollout that differs from calls of other numbers."""
+    """Return a recorded call of the rollout, which differs from calls with other numbers."""
     ids = tuple(range(number, number + 100))
     logprobs = struct.unpack("<100f", struct.pack("<100f", *(-0.01 * one for one in ids)))
     completion = Completion(ids, f"text {number} " * 30, ended, logprobs)
@@ -214,7 +214,9 @@ TURNS = {
 
 @pytest.mark.parametrize("name", TURNS)
 def test_a_turn_is_stored_by_reference_to_its_calls(name: str, tmp_path: Path) -> None:
-    """Its line is short if calls already hold its chunks, and the turn is complete when it is read."""
+    """The line of a turn is short if the journal's calls already have its chunks, and the turn is
+    complete after reading.
+    """
     turn, limit = TURNS[name]
     events: list[Event] = [
         STARTED,
@@ -285,6 +287,6 @@ SPANS = (
 
 @pytest.mark.parametrize("span", SPANS, ids=lambda span: type(span).__name__)
 def test_spans_are_tagged_like_events(span: Event) -> None:
-    """A line of the task graph names its kind as every other line does."""
+    """A line of the task graph names its kind, as every other line does."""
     [_, line] = lines_of([span])
     assert KINDS[json.loads(line)["event"]["kind"]] is type(span)

@@ -56,7 +56,7 @@ def chunk_of(event: Event) -> Completion:
 
 
 def end_of(reader: LineReader) -> tuple[int, int, int]:
-    """Return the next line's number, the session, and the bytes of whole lines."""
+    """Return the next line's number, the session, and the size of the whole lines in bytes."""
     return reader.number, reader.session, reader.length
 
 
@@ -87,7 +87,7 @@ def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
 
 @pytest.mark.parametrize("text", ["\ud800 alone", "😀", "\ud800 long " * 20, "\\ud800", "é" * 200])
 def test_any_text_is_read_unchanged(tmp_path: Path, text: str) -> None:
-    """This includes half of a surrogate pair, in short and long texts."""
+    """The text is read unchanged, even half of a surrogate pair, whether it is short or long."""
     write(tmp_path / "j", [Warned("w", text)])
     assert read(tmp_path / "j")[0] == [Warned("w", text)]
 
@@ -148,7 +148,7 @@ def test_a_reader_may_select_kinds_of_events(tmp_path: Path, story: list[Event])
 
 
 def test_kinds_may_change_while_reading(tmp_path: Path, story: list[Event]) -> None:
-    """A reader that has seen enough of a kind gets no more of it."""
+    """A reader may drop a kind of event while it reads, and then gets no more events of this kind."""
     write(tmp_path / "j", story)
     kinds: set[type[Event]] = {TurnFinished}
     found = list[Event]()
@@ -179,7 +179,7 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path, story: list[Event]) -> 
 
 
 def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event]) -> None:
-    """After a power failure the tail may be zeros, which count as a torn line."""
+    """After a power failure the end of the file may be zeros, which count as a torn line."""
     before = b"".join(write(tmp_path / "j", story))
     for rubbish in (b"\x00" * 500, b"\x00" * 500 + b"\n", b"{}\n", b"\n"):
         (tmp_path / "j").write_bytes(before + rubbish)
@@ -209,7 +209,7 @@ def test_damage_in_the_middle_is_refused(
 
 
 def test_a_changed_digit_is_noticed(tmp_path: Path, story: list[Event]) -> None:
-    """The checksum finds it although the line is still a valid event."""
+    """The checksum shows the changed digit although the line is still a valid event."""
     data = b"".join(write(tmp_path / "j", story))
     (tmp_path / "j").write_bytes(data.replace(b'"score":1.5', b'"score":2.5', 1))
     with pytest.raises(JournalCorrupt, match="checksum"):
@@ -217,7 +217,7 @@ def test_a_changed_digit_is_noticed(tmp_path: Path, story: list[Event]) -> None:
 
 
 def unchained(line: bytes) -> bytes:
-    """Return the line with a checksum that does not continue that of the line before."""
+    """Return the line with a checksum that does not continue the previous line's checksum."""
     return line[:-19] + b',"crc":"%08x"}\n' % zlib.crc32(line[:-19])
 
 
@@ -225,8 +225,8 @@ def unchained(line: bytes) -> bytes:
 def test_a_line_of_another_journal_is_damage(
     tmp_path: Path, story: list[Event], number: int
 ) -> None:
-    """It is whole, with the right number and its own checksum, but it does not continue the line
-    before.
+    """A line of another journal has the expected number and a valid checksum, but its checksum does
+    not continue the previous line's.
     """
     lines = write(tmp_path / "j", story)
     other = write(tmp_path / "other", [Warned("w", str(n)) for n in range(9)])
@@ -238,7 +238,9 @@ def test_a_line_of_another_journal_is_damage(
 
 @pytest.mark.parametrize("schema", [1, SCHEMA - 1, SCHEMA + 1])
 def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
-    """This holds even if another version resumed a journal of this one, whatever its line holds."""
+    """A journal with another schema is refused even if a session of this schema began it, whatever
+    the other lines contain.
+    """
     writer = LineWriter()
     ours = writer.line(OPENED, 0, 0) + writer.line(Warned("a", "b"), 0, 0)
     opening = {"kind": "session-opened", "schema": schema, "extra": 1}
@@ -266,7 +268,7 @@ def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
 
 
 def test_a_writer_keeps_only_calls_of_open_turns(tmp_path: Path) -> None:
-    """It keeps the calls since the last turn of each open rollout, so its memory stays small."""
+    """A writer keeps the calls since the last turn of each open rollout, so its memory stays small."""
     path = tmp_path / "j"
     writer = LineWriter()
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Tests of the run directory's lock, which ends with its process."""
+"""Tests of the lock of a run directory, which its process releases when it ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ with locked(Path(sys.argv[1]), Path(sys.argv[1]).parent):
 
 
 def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
-    """A second process is refused with the first one's id, and SIGKILL frees the lock."""
+    """A second process is refused with the process id of the first, and SIGKILL frees the lock."""
     lock = tmp_path / "lock"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE)
     try:
@@ -69,7 +69,7 @@ print("child left the block", flush=True)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
-    """A worker that a library forked must not prevent a resume."""
+    """A worker process forked by a library does not prevent a resume after its parent has died."""
     lock = tmp_path / "lock"
     command = [sys.executable, "-c", SURVIVED, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
@@ -108,7 +108,7 @@ def test_a_forked_child_frees_no_lock_and_writes_no_line(tmp_path: Path) -> None
 
 
 def test_the_lock_holds_within_one_process_too(tmp_path: Path) -> None:
-    """Two writers of one program on one directory exclude each other as well."""
+    """Two writers of one process on one directory exclude each other as well."""
     with locked(tmp_path / "lock", tmp_path):
         with (
             pytest.raises(JournalLocked, match=str(os.getpid())),
@@ -133,7 +133,9 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(tmp_path: Pat
 
 
 def test_a_deleted_lock_lets_no_second_writer_in(tmp_path: Path) -> None:
-    """The journal itself is locked too."""
+    """Deleting the lock's file does not admit a second writer, because the journal itself is locked
+    too.
+    """
 
     def second(journal: Journal) -> None:
         (tmp_path / LOCK).unlink()
@@ -170,7 +172,9 @@ HARMS: dict[str, Callable[[Path], object]] = {
 def test_a_journal_that_is_harmed_while_it_is_written_is_an_error(
     tmp_path: Path, harm: str, durability: Durability
 ) -> None:
-    """If it is deleted, moved, replaced or cut, the run must not end as if its data were safe."""
+    """If the journal is deleted, moved, replaced or cut during the run, the run ends with an error
+    because its data are lost.
+    """
     run = tmp_path / "run"
 
     async def session() -> None:

@@ -77,7 +77,7 @@ def test_a_stored_manifest_matches_itself(tmp_path: Path) -> None:
 def test_every_difference_is_named(
     tmp_path: Path, changes: dict[str, Any], names: list[str]
 ) -> None:
-    """Other settings are refused, and the error names each difference and a remedy."""
+    """Different settings are refused, and the error names each difference and a remedy."""
     save_manifest(tmp_path / "m", MANIFEST)
     stored = load_manifest(tmp_path / "m")
     assert stored is not None
@@ -102,7 +102,7 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_origins_versions_and_dates_may_differ(tmp_path: Path) -> None:
-    """These are for people and change no result."""
+    """Origins, versions and dates are for people and change no result."""
     save_manifest(tmp_path / "m", MANIFEST)
     stored = load_manifest(tmp_path / "m")
     assert stored is not None
@@ -136,7 +136,7 @@ def test_a_file_that_is_not_a_manifest_is_refused(tmp_path: Path, text: str) -> 
 
 @pytest.mark.parametrize("schema", [1, SCHEMA - 1, SCHEMA + 1])
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path, schema: int) -> None:
-    """Its other contents do not matter."""
+    """A manifest of another version is refused, whatever else it contains."""
     (tmp_path / "m").write_text(json.dumps({"schema": schema, "unheard": "of"}))
     with pytest.raises(
         JournalVersion, match=f"schema {schema}, but this version knows only {SCHEMA}"
@@ -169,7 +169,9 @@ def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
 
 
 def test_numpy_values_have_the_digest_of_plain_ones() -> None:
-    """Columns of a data frame hold numpy's texts and numbers."""
+    """Columns of a data frame contain numpy's texts and numbers, which have the digests of Python's
+    values.
+    """
     plain = Problem("1", "a", answer="3")
     assert dataset_digest([Problem(np.str_("1"), np.str_("a"), answer=np.str_("3"))]) == (
         dataset_digest([plain])
@@ -195,7 +197,9 @@ def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_is_recognised_by_its_log_probabilities(tmp_path: Path) -> None:
-    """A server's noise does not make another model, and values edited by hand cause no overflow."""
+    """A server's numerical noise does not change the model's identity, and values edited by hand
+    cause no overflow.
+    """
     known = Manifest(known_logprobs={"target": (-1.0, -9.0, -0.2)})
     known.check(Manifest(known_logprobs={"target": (-1.05, -9.1, -0.2)}), tmp_path)
     # An older run, or a model that this run does not ask.
@@ -207,7 +211,7 @@ def test_a_model_is_recognised_by_its_log_probabilities(tmp_path: Path) -> None:
 
 
 def test_stored_log_probabilities_are_in_the_manifest(tmp_path: Path) -> None:
-    """They are in the manifest's file and covered by its checksum."""
+    """Log-probabilities are stored in the manifest's file and covered by its checksum."""
     path = tmp_path / "manifest.json"
     save_manifest(path, Manifest(known_logprobs={"target": (-1.25, -30.0)}))
     stored = load_manifest(path)

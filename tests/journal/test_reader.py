@@ -1,4 +1,4 @@
-"""Tests of the reader of run directories: what it says about runs, and how it refuses other
+"""Tests of the reader of run directories: the facts it returns about runs, and its refusal of other
 folders.
 """
 
@@ -30,7 +30,9 @@ KINDS = ("finished", "rounds", "coin", "shard1", "merged", "killed")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_brief_problems_agree_with_whole_outcomes(kind: str, runs: Path) -> None:
-    """Both have the same values for each problem, including verdicts, costs and times."""
+    """A brief problem and its whole outcome have the same values, including verdicts, costs and
+    times.
+    """
     run = open_run(runs / kind)
     problems = run.state().finished
     outcomes = {outcome.problem.id: outcome for outcome in run.outcomes()}
@@ -49,7 +51,7 @@ def test_brief_problems_agree_with_whole_outcomes(kind: str, runs: Path) -> None
 
 
 def test_judged_chunks_are_counted(runs: Path) -> None:
-    """The counts are of decisions that were carried out, and of those that escalated."""
+    """The counts include only decisions that were carried out, in total and escalated."""
     for kind in ("finished", "rounds"):
         run = open_run(runs / kind)
         decisions = [event.decision for event in run.decisions()]
@@ -82,7 +84,7 @@ def test_settings_are_found_by_name(runs: Path) -> None:
 
 
 def test_sessions_without_an_end_are_counted() -> None:
-    """The last session is not counted, because it may still run."""
+    """Sessions without an end are counted except the last one, because it may still run."""
     state = RunState()
     opened = SessionOpened(SCHEMA, 1, "", 1)
     for session in (1, 2, 3):
@@ -110,7 +112,7 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, runs: Path) -> No
 
 
 def test_damaged_and_other_versions_runs_are_refused(tmp_path: Path) -> None:
-    """The manifest decides this before any line is read."""
+    """The manifest shows the damage or the other version before any line is read."""
     for text, error in (
         ("{", JournalCorrupt),
         (json.dumps({"schema": SCHEMA + 1}), JournalVersion),
@@ -122,8 +124,8 @@ def test_damaged_and_other_versions_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_last_verdict_counts() -> None:
-    """The last of several verdicts on an answer counts; agreement is the winner's share of the
-    votes.
+    """If an answer has several verdicts, the last one counts; agreement is the winner's share of
+    the votes.
     """
     rollouts = (
         Rollout("p", 0, Prompt((), ()), finish="answer", answer="4"),

@@ -1,4 +1,4 @@
-"""Tests of edited, damaged or cut journals: faults are named, and the whole part can be saved."""
+"""Tests of edited, damaged or cut journals: faults are named, and the undamaged part can be saved."""
 
 from __future__ import annotations
 
@@ -235,6 +235,6 @@ def test_misused_salvage_is_refused(
 
 
 def test_a_run_that_is_being_written_is_not_salvaged(run: Path, tmp_path: Path) -> None:
-    """Its last line may not be complete yet."""
+    """A run in progress is not salvaged, because its last line may not be complete yet."""
     with locked(run / LOCK, run), pytest.raises(JournalError, match="is writing this run"):
         salvage(run, tmp_path / "out")

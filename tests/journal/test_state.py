@@ -1,4 +1,6 @@
-"""Tests of the state rebuilt from events: finished problems in brief, and open ones exactly."""
+"""Tests of the state rebuilt from events: a short record of finished problems, and the exact state
+of open ones.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def entries(events: list[Event]) -> list[Entry]:
 
 
 def test_a_finished_problem_is_whole(story: list[Event]) -> None:
-    """Its outcome has each rollout turn by turn, in the outcome's order."""
+    """The outcome of a finished problem has each rollout turn by turn, in the outcome's order."""
     (outcome,) = read_outcomes(entries(story))
     assert [rollout.sample for rollout in outcome.rollouts] == [1, 0]
     turns = [event.turn for event in story if isinstance(event, TurnFinished) and event.sample == 0]
@@ -72,7 +74,9 @@ def test_every_prefix_is_a_state(story: list[Event]) -> None:
 
 
 def test_a_finished_problem_keeps_one_line(story: list[Event]) -> None:
-    """Its turns are dropped to save memory; verdicts before and after the outcome are kept."""
+    """The turns of a finished problem are dropped to save memory; verdicts before and after the
+    outcome are kept.
+    """
     state = RunState()
     graded = [Graded("p0", "correct", sample=0), Graded("p0", "wrong")]
     for entry in entries(
@@ -123,8 +127,8 @@ def test_recorded_calls_are_found_by_key(story: list[Event]) -> None:
 
 
 def test_a_failure_is_final_once_its_rollout_continued(story: list[Event]) -> None:
-    """A later step or note of the same rollout or the end of its turn makes it final; a sibling's
-    step does not.
+    """A failure becomes final by a later step or note of the same rollout or the end of its turn,
+    but not by a sibling's step.
     """
     prompt = story[1]
     turn = story[2]
@@ -140,7 +144,7 @@ def test_a_failure_is_final_once_its_rollout_continued(story: list[Event]) -> No
 
 
 def test_a_turn_may_be_replaced(story: list[Event]) -> None:
-    """The later record of a turn counts, and removes what followed."""
+    """The later record of a turn replaces the earlier one and removes the records after it."""
     prompt, first, second = story[1:4]
     assert isinstance(first, TurnFinished)
     assert isinstance(second, TurnFinished)
@@ -169,7 +173,7 @@ def test_numbers_and_time_continue_across_sessions() -> None:
 
 
 def test_a_session_counts_as_killed_until_its_closing_line() -> None:
-    """A closing line gives the real end."""
+    """A session without a closing line counts as killed; the closing line gives its real end."""
     state = RunState()
     state.apply(entries([SessionOpened(1, 3, "", 1)])[0])
     assert (state.sessions, state.ended) == (3, None)
@@ -194,14 +198,14 @@ REQUEST = SampleRequest((1, 2), 5, Sampling(0.5), Seed(1, "p", 2, 3), ("\n",), (
     ],
 )
 def test_a_key_contains_all_that_decides_the_reply(other: SampleRequest) -> None:
-    """Different requests never share a key, and priorities do not change it."""
+    """Different requests never have the same key, and priorities do not change the key."""
     assert request_key("draft", other) != request_key("draft", REQUEST)
     assert request_key("draft", replace(REQUEST, priority=9)) == request_key("draft", REQUEST)
     assert request_key("target", REQUEST) != request_key("draft", REQUEST)
 
 
 def test_a_score_key_knows_where_the_suffix_begins() -> None:
-    """The same ids divided elsewhere are another request."""
+    """The same ids divided into another prefix and suffix are another request."""
     keys = [
         ScoreRequest((1, 2), (3,)),
         ScoreRequest((1,), (2, 3)),
@@ -216,7 +220,7 @@ def test_a_score_key_knows_where_the_suffix_begins() -> None:
 
 
 def test_problems_are_known_by_id() -> None:
-    """A problem that a resume starts again stays one problem."""
+    """A problem that a resumed session starts again is the same problem."""
 
     state = RunState()
     for entry in entries([ProblemStarted(Problem("a", "x")), ProblemStarted(Problem("a", "x"))]):

@@ -75,7 +75,7 @@ async def test_a_resume_continues_the_journal(tmp_path: Path, story: list[Event]
 
 
 async def test_saved_means_written(tmp_path: Path) -> None:
-    """After `saved` another reader sees the event although the session is open."""
+    """After `saved` returns, another reader sees the event although the session is still open."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         for number in range(5):
             journal.record(Warned("w", str(number)))
@@ -101,7 +101,7 @@ async def test_many_tasks_keep_the_order_of_recording(tmp_path: Path) -> None:
 
 
 async def test_recorded_events_are_written_at_once(tmp_path: Path) -> None:
-    """This holds for callers who never wait as well."""
+    """Recorded events are written at once, also for callers who never wait."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         for number in range(20):
             journal.record(Warned("w", str(number)))
@@ -130,8 +130,8 @@ async def fill(directory: Path, options: JournalOptions, acknowledged: list[str]
 async def test_a_full_disk_loses_nothing_saved(
     tmp_path: Path, small_disk: Callable[..., Any], room: int
 ) -> None:
-    """Everything acknowledged before the disk was full is there, and the directory continues once
-    there is space.
+    """Everything acknowledged before the disk was full is in the file, and the directory continues
+    once there is space.
     """
     _, opener = small_disk(room=room)
     acknowledged: list[str] = []
@@ -148,7 +148,7 @@ async def test_a_full_disk_loses_nothing_saved(
 async def test_a_full_disk_stops_every_writer(
     tmp_path: Path, small_disk: Callable[..., Any]
 ) -> None:
-    """Callers who never wait get the error, and so do those who were waiting."""
+    """Callers who never wait get the error, and so do callers who were waiting."""
     _, opener = small_disk(room=1_000)
     errors: list[StorageError] = []
 
@@ -190,7 +190,7 @@ async def test_cancelled_runs_keep_what_was_recorded(tmp_path: Path) -> None:
 
 
 async def test_a_failed_run_says_why(tmp_path: Path) -> None:
-    """The error is raised unchanged, and its message is the journal's last line."""
+    """The error of the failed run is raised unchanged, and its message is the journal's last line."""
     with pytest.raises(ZeroDivisionError):
         async with open_journal(tmp_path, SETTINGS):
             _ = 1 / 0
@@ -222,7 +222,7 @@ async def test_each_durability_syncs_as_documented(
 async def test_an_idle_journal_is_synced_in_time(
     tmp_path: Path, small_disk: Callable[..., Any]
 ) -> None:
-    """With "interval" the last events are synced although nothing more is recorded."""
+    """With durability "interval" the last events are synced although nothing more is recorded."""
     files, opener = small_disk()
     async with open_journal(
         tmp_path, SETTINGS, JournalOptions(opener=opener, sync_seconds=0.02)
@@ -240,7 +240,7 @@ async def test_an_idle_journal_is_synced_in_time(
 
 
 async def test_an_unknown_durability_is_refused() -> None:
-    """The error lists the known ones and comes before a file is opened."""
+    """The error lists the known values of durability, before a file is opened."""
     wrong: Any = "sometimes"
     with pytest.raises(OptionError, match="durability: unknown value 'sometimes'; known: always"):
         JournalOptions(durability=wrong)
@@ -256,7 +256,7 @@ async def test_closing_twice_keeps_the_first_reason(tmp_path: Path) -> None:
 
 
 async def test_a_second_writer_is_refused(tmp_path: Path) -> None:
-    """It changes nothing in the directory."""
+    """The refused second writer changes no file of the directory."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         journal.record(Warned("w", "mine"))
         with pytest.raises(JournalLocked):
@@ -299,7 +299,7 @@ async def test_bad_directories_are_refused_untouched(tmp_path: Path, story: list
 
 
 async def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    """The cases are a file in its place and a disk that refuses to open files."""
+    """A file in place of the directory, and a disk that refuses to open files, are errors."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="choose another run directory"):
         async with open_journal(tmp_path / "file", SETTINGS):
@@ -328,7 +328,7 @@ async def test_a_torn_last_line_is_removed_on_resume(tmp_path: Path) -> None:
 
 
 async def test_a_torn_first_line_starts_the_run_again(tmp_path: Path) -> None:
-    """A run killed at the very beginning begins again."""
+    """A run killed at the very beginning starts again from the beginning."""
     async with open_journal(tmp_path, SETTINGS):
         pass
     for size in (0, 1, 20):
@@ -340,7 +340,7 @@ async def test_a_torn_first_line_starts_the_run_again(tmp_path: Path) -> None:
 async def test_an_interval_is_waited_for_between_syncs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten seconds with a hundred lines cause a few syncs, neither a hundred nor a single one at the
+    """A hundred lines in ten seconds cause a few syncs, neither a hundred nor a single one at the
     end.
     """
     synced: list[int] = []

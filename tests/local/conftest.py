@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture, and a naive loop to compare them with."""
+"""Fixtures of tiny random models of every architecture, and a naive loop to compare them with."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Save a tiny random model once a session and return its folder."""
+    """Save a tiny random model once per session and return its folder."""
     made: dict[str, Path] = {}
 
     def make(family: str, **changes: Any) -> Path:
@@ -87,8 +87,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 class Naive:
-    """A decoder of one sequence that computes the whole sequence again for every token: slow and
-    simple.
+    """A slow and simple decoder of one sequence that computes the whole sequence again for every
+    token.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,7 +112,7 @@ class Naive:
 
     @torch.inference_mode()
     def exact_scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
-        """Return the same scores in float64 throughout, for models without biases and norms of
+        """Return the suffix scores in float64 throughout, for models without biases and norms of
         heads.
 
         The computation is written out, because transformers computes norms and softmax in float32.
@@ -160,8 +160,8 @@ class Naive:
         return [float(logprobs[row - 1, ids[row]]) for row in range(len(prefix), len(ids))]
 
     def agrees(self, prompt: tuple[int, ...], ids: tuple[int, ...], gap: float = 1e-4) -> bool:
-        """Return whether greedy decoding may write `ids`: each is the best token, or closer to it
-        than `gap`.
+        """Return whether greedy decoding may write `ids`: each id is the best token, or less than
+        `gap` worse.
         """
         rows = self.logits(prompt + ids)[len(prompt) - 1 : -1]
         best = rows.amax(-1)
@@ -184,7 +184,7 @@ def naive(make_model: Callable[..., Path]) -> Callable[..., Naive]:
 
 @pytest.fixture
 def drive() -> Callable[..., Driven]:
-    """Run a step loop over a script in this thread, without the chance of thread schedules."""
+    """Run a step loop over a script in this thread, so that no thread schedule changes the result."""
 
     def run(
         folder: Path,

@@ -39,7 +39,7 @@ LAWS = (
 
 
 class Script:
-    """An inbox that returns prepared commands, one list a step, and closes when the work is done."""
+    """An inbox that returns prepared commands, one list per step, and closes when the work is done."""
 
     def __init__(self, steps: Sequence[Sequence[Command]]) -> None:
         self._steps = [list(step) for step in steps]
@@ -55,7 +55,7 @@ class Script:
 
 @dataclass
 class Driven:
-    """Replies and counters of a loop."""
+    """The replies and counters of a loop."""
 
     replies: dict[int, Reply]
     stats: LoopStats
@@ -86,8 +86,8 @@ def requests(count: int, tokens: int = 24, laws: Sequence[Sampling] = LAWS) -> l
 
 
 class Knowing(Proposer):
-    """A proposer of what a plain run wrote, wrong from a random position on; or of wrong tokens
-    only.
+    """A proposer of the tokens that a plain run wrote, wrong from a random position on, or of wrong
+    tokens only.
     """
 
     def __init__(self, texts: dict[int, TokenIds], kind: str) -> None:
@@ -115,7 +115,7 @@ class Knowing(Proposer):
 
 
 class AnyLength:
-    """A choice of random lengths, 0 included, for every sequence and step."""
+    """A choice that draws a random length, possibly 0, for every sequence and step."""
 
     def __init__(self, most: int, least: int = 0) -> None:
         """Draw lengths from `least` to `most`; a negative length counts as 0."""
@@ -124,7 +124,7 @@ class AnyLength:
         self._random = random.Random(most)
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return False, because this choice never rests."""
+        """Return False, because this choice never pauses speculation."""
         return False
 
     def choose(self, plan: StepPlan) -> list[int]:
@@ -154,7 +154,7 @@ def engine_of(folder: Path | str, **changes: Any) -> LocalEngine:
 def planned(
     folder: Path, drafter: Path | None = None, proposer: Proposer | None = None, **changes: Any
 ) -> tuple[LoopPlan, WorkerConfig]:
-    """Plan a loop from options of the engine, of speculation and of stages, each by its name."""
+    """Plan a loop from options of the engine, of speculation and of stages, each given by name."""
 
     options, speculation, stages = options_of(**{"drafter": str(drafter or ""), **changes})
     plan = LoopPlan(speculation, stages)

@@ -37,8 +37,8 @@ def ids_of(seed: int, count: int) -> TokenIds:
 def test_siblings_share_one_prompt_in_time_and_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Sixteen siblings prefill 1,024 tokens once and store them once, with at most 15 % beyond
-    prompt and tails.
+    """Sixteen siblings prefill 1,024 tokens once and store them once, with at most 15 % of slots
+    beyond prompt and tails.
     """
     folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
     prompt = ids_of(1, 1024)
@@ -93,7 +93,9 @@ def test_sampling_after_a_scored_chunk_needs_no_first_forward(
 
 
 def test_slots_of_running_requests_are_counted_as_locked() -> None:
-    """Slots that running requests read or write cannot be given to others until the requests end."""
+    """Slots that running requests read or write are locked until the requests end, so no other
+    request gets them.
+    """
     tree = PrefixTree(0)
     scheduler = Scheduler(SchedulerConfig(512, 4, 64, 256), tree)
     request = SampleRequest(ids_of(6, 40), 4, Sampling(0))
@@ -117,7 +119,9 @@ def test_slots_of_running_requests_are_counted_as_locked() -> None:
 
 
 def test_a_prefill_that_has_its_slots_takes_no_more() -> None:
-    """Slots are taken in runs of 32, so the second half of a prompt of 32 tokens needs no new ones."""
+    """Slots are allocated in runs of 32, so the second half of a prompt of 32 tokens needs no new
+    slots.
+    """
     scheduler = Scheduler(SchedulerConfig(512, 4, 16, 256), PrefixTree(0))
     scheduler.add(new_sequence(1, SampleRequest(ids_of(6, 32), 40, Sampling(0)), 0.0))
     (first,) = scheduler.schedule().prefills
@@ -132,15 +136,15 @@ def test_a_prefill_that_has_its_slots_takes_no_more() -> None:
 
 
 def _flip(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:
-    """Return the difference of the first ids that differ; None if all are equal."""
+    """Return the difference of the first ids that differ, or None if all are equal."""
     return next((one - other for one, other in zip(ids, others, strict=True) if one != other), None)
 
 
 def test_a_short_cache_evicts_and_still_answers_everything(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """With far more work than slots there are evictions and preemptions, but never more slots than
-    exist.
+    """With far more work than slots there are evictions and preemptions, but never more used slots
+    than exist.
     """
     folder = make_model("llama", eos_token_id=None)
     orders: list[Command] = [
@@ -248,8 +252,8 @@ def test_the_loop_survives_having_no_memory_at_all(
 
 
 def test_every_way_of_running_out_of_memory_is_recognised() -> None:
-    """The cases are numpy, torch on a CPU and torch on a GPU; another kind of error is not taken
-    for it.
+    """Errors of numpy, of torch on a CPU and of torch on a GPU count as running out of memory;
+    another kind of error does not.
     """
     for ask in (lambda: np.empty(1 << 50), lambda: torch.empty(1 << 50)):
         with pytest.raises((MemoryError, RuntimeError)) as caught:
@@ -301,7 +305,7 @@ ERRORS = (
 def test_a_request_that_breaks_a_step_fails_alone(
     refusal: str, error: Exception, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Prompts, scores and draws that raise get an error, and others of the batch continue."""
+    """Prompts, scores and draws that raise get an error, and other requests of the batch continue."""
     folder = make_model("llama", eos_token_id=None)
     call, wrong = REFUSALS[refusal]
     bad = {"forward": {7, 9}, "score": {7, 9}, "logprobs": {10}, "sample": {3}}[call]
@@ -340,7 +344,7 @@ def test_a_request_that_breaks_a_step_fails_alone(
 def test_an_error_in_one_sequences_bookkeeping_fails_it_alone(
     make_model: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences whose tokens are added in the same step continue."""
+    """Other sequences whose tokens are added in the same step continue."""
 
     def ended(sequence: Sequence, *rest: Any) -> Any:
         if sequence.request_id == 2 and len(sequence.logprobs) == 3:
@@ -365,8 +369,8 @@ def test_an_error_in_one_sequences_bookkeeping_fails_it_alone(
 def test_priority_overtakes_but_does_not_starve(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """A late urgent request overtakes the queue, but a low one is done although urgent ones keep
-    arriving.
+    """A late urgent request overtakes the queue, but a request of low priority is still served
+    while urgent ones keep arriving.
     """
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
 
@@ -396,7 +400,9 @@ def test_priority_overtakes_but_does_not_starve(
     )
 )
 def test_the_prefix_tree_agrees_with_a_dictionary(actions: list[tuple[str, list[int]]]) -> None:
-    """After inserts, locks, unlocks and evictions it maps the same prefixes to the same slots."""
+    """After inserts, locks, unlocks and evictions the tree maps the same prefixes to the same slots
+    as a dictionary.
+    """
     allocator = SlotAllocator(500)
     tree = PrefixTree(4)
     truth: dict[TokenIds, int] = {}
@@ -457,7 +463,7 @@ def test_the_least_recently_used_entry_is_evicted_first(actions: list[tuple[str,
 
 
 def test_a_slot_that_is_freed_twice_is_noticed() -> None:
-    """Otherwise the allocator would give it to two sequences."""
+    """Freeing a slot twice is an error, because the allocator would give the slot to two sequences."""
     allocator = SlotAllocator(3)
     taken = allocator.allocate(2)
     allocator.free([taken])
@@ -469,7 +475,7 @@ def test_a_slot_that_is_freed_twice_is_noticed() -> None:
 def test_scoring_continues_after_a_known_beginning(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Only the new part is computed; all values equal those of scoring the whole chunk."""
+    """Only the new part is computed, and all values equal the scores of the whole chunk."""
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
     shared = ids_of(4, 30)
@@ -542,7 +548,9 @@ _BEGINNINGS = st.lists(
 def test_the_tree_returns_the_scores_that_were_stored(
     texts: list[tuple[list[int], int]], forget: int
 ) -> None:
-    """This holds through splits and evictions, with no more numbers than tokens."""
+    """The stored scores are returned after splits and evictions too, and there are never more
+    scores than tokens.
+    """
     tree = PrefixTree(4)
     allocator = SlotAllocator(400)
 

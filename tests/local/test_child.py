@@ -31,8 +31,8 @@ CANARY = "open({sung!r}, 'a').write(__name__ + '\\n')\nraise ImportError('the ca
 def test_nothing_is_imported_from_the_current_directory(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files there that are named like libraries are ignored, even if the parent's path contains
-    them.
+    """Files named like libraries in the current directory are ignored, even if the parent's import
+    path contains that directory.
     """
     folder = make_model("llama")
     sung = tmp_path / "sung"  # this process has loaded its libraries already
@@ -62,7 +62,7 @@ def test_nothing_is_imported_from_the_current_directory(
 
 @pytest.fixture
 def no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every Python child print some words and end at once."""
+    """Let every Python child process print some words and end at once."""
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nprintf 'first\\nlibfoo.so: cannot open\\n\\n' >&2\nexit 7\n")
     script.chmod(0o755)
@@ -83,7 +83,9 @@ def test_a_child_that_dies_while_loading_is_reported_with_its_output(make_model:
 
 @pytest.mark.usefixtures("no_python")
 def test_a_broken_pipe_to_a_child_is_an_engine_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """It must not be taken for a reader of the output that left."""
+    """The broken pipe to the child is reported as an engine error, not as a closed stdout of the
+    command.
+    """
     assert run(["solve", "What is 2 + 2?"]) == 3
     assert "it last said: libfoo.so: cannot open" in capsys.readouterr().err
 
@@ -148,7 +150,7 @@ def test_a_child_ends_with_its_parent(until: str, end: signal.Signals, make_mode
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is alive; a dead one that is not waited for counts as dead."""
+    """Return whether a process is alive; a zombie process counts as dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 def test_an_impossible_value_is_refused_by_its_key(
     what: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """The error has the value and what is expected, before a library reads it."""
+    """The error has the value and the expected form, before a library reads the configuration."""
     changes, words = REFUSED[what]
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     change(folder, changes)
@@ -86,7 +86,9 @@ def test_an_impossible_value_is_refused_by_its_key(
 
 
 def test_values_that_atts_does_not_need_are_ignored(make_model: Make, tmp_path: Path) -> None:
-    """A reader of all values would create a million labels."""
+    """Values that atts does not need are ignored: a reader of all values would create a million
+    labels.
+    """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     before = read_model_config(folder, "it")
     change(

@@ -32,7 +32,9 @@ def config_of(folder: Path, **options: Any) -> WorkerConfig:
 
 
 def test_a_worker_process_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its OpenMP threads sleep while they wait, unless the user set otherwise."""
+    """The OpenMP threads of a worker process sleep while they wait, unless the user set another
+    policy.
+    """
     for name in PASSIVE:
         monkeypatch.delenv(name, raising=False)
     assert PASSIVE.items() <= worker_environment().items()
@@ -42,7 +44,7 @@ def test_a_worker_process_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
 def test_an_engines_process_gets_the_openmp_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are set before anything in the process loads OpenMP."""
+    """The OpenMP settings are made before any library in the process loads OpenMP."""
     for name in PASSIVE:
         monkeypatch.delenv(name, raising=False)
     worker = ProcessWorker()
@@ -56,7 +58,7 @@ def test_an_engines_process_gets_the_openmp_settings(monkeypatch: pytest.MonkeyP
 
 
 def test_loops_learn_how_many_share_the_cores() -> None:
-    """They learn it when one opens or closes; closing twice counts once."""
+    """Loops learn the number of sharers whenever a loop opens or closes; closing twice counts once."""
     loops = OpenLoops()
     heard: dict[str, int] = {}
     listeners = {
@@ -72,7 +74,7 @@ def test_loops_learn_how_many_share_the_cores() -> None:
 def test_cores_are_divided_between_large_models(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small model takes one core, an explicit option wins, and each loop has at least one."""
+    """A small model gets one core, an explicit option wins, and each loop has at least one core."""
     folder = make_model("llama")
     assert config_of(folder).threads(8) == 1
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
@@ -84,8 +86,8 @@ def test_cores_are_divided_between_large_models(
 def test_a_drafter_in_a_process_of_its_own_has_half_of_the_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both compute at once; a drafter that alternates with its target, or is small, takes none
-    away.
+    """A drafter that computes concurrently has half of the cores; a drafter that alternates with
+    its target, or is small, takes none away.
     """
     folder = make_model("llama")
     tokenizer = ModelTokenizer(folder, "tiny")

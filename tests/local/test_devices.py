@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def test_a_drafter_on_the_processor_changes_no_token(
     way: str, beside: str, make_model: Make, near: Path
 ) -> None:
-    """Naming the processor is the same as the default on this machine."""
+    """Naming the processor changes nothing, because it is the default on this machine."""
     folder = make_model("llama")
     orders = requests(3, 24, HOT)
     done = run(folder, [orders], None, 4, near, speculate=way, beside=beside, drafter_device="cpu")
@@ -59,7 +59,7 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
 
 @pytest.mark.parametrize("words", ["gpu", "cuda:", "cuda:-1", "auto", "cuda:1 "])
 def test_an_unknown_device_is_refused(words: str) -> None:
-    """A device for a drafter that is not named is refused as well."""
+    """An unknown device is refused, and so is a device for a drafter if no drafter is named."""
     with pytest.raises(OptionError, match="no such drafter_device"):
         SpeculationOptions(drafter="embedded:draft", drafter_device=words).check()
     with pytest.raises(OptionError, match="needs a draft model"):
@@ -70,7 +70,7 @@ def test_an_unknown_device_is_refused(words: str) -> None:
 def test_the_option_reaches_the_drafters_model(
     way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The option moves the drafter's weights and cache, and nothing of the target."""
+    """The option moves the drafter's weights and cache, but nothing of the target."""
     asked = list[torch.device]()
 
     def weights(

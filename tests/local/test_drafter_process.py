@@ -1,4 +1,4 @@
-"""Tests of a drafter in its own process: texts do not change if it answers, lags, breaks or is
+"""Tests of a drafter in its own process: texts are the same whether it answers, lags, breaks or is
 killed.
 """
 
@@ -35,7 +35,7 @@ def overlap(done: Driven) -> OverlapStats:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each step seem to take a minute, so that every answer is waited for."""
+    """Make each step seem to take a minute, so that the loop waits for every answer."""
     times = count(0, 60)
     monkeypatch.setattr("atts.accel.overlap.process.perf_counter", lambda: float(next(times)))
 
@@ -57,7 +57,7 @@ def test_a_drafter_in_another_process_changes_no_token(
 
 @pytest.mark.usefixtures("patient")
 def test_a_drafter_equal_to_the_target_is_never_wrong(make_model: Make) -> None:
-    """All of its guesses are accepted."""
+    """All proposals of a drafter equal to the target are accepted."""
     folder = make_model("llama")
     orders = requests(2, 40, HOT)
     plain = run(folder, [orders])
@@ -88,7 +88,7 @@ class Hurt:
 def test_a_drafter_that_dies_or_stops_changes_no_text(
     way: str, kind: signal.Signals, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each later step counts as a miss, and a dead process is reported."""
+    """Each later step counts as a miss, and a dead drafter process is reported."""
     folder = make_model("llama")
     orders = requests(3, 40)
     plain = run(folder, [orders])
@@ -103,7 +103,7 @@ def test_a_drafter_that_dies_or_stops_changes_no_text(
 def test_a_dead_drafter_is_named_in_the_counters(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user can then see why nothing is proposed."""
+    """The counters say that the drafter is dead, so that a user can see why nothing is proposed."""
     Hurt(monkeypatch, signal.SIGKILL)
     done = run(
         make_model("llama"), [requests(3, 40)], None, 4, near, speculate="pearl", beside="process"
@@ -117,7 +117,7 @@ def test_a_dead_drafter_is_named_in_the_counters(
 def test_a_drafter_that_cannot_be_loaded_is_an_error(
     make_model: Make, near: Path, tmp_path: Path
 ) -> None:
-    """The error is that of any model that cannot be loaded."""
+    """The error is the same as for any model that cannot be loaded."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in near.iterdir():
@@ -133,7 +133,9 @@ def test_a_drafter_that_cannot_be_loaded_is_an_error(
 def test_a_failed_start_leaves_no_process(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start is broken by an unwritable message, by lack of memory, and by an interrupt."""
+    """No process is left if the start fails by an unwritable message, by lack of memory, or by an
+    interrupt.
+    """
     started = list[subprocess.Popen[bytes]]()
     start = subprocess.Popen[bytes]
 
@@ -153,7 +155,7 @@ def test_a_failed_start_leaves_no_process(
 
 @pytest.fixture
 def rows() -> RemoteRows:
-    """Make two rows of 200 tokens, 256 slots."""
+    """Make two rows of 200 tokens, with 256 slots."""
     return RemoteRows(256, 2, 200)
 
 
@@ -169,7 +171,7 @@ def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] =
 
 
 def test_sequences_without_room_are_not_drafted_for(rows: RemoteRows) -> None:
-    """Rows and slots return when a sequence ends, and a waiting sequence then gets drafts."""
+    """Rows and slots are freed when a sequence ends, and a waiting sequence then gets drafts."""
     assert [ask.key for ask in rows.follow(step({1: 20, 2: 180}))] == [1, 2]
     assert rows.follow(step({3: 20})) == [], "no row must be free"
     found = rows.follow(step({}, ended=[2], more=[1, 3]))

@@ -50,7 +50,9 @@ PATIENT = CheckOptions(
 async def test_the_engine_passes_the_conformance_suite(
     make_model: Make, anyio_backend: str
 ) -> None:
-    """It runs in the processes that users get with asyncio, and in threads with trio."""
+    """The engine passes the suite in the processes that users get with asyncio, and in threads with
+    trio.
+    """
     folder = make_model("llama")
     options = LocalOptions(
         worker="process" if anyio_backend == "asyncio" else "thread", kv_tokens=8192
@@ -62,7 +64,9 @@ async def test_the_engine_passes_the_conformance_suite(
 async def test_a_loops_thread_loads_its_own_model(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OpenMP helpers of another thread would keep those of the loop from waiting actively."""
+    """The loop's thread loads the model, because OpenMP helpers of another thread would keep the
+    loop's helpers from waiting actively.
+    """
     threads = list[str]()
     build_loop = builder.build_loop
 
@@ -91,7 +95,7 @@ async def test_each_worker_and_kernel_passes_the_conformance_suite(
 
 @pytest.mark.anyio
 async def test_cancelling_frees_the_work(make_model: Make) -> None:
-    """A cancelled call leaves nothing in flight and nothing locked, and the engine continues."""
+    """A cancelled call leaves no request in flight and no slot locked, and the engine continues."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     async with LocalEngine(folder, options=replace(HERE, kv_tokens=100_000)) as engine:
         async with task_group() as group:
@@ -129,7 +133,7 @@ async def test_a_killed_process_engine_fails_only_its_own_callers(
 
 
 def loop_process() -> int:
-    """Return the one child of this process that runs a step loop."""
+    """Return the only child of this process that runs a step loop."""
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
     children = [int(pid) for path in lists if path.is_file() for pid in path.read_text().split()]
     return next(
@@ -210,7 +214,7 @@ async def test_texts_join_and_templates_render(make_model: Make) -> None:
 async def test_any_byte_of_the_weights_changes_their_digest(
     make_model: Make, tmp_path: Path
 ) -> None:
-    """The digest covers all of a small file; the short mark in the model's name did not change, for
+    """The digest covers all of a small file; the short digest in the model's name is unchanged, for
     older runs.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
@@ -234,7 +238,9 @@ async def test_any_byte_of_the_weights_changes_their_digest(
 def test_a_template_without_system_messages_gets_them_before_the_question(
     make_model: Make, tmp_path: Path
 ) -> None:
-    """Gemma 2 has such a template; a template that refuses more than that is still refused."""
+    """Gemma 2 has such a template; a template that refuses more than system messages is still
+    refused.
+    """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     path = folder / "chat_template.jinja"
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -380,7 +386,9 @@ def test_a_missing_model_is_refused_with_a_message(monkeypatch: pytest.MonkeyPat
 async def test_logits_that_are_not_numbers_fail_the_request_alone(
     kernel: Literal["torch", "native"], make_model: Make, tmp_path: Path
 ) -> None:
-    """Ids that touch a broken embedding fail with advice; others in the same batch do not."""
+    """Ids that touch a broken embedding fail with advice; other requests in the same batch do not
+    fail.
+    """
 
     def poison(tensors: dict[str, Any]) -> None:
         tensors["model.embed_tokens.weight"][7] = torch.nan
@@ -441,7 +449,9 @@ async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.M
 
 
 def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
-    """It is halved until it fits; if not even one context fits, OutOfMemory comes with advice."""
+    """The cache is halved until it fits; if not even one context fits, OutOfMemory is raised with
+    advice.
+    """
     folder = make_model("llama")
 
     async def size(tokens: int) -> int:
@@ -458,7 +468,7 @@ def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
 
 @pytest.mark.anyio
 async def test_a_request_larger_than_the_cache_gets_advice(make_model: Make) -> None:
-    """The advice is to raise kv_tokens only if the model's context could take the request."""
+    """The advice to raise kv_tokens is given only if the request fits into the model's context."""
     async with LocalEngine(make_model("llama"), options=replace(HERE, kv_tokens=10)) as engine:
         with pytest.raises(
             ContextOverflow,
@@ -476,7 +486,7 @@ async def _enter(folder: Path) -> None:
 
 
 def test_unknown_and_impossible_options_are_errors(make_model: Make) -> None:
-    """A misspelt value names its neighbours, and a missing CUDA device is named."""
+    """A misspelt value gets similar valid names in its error, and a missing CUDA device is named."""
     folder = make_model("llama")
     with pytest.raises(OptionError, match="float32"):
         LocalEngine(folder, options=LocalOptions(dtype="float23"))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

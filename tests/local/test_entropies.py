@@ -1,4 +1,6 @@
-"""Entropies of a given text's distributions, from every engine that can give them."""
+"""Tests of the entropies of distributions over a given text, from every engine that can compute
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ HERE = LocalOptions(worker="thread", kv_tokens=4096, threads=1, device="cpu")
 
 
 async def enumerated(engine: Engine, prefix: tuple[int, ...]) -> float:
-    """Return the entropy after a prefix from the log-probability of every token there."""
+    """Return the entropy after a prefix, computed from the log-probability of every possible next
+    token.
+    """
     requests = [ScoreRequest(prefix, (token,)) for token in range(engine.spec.vocabulary)]
     scores = await collect([partial(engine.score, request) for request in requests])
     logprobs = [one.logprobs[0] for one in scores]
@@ -31,7 +35,9 @@ async def enumerated(engine: Engine, prefix: tuple[int, ...]) -> float:
 @pytest.mark.anyio
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 async def test_an_entropy_is_that_of_all_tokens_and_poisons_no_cache(kernel: str) -> None:
-    """Plain scores before and after are the same, and entropies are not taken from their cache."""
+    """The entropy equals a sum over all tokens; plain scores before and after are the same, and are
+    not taken from the entropies' cache.
+    """
     async with build_engine(f"embedded:draft?kernel={kernel}", "draft", HERE) as engine:
         ids = engine.tokenizer.encode("Tom has 39 caps. Ana has 12 more caps.")
         plain = ScoreRequest(ids[:6], ids[6:])
@@ -49,7 +55,9 @@ async def test_an_entropy_is_that_of_all_tokens_and_poisons_no_cache(kernel: str
 
 @pytest.mark.anyio
 async def test_the_toy_model_gives_its_entropies_too() -> None:
-    """The scripted engine's distributions are known, and a part of each is spread over all words."""
+    """The entropies of the scripted engine equal those of its known distributions, a part of which
+    is spread over all words.
+    """
     async with ScriptedEngine("draft") as engine:
         ids = engine.tokenizer.encode("Start at 4. 4 plus 3 is 7.")
         scores = await engine.score(ScoreRequest(ids[:4], ids[4:], entropies=True))
@@ -60,7 +68,7 @@ async def test_the_toy_model_gives_its_entropies_too() -> None:
 
 @pytest.mark.anyio
 async def test_an_engine_that_cannot_give_them_says_so() -> None:
-    """It is never answered with log-probabilities of tokens."""
+    """The engine raises an error instead of returning log-probabilities as entropies."""
     async with ScriptedEngine("draft", capabilities=frozenset({"sample", "score"})) as engine:
         ids = engine.tokenizer.encode("Start at 4.")
         with pytest.raises(UnsupportedByEngine, match="give entropies"):
@@ -68,7 +76,7 @@ async def test_an_engine_that_cannot_give_them_says_so() -> None:
 
 
 def test_the_likeliest_tokens_bound_an_entropy_from_below() -> None:
-    """More tokens bound it better, and all of them give it."""
+    """The bound improves with more tokens, and with all tokens it equals the entropy."""
     masses = [2.0**-n for n in range(1, 11)]
     masses.append(masses[-1])
     exact = -math.fsum(mass * math.log(mass) for mass in masses)

@@ -1,4 +1,4 @@
-"""Tests of the target's early exit: reading it changes no step, and a trained adapter is read or
+"""Tests of the target's early exit: reading it changes no step, and a trained adapter is loaded or
 refused.
 """
 
@@ -42,7 +42,7 @@ def loaded(folder: Path, layers: int) -> tuple[ModelConfig, Weights]:
 
 
 def built(config: ModelConfig, weights: Weights, kernel: str) -> HookedModel:
-    """Build a model of these layers, with a cache of its own."""
+    """Build a model of these layers, with its own cache."""
     cache = torch.zeros(config.num_layers, 2, 64, config.num_kv_heads, config.head_dim)
     if kernel == "torch":
         return TorchModel(config, weights, cache)
@@ -62,7 +62,7 @@ def a_step(table: np.ndarray[Any, Any]) -> StepBatch:
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_reading_the_exit_changes_no_bit_of_a_step(kernel: str, make_model: Make) -> None:
-    """Listeners get what a model that ended there would pass to its last norm."""
+    """Listeners get the states that a model that ended at the exit would pass to its last norm."""
     folder = make_model("llama", **DEEP)
     heard = list[Tensor]()
     table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
@@ -81,9 +81,10 @@ def test_reading_the_exit_changes_no_bit_of_a_step(kernel: str, make_model: Make
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_an_exit_guesses_at_the_requested_rows(kernel: str, make_model: Make) -> None:
-    """The guesses are the likeliest tokens of a model that ends there, at the same row.
+    """The guesses are the likeliest tokens of a model that ends at the exit, at the same row.
 
-    Several neighbouring rows of two sequences are read, so that one row too early would show.
+    Several neighbouring rows of two sequences are read, so that the test would notice a row too
+    early.
     """
     folder = make_model("llama", **DEEP)
     table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
@@ -118,7 +119,9 @@ def test_an_exit_guesses_at_the_requested_rows(kernel: str, make_model: Make) ->
 
 
 def trained(folder: Path, to: Path, **changes: Any) -> Path:
-    """Copy a model and put an adapter for it next to the copy, separate from the changes."""
+    """Copy a model and put an adapter for it next to the copy; return the adapter's changes
+    separately.
+    """
     shutil.copytree(folder, to)
     width = read_model_config(folder, "tiny").hidden_size
     parts = {
@@ -173,7 +176,7 @@ def test_an_exit_adapter_of_another_model_is_refused(
 
 
 def test_a_target_of_one_layer_has_no_exit(make_model: Make, near: Path) -> None:
-    """It is refused before anything is written."""
+    """The exit is refused before anything is written."""
     with pytest.raises(UnsupportedByEngine, match="the target has one layer"):
         run(
             make_model("llama", num_hidden_layers=1),

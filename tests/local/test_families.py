@@ -118,7 +118,9 @@ ALWAYS = (
 def test_logits_of_each_architecture_equal_transformers(
     case: str, kernel: Literal["torch", "auto"], make_model: Make, naive: Callable[..., Naive]
 ) -> None:
-    """They agree if the text is fed at once, in chunks, after a cached prefix, and token by token."""
+    """The logits agree if the text is fed at once, in chunks, after a cached prefix, and token by
+    token.
+    """
     family, changes = CASES[case]
     folder = make_model(
         family, **{"max_position_embeddings": 1024, "initializer_range": 0.15, **changes}

@@ -29,7 +29,7 @@ DEEP = {"num_hidden_layers": 8, "initializer_range": 0.12}
 
 
 class OneByOne(TorchModel):
-    """A reference for a group: each attention by itself, all with the input of the first."""
+    """A reference for a group: computes each attention by itself, all with the input of the first."""
 
     def _mixed(self, x: Any, step: Any, own: Any, attends: Any, turns: Any) -> torch.Tensor:
         mixed = [
@@ -100,7 +100,9 @@ def test_a_group_computes_the_same_as_single_attentions(make_model: Make, family
 
 
 def test_the_error_grows_with_the_group(make_model: Make) -> None:
-    """Groups of one layer are exact to the bit, and the first and last layers are never grouped."""
+    """With groups of one layer the states are exact to the bit, and the first and last layers are
+    never grouped.
+    """
     folder = make_model("llama", **DEEP)
     exact = hidden(folder, 1)
     errors = [float((hidden(folder, group) - exact).abs().mean()) for group in (1, 2, 4)]
@@ -123,8 +125,8 @@ def drafted(
 def test_calibrated_groups_are_accepted_more_often(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If each round begins with an exact pass, more proposals are accepted than without it; no
-    token changes.
+    """If each round begins with an exact pass, more proposals are accepted than without this pass;
+    no token changes.
     """
     folder = make_model("llama", **DEEP)
     plain = run(folder, [requests(4, 60)])
@@ -146,7 +148,9 @@ def test_calibrated_groups_are_accepted_more_often(
 def test_one_kernel_call_drafts_as_single_steps_do(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without filters all tokens of a round are drawn in one call, the first by an exact step."""
+    """Without filters all tokens of a round are drawn in one call, and the first token by an exact
+    step.
+    """
     folder = make_model("llama", **DEEP)
     whole = [requests(4, 60, LAWS[:3])]
     at_once = run(folder, whole, None, 6, folder, fuzzy=3)
@@ -197,8 +201,8 @@ def test_grouped_drafts_are_captured_and_replayed(
 def test_joined_attentions_are_made_before_the_cache(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They copy the drafter's weights, so on a GPU they must exist before the cache takes the
-    memory.
+    """Joined attentions copy the drafter's weights, so on a GPU they must be made before the cache
+    takes the memory.
     """
     folder = make_model("llama", **DEEP)
     events = list[str]()

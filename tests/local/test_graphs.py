@@ -132,7 +132,9 @@ def test_chunks_cut_into_kernel_blocks_write_the_same(
 
 
 def test_if_capturing_fails_steps_run_uncaptured(make_model: Any, drive: Any, models: Any) -> None:
-    """A driver that refuses is asked once, the texts are the same, and the reason is kept."""
+    """If the driver refuses a capture, atts does not try again, the texts are the same, and the
+    reason is kept.
+    """
 
     def refuse(work: Callable[[], None]) -> Callable[[], None]:
         asked.append(work)
@@ -232,7 +234,7 @@ def test_draws_copied_at_once_or_separately_are_equal() -> None:
     drawn = SampledTokens(torch.tensor([5, (1 << 24) + 1]), torch.tensor([-0.1, torch.nan]))
 
     class Elsewhere(torch.Tensor):
-        """A tensor that claims not to be on a CPU."""
+        """A tensor that claims to be on another device than the CPU."""
 
         @property
         def is_cpu(self) -> bool:  # type: ignore[override]
@@ -283,8 +285,8 @@ def test_a_kernel_that_misreads_grouped_caches_is_not_used() -> None:
 
 @pytest.mark.slow
 def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter runs blocks of 1 to 16 rows, split contexts, windows, and unusual head
-    sizes.
+    """In Triton's interpreter the kernel agrees for blocks of 1 to 16 rows, split contexts,
+    windows, and unusual head sizes.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -305,8 +307,8 @@ def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.Mon
 def test_the_paged_kernel_handles_grouped_layers(
     monkeypatch: pytest.MonkeyPatch, make_model: Any
 ) -> None:
-    """In Triton's interpreter, states equal those of gathered slots, whether attentions are grouped
-    or not.
+    """In Triton's interpreter, states of the paged kernel equal those of gathered slots, for
+    grouped and separate attentions.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -335,8 +337,9 @@ def test_the_paged_kernel_handles_grouped_layers(
 
 
 def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
-    """The copy is correct wherever steps read; a decoding step sends one entry a row, and a larger
-    table is another tensor.
+    """The device's copy is correct wherever steps read it.
+
+    A decoding step sends one entry per row, and a larger table is another tensor.
     """
     random = np.random.default_rng(3)
     copy = SlotTableCopy(torch.device("cpu"))
@@ -365,7 +368,7 @@ def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
 
 
 def test_grouped_and_exact_steps_of_one_layout_have_their_own_graphs() -> None:
-    """A grouped step never replays what was captured of an exact one."""
+    """A grouped step never replays the graph of an exact step."""
     computed = list[bool]()
 
     def compute(step: Any, is_grouped: bool) -> torch.Tensor:
@@ -386,7 +389,9 @@ def test_grouped_and_exact_steps_of_one_layout_have_their_own_graphs() -> None:
 
 
 def test_graphs_are_captured_again_after_the_table_moved() -> None:
-    """A graph reads the table at its old address, so it must not be replayed with another one."""
+    """A graph reads the table at the address of its capture, so it is not replayed after the table
+    moved.
+    """
     captures = list[int]()
     graphs = graphs_of(captures)
     batch = batch_of([(0, 50)])
@@ -429,7 +434,7 @@ def graphs_of(captures: list[int]) -> StepGraphs:
 
 
 def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
-    """There are few layouts, and those of an earlier load are dropped for those of a later one."""
+    """There are few layouts, and a later load's layouts replace those of an earlier load."""
     captures = list[int]()
     graphs = graphs_of(captures)
     table = torch.zeros(48, 4096, dtype=torch.int32)
@@ -444,7 +449,9 @@ def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
 def test_the_least_recently_used_graph_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A new layout is captured although all places are taken, and a layout in use stays."""
+    """A new layout is captured although the limit of graphs is reached, and a layout in use is
+    kept.
+    """
     captures = list[int]()
     monkeypatch.setattr("atts.local.device_steps._MOST_GRAPHS", 2)
     graphs = graphs_of(captures)

@@ -57,7 +57,7 @@ class Builds:
         program.chmod(0o755)
 
     def load(self) -> tuple[str, str]:
-        """Load the kernels, and return where they come from and what was wrong."""
+        """Load the kernels, and return their origin and the problems on the way."""
         library, trouble = native_library("it", self.config)
         assert library.atts_row_block() > 0
         return library._name, trouble
@@ -89,7 +89,7 @@ def builds(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.both
 def test_kernels_are_built_once(builds: Builds) -> None:
-    """The second process finds them, whole and owned by this user alone."""
+    """The second process finds the kernels in the cache, whole and owned by this user alone."""
     where, trouble = builds.load()
     assert (trouble, builds.kept()) == ("", [Path(where)])
     assert Path(where).stat().st_mode & 0o777 == 0o600
@@ -137,7 +137,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("what", [*DAMAGES, pytest.param("foreign", marks=AS_ROOT)])
 def test_a_foreign_file_in_the_cache_is_replaced(what: str, builds: Builds) -> None:
-    """The message names the file, and afterwards the cache holds a whole library."""
+    """The message names the foreign file, and afterwards the cache has a whole library."""
     change, words = (_foreign, "belongs to another user") if what == "foreign" else DAMAGES[what]
     path = Path(builds.load()[0])
     change(path)
@@ -152,7 +152,9 @@ def test_a_foreign_file_in_the_cache_is_replaced(what: str, builds: Builds) -> N
 def test_a_library_removed_by_another_process_is_built_again(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was listed and is gone when it is opened, so the kernels are built instead of given up."""
+    """A library that was listed but is missing when it is opened is built again, so the kernels are
+    still used.
+    """
     path = Path(builds.load()[0])
     listed = Path.glob
 
@@ -168,7 +170,9 @@ def test_a_library_removed_by_another_process_is_built_again(
 
 
 def test_a_library_with_a_wrong_digest_is_not_loaded(builds: Builds) -> None:
-    """A correct digest does not help a file that the loader refuses."""
+    """A library with a wrong digest is not loaded, and neither is a file with a correct digest that
+    the loader refuses.
+    """
     path = Path(builds.load()[0])
     data = b"not a library"
     wrong = path.with_name(f"{path.stem[:-32]}{blake2b(data, digest_size=16).hexdigest()}.so")
@@ -183,7 +187,7 @@ def test_a_library_with_a_wrong_digest_is_not_loaded(builds: Builds) -> None:
     "what", ["writable by all", "writable by the group", pytest.param("foreign", marks=AS_ROOT)]
 )
 def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds: Builds) -> None:
-    """Each process then builds its own kernels, and leaves nothing behind."""
+    """Each process then builds its own kernels, and leaves no file behind."""
     path = Path(builds.load()[0])
     _content(lambda data: b"a trap")(path)
     if what == "foreign":
@@ -216,7 +220,7 @@ def test_kernels_run_although_the_cache_cannot_be_written(
 
 
 def test_a_file_in_place_of_the_cache_folder_is_reported(builds: Builds) -> None:
-    """Nothing is overwritten."""
+    """The file is reported and not overwritten."""
     builds.folder.parent.mkdir()
     builds.folder.write_text("mine")
     assert f"the kernel cache {builds.folder} cannot be used (File exists)" in builds.load()[1]
@@ -226,7 +230,7 @@ def test_a_file_in_place_of_the_cache_folder_is_reported(builds: Builds) -> None
 def test_a_relative_cache_path_is_ignored(
     builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A data folder could bring such a cache."""
+    """A relative path is ignored, because a data folder could then supply the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -265,7 +269,7 @@ def test_without_a_compiler_torch_computes_with_a_warning(
 def test_kernels_are_built_in_the_cache_without_a_temporary_folder(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache holds no other files afterwards."""
+    """The cache has no other files afterwards."""
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     where, _ = builds.load()
     assert builds.kept() == [Path(where)]

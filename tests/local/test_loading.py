@@ -18,7 +18,7 @@ from atts.sampling import Seed
 
 
 def texts(kernel: Literal["torch", "native"]) -> TokenIds:
-    """Load the largest bundled model, and return what it writes."""
+    """Load the largest bundled model, and return the text that it writes."""
 
     async def main() -> TokenIds:
         options = LocalOptions(kernel=kernel, worker="thread", threads=1, kv_tokens=256)
@@ -30,7 +30,7 @@ def texts(kernel: Literal["torch", "native"]) -> TokenIds:
 
 
 def test_layers_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most two layers are unpacked at any time: the one being read, and the one before it.
+    """At most two layers are unpacked at any time: the layer being read, and the layer before it.
 
     A model whose layers were all read before the first is packed would take four times its size.
     """
@@ -53,7 +53,7 @@ def test_layers_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_matrix_is_bfloat16_only_if_every_number_is() -> None:
-    """One number in the last row decides, also in a matrix that does not lie in one piece."""
+    """One number in the last row decides, also in a matrix that is not contiguous in memory."""
     matrix = torch.randn(5000, 7).bfloat16().float()
     assert is_bfloat16(matrix)
     assert is_bfloat16(matrix.T)

@@ -1,4 +1,4 @@
-"""Tests of sampling from logits: the distribution, exact log-probabilities, and stops across
+"""Tests of sampling from logits: the distribution, exact log-probabilities, and stop strings across
 tokens.
 """
 
@@ -128,8 +128,8 @@ def test_temperature_zero_takes_the_first_best_token() -> None:
 @settings(max_examples=100, deadline=None)
 @given(rows, st.floats(0, 1, exclude_max=True))
 def test_the_draw_is_the_inverse_cdf(row: list[float], uniform: float) -> None:
-    """The probability before the token is at most the uniform number, and with the token it is
-    more.
+    """The cumulative probability before the drawn token is at most the uniform number, and with the
+    token it is more.
     """
     probs = torch.tensor([row], dtype=torch.float64).softmax(-1)
     token = int(inverse_cdf(probs, torch.tensor([uniform])))
@@ -139,7 +139,7 @@ def test_the_draw_is_the_inverse_cdf(row: list[float], uniform: float) -> None:
 
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
-    """Neither the smallest nor the largest uniform number draws it."""
+    """Neither the smallest nor the largest uniform number draws a token of probability zero."""
     probs = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
     assert inverse_cdf(probs, torch.tensor([0.0])).item() == 1
     assert inverse_cdf(probs, torch.tensor([math.nextafter(1, 0)])).item() == 2
@@ -166,7 +166,9 @@ def test_sampled_frequencies_follow_the_distribution_and_a_planted_bug_is_seen(
 
 
 def test_raw_logprobs_ignore_the_settings_and_keep_nan() -> None:
-    """They are of the model's own distribution, and a NaN among the logits is not hidden."""
+    """Raw log-probabilities are those of the model's unfiltered distribution, and a NaN among the
+    logits is not hidden.
+    """
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, math.nan, 3.0]])
     found = raw_logprobs(logits, torch.tensor([2, 2]))
     assert found[0].item() == pytest.approx(-0.40760596)
@@ -182,7 +184,7 @@ def test_raw_logprobs_ignore_the_settings_and_keep_nan() -> None:
 def test_a_stop_is_found_at_the_piece_that_completes_it(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    """It is found however the bytes of the text are cut, also within characters."""
+    """A stop string is found however the bytes of the text are cut, also within characters."""
     raw = text.encode()
     cuts = (
         sorted(data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=6))) if raw else []

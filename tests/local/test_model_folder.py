@@ -1,4 +1,4 @@
-"""Tests that a model folder is data: its code is refused with a message and never run."""
+"""Tests that a model folder is treated as data: its code is refused with a message and never run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def singing(
 def test_code_of_a_model_folder_is_refused_and_never_run(
     way: str, singing: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The message names the file and what it requests, and the exit code is that of an engine."""
+    """The message names the file and the code that it requests, and the exit code is that of an
+    engine error.
+    """
     folder = singing(way)
     assert run(["solve", "What is 2 + 2?", "--draft", f"hf:{folder}"]) == 3
     said = " ".join(capfd.readouterr().err.split())
@@ -100,8 +102,8 @@ def test_code_of_a_model_folder_is_refused_and_never_run(
 def test_code_is_not_run_even_if_the_refusal_is_missing(
     way: str, singing: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Libraries are also instructed to run no code, so they ask no question to which a user could
-    agree.
+    """Even without the refusal no code runs, because libraries are instructed to run none and not
+    to ask the user.
     """
     folder = singing(way)
     for module in (tokenizers, model_config, folders):
@@ -121,7 +123,9 @@ def test_code_is_not_run_even_if_the_refusal_is_missing(
 def test_code_files_are_refused_without_an_auto_map(
     file: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """Such a model is not what its configuration says; other Python files of the user are accepted."""
+    """A folder with a model's code is refused, because the model is not what its configuration
+    says; other Python files are accepted.
+    """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / "train.py").touch()
     refuse_code(folder, "it")
@@ -131,7 +135,7 @@ def test_code_files_are_refused_without_an_auto_map(
 
 
 def test_copies_of_transformers_code_are_ignored(make_model: Make, tmp_path: Path) -> None:
-    """Phi-3's folders were published with a copy of it."""
+    """Phi-3's folders were published with a copy of transformers' code, which is ignored."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     entries = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoTokenizer": "Xenova/gpt-4o"}
     (folder / "config.json").write_text(json.dumps({"model_type": "phi3", "auto_map": entries}))
@@ -151,7 +155,9 @@ class Canary:
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "consolidated.00.pth", "model.safetensors"])
 def test_pickled_weights_are_never_opened(file: str, make_model: Make, tmp_path: Path) -> None:
-    """This holds under the name of safetensors too; the message says what pickles can do."""
+    """Pickled weights are refused even under the name of safetensors; the message says what pickles
+    can do.
+    """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / file).write_bytes(pickle.dumps(Canary(str(tmp_path / "sung"))))
@@ -165,7 +171,7 @@ def test_pickled_weights_are_never_opened(file: str, make_model: Make, tmp_path:
 def test_an_index_may_list_only_files_of_its_folder(
     shard: object, make_model: Make, tmp_path: Path
 ) -> None:
-    """Weights come from the model's folder alone."""
+    """An index that lists a file outside the model's folder is refused."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(
@@ -194,7 +200,9 @@ def test_an_index_may_list_only_files_of_its_folder(
 def test_json_files_that_are_not_objects_are_refused(
     file: str, content: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """The message names the file, whatever it holds and however deep."""
+    """The message names the file, whatever value it contains and however deeply nested the value
+    is.
+    """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / file).write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(ModelLoadError, match=r"generation_config|eos_token_id|config\.json"):
@@ -202,7 +210,7 @@ def test_json_files_that_are_not_objects_are_refused(
 
 
 def test_a_file_too_long_to_be_text_is_not_read(make_model: Make, tmp_path: Path) -> None:
-    """The limit is checked before a byte is read."""
+    """The limit on the size is checked before a byte is read."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     os.truncate(folder / "config.json", 1 << 40)
     with pytest.raises(ModelLoadError, match="longer than 64 MB"):
@@ -217,7 +225,9 @@ def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """This holds for the target as well: the draft's damaged weights are not even read."""
+    """A missing template is refused for the draft and for the target, before even the draft's
+    damaged weights are read.
+    """
     draft, target = (
         shutil.copytree(make_model("llama"), tmp_path / role) for role in ("draft", "target")
     )

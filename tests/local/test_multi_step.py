@@ -74,8 +74,8 @@ def test_several_steps_per_call_change_no_token(
 def test_a_burst_stops_where_a_text_may_end(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends early with a stop string and a stop id, so no reply waits for another and nothing is
-    computed in vain.
+    """A burst ends early at a stop string or a stop id, so no reply waits for another and no step
+    is wasted.
     """
     folder = make_model("llama")
     watched = Watched(monkeypatch)

@@ -37,7 +37,7 @@ STEM = ids_of(0, 60)
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[list[Command]]:
-    """Draw requests that share prefixes of one stem, and that arrive and are cancelled at any step."""
+    """Draw requests with shared prefixes that arrive and are cancelled at any step."""
     steps: list[list[Command]] = [[] for _ in range(12)]
     for request_id in range(1, draw(st.integers(2, 9)) + 1):
         prefix = STEM[: draw(st.integers(1, 40))] + ids_of(request_id, draw(st.integers(0, 3)))
@@ -138,8 +138,8 @@ def test_variants_of_a_family_equal_the_naive_loop(
 def test_every_sharing_of_keys_equals_the_naive_loop(
     heads: int, shared: int, dim: int, make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Query heads read keys in bundles of up to four, from one, two or four key-value heads, and a
-    remainder.
+    """Query heads read keys in bundles of up to four, from one, two or four key-value heads, with
+    and without a remainder.
     """
     changes = {
         "num_attention_heads": heads,
@@ -304,7 +304,7 @@ def test_greedy_text_is_that_of_transformers_generate(
 def test_half_precision_runs_and_stays_near(
     make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """bfloat16 gives the same scores, to its own precision."""
+    """bfloat16 gives the same scores within its own precision."""
     folder = make_model("llama", initializer_range=0.05)
     request = ScoreRequest(ids_of(1, 20), ids_of(2, 20))
     reply = drive(folder, [[Submit(1, request)]], dtype="bfloat16").replies[1]
@@ -316,7 +316,7 @@ def test_half_precision_runs_and_stays_near(
 def test_weights_that_are_bfloat16_numbers_lose_nothing(
     make_model: Callable[..., Path], tmp_path: Path, drive: Any
 ) -> None:
-    """The native kernels keep such weights in half the memory, and each score stays that of the
+    """The native kernels keep such weights in half the memory, and each score equals that of the
     torch forward.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer

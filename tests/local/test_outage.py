@@ -1,5 +1,5 @@
-"""Tests of killed child processes in the middle of a run: the next session does only what is
-missing.
+"""Tests of child processes killed in the middle of a run: the next session does only the missing
+work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Killer:
     def recalled(self, event: object) -> None: ...
 
     def notify(self, event: Notice) -> None:
-        """Count the event, and kill the child if it is due."""
+        """Count the event, and kill the child if its turn has come."""
         is_own = isinstance(event, Sampled) if self.role == "draft" else isinstance(event, Scored)
         self.left -= is_own
         if is_own and self.left == 0:
@@ -87,9 +87,9 @@ def essence(outcome: Outcome) -> str:
 
 def test_a_child_killed_at_any_point_loses_no_outcome(tmp_path: Path) -> None:
     """Each of twenty kills gives exit code 3, and the resumed run has the outcomes of an
-    undisturbed one.
+    undisturbed run.
 
-    A child that had already done all its work is not missed; the run then ends with 0.
+    If the killed child had already done all its work, the run ends with 0.
     """
     problems = tuple(load_dataset("arithmetic[:3]"))
     whole = {o.problem.id: essence(o) for o in run(tmp_path / "whole", problems).outcomes()}

@@ -66,7 +66,7 @@ class Slow(InlineTransport):
 
 
 class Made:
-    """A record of the drafters that loops made, with a given transport."""
+    """A record of the drafters that loops made with a given transport."""
 
     def __init__(self, patch: pytest.MonkeyPatch, transport: Callable[[], Any]) -> None:
         self.drafters: list[OverlappedDrafter] = []
@@ -78,7 +78,7 @@ class Made:
         return self.drafters[-1]
 
     def spare(self) -> tuple[int, int]:
-        """Count the slots that branches of the last drafter hold, and those lent for the work in
+        """Count the slots that branches of the last drafter use, and those lent to the work in
         flight.
         """
         drafter: Any = self.drafters[-1]
@@ -121,7 +121,9 @@ def test_drafting_during_the_targets_step_changes_no_token(
 def test_a_perfect_drafter_always_hits_and_a_wrong_one_never(
     way: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two sequences all guesses but the first hit; a stale key or a wrong position would show."""
+    """With two sequences all guesses but the first hit, so the test would notice a stale key or a
+    wrong position.
+    """
     folder = make_model("llama")
     orders = requests(2, 40, HOT)
     plain = run(folder, [orders])
@@ -157,7 +159,9 @@ def test_a_perfect_drafter_always_hits_and_a_wrong_one_never(
 def test_an_exit_that_knows_the_text_hits_always(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens that the target's exit names are continued, whatever the draft would have guessed."""
+    """The tokens that the target's exit predicts are continued, whatever the draft would have
+    guessed.
+    """
     folder = make_model("llama")
     orders = requests(3, 32, HOT)
     plain = run(folder, [orders])
@@ -211,7 +215,7 @@ def test_more_guesses_hit_more_often(
 def test_a_drafter_slower_than_its_target_still_proposes(
     way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If no draft step fits into one of the target's, a guess is still continued by a few tokens."""
+    """If a target's step is shorter than a draft step, a guess is still continued by a few tokens."""
     folder = make_model("llama")
     orders = requests(2, 24, HOT)
     plain = run(folder, [orders])
@@ -227,7 +231,9 @@ def test_a_drafter_slower_than_its_target_still_proposes(
 def test_texts_are_unchanged_while_sequences_come_and_go(
     way: str, room: int, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences are cancelled, pre-empted and begun while drafts are late."""
+    """The texts stay the same although sequences are cancelled, pre-empted and begun while drafts
+    are late.
+    """
     folder = make_model("llama")
     orders = requests(6, 30, HOT)
     late = [replace(order, request_id=order.request_id + 20) for order in orders]
@@ -247,7 +253,9 @@ def test_texts_are_unchanged_while_sequences_come_and_go(
 def test_a_drafter_thread_that_dies_changes_no_text(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may die in the middle of its work, even by exit, and the counters report it."""
+    """The thread may die in the middle of its work, even by exit, and the counters report its
+    death.
+    """
     folder = make_model("llama")
     orders = requests(3, 20)
     calls = [0]
@@ -315,7 +323,7 @@ def seeded_by_place(sample: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def next_uniforms(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: branches draw with the numbers of the positions after theirs."""
+    """Plant a fault: branches draw with the random numbers of the next positions."""
 
     def found(self: Any, job: Any, ask: Any, branch: Any) -> Any:
         proposal = begin(self, job, ask, branch)
@@ -378,8 +386,8 @@ BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) -> bool:
-    """Return whether a small form of one of the checks above passes; for branches, whether a miss
-    counts as one.
+    """Return whether a small version of one of the checks above passes; for branches, whether a
+    miss counts as a miss.
     """
     drafter = near if check in ("branches", "text") else folder
     done = run(folder, [requests(2, 40, HOT)], None, 4, drafter, speculate="pearl")
@@ -413,7 +421,7 @@ def test_planted_bugs_are_found(
 async def test_an_option_turns_on_overlapped_drafting(
     worker: Any, make_model: Make, near: Path
 ) -> None:
-    """The engine's counters have the guesses."""
+    """With the option the engine's counters include the guesses."""
     request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
     answers = list[Any]()
     here: dict[str, Any] = {"device": "cpu", "kv_tokens": 2048, "max_batch": 32, "threads": 1}

@@ -1,4 +1,6 @@
-"""Tests of memory plans for GPUs that are not there: shares are computed before anything is loaded."""
+"""Tests of memory plans for GPUs that this machine lacks: shares are computed before anything is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ CPU = torch.device("cpu")
 
 
 class FakeGpus:
-    """Cards of this many bytes; weights and caches are counted, and stored in the processor's
-    memory.
+    """Simulated cards of this many bytes; weights and caches are counted, but stored in the
+    processor's memory.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, *totals: int) -> None:
@@ -86,7 +88,7 @@ def prepared(folder: Path, name: str, demand: RunDemand | None, **options: Any) 
 
 
 def opened(config: WorkerConfig) -> int:
-    """Open an engine's loop as its worker does, and return the tokens of its cache."""
+    """Open an engine's loop as its worker does, and return the number of tokens in its cache."""
 
     def model(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> TorchModel:
         return TorchModel(config.model, weights, cache)
@@ -102,8 +104,8 @@ def _sizes(folder: Path, dtype: str = "float32") -> EngineSize:
 def test_a_pair_is_sized_together_before_either_loads(
     make_model: Make, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
-    """The draft leaves its target room for weights and an equal cache; no cache exceeds what the
-    rollouts can fill.
+    """The draft leaves room for the target's weights and an equal cache; no cache is larger than
+    the rollouts can fill.
     """
     draft, target = make_model("llama"), make_model("qwen3")
     sizes = [_sizes(draft), _sizes(target)]
@@ -123,7 +125,7 @@ def test_a_pair_is_sized_together_before_either_loads(
 def test_the_second_of_two_gpus_is_the_drafts(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless options name devices, target and draft each fill a card of their own."""
+    """Unless options name devices, target and draft each fill their own card."""
     draft, target = make_model("llama"), make_model("qwen3")
     sizes = [_sizes(draft), _sizes(target)]
     gpus = FakeGpus(monkeypatch, *(size.weights + WORKSPACE + 1_000_000 for size in sizes[::-1]))
@@ -154,7 +156,7 @@ def test_a_named_device_wins_over_the_role(
 def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first engine of the pair refuses, with both sizes and the remedy."""
+    """The first engine of the pair refuses, and its error has both sizes and the remedy."""
     draft, target = make_model("llama"), make_model("qwen3")
     sizes = [_sizes(draft), _sizes(target)]
     total = sum(size.weights + WORKSPACE for size in sizes) + 1000
@@ -169,7 +171,7 @@ def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
 def test_a_model_larger_than_a_card_needs_a_server(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error has the command that serves it, on as many cards as it takes."""
+    """The error has the command that serves the model, on as many cards as it needs."""
     folder = make_model("llama")
     size = _sizes(folder)
     gpus = FakeGpus(monkeypatch, size.weights // 3)
@@ -185,7 +187,9 @@ def test_a_model_larger_than_a_card_needs_a_server(
 def test_dtype_auto_follows_the_checkpoint_on_a_gpu_only(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU dtype=auto is that of config.json, on a processor float32; an explicit type wins."""
+    """On a GPU dtype=auto is the type of config.json, on a processor float32; an explicit type
+    wins.
+    """
     folder = make_model("llama")
     half = tmp_path / "half"
     half.mkdir()
@@ -237,7 +241,7 @@ def test_the_cache_comes_last(make_model: Make, monkeypatch: pytest.MonkeyPatch)
 def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is halved until it holds one rollout, and not below."""
+    """The cache is halved until it fits, but stays large enough for one rollout."""
     config = prepared(make_model("llama"), "m", None)
     FakeGpus(monkeypatch, 1_000_000)
     config = replace(config, room=Room(8, 64), options=replace(config.options, kv_tokens=4096))
@@ -250,7 +254,9 @@ def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
 
 @pytest.mark.parametrize("card", CARDS)
 def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
-    """Each placement fits with its parts, holds a rollout, and takes no more than 64 rollouts use."""
+    """The parts of each placement add up to at most the card's memory, hold a rollout, and are no
+    larger than 64 rollouts need.
+    """
     opens = set[str]()
     for pair in known_pairs().values():
         placed = local_placement(pair, card, 16_000)
@@ -355,7 +361,7 @@ def test_the_page_of_pairs_and_cards_has_a_row_for_each() -> None:
 
 
 def test_a_smaller_card_never_holds_more() -> None:
-    """For each pair, a card with more memory opens all that a smaller one does, with at least as
+    """For each pair, a card with more memory opens all that a smaller card opens, with at least as
     many rollouts.
     """
     by_memory = sorted(CARDS, key=lambda name: CARDS[name])
@@ -368,7 +374,9 @@ def test_a_smaller_card_never_holds_more() -> None:
 
 
 def test_local_engines_of_a_run_share_the_memory_plan(make_model: Make) -> None:
-    """Two local models are built with what each leaves to the other; other engines are not."""
+    """Each of two local models is built with the memory that it leaves to the other; other engines
+    are not.
+    """
     folder = make_model("llama")
     local = f"hf:{folder}?dtype=float32"
     demands = [

@@ -1,4 +1,4 @@
-"""Planted bugs of speculation: each fails a check that passes without it."""
+"""Planted bugs of speculation, each of which fails a check that passes without the bug."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shifted_logprobs(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def repeated_uniforms(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: the newest token's number is used for its whole span."""
+    """Plant a fault: all positions of a span use the random number of the newest token."""
 
     def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
         kept = [s.uniforms for s in sequences]
@@ -190,7 +190,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 def is_green(check: str, folder: Path, plain: Driven) -> bool:
-    """Return whether a small form of one of the checks above passes."""
+    """Return whether a small version of one of the checks above passes."""
     match check:
         case "text":
             return same(plain, run(folder, [[*requests(8)]], Knowing(texts(plain), "partly"), 5))

@@ -52,7 +52,7 @@ async def log_probs(
 async def test_scores_are_close_to_torch_with_rounded_inputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are closer to torch with rounded inputs than to torch in float32, and close to both."""
+    """Scores are closer to torch with rounded inputs than to torch in float32, and close to both."""
     exact = await log_probs("embedded:target")
     rounded = await log_probs("embedded:target?scores=bfloat16")
 
@@ -117,7 +117,9 @@ def test_the_option_is_refused_without_rounding_support() -> None:
 async def test_a_processor_without_bfloat16_products_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing falls back to other arithmetic silently."""
+    """The processor is refused, because other arithmetic must not replace bfloat16 products
+    silently.
+    """
     library, trouble = native_library("target", read_model_config(path("target"), "target"))
     lesser = SimpleNamespace(atts_has_pairs=lambda: 0, atts_forward=library.atts_forward)
     monkeypatch.setattr("atts.local.builder.native_library", lambda *_: (lesser, trouble))

@@ -1,5 +1,5 @@
-"""Tests of drafting before or during the target's step: no scheme, and no change of scheme, changes
-a text.
+"""Tests of schemes of drafting before or during the target's step: neither a scheme nor a change of
+scheme changes a text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
 
 class Changing:
-    """A choice that takes another scheme every third step."""
+    """A choice that changes the scheme every third step."""
 
     is_contested = True
 
@@ -35,7 +35,7 @@ class Changing:
 
     @property
     def current(self) -> int:
-        """Return all schemes in turn."""
+        """Return the schemes in rotation."""
         return self._steps // 3 % self._schemes
 
     def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
@@ -58,8 +58,8 @@ def test_changing_schemes_changes_no_token(
     """Ids, ends and log-probabilities are equal to the bit for all schemes, in this or another
     process.
 
-    Mirror is among them if the target has a trained exit; the drafter has heads, which only Mirror
-    uses.
+    Mirror is among the schemes if the target has a trained exit; the drafter has heads, which only
+    Mirror uses.
     """
     folder = make_model("llama")
     near = with_heads(copytree(near, tmp_path / "near"))
@@ -98,7 +98,9 @@ def test_changing_schemes_changes_no_token(
 def test_only_an_open_choice_of_scheme_is_learned(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fixed number of tokens, a named scheme or a single core leaves drafts before the step."""
+    """With a fixed number of tokens, a named scheme or a single core, no scheme is tried and drafts
+    come before the step.
+    """
     made = list[AdaptiveDrafting]()
 
     def make(*args: Any, **ways: Any) -> AdaptiveDrafting:
@@ -120,7 +122,7 @@ def test_only_an_open_choice_of_scheme_is_learned(
 def test_a_drafter_that_does_not_end_is_abandoned(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is reported, and the texts do not change."""
+    """The abandoned drafter is reported, and the texts do not change."""
 
     class Stuck(InlineTransport):
         def wait(self, seconds: float) -> bool:
@@ -139,7 +141,9 @@ def test_a_drafter_that_does_not_end_is_abandoned(
 def test_a_late_job_makes_no_other_scheme_late(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first job of a scheme is waited for, whatever the scheme before it left behind."""
+    """The loop waits for the first job of each scheme, even if the previous scheme left a late job
+    behind.
+    """
     waits = list[float]()
 
     class Late(InlineTransport):
@@ -158,8 +162,8 @@ def test_a_late_job_makes_no_other_scheme_late(
 
 
 def test_trial_lengths_count_for_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with lengths on trial do not show that drafts pay, so no other scheme is tried for
-    them.
+    """Steps with lengths on trial do not show whether drafts save time, so they start no trial of
+    another scheme.
     """
     seen = list[int]()
     trials = iter((True, False, True))

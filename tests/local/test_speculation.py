@@ -1,4 +1,4 @@
-"""Tests that speculation changes the number of steps, and no token or bit of the text."""
+"""Tests that speculation changes the number of steps, but no token or bit of the text."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_proposals_never_change_the_text(count: int, make_model: Make) -> None:
 def test_lengths_chosen_by_goodput_change_no_token(
     count: int, make_model: Make, near: Path
 ) -> None:
-    """This holds for `k=auto` with any step times, and the counters have the choices and forecasts."""
+    """With `k=auto` no step times change the text, and the counters have the choices and forecasts."""
     folder = make_model("llama")
     orders = requests(count, 60)
     plain = run(folder, [orders])
@@ -95,7 +95,7 @@ def test_lengths_chosen_by_goodput_change_no_token(
 def test_a_long_sweep_of_settings_changes_no_token(
     family: str, count: int, make_model: Make, near: Path
 ) -> None:
-    """It covers each architecture, number of sequences, number of tokens and proposer."""
+    """The sweep covers each architecture, number of sequences, number of tokens and proposer."""
     folder = make_model(family)
     orders = requests(count, 60)
     plain = run(folder, [orders])
@@ -155,13 +155,15 @@ def storm(
 
 @pytest.mark.parametrize("room", [4096, 220])
 def test_a_drafter_equal_to_the_target_is_always_accepted(room: int, make_model: Make) -> None:
-    """Its cache follows every rollback, shared prompt and pre-emption; one stale key would show."""
+    """The drafter's cache follows every rollback, shared prompt and pre-emption; a single stale key
+    would cause a rejection.
+    """
     assert is_always_right(make_model("llama"), room)
 
 
 def is_always_right(folder: Path, room: int) -> bool:
-    """Return whether all of the target's own proposals are accepted, up to a position whose number
-    differs from the target's.
+    """Return whether the target accepts all of its own proposals, up to a position whose random
+    number differs from the target's.
     """
     numbers = random.Random(1)
     wrong = dict[int, int]()
@@ -197,7 +199,9 @@ def is_always_right(folder: Path, room: int) -> bool:
 
 
 def test_one_call_drafts_the_tokens_of_single_steps(make_model: Make, near: Path) -> None:
-    """With texts that come and go and scarce slots, proposals and counters are the same."""
+    """Proposals and counters equal those of single steps, with texts that come and go and scarce
+    slots.
+    """
     folder = make_model("llama")
     drafts = list[list[TokenIds]]()
     propose = ModelDrafter.propose
@@ -223,8 +227,8 @@ def test_one_call_drafts_the_tokens_of_single_steps(make_model: Make, near: Path
 
 @pytest.mark.parametrize("room", [70, 140, 300])
 def test_speculation_survives_scarce_slots(room: int, make_model: Make, near: Path) -> None:
-    """Pre-emption, eviction and cancellation lose nothing; a text computed again in larger pieces
-    may move by 1e-5.
+    """Pre-emption, eviction and cancellation lose no text; scores of a text computed again in
+    larger pieces may differ by 1e-5.
     """
     folder = make_model("llama")
     plain = storm(folder, None, 4096)
@@ -243,8 +247,8 @@ def test_speculation_survives_scarce_slots(room: int, make_model: Make, near: Pa
 
 
 def test_proposals_cause_no_preemption(make_model: Make, near: Path) -> None:
-    """Fewer tokens are proposed when the cache fills, so pre-emptions are no more than without
-    proposals.
+    """Fewer tokens are proposed when the cache fills, so there are no more pre-emptions than
+    without proposals.
     """
     orders: list[list[Command]] = [[*requests(6, 40, (Sampling(1.0),))]]
     for room in (150, 250):
@@ -284,8 +288,8 @@ def test_the_cache_is_correct_after_speculation(make_model: Make, near: Path) ->
 
 
 def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
-    """Run texts that end at a string, an id, a limit or an end token, without and with proposals
-    beyond the end.
+    """Run texts that end at a string, an id, a limit or an end token, without proposals and with
+    proposals beyond the end.
     """
     pieces = config_of(folder).pieces
     whole = requests(8, 30, (Sampling(0.9), Sampling(0.0)))
@@ -312,7 +316,9 @@ def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
 
 @pytest.mark.parametrize("k", [2, 7])
 def test_a_text_ends_inside_a_proposal_as_without_it(k: int, make_model: Make) -> None:
-    """It ends at a token limit, stop id, stop string or end token, and nothing after it is kept."""
+    """The text ends at a token limit, stop id, stop string or end token, and no token after the end
+    is kept.
+    """
     plain, done = ended_within(make_model("llama"), k)
     ends = {reply.ended for reply in plain.replies.values() if isinstance(reply, SampleReply)}
     assert ends == {"length", "delimiter", "end"}
@@ -336,7 +342,7 @@ class Learning(AnyLength):
 
 
 def test_proposals_beyond_the_limit_are_ignored(make_model: Make) -> None:
-    """A proposer that exceeds its limit changes no text, and only chosen tokens are learned from."""
+    """A proposer that exceeds its limit changes no text, and only the kept tokens are learned from."""
 
     class Lavish(Proposer):
         def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
@@ -351,7 +357,9 @@ def test_proposals_beyond_the_limit_are_ignored(make_model: Make) -> None:
 
 
 def test_a_proposal_cut_to_nothing_counts_as_rejected(make_model: Make) -> None:
-    """It took time and its first token failed, although no step fed a token of it."""
+    """A proposal cut to nothing took time and failed at its first token, although no step fed any
+    of its tokens.
+    """
 
     class Unknown(Proposer):
         def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
@@ -375,8 +383,8 @@ def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
 
 
 def begun(folder: Path) -> bool:
-    """Return whether requests with a given beginning are continued, stop strings across the seam
-    included.
+    """Return whether requests with a given beginning are continued correctly, with stop strings
+    across the seam.
     """
     pieces = config_of(folder).pieces
     orders = requests(6, 20, (Sampling(0.9), Sampling(0.7, top_p=0.9)))
@@ -405,14 +413,14 @@ def begun(folder: Path) -> bool:
 
 
 def test_a_text_begun_by_another_engine_is_continued(make_model: Make) -> None:
-    """Equal positions have equal uniform numbers, and stop strings that began before still end the
-    text.
+    """Equal positions have equal uniform numbers, and stop strings that began in the given
+    beginning still end the text.
     """
     assert begun(make_model("llama"))
 
 
 class Unknown(Proposer):
-    """Proposes tokens that no vocabulary has."""
+    """A proposer of tokens that are in no vocabulary."""
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
         """Propose one impossible token for each text."""
@@ -420,7 +428,7 @@ class Unknown(Proposer):
 
 
 class Broken(Proposer):
-    """A proposer that fails when it is asked."""
+    """A proposer whose `propose` raises an error."""
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
         """Raise an error."""
@@ -432,7 +440,7 @@ class Silent(Proposer):
 
 
 def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path) -> None:
-    """The reason is in the counters, and disappears once something was proposed."""
+    """The counters have the reason, which disappears once something was proposed."""
     folder = make_model("llama")
     orders = [requests(3)]
     short = make_model("llama", max_position_embeddings=14)

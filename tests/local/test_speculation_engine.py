@@ -76,7 +76,7 @@ def test_in_torch_only_near_ties_may_differ(
 async def test_an_engine_with_a_drafter_answers_as_one_without(
     worker: Any, make_model: Make, near: Path
 ) -> None:
-    """The answers agree in a thread and in a process, and the counters hold the proposals."""
+    """The answers agree in a thread and in a process, and the counters include the proposals."""
     request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
     answers = list[Any]()
     for drafter in ("", str(near)):
@@ -110,7 +110,7 @@ async def test_an_engine_with_a_drafter_answers_as_one_without(
     ],
 )
 def test_impossible_speculation_options_are_refused(words: str, problem: str) -> None:
-    """Each error says what is wrong before anything runs."""
+    """Each error names the fault before anything runs."""
     with pytest.raises(OptionError, match=problem):
         build_engine(words, "target")
 
@@ -131,7 +131,7 @@ def test_speculation_options_are_parsed() -> None:
 
 @pytest.mark.anyio
 async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_path: Path) -> None:
-    """Its token ids have other meanings."""
+    """A drafter with another tokenizer is refused, because its token ids have other meanings."""
     from transformers import AutoTokenizer
 
     source = make_model("llama")
@@ -151,7 +151,7 @@ async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_p
 def test_a_drafter_without_room_for_its_cache_is_refused(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says whose cache does not fit."""
+    """The error names the model whose cache does not fit."""
 
     def scarce(config: Any, dtype: Any, device: Any, least: int | None = None) -> Any:
         if config.name == "tiny" and least is not None:
@@ -181,8 +181,8 @@ class Failing(Proposer):
 
 
 def test_a_failing_proposer_is_not_asked_again(make_model: Make) -> None:
-    """Texts do not change, impossible ids are dropped, and the counters say why nothing is
-    proposed.
+    """After a failure texts do not change, impossible ids are dropped, and the counters say why
+    nothing is proposed.
     """
     plain = run(make_model("llama"), [requests(3)])
     done = run(make_model("llama"), [requests(3)], Failing(), 4)
@@ -197,7 +197,9 @@ def test_a_failing_proposer_is_not_asked_again(make_model: Make) -> None:
 def test_a_failed_step_is_repeated_without_proposals(
     error: Exception, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No caller notices and no text changes; after a lack of memory, proposals are shorter."""
+    """Callers and texts are not affected by the failed step; after a lack of memory, proposals are
+    shorter.
+    """
     orders = requests(4)
     compute = StepLoop._run  # pyright: ignore[reportPrivateUsage]
     seen = list[int]()
@@ -227,7 +229,9 @@ def test_log_probabilities_do_not_depend_on_the_batch(make_model: Make) -> None:
 
 
 def test_texts_do_not_depend_on_how_steps_cut_them(make_model: Make, near: Path) -> None:
-    """Requests come and go at random steps, with another number of tokens each step."""
+    """Texts are the same although requests come and go at random steps, with another number of
+    tokens in each step.
+    """
     shuffled = random.Random(4)
     orders: list[Any] = list(requests(20, 20))
     steps: list[list[Any]] = [[] for _ in range(15)]
@@ -267,7 +271,9 @@ def test_time_spent_on_choosing_lengths_is_not_step_time(
 def test_work_between_two_steps_counts_for_the_second(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planning, replies and reports cost as much for a step with one token as with nine."""
+    """The time of planning, replies and reports is added to the next step, whether that step has
+    one token or nine.
+    """
     now = [0.0]
     told = list[float]()
     plan = Scheduler.schedule
@@ -295,7 +301,7 @@ def test_work_between_two_steps_counts_for_the_second(
 def test_waiting_for_requests_is_not_step_time(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds for the very first wait too."""
+    """Waiting for requests is not counted, and neither is the very first wait."""
     now = [0.0]
     told = list[float]()
     take = Script.take
@@ -326,7 +332,9 @@ def test_waiting_for_requests_is_not_step_time(
 def test_a_repeated_step_is_not_learned_from(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its time is that of two steps, and its missing verification says nothing about proposers."""
+    """A repeated step takes the time of two steps and verifies nothing, so the proposer learns
+    nothing from it.
+    """
     orders = requests(2)
     compute = StepLoop._run  # pyright: ignore[reportPrivateUsage]
     plain = run(make_model("llama"), [orders])

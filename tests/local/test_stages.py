@@ -1,4 +1,6 @@
-"""Tests of models whose layers are in several processes: the same bits, and reported outages."""
+"""Tests of models whose layers are in several processes: replies have the same bits, and outages
+are reported.
+"""
 
 # pyright: reportPrivateUsage=false
 
@@ -96,14 +98,12 @@ class StageHere:
         return self.answers.pop()
 
     def close(self) -> None:
-        """Note that the stage is closed."""
+        """Record that the stage is closed."""
         self.is_closed = True
 
     @staticmethod
     def ready(stages: Sequence[StageHere], seconds: float | None) -> list[StageHere]:
-        """Return the stages that have answered; a closed stage cannot be asked, as with a closed
-        pipe.
-        """
+        """Return the stages that have replied; a closed stage raises, as a closed pipe does."""
         assert not any(each.is_closed for each in stages)
         return [each for each in stages if each.answers]
 
@@ -142,8 +142,8 @@ def test_stages_give_the_replies_of_one_process(
 def test_several_steps_in_flight_change_no_bit(
     steps: int, here: type[StageHere], make_model: Make, drive: Any
 ) -> None:
-    """This holds as long as no cached prompt is evicted; if memory is scarce all requests are still
-    answered.
+    """Replies are equal to the bit as long as no cached prompt is evicted; if memory is scarce all
+    requests are still answered.
     """
     folder = make_model("llama", eos_token_id=None)
     alone = drive(folder, crowd(), kernel="native", chunk_tokens=1024)
@@ -202,8 +202,8 @@ def stage_processes() -> dict[int, bytes]:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("replicas", ["1", "2"])
 async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: Make) -> None:
-    """While another stage has its layers no caller notices; then callers get an error, and a
-    reopened engine continues.
+    """While another stage has the lost layers no caller notices; without one callers get an error,
+    and a reopened engine continues.
     """
     options = {**HERE, "stages": 2, "stage_replicas": replicas}
     engine = engine_of(make_model("llama", eos_token_id=None), name="m", **options)
@@ -252,7 +252,7 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_stages_pass_the_conformance_suite(make_model: Make) -> None:
-    """They pass with the loop in a process as well."""
+    """Engines of several stages pass the suite, also with the loop in a process."""
     folder = make_model("llama")
     await check_engine(
         lambda: engine_of(folder, **{**HERE, "worker": "process", "kv_tokens": 8192})
@@ -295,7 +295,9 @@ def test_replicas_of_a_stage_give_the_same_bits(
     family: str, proposed: int, seed: int, here: type[StageHere], make_model: Make, near: Path, drive: Any,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """This holds for any choice of replica in each step, and after most replicas are gone."""
+    """Replies are the same for any choice of replica in each step, and after most replicas are
+    gone.
+    """
     folder = make_model(family, eos_token_id=None, num_hidden_layers=5)
     rng = random.Random(seed)
     settings: dict[str, Any] = {
@@ -308,7 +310,7 @@ def test_replicas_of_a_stage_give_the_same_bits(
     alone = drive(folder, crowd(), **settings)
 
     def anywhere(instances: list[Instance]) -> int:
-        """Choose the cheapest instance, or now and then any."""
+        """Choose the cheapest instance, or sometimes a random one."""
         return rng.randrange(len(instances)) if rng.random() < 0.3 else dispatched(instances)
 
     def either(costs: StageCosts, *seen: Any) -> Instance:
@@ -368,8 +370,8 @@ def test_recomputed_rows_are_equal_to_the_bit(make_model: Make) -> None:
 
 
 def test_keys_and_values_are_moved_despite_a_failed_step(make_model: Make) -> None:
-    """The worker that has them may first report that a step failed, so that its contents are
-    unknown.
+    """The worker that has the keys and values may first report a failed step, so that the loop does
+    not know its contents.
     """
     kept = KvResidency(3, 64, 8)
     costs = StageCosts(setup_of(make_model("llama"), range(1, 3)))
@@ -390,8 +392,8 @@ def test_keys_and_values_are_moved_despite_a_failed_step(make_model: Make) -> No
 
 
 def run_of(first: int, number: int) -> StepBatch:
-    """Make a step in which one sequence, in the slots from 1 on, feeds these rows and requests
-    none.
+    """Make a step in which one sequence, in the slots from 1 on, feeds these rows and requests no
+    output.
     """
     at = np.arange(first, first + number)
     none = np.zeros(0, dtype=np.int64)
@@ -414,7 +416,7 @@ def test_a_step_that_fails_in_a_stage_is_repeated(
     drive: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is repeated in smaller steps, and its partial results are not used."""
+    """The failed step is repeated in smaller steps, and its partial results are not used."""
     folder = make_model("llama", eos_token_id=None)
     through = NativeModel.through
     calls = count()
@@ -435,7 +437,7 @@ def test_a_step_that_fails_in_a_stage_is_repeated(
 
 
 def test_a_tokenizer_can_be_pickled(make_model: Make) -> None:
-    """A Ray actor sends it in this way to the process that asks."""
+    """A pickled tokenizer works, because a Ray actor sends its tokenizer in this way."""
     tokenizer = ModelTokenizer(make_model("llama"), "m")
     again = pickle.loads(pickle.dumps(tokenizer))
     messages = [Message("user", "the step is done")]
@@ -444,7 +446,9 @@ def test_a_tokenizer_can_be_pickled(make_model: Make) -> None:
 
 
 def test_layers_are_divided_by_bytes(make_model: Make) -> None:
-    """The first stage also has the embedding, so it gets fewer layers; each layer is in one stage."""
+    """The first stage also has the embedding, so it gets fewer layers; each layer is in exactly one
+    stage.
+    """
     config = setup_of(make_model("llama"), range(3)).config
     sizes = (8, 320, [4, 4]), (8, 2000, [2, 6]), (9, 90_000, [1, 4, 4]), (3, 10, [1, 1, 1])
     for layers, words, wanted in sizes:

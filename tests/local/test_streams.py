@@ -1,4 +1,4 @@
-"""Tests of streaming heads: the drafter writes several tokens a pass, and corrects their errors
+"""Tests of streaming heads: the drafter writes several tokens per pass, and corrects their errors
 itself.
 """
 
@@ -39,8 +39,8 @@ def with_heads(folder: Path, **changes: Any) -> Path:
 def test_streaming_heads_change_no_token(
     kind: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a drafter equal to its target, correct heads save passes, and wrong ones are found by
-    the next pass.
+    """With a drafter equal to its target, correct heads save passes, and the next pass corrects
+    wrong ones.
     """
     folder = with_heads(make_model("llama", vocab_size=320, num_hidden_layers=2))
     orders = requests(2, 40, HOT)
@@ -92,7 +92,7 @@ def test_heads_of_another_model_are_refused(changes: dict[str, Any], make_model:
 async def test_the_shipped_heads_save_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The embedded pair's texts are unchanged, with at most 0.6 passes a token and 0.97 of the
+    """The embedded pair's texts are unchanged, with at most 0.6 passes per token and 0.97 of the
     acceptance.
     """
     settings: dict[str, Any] = {

@@ -82,7 +82,7 @@ def test_every_equation_of_every_solution_holds(many: list[Exercise]) -> None:
 
 
 def test_expressions_have_the_value_in_their_solutions_box(many: list[Exercise]) -> None:
-    """Python evaluates the question and gets the boxed answer."""
+    """The question, evaluated by Python, has the value in the box of the solution."""
     found = [exercise for exercise in many if exercise.kind == "expression"]
     assert len(found) > 100
     for exercise in found:

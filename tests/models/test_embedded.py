@@ -1,4 +1,4 @@
-"""Tests of the embedded pair: usual model folders, one tokenizer, and documented skill."""
+"""Tests of the embedded pair: ordinary model folders, one tokenizer, and documented skill."""
 
 import json
 import re
@@ -39,7 +39,9 @@ def _open(name: Embedded) -> Any:
 def test_configuration_and_tokenizer_equal_those_of_transformers(
     name: Embedded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """atts reads both without torch, and the tokenizer's digest is in every journal."""
+    """atts reads configuration and tokenizer without torch, and the tokenizer's digest is in every
+    journal.
+    """
     folder = path(name)
     found = read_model_config(folder, name), ModelTokenizer(folder, name).digest
     assert "transformers" not in type(model_config.read_hf_config(folder, name)).__module__
@@ -92,8 +94,8 @@ def test_both_share_one_tokenizer() -> None:
 
 
 def test_the_embedded_models_fit_servers_and_laptops() -> None:
-    """They have head dimension 64, bf16 weights and at least 2,048 positions, and take under 12 MB
-    together.
+    """The embedded models have head dimension 64, bf16 weights and at least 2,048 positions, and
+    together take under 12 MB.
     """
     from safetensors import safe_open
 
@@ -157,7 +159,7 @@ def test_the_chat_template_opens_the_assistants_turn(tokenizer: Any) -> None:
 
 
 def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
-    """Return the share of greedy solutions that box the correct answer, one chunk per step."""
+    """Return the share of greedy solutions with the correct answer in the box, one chunk per step."""
     model = _open(name)
     right = 0
     for problem in problems("test", count, seed=2024, levels=(1, 2, 3)):

@@ -1,5 +1,5 @@
-"""Tests of the trainer: errors are not learned, gradients add up, and a stopped training continues
-exactly.
+"""Tests of the trainer: errors are not learned, gradients add up, and an interrupted training
+continues exactly.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def test_wrong_chunks_are_wrong_and_chunked(some: list[Exercise]) -> None:
 
 
 def test_nothing_wrong_is_learned(some: list[Exercise]) -> None:
-    """Apart from alarms, the learned parts are the reference solution and the end, never an error."""
+    """Apart from alarms, only the reference solution and the end are learned, never an error."""
     random = Random(1)
     flawed = 0
     for exercise in some:

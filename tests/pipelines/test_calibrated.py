@@ -54,8 +54,8 @@ def test_a_warm_up_escalates_nothing_and_counts_its_cost(attempt: Solve) -> None
 
 
 def test_after_the_warm_up_the_gate_ranks_among_its_scores() -> None:
-    """Calibrated on scores 1 to 4 at rate 0.2, a score above all escalates and one below all does
-    not.
+    """With warm-up scores 1 to 4 at rate 0.2, a score above all of them escalates and one below all
+    of them does not.
     """
     gate = warming_gate(4, 0.4, "split")
     for number, score in enumerate([1.0, 2.0, 3.0, 4.0]):
@@ -73,7 +73,7 @@ def test_after_the_warm_up_the_gate_ranks_among_its_scores() -> None:
 
 
 def test_a_warm_up_may_escalate_everything() -> None:
-    """With meanwhile="escalate", no chunk is kept without a decision."""
+    """With meanwhile="escalate", no chunk of the warm-up is kept without a decision."""
     gate = warming_gate(2, 0.1, meanwhile="escalate")
     assert gate.decide(Features("q"), 1.0).escalate
     with pytest.raises(CalibrationInputError):
@@ -128,8 +128,8 @@ def test_a_certified_gate_decides_as_it_was_tested(attempt: Solve) -> None:
 
 
 def test_a_certified_gate_learns_nothing() -> None:
-    """After a thousand observations it decides as at the beginning, because it was certified in
-    that state.
+    """A certified gate decides the same after a thousand observations, because it was certified in
+    its first state.
     """
     target = [_solved(str(number)) for number in range(300)]
     certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)
@@ -141,7 +141,9 @@ def test_a_certified_gate_learns_nothing() -> None:
 
 
 def test_a_lossy_policy_and_runs_of_other_problems_are_not_certified() -> None:
-    """The policy is always wrong; runs of other problems cannot be compared."""
+    """A policy that is always wrong is not certified, and runs of other problems cannot be
+    compared.
+    """
     target = [_solved(str(number)) for number in range(50)]
     wrong = [replace(outcome, answer="no") for outcome in target]
     certificate = certify_runs(target, [LabelledRun("split", 0.2, wrong)], right, epsilon=0.05)
@@ -175,8 +177,8 @@ def test_balanced_losses_and_gains_pass_the_net_test_only() -> None:
 
 @pytest.mark.parametrize("rollouts", [4, 64, 256])
 def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) -> None:
-    """The first requested chunk is scored last; all others wait for it, so the pool keeps the order
-    of requests.
+    """If the first requested chunk is scored last, all others wait for it, so the pool keeps the
+    order of requests.
     """
     gate, calibrator = Setup(concurrency=rollouts).decider()
     issued = [gate.preview(Features("q", sample=sample, tokens=7)) for sample in range(rollouts)]  # type: ignore[union-attr]
@@ -215,8 +217,8 @@ def test_a_resumed_warm_up_stores_only_the_rest(tmp_path: Path) -> None:
 
 
 def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) -> None:
-    """The run directory alone gives the guarantee and its assumptions, and each decision in the
-    journal names it.
+    """The guarantee and its assumptions come from the run directory alone, and each decision in the
+    journal names the certificate.
     """
     target = [_solved(str(number)) for number in range(300)]
     certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)

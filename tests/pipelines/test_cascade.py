@@ -37,7 +37,7 @@ CASCADE = preset("cascade").policy(Policy(samples=8))
 
 
 def authors(outcome: Outcome) -> list[set[str]]:
-    """Return who wrote each rollout."""
+    """Return the model that wrote each rollout."""
     return [
         {chunk.author for turn in rollout.turns for chunk in turn.chunks}
         for rollout in outcome.rollouts
@@ -45,8 +45,8 @@ def authors(outcome: Outcome) -> list[set[str]]:
 
 
 def test_the_target_writes_whole_rollouts_of_escalated_problems_alone(attempt: Solve) -> None:
-    """Each problem has the draft's half of the rollouts; the other half is the target's, or is
-    never requested.
+    """Each escalated problem has half of its rollouts by the draft and half by the target; other
+    problems request none of the target.
     """
     gate = ConformalGate(Calibrator(0.4, "aci", seed=3))
     outcomes = attempt(CASCADE, gate, problems=40)
@@ -60,7 +60,9 @@ def test_the_target_writes_whole_rollouts_of_escalated_problems_alone(attempt: S
 
 
 def test_the_problems_that_agree_least_escalate(attempt: Solve) -> None:
-    """With all scores stored beforehand, each escalated problem agrees no more than any other."""
+    """If all scores are stored beforehand, no escalated problem has more agreement than an accepted
+    one.
+    """
     alone = attempt(replace(CASCADE, samples=5, first_wave=4), FixedGate("accept"), problems=40)
     shares = [max(outcome.votes.values(), default=0.0) for outcome in alone]
     stored = [4 / share if share else 8.0 for share in shares]
@@ -76,14 +78,16 @@ def test_the_problems_that_agree_least_escalate(attempt: Solve) -> None:
 
 
 def test_an_accepted_problem_says_how_many_rollouts_agree(attempt: Solve) -> None:
-    """The reason is part of the outcome."""
+    """The number of agreeing rollouts is the reason in the problem's outcome."""
     outcome = attempt(CASCADE, FixedGate("accept"), problems=1)[0]
     leading = int(max(outcome.votes.values()))
     assert outcome.why == f"{leading} of 4 rollouts agree"
 
 
 def test_the_target_alone_may_vote_on_what_is_escalated(attempt: Solve) -> None:
-    """The rollouts are the same in both cases; only the counted ones differ, by enumeration."""
+    """The rollouts are the same with both settings; only the rollouts that vote differ, by
+    enumeration.
+    """
     kinds: tuple[Literal["all", "target"], ...] = ("all", "target")
     policies = {
         vote: replace(CASCADE, escalated_vote=vote, first_wave=6, samples=8) for vote in kinds
@@ -121,13 +125,13 @@ def test_the_target_alone_may_vote_on_what_is_escalated(attempt: Solve) -> None:
 def test_a_gate_that_needs_no_score_decides_too(
     attempt: Solve, action: Literal["accept", "escalate"]
 ) -> None:
-    """A fixed gate escalates all problems or none."""
+    """A gate without scores escalates all problems or none."""
     outcomes = attempt(CASCADE, FixedGate(action), problems=5)
     assert {len(outcome.rollouts) for outcome in outcomes} == {8 if action == "escalate" else 4}
 
 
 def test_a_gate_of_rounds_cannot_judge_a_problem(attempt: Solve) -> None:
-    """Such a gate ranks the siblings of a rollout, and a problem has none."""
+    """A gate of rounds ranks the siblings of a rollout, and a problem has no siblings."""
     with pytest.raises(UsageError, match="whole problem"):
         attempt(CASCADE, TopGate.of(0.5), problems=1)
 
@@ -143,13 +147,15 @@ def test_a_gate_of_rounds_cannot_judge_a_problem(attempt: Solve) -> None:
     ],
 )
 def test_policies_that_leave_nothing_to_escalate_are_refused(changes: dict[str, object]) -> None:
-    """The message names the key."""
+    """The message names the key that leaves nothing to escalate."""
     with pytest.raises(OptionError, match="first_wave|escalates"):
         replace(CASCADE, **changes)  # type: ignore[arg-type]
 
 
 def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
-    """Fewer rollouts behind the leading answer score worse, and a problem without an answer worst."""
+    """Fewer rollouts for the leading answer give a worse score, and a problem without any answer
+    has the worst.
+    """
     counts = [(8,), (7, 1), (4, 4), (2, 2, 2, 1, 1), (1,), ()]
     scores = [
         disagreement(Tally(tuple("abcdefgh"[: len(count)]), tuple(map(float, count)), count), 8)
@@ -165,8 +171,8 @@ def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
 def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate: float) -> None:
     """The test simulates 10^5 problems of eight rollouts whose agreement is one of nine scores.
 
-    The error is at most the way of the level from its start to its end, worth about 400 decisions
-    if the scores only fall.
+    The error is at most the distance between the first and last level, worth about 400 decisions if
+    the scores only fall.
     """
     rng = random.Random(f"{order} {rate}")
     number = 100_000
@@ -192,7 +198,9 @@ def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate
 
 
 def test_escalating_the_rest_gives_the_target_the_rollout(attempt: Solve) -> None:
-    """After the chunk that the gate rejects, the target writes alone and is not judged."""
+    """After the first escalated chunk the target writes the rest of the rollout alone and is not
+    judged.
+    """
     policy = Policy(samples=6, escalates="rest", early_stop="none")
     gate = ConformalGate(Calibrator(0.2, "aci", seed=5))
     outcomes = attempt(policy, gate, problems=10)
@@ -211,8 +219,8 @@ def test_escalating_the_rest_gives_the_target_the_rollout(attempt: Solve) -> Non
 
 
 def test_an_escalated_rollout_is_written_again_from_the_prompt(attempt: Solve) -> None:
-    """Its text is the target's alone, what the draft wrote counts as discarded, and the rate is that
-    of the judged chunks.
+    """The text is the target's alone, the draft's tokens count as discarded, and the rate counts
+    the judged chunks.
     """
     policy = Policy(samples=6, escalates="rollout", early_stop="none")
     gate = ConformalGate(Calibrator(0.2, "aci", seed=5))
@@ -247,7 +255,9 @@ def test_an_escalated_rollout_is_written_again_from_the_prompt(attempt: Solve) -
 
 
 def test_a_fresh_rollout_of_a_skilled_target_is_correct(attempt: Solve) -> None:
-    """A target that never slips repairs even what the draft had got wrong before it was judged."""
+    """A target without mistakes also corrects what the draft wrote wrongly before the escalated
+    chunk.
+    """
     careless = ToyModel(Skill(right=0.5), ToyTokenizer())
     careful = ToyModel(Skill(right=1.0, wander=0.0), ToyTokenizer())
     kinds: tuple[Literal["rest", "rollout"], ...] = ("rest", "rollout")
@@ -270,15 +280,17 @@ def test_a_fresh_rollout_of_a_skilled_target_is_correct(attempt: Solve) -> None:
 
 
 def test_a_rollout_written_again_keeps_no_chunk() -> None:
-    """A takeover that continues or repairs a chunk is refused."""
+    """A takeover that continues or repairs a chunk is refused, because a rollout written again
+    keeps no chunk.
+    """
     with pytest.raises(OptionError, match="takeover"):
         Policy(escalates="rollout", takeover="continue")
 
 
 @pytest.mark.parametrize("latency", ["quick problems first", "slow problems first"])
 def test_a_small_run_meets_its_rate_in_whatever_order_problems_end(latency: str) -> None:
-    """Problems that agree end early, so scores rise all the time; the run uses the number that is
-    left.
+    """Problems that agree end early, so scores rise all the time, but the number of remaining
+    problems corrects the rate.
     """
     problems = toy_problems(40, 5)
     setup = Setup(
@@ -301,7 +313,9 @@ def test_a_small_run_meets_its_rate_in_whatever_order_problems_end(latency: str)
 
 @pytest.mark.parametrize("order", ["easy first", "hard first"])
 def test_without_the_number_left_a_small_run_misses_its_rate(order: str) -> None:
-    """Sorted by agreement, 40 problems at rate 0.3 end at 0.6 or 0.1 if the number left is unknown."""
+    """If the number of remaining problems is unknown, 40 problems sorted by agreement at rate 0.3
+    end at 0.6 or 0.1.
+    """
     number = 40
     shares: list[float] = []
     for seed in range(20):
@@ -325,7 +339,7 @@ def test_without_the_number_left_a_small_run_misses_its_rate(order: str) -> None
 
 
 def test_what_a_cascade_waits_for_is_counted_as_edges_between_siblings(tmp_path: Path) -> None:
-    """Each target rollout begins after all four of the draft, which hold no slot meanwhile."""
+    """Each rollout of the target begins after all four of the draft, which use no slot meanwhile."""
     base = Setup(method="cascade", rate=0.5, draft="scripted", target="scripted", concurrency=8)
     setup = replace(base, policy=replace(base.policy, samples=8))
     result = evaluate_sync(toy_problems(12, 3), setup, directory=tmp_path)
@@ -338,7 +352,9 @@ def test_what_a_cascade_waits_for_is_counted_as_edges_between_siblings(tmp_path:
 
 
 def test_a_replay_counts_the_votes_that_the_run_counted(tmp_path: Path) -> None:
-    """A replay that changes nothing has the run's answers, and some are not those of all votes."""
+    """A replay that changes nothing has the run's answers, some of which differ from those of all
+    votes.
+    """
     policy = Policy(samples=8, first_wave=6, escalated_vote="target")
     weak = ScriptedEngine("draft", model=ToyModel(Skill(right=0.45, typical=0.9), ToyTokenizer()))
     setup = Setup(weak, "scripted", method="cascade", rate=0.9, policy=policy)

@@ -1,4 +1,4 @@
-"""Tests of equal chunks after equal beginnings: the target scores one of them, and each gets its
+"""Tests of equal chunks after equal beginnings: the target scores only one, and each chunk gets its
 own decision.
 """
 
@@ -40,7 +40,7 @@ KEEP = ThresholdGate(math.inf)
 
 
 class Heedful(ScriptedEngine):
-    """A target that records what it was asked, and loses its first replies."""
+    """A target that records its requests, and loses its first replies."""
 
     def __init__(self, lost: int = 0, *, draws: bool = False, latency: float = 0.0) -> None:
         capabilities = frozenset({"sample", "score", *(["draw"] if draws else [])})
@@ -99,8 +99,8 @@ def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
 
 
 def test_a_lost_score_is_not_shared(attempt: Solve) -> None:
-    """The rollout that asked escalates its chunk, the next one asks again, and the others use that
-    reply.
+    """The rollout whose score was lost escalates its chunk; the next rollout requests the score
+    again, and the others use its reply.
     """
     target = Heedful(lost=1)
     outcomes = attempt(GREEDY, KEEP, target=target, problems=1, retries=RetryPolicy(calls=1))
@@ -110,8 +110,8 @@ def test_a_lost_score_is_not_shared(attempt: Solve) -> None:
 
 
 def test_an_escalated_chunk_with_a_recalled_score_is_read_again(attempt: Solve) -> None:
-    """A target that draws while scoring must read the chunk then; the texts equal those of a target
-    that cannot draw.
+    """A target that draws while scoring must read such a chunk again; the texts equal those of a
+    target that cannot draw.
     """
     nothing = ThresholdGate(0.5)
     drawing = Heedful(draws=True)
@@ -139,7 +139,7 @@ def test_a_replay_counts_only_requested_scores(attempt: Solve, answers: Answers)
 
 @pytest.mark.parametrize("takeover", ["continue", "replace", "repair"])
 def test_turns_count_the_tokens_scored_in_them(attempt: Solve, takeover: Takeover) -> None:
-    """Recalled scores count no tokens, and the sum over turns is what was charged."""
+    """Recalled scores count no tokens, and the sum over turns equals the tokens charged."""
     policy = replace(POLICY, takeover=takeover, sampling=Sampling(temperature=0.7))
     outcomes = attempt(policy, ThresholdGate(1.8), target=Heedful())
     found = turns(outcomes)
@@ -150,8 +150,8 @@ def test_turns_count_the_tokens_scored_in_them(attempt: Solve, takeover: Takeove
 
 @pytest.mark.parametrize("latency", [0.0, 2.0])
 def test_waiting_for_a_siblings_score_is_recorded(attempt: Solve, latency: float) -> None:
-    """Five of six rollouts with equal texts wait for the score that the first requested, turn by
-    turn.
+    """Five of six rollouts with equal texts wait for the score that the first one requested, in
+    every turn.
     """
     events: list[Any] = []
     [outcome] = attempt(GREEDY, KEEP, target=Heedful(latency=latency), problems=1, events=events)
@@ -173,12 +173,12 @@ def test_waiting_for_a_siblings_score_is_recorded(attempt: Solve, latency: float
 
 
 def test_a_failed_shared_call_delays_no_sibling(attempt: Solve) -> None:
-    """If the call that others wait for fails, one of them asks at once instead of waiting for the
-    retry.
+    """If a shared call fails, one of the waiting rollouts requests the score at once instead of
+    waiting for the retry.
     """
 
     class Failing(Heedful):
-        """The second chunk's first score fails after two seconds."""
+        """A target whose first score of the second chunk fails after two seconds."""
 
         async def _rate(self, request: ScoreRequest) -> Scores:
             fails = len(self.asked) == 1 and not self.asked[request.prefix, request.suffix]

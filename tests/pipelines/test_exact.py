@@ -1,4 +1,4 @@
-"""Tests of method exact: the target draws while it scores, which saves steps and changes no token."""
+"""Tests of method exact: the target draws while it scores, which saves steps but changes no token."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def used(outcomes: Sequence[Outcome], kind: str) -> int:
 
 
 def only_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the draft write every chunk, whatever it costs."""
+    """Let the draft write every chunk, whatever its cost."""
 
     def begin(_self: WriterChoice, now: float) -> BegunChunk:
         return BegunChunk("draft", now, is_look=False)
@@ -92,8 +92,8 @@ def test_exact_writes_what_the_target_alone_writes(
 
 
 def test_a_draft_token_is_kept_only_if_the_target_drew_it(attempt: Solve) -> None:
-    """A draft equal to the target loses no token; one that writes nonsense loses nearly all and
-    changes none.
+    """A draft equal to the target loses no token; a draft that writes nonsense loses nearly all
+    tokens and changes none.
     """
     policy = preset("exact").policy(PLAIN)
     twin = attempt(policy, FixedGate("accept"), draft=ScriptedEngine("target"))
@@ -104,7 +104,7 @@ def test_a_draft_token_is_kept_only_if_the_target_drew_it(attempt: Solve) -> Non
 
 
 class Nonsense(EngineAround):
-    """A draft that writes the first token of the vocabulary."""
+    """A draft that always writes the first token of the vocabulary."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         count = min(4, request.max_tokens)
@@ -126,7 +126,7 @@ def test_a_takeover_starts_with_tokens_drawn_during_scoring(attempt: Solve) -> N
 
 @pytest.mark.parametrize("cut", [1, 5, 11])
 def test_a_text_in_two_requests_equals_one_request(cut: int) -> None:
-    """Stop strings are found across the cut as well."""
+    """Stop strings are also found across the boundary between the two requests."""
 
     async def main() -> None:
         async with ScriptedEngine("target") as engine:
@@ -143,7 +143,9 @@ def test_a_text_in_two_requests_equals_one_request(cut: int) -> None:
 
 
 def test_an_engine_that_draws_other_tokens_is_found() -> None:
-    """The planted bugs are the stream of another attempt, and a rest that begins its stream again."""
+    """The planted bugs use the random stream of another attempt, or begin the stream of the rest
+    again.
+    """
 
     class OtherStream(ScriptedEngine):
         async def score(self, request: ScoreRequest) -> Scores:
@@ -253,8 +255,8 @@ def timed(
 def test_if_drafts_are_rarely_accepted_the_target_writes_alone(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Method exact then does not wait for drafts that do not pay, and its text is that of the
-    target alone.
+    """If drafts cost more than they save, method exact stops waiting for them, and its text is that
+    of the target alone.
     """
 
     def engines() -> tuple[ScriptedEngine, ScriptedEngine]:
@@ -278,7 +280,7 @@ def test_if_drafts_are_rarely_accepted_the_target_writes_alone(
 def test_if_drafts_are_accepted_and_the_target_is_slow_the_draft_writes(
     attempt: Solve,
 ) -> None:
-    """The target writes only at the beginning, because engines take all requests at once."""
+    """The target writes only at the beginning, when it takes all requests at once."""
     draft = ScriptedEngine("target", latency=Latency(sampled_token=0.001))
     target = ScriptedEngine("target", latency=Latency(per_score=0.03, sampled_token=0.03))
     exact = attempt(
@@ -293,8 +295,8 @@ def test_if_drafts_are_accepted_and_the_target_is_slow_the_draft_writes(
 
 
 def test_a_better_writer_is_found_again_when_it_has_changed() -> None:
-    """The draft's tokens per second fall to a quarter in the middle of a run, and the choice
-    follows.
+    """In the middle of a run the draft's tokens per second fall to a quarter, and the choice of the
+    writer follows.
     """
     choice = WriterChoice()
     now = 0.0
@@ -320,7 +322,7 @@ def test_a_piece_that_failed_is_no_longer_in_flight() -> None:
 def test_a_piece_that_is_given_up_is_finished_by_the_target(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text is the target's own, whichever engine wrote which part of it."""
+    """The text is the target's own, whichever engine wrote which part of the given-up piece."""
     only_drafts(monkeypatch)
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, 3))
     asked = count()
@@ -336,7 +338,7 @@ def test_a_piece_that_is_given_up_is_finished_by_the_target(
 def test_a_run_with_pieces_that_were_given_up_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int
 ) -> None:
-    """Killed at any point, it reaches the text of the target alone and repeats no recorded call."""
+    """A run killed at any point reaches the text of the target alone and repeats no recorded call."""
     only_drafts(monkeypatch)
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, 3))
     asked = count()

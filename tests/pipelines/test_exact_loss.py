@@ -1,7 +1,8 @@
-"""Tests of the time that method exact loses against the target alone, on two simulated engines.
+"""Tests of the time that method exact loses compared with the target alone, on two simulated
+engines.
 
-Both engines share processors. A step decodes a token of every text that waits for one, and reads
-prompts and drafts in the same pass. While both engines are busy, each computes at half its speed.
+Both engines share processors. A step decodes a token of every waiting text, and reads prompts and
+drafts in the same pass. While both engines are busy, each computes at half its speed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Method = Literal["target-only", "exact", "drafts alone"]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Tokens to read and then tokens to write, one a step."""
+    """A number of tokens to read and then a number of tokens to write, one per step."""
 
     reads: int
     writes: int = 0
@@ -30,7 +31,9 @@ class Job:
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """An engine with given seconds of a step, of each text's token in it, and of each token read."""
+    """A simulated engine, given the seconds of a step, of each text's token in the step, and of
+    each token read.
+    """
 
     step: float
     token: float
@@ -40,7 +43,7 @@ class SimulatedEngine:
     left: float = 0.0
 
     def begin(self) -> bool:
-        """Begin a step if there is something to do; return whether one is under way."""
+        """Begin a step if there is work; return whether a step is in progress."""
         if not self.computing and self.waiting:
             self.computing = list(self.waiting)
             writes = sum(job.writes > 0 for job, _ in self.computing)
@@ -85,7 +88,7 @@ class OnlyDrafts(WriterChoice):
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A pair: the acceptance of drafted tokens, and the step times of both models."""
+    """A simulated pair: the acceptance of drafted tokens, and the step times of both models."""
 
     acceptance: float
     draft: tuple[float, float, float]
@@ -101,7 +104,7 @@ MODELS = {
 
 
 class Run:
-    """A run of rollouts, some of them at once, each of some chunks."""
+    """A simulated run of rollouts of some chunks, with a limit on the concurrency."""
 
     def __init__(
         self, models: Models, at_once: int, rollouts: int, chunks: int, method: Method, seed: int
@@ -191,7 +194,7 @@ class Run:
 
 
 def relative(models: str, shape: Sequence[int], method: Method) -> list[float]:
-    """Return a method's times relative to the target's alone, for three runs."""
+    """Return a method's times relative to those of the target alone, for three runs."""
     at_once, rollouts, chunks = shape
     times: list[float] = []
     for seed in range(3):
@@ -217,7 +220,9 @@ def relative(models: str, shape: Sequence[int], method: Method) -> list[float]:
 def test_drafts_that_do_not_pay_lose_little(
     models: str, shape: tuple[int, int, int], most: float
 ) -> None:
-    """The bound holds although drafts alone would take 1.2 to 2 times as long as the target."""
+    """Method exact loses little although drafts alone would take 1.2 to 2 times as long as the
+    target.
+    """
     assert max(relative(models, shape, "exact")) <= most
     if shape[0] > 1 or models == "weak":
         assert min(relative(models, shape, "drafts alone")) > 1.1
@@ -225,7 +230,7 @@ def test_drafts_that_do_not_pay_lose_little(
 
 @pytest.mark.parametrize("shape", [(1, 8, 10), (4, 16, 10), (32, 160, 6)])
 def test_most_of_what_drafts_save_is_kept(shape: tuple[int, int, int]) -> None:
-    """The target writes the first chunks; then a draft that pays writes nearly all others."""
+    """The target writes the first chunks; then a draft that saves time writes nearly all others."""
     kept = fmean(relative("cheap", shape, "exact"))
     best = fmean(relative("cheap", shape, "drafts alone"))
     assert 1 - kept >= 0.75 * (1 - best)

@@ -1,5 +1,5 @@
-"""Tests that pipelines draw from exactly the documented distribution, computed from engines that
-are small tables.
+"""Tests that pipelines draw from exactly the documented distribution, computed for engines that are
+small tables.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ RAW = Sampling()
 
 
 class LetterTokenizer:
-    """One token per character; the last id is the end and reads as nothing."""
+    """A tokenizer with one token per character; the last id is the end and has no text."""
 
     def __init__(self, letters: str) -> None:
         self.letters = letters
@@ -151,7 +151,7 @@ class TableEngine:
         return Completion(tuple(ids), self.tokenizer.decode(ids), ended, tuple(logprobs))
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Look the probabilities of the suffix up."""
+        """Read the probabilities of the suffix from the table."""
         check_score(request, self.spec)
         await anyio.lowlevel.checkpoint()
         steps = zip((request.prefix[-1], *request.suffix[:-1]), request.suffix, strict=True)
@@ -274,7 +274,9 @@ def _text(rollout: Rollout) -> str:
 
 
 def cells(probability: Callable[[str], float]) -> dict[str, float]:
-    """Return the exact probability of every text of the full length or ended before."""
+    """Return the exact probability of every text of the full length, and of every text that ended
+    before.
+    """
     whole = ["".join(letters) for letters in itertools.product("abn", repeat=LENGTH)]
     short = [
         "".join(letters) + "."
@@ -349,7 +351,7 @@ def _alternating(
 ) -> float:
     """Return the probability of a text if the models take turns of up to two letters.
 
-    The draft's end gives the turn to the target, and the target's end ends the text.
+    After the draft's end it is the target's turn, and the target's end ends the text.
     """
     if not text:
         return 1.0
@@ -415,8 +417,8 @@ def pieces(engine: TableEngine, last: str, size: int) -> dict[str, float]:
 
 
 def stays(piece: str, target: TableEngine, last: str) -> bool:
-    """Return whether the gate accepts a chunk; if the chunk ended the text, the part before the end
-    is scored.
+    """Return whether the gate accepts a chunk; if the chunk ended the text, only the part before
+    the end is scored.
     """
     written = piece.removesuffix(".")
     return (
@@ -427,7 +429,9 @@ def stays(piece: str, target: TableEngine, last: str) -> bool:
 
 @pytest.mark.parametrize("kind", [TableEngine, Drawing])
 def test_a_replacement_is_drawn_from_the_target(kind: type[TableEngine]) -> None:
-    """The gate reads the chunk and its score, and the takeover's random numbers depend on neither."""
+    """The gate reads the chunk and its score, but the random numbers of the takeover depend on
+    neither.
+    """
     draft = TableEngine(DRAFT)
     target = kind(TARGET, "target")
     exactly = cells(lambda text: gated(text, draft, target))
@@ -438,8 +442,8 @@ def test_a_replacement_is_drawn_from_the_target(kind: type[TableEngine]) -> None
 def test_a_takeover_with_its_chunks_stream_fails_the_test(
     kind: type[TableEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its random numbers would reveal that the chunk was rejected; so would those of a begun
-    takeover.
+    """The random numbers of the rejected chunk would reveal its rejection, also if the takeover
+    began before.
     """
     draft = TableEngine(DRAFT)
     target = kind(TARGET, "target")

@@ -52,7 +52,7 @@ class Silent(ScriptedEngine):
 
 
 class TrustsTheDraft(ConformalGate):
-    """A gate that accepts without a score what the draft was sure of."""
+    """A gate that accepts chunks with a high log-probability of the draft without a score."""
 
     def preview(self, features: Features) -> Decision:
         if features.draft_logprob > -9.0:
@@ -68,7 +68,7 @@ class Undecided(ConformalGate):
 
 
 def test_a_draft_without_log_probabilities_is_never_sure(attempt: Solve) -> None:
-    """A gate that trusts the draft's log-probabilities accepts nothing unscored if there are none."""
+    """If the draft returns no log-probabilities, a gate that trusts them accepts no unscored chunk."""
     gate = TrustsTheDraft(Calibrator(0.3, "marginal"))
     judged = [
         turn.decision
@@ -81,7 +81,9 @@ def test_a_draft_without_log_probabilities_is_never_sure(attempt: Solve) -> None
 
 
 def test_a_final_decision_to_verify_is_refused(attempt: Solve) -> None:
-    """The chunk is already scored, so a gate must accept or escalate it."""
+    """A final decision of "verify" is an error: the chunk is already scored, so a gate must accept
+    or escalate it.
+    """
     with pytest.raises(UsageError, match="must return 'accept' or 'escalate'"):
         attempt(POLICY, Undecided(Calibrator(0.3, "marginal")), problems=1)
 
@@ -117,7 +119,7 @@ def test_a_chunk_that_cannot_be_scored_escalates(
 def test_a_missing_target_leaves_chunks_undecided(
     attempt: Solve, kind: FaultKind, backend: str
 ) -> None:
-    """No scoring call is answered, so no chunk is judged, and the rollout failed for that reason."""
+    """If no scoring call is answered, no chunk is judged, and the rollout fails for that reason."""
     target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="score"))
     outcomes = attempt(
         POLICY, conformal(), target=target, retries=PATIENT, problems=2, backend=backend
@@ -133,7 +135,9 @@ def test_a_missing_target_leaves_chunks_undecided(
 def test_a_dead_target_fails_only_the_rollouts_that_need_it(
     attempt: Solve, kind: FaultKind
 ) -> None:
-    """Rollouts that never escalate finish; the others fail with the engine's error."""
+    """Rollouts that never escalate finish; rollouts that need the target fail with the engine's
+    error.
+    """
     target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="sample"))
     outcomes = attempt(POLICY, conformal(), target=target, retries=PATIENT, problems=4)
     ends = {rollout.finish for rollout in lines(outcomes)}
@@ -182,7 +186,7 @@ def test_finished_work_is_kept_when_the_target_dies_in_mid_run(attempt: Solve) -
 
 
 class Mute(ScriptedEngine):
-    """A draft that returns nothing, without having ended."""
+    """A draft that returns no token, although its text has not ended."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         return Completion((), "", "length", ())
@@ -205,7 +209,7 @@ class Stuck(ScriptedEngine):
 
 
 def test_a_chunk_repeated_three_times_ends_the_rollout(attempt: Solve) -> None:
-    """The rollout ends long before its limits."""
+    """A rollout whose draft repeats a chunk three times ends long before its limits."""
     outcomes = attempt(POLICY, FixedGate("accept"), draft=Stuck("draft"), problems=1)
     assert all(len(rollout.turns) == 3 and rollout.finish == "end" for rollout in lines(outcomes))
     assert all("in a row" in rollout.error for rollout in lines(outcomes))
@@ -213,7 +217,7 @@ def test_a_chunk_repeated_three_times_ends_the_rollout(attempt: Solve) -> None:
 
 
 def test_nan_from_a_score_rule_is_not_a_score(attempt: Solve) -> None:
-    """Such a chunk cannot be accepted, whatever the gate would decide."""
+    """A chunk whose score is NaN is never accepted, whatever the gate would decide."""
 
     def rule(logprobs: Sequence[float], text: str) -> float:
         return math.nan

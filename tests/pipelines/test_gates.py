@@ -1,4 +1,4 @@
-"""Tests of gates, which are pure: numbers in, a decision out."""
+"""Tests of gates, which are pure functions from numbers to a decision."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCORES = st.floats(1.0, 50.0, allow_nan=False)
 
 
 def test_the_conformal_gate_returns_the_calibrators_decision() -> None:
-    """It numbers the chunks in the order of requests, across sessions."""
+    """The conformal gate numbers the chunks in the order of requests, across sessions."""
     calibrator = Calibrator(0.5, "marginal", stored=[1.1, 1.2, 1.3])
     gate = ConformalGate(calibrator)
     assert gate.preview(Features("q")).action == "verify"
@@ -69,7 +69,7 @@ def test_a_value_that_is_not_a_perplexity_is_refused(score: float) -> None:
 
 
 def test_a_threshold_gate_escalates_nan() -> None:
-    """A NaN escalates whether low or high scores are the worse ones."""
+    """A NaN escalates whether low or high scores are worse."""
     assert not ThresholdGate(2.0).decide(Features("q"), 2.0).escalate
     assert ThresholdGate(2.0).decide(Features("q"), 2.1).escalate
     assert ThresholdGate(7.0, "below").decide(Features("q"), 6.9).escalate
@@ -82,7 +82,7 @@ def test_a_threshold_gate_escalates_nan() -> None:
 def test_the_published_rule_equals_its_formula(
     stored: list[float], score: float, rate: float
 ) -> None:
-    """A chunk escalates if c/N >= tau, where ties do not count as below."""
+    """A chunk escalates if c/N >= tau, where c does not count ties."""
     decision = StaticRankGate.of(stored, rate).decide(Features("q"), score)
     assert decision.escalate == (bisect_left(sorted(stored), score) / len(stored) >= 1 - rate)
 
@@ -94,8 +94,8 @@ def test_the_published_rule_equals_its_formula(
 def test_the_round_gate_takes_the_worst_and_carries_its_remainder(
     rounds: list[list[float]], rate: float
 ) -> None:
-    """After any number of rounds the count is within one half of the budget, unless a round was too
-    small for it.
+    """After any number of rounds the count of escalations is within one half of the budget, unless
+    a round was too small.
     """
     gate = TopGate.of(rate)
     total = count = 0
@@ -150,7 +150,9 @@ def test_a_gate_without_a_decision_of_its_own_cannot_be_made() -> None:
 
 
 def test_a_draft_without_log_probabilities_is_refused_by_a_gate_that_needs_them() -> None:
-    """This holds with and without a cap; a gate that looks at scores alone takes any draft."""
+    """A gate that needs log-probabilities refuses such a draft with and without a cap; a gate that
+    reads only scores accepts it.
+    """
     able = EngineSpec("able", "m", "t", 512, (1,), 100)
     mute = replace(able, name="mute", logprobs="none")
 
@@ -182,7 +184,7 @@ def test_a_cap_is_never_exceeded() -> None:
 
 @pytest.mark.parametrize("row", PRESETS, ids=lambda row: row.name)
 def test_every_preset_is_a_policy_and_a_gate(row: object) -> None:
-    """All methods are built from the same inputs."""
+    """Every preset can be built from the same inputs as a policy and a gate."""
     found = preset(row.name)  # type: ignore[attr-defined]
     gate = found.gate(
         GateInputs(Calibrator(0.2, "marginal", stored=StoredScores.of([1.1, 1.5], 1)))
@@ -192,7 +194,7 @@ def test_every_preset_is_a_policy_and_a_gate(row: object) -> None:
 
 
 def test_misspelt_options_are_errors_with_a_suggestion() -> None:
-    """This covers methods, takeovers and limits."""
+    """Misspelt methods, takeovers and limits are errors that suggest the correct name."""
     with pytest.raises(OptionError, match="did you mean 'top-b'"):
         preset("topb")
     with pytest.raises(OptionError, match="did you mean 'replace'"):
@@ -208,7 +210,7 @@ def test_misspelt_options_are_errors_with_a_suggestion() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-30, 0), min_size=1, max_size=30))
 def test_scores_are_perplexities(logprobs: list[float]) -> None:
-    """Each kind lies in [1, inf], and no mean is worse than the worst token."""
+    """Each kind of perplexity is in [1, inf], and no mean is worse than that of the worst token."""
     text = "x" * len(logprobs)
     mean = ScoreRule()(logprobs, text)
     assert 1 <= mean <= math.exp(-min(logprobs)) * (1 + 1e-9)
@@ -243,7 +245,9 @@ def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(
 
 @pytest.mark.parametrize("kind", ["mean", "byte", "speculative"])
 def test_scores_that_differ_by_rounding_alone_are_equal(kind: Any) -> None:
-    """Sums of floats depend on the batch, which must not change the ranks of scores."""
+    """Sums of floats depend on the batch, so differences by rounding must not change the ranks of
+    scores.
+    """
     draws = random.Random(8)
     equal = 0
     for _ in range(300):
@@ -293,8 +297,8 @@ def agreement_run(
 
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_escalations_saved_on_agreement_are_spent_on_disagreement(rate: float) -> None:
-    """The total stays within a hundredth; where siblings agree, nothing escalates after their third
-    answer.
+    """The total stays within a hundredth; where siblings agree, nothing escalates after the third
+    equal answer.
     """
     conformal = ConformalGate(Calibrator(rate, "aci", seed=1))
     found = agreement_run(AgreementGate(conformal, 0.9), seed=2)
@@ -306,7 +310,7 @@ def test_escalations_saved_on_agreement_are_spent_on_disagreement(rate: float) -
 
 
 def test_agreement_counts_from_three_siblings_on() -> None:
-    """Two siblings may agree by chance; a skipped chunk says why."""
+    """Two siblings may agree by chance, so agreement needs three; a skipped chunk says why."""
     gate = AgreementGate(ConformalGate(Calibrator(1.0, "aci")), 0.9)
     for answered, action in ((2, "escalate"), (3, "accept")):
         said = gate.decide(Features("q", answered=answered, agreement=1.0, issue=answered), 2.0)
@@ -316,7 +320,7 @@ def test_agreement_counts_from_three_siblings_on() -> None:
 
 
 def test_impossible_budgets_are_refused() -> None:
-    """An agreement is a share, rounds have no siblings that answered, and the setup refuses before
+    """A budget is a share, rounds have no siblings that answered, and the setup refuses before
     models load.
     """
     for setup in (
@@ -348,7 +352,9 @@ def test_a_rollout_is_compared_with_its_siblings_only() -> None:
 
 
 def test_positions_in_the_tree_of_chunks_are_unique() -> None:
-    """Only equal chunks after equal beginnings share a position; the prompt alone has position 0."""
+    """Only equal chunks after equal beginnings have the same position; the prompt alone has
+    position 0.
+    """
     siblings = Siblings(toy_groups)
     chunks = [Chunk("draft", str(n), (n,), (n,), "length") for n in range(3)]
     paths = [path for size in range(4) for path in itertools.product(chunks, repeat=size)]

@@ -58,7 +58,7 @@ def recorded(shared_data: Path, run: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("run", ARRAYS)
 def test_every_recorded_decision_is_repeated(shared_data: Path, load: Load, run: str) -> None:
-    """The preset gives the released code's percentile and action for each turn."""
+    """The preset gives the percentile and action of the released code for each turn."""
     gate = gate_of("paper-marginal", load(ARRAYS[run], None))
     turns = list(recorded(shared_data, run))
     decisions = [
@@ -86,7 +86,8 @@ def test_questions_are_ranked_among_their_own_scores(
     rate: float,
     spread: float,
 ) -> None:
-    """The gate is calibrated on one draw of sixteen scores a question and decides on another.
+    """The gate is calibrated on one draw of sixteen scores per question and decides on another
+    draw.
 
     Rate and spread over questions equal those measured for the released rule, and each decision
     follows its formula.
@@ -166,7 +167,7 @@ def test_a_recorded_run_is_replayed_by_its_own_preset(tmp_path: Path) -> None:
 @pytest.mark.checkout
 @pytest.mark.parametrize("method", ["paper-marginal", "paper-conditional"])
 def test_departures_from_the_paper_are_listed(method: str, tmp_path: Path) -> None:
-    """Each departure is in the dry run and on the page of methods."""
+    """The dry run and the page of methods list each departure from the paper."""
     departures = preset(method).departures
     assert departures
     scores = tmp_path / "scores.jsonl"

@@ -1,4 +1,4 @@
-"""Tests of the same distributions on the local engine, whose caches hold scored and rejected
+"""Tests of the same distributions on the local engine, whose caches contain scored and rejected
 chunks.
 """
 

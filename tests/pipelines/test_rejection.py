@@ -77,7 +77,7 @@ def test_continue_keeps_the_chunk_and_appends_the_targets(attempt: Solve) -> Non
 
 
 def test_replace_discards_the_chunk(attempt: Solve) -> None:
-    """The target's chunk takes the place of the draft's."""
+    """The target's chunk replaces the draft's, which is discarded."""
     outcomes = attempt(replace(POLICY, takeover="replace"), FixedGate("escalate"))
     judged = [turn for turn in turns(outcomes) if turn.decision]
     assert all([c.author for c in t.chunks] == ["target"] and len(t.discarded) == 1 for t in judged)
@@ -87,7 +87,9 @@ def test_replace_discards_the_chunk(attempt: Solve) -> None:
 def test_repair_keeps_the_part_before_the_first_rejected_token(
     attempt: Solve, answers: Answers
 ) -> None:
-    """That part stays token for token, the target continues after it, and each token counts once."""
+    """The part before the first rejected token is kept token for token, the target continues after
+    it, and each token counts once.
+    """
     policy = replace(POLICY, takeover="repair", score=ScoreRule("speculative"))
     outcomes = attempt(policy, ThresholdGate(0.0))
     mended = [turn for turn in turns(outcomes) if len(turn.chunks) == 2]
@@ -150,7 +152,9 @@ def test_repair_respects_the_remaining_tokens(attempt: Solve, max_tokens: int, s
 
 @given(st.lists(st.tuples(st.floats(-50, 0), st.floats(-50, 0)), min_size=1))
 def test_the_first_rejected_token_is_the_first_large_drop(pairs: list[tuple[float, float]]) -> None:
-    """It is the first token whose log-probability fell by a nat, or else the one that fell most."""
+    """The first rejected token is the first whose log-probability fell by a nat, or else the token
+    with the largest drop.
+    """
     theirs = [a for a, _ in pairs]
     own = [b for _, b in pairs]
     drops = [b - a for a, b in pairs]
@@ -161,7 +165,9 @@ def test_the_first_rejected_token_is_the_first_large_drop(pairs: list[tuple[floa
 
 
 def test_an_answer_ends_a_rollout_unjudged(attempt: Solve) -> None:
-    """By default the chunk with the box is not scored, unless verification is requested."""
+    """By default the chunk with the boxed answer is not scored, unless the user requests
+    verification.
+    """
     stopped = attempt(replace(POLICY, answers="stop"), conformal(0.3))
     assert all(
         r.turns[-1].decision is None or r.turns[-1].chunks[-1].author == "target"
@@ -172,7 +178,7 @@ def test_an_answer_ends_a_rollout_unjudged(attempt: Solve) -> None:
 
 
 def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
-    """Turns and tokens are hard limits, and a cut answer does not count."""
+    """Turns and tokens are hard limits, and an answer cut by a limit does not count."""
     few = lines(attempt(replace(POLICY, turns=1), FixedGate("accept")))
     assert {r.finish for r in few} <= {"turns", "answer"}
     assert all(len(r.turns) == 1 for r in few)
@@ -229,7 +235,7 @@ def test_a_cut_text_gets_no_fallback_extraction(attempt: Solve) -> None:
 
 
 def test_a_marked_answer_is_never_guessed(attempt: Solve, answers: Answers) -> None:
-    """The fallback is not used if the text marks its answer."""
+    """If the text marks its answer, the fallback is not used."""
     eager = replace(answers, extract_finished=lambda text: "a guess")
     outcomes = attempt(replace(POLICY, turns=60), FixedGate("accept"), answers=eager)
     marked = [r for r in lines(outcomes) if r.finish == "answer"]
@@ -276,7 +282,7 @@ def test_the_context_is_a_limit_too(attempt: Solve) -> None:
 
 
 def test_budget_forcing_extends_a_rollout(attempt: Solve) -> None:
-    """After its first answer the rollout gets a prompt to wait; that answer counts if no other
+    """After its first answer the rollout is prompted to wait; the first answer counts if no other
     follows.
     """
     plain = lines(attempt(POLICY, FixedGate("accept")))
@@ -301,12 +307,14 @@ class Broken(ScriptedEngine):
     """A target that scores slowly and cannot write."""
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Refuse the request."""
+        """Raise an error, because this target cannot write."""
         raise EngineError("target", "it writes nothing")
 
 
 def test_a_failed_takeover_wastes_the_drafted_chunks_once(attempt: Solve) -> None:
-    """Each written token is in a turn or counts as wasted, the chunk drafted ahead included."""
+    """Each written token is in a turn or counts as wasted, including those of the chunk drafted
+    ahead.
+    """
     target = Broken("target", latency=Latency(per_score=5.0))
     policy = replace(POLICY, optimistic=True, takeover="replace")
     outcomes = attempt(policy, _scoring(CoinGate(0.9, seed=3)), target=target)
@@ -321,7 +329,7 @@ def test_a_failed_takeover_wastes_the_drafted_chunks_once(attempt: Solve) -> Non
 
 
 def _scoring(gate: Gate) -> Gate:
-    """Return the same coins behind a preview that requests every chunk's score."""
+    """Return a gate with the same coins whose preview requests every chunk's score."""
 
     class Scoring(CoinGate):
         def preview(self, features):  # type: ignore[no-untyped-def]
@@ -360,7 +368,9 @@ def test_rollouts_wait_for_siblings_only_for_equal_chunks(attempt: Solve) -> Non
 
 
 def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
-    """In top-B mode each round escalates exactly its share, and time is lost waiting."""
+    """In top-B mode each round escalates exactly its share, and rollouts lose time waiting for each
+    other.
+    """
     events: list[object] = []
     slow = ScriptedEngine("draft", latency=Latency(sampled_token=0.02, jitter=0.5))
     outcomes = attempt(
@@ -373,7 +383,7 @@ def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
 
 
 def test_the_rate_is_met_in_a_live_run(attempt: Solve) -> None:
-    """The calibrated gate ends near its rate in the pipeline as well as in a replay."""
+    """The calibrated gate ends near its rate in the pipeline, as it does in a replay."""
     outcomes = attempt(replace(POLICY, samples=8), conformal(0.3), problems=30)
     decisions = [t.decision for t in turns(outcomes) if t.decision]
     rate = sum(d.escalate for d in decisions) / len(decisions)

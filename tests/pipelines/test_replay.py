@@ -42,7 +42,7 @@ def conformal(rate: float) -> Gate:
 def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(
     attempt: Solve, answers: Answers
 ) -> None:
-    """Each decision and vote is as recorded, and nothing is off-policy."""
+    """Each decision and vote is as recorded, and no turn is off-policy."""
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     again = replay_policy(outcomes, ThresholdGate(1.8), POLICY, answers.group)
     assert again.off_policy == 0
@@ -55,8 +55,8 @@ def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(
 
 
 def test_tokens_of_cancelled_calls_are_counted(attempt: Solve, answers: Answers) -> None:
-    """A settled vote ends rollouts between two calls; tokens written by then count in the record
-    and the replay.
+    """A settled vote ends rollouts between two calls; the tokens written before count in the record
+    and in the replay.
     """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     loose = Usage(draft_tokens=7, target_tokens=5, scored_tokens=3, wasted_tokens=12)
@@ -101,7 +101,7 @@ def test_an_online_gate_replays_exactly_in_the_recorded_order(
 
 
 def test_another_rate_is_off_policy_where_it_differs(attempt: Solve, answers: Answers) -> None:
-    """A rate of 0 is off-policy exactly in rollouts that escalated a scored chunk."""
+    """A replay at rate 0 is off-policy exactly in rollouts that escalated a scored chunk."""
     outcomes = attempt(POLICY, conformal(0.4))
     none = replay_policy(outcomes, FixedGate("accept"), POLICY, answers.group)
     strayed = {
@@ -133,8 +133,8 @@ def test_a_replay_with_fewer_samples_and_turns_cuts_the_record(
 
 
 def test_inserted_tokens_are_not_counted_as_written(attempt: Solve, answers: Answers) -> None:
-    """Tokens that budget forcing inserted count neither in a shortened rollout nor in the whole
-    one.
+    """Tokens inserted by budget forcing count as written neither in a shortened rollout nor in the
+    whole one.
     """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     wait = Turn(0, (Chunk("draft", "Wait", (1, 2, 3), (1, 2, 3), "delimiter"),), is_forced=True)
@@ -155,7 +155,7 @@ def test_a_round_gate_replays_over_whole_rounds(attempt: Solve, answers: Answers
 
 
 def run_of(problems: int, samples: int, directory: Path) -> None:
-    """Record a run of scripted models, whole rollouts, with a rate that learns."""
+    """Record a run of scripted models that write whole rollouts, with a rate that learns."""
     setup = Setup(draft="scripted", target="scripted", rate=0.3, concurrency=8)
     policy = changed(setup.policy, samples=samples, early_stop="none")
     evaluate_sync(toy_problems(problems, 4), changed(setup, policy=policy), directory=directory)
@@ -176,7 +176,9 @@ def test_a_replay_keeps_numbers_and_no_texts(tmp_path: Path) -> None:
 
 
 def test_replayed_decisions_read_like_a_list(tmp_path: Path) -> None:
-    """They are made from columns each time, equal and with their reasons."""
+    """Replayed decisions are made from columns at each access, and are equal each time, with their
+    reasons.
+    """
     run_of(6, 4, tmp_path)
     done = atts.replay(tmp_path, rate=0.1)
     pairs = list(done.decisions)
@@ -233,7 +235,9 @@ def test_a_gate_that_reads_gets_the_texts(way: str, tmp_path: Path) -> None:
 
 
 def test_a_method_that_would_have_written_other_chunks_is_not_replayed(tmp_path: Path) -> None:
-    """The gate alone does not show what the target would have written under another method."""
+    """The gate alone does not show what the target would have written under another method, so the
+    replay is refused.
+    """
     setup = Setup(draft="scripted", target="scripted", policy=Policy(samples=2))
     run = evaluate_sync(toy_problems(1), setup, directory=tmp_path / "run")
     for method, named in (
@@ -250,7 +254,9 @@ def test_a_method_that_would_have_written_other_chunks_is_not_replayed(tmp_path:
 
 
 def test_a_run_without_scores_cannot_be_replayed_at_another_rate(tmp_path: Path) -> None:
-    """A run of coins has no scores; fewer samples of it can be replayed."""
+    """A run of coins has no scores for a replay at another rate, but it can be replayed with fewer
+    samples.
+    """
     setup = Setup(draft="scripted", target="scripted", method="coin", policy=Policy(samples=2))
     run = evaluate_sync(toy_problems(1), setup, directory=tmp_path / "run")
     changes: list[dict[str, Any]] = [{"rate": 0.5}, {"method": "atts"}, {"budget": 1}]

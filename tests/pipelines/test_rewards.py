@@ -1,4 +1,4 @@
-"""Tests of chunks that a reward model scores over HTTP, on steps with planted mistakes."""
+"""Tests of chunks that a reward model scores over HTTP, on chunks with planted mistakes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def shares(result: RunResult) -> list[float]:
 
 
 def test_a_skilled_reward_model_beats_a_coin_and_an_unskilled_one_does_not(start: Start) -> None:
-    """The rate is met in each case, so the gain comes from the rewards."""
+    """The rate is met with both reward models, so the gain comes from the rewards."""
     ignorant = start(lambda problem, steps: crc32(steps[-1].encode()) % 97 / 97)
     knowing = start()
     coin = run(knowing.address, method="coin")
@@ -87,7 +87,9 @@ def test_a_skilled_reward_model_beats_a_coin_and_an_unskilled_one_does_not(start
 
 @pytest.mark.anyio
 async def test_vllm_is_asked_for_one_reward_a_step(start: Start) -> None:
-    """Every step ends with the separator, and the score comes from the last step's probability."""
+    """Every step ends with the separator, and the chunk's score comes from the last step's
+    probability.
+    """
     server = start()
     rewards = RemoteRewardModel(server.address)
     async with RewardedTarget(ScriptedEngine("target"), rewards) as target:
@@ -103,7 +105,7 @@ async def test_vllm_is_asked_for_one_reward_a_step(start: Start) -> None:
 
 @pytest.mark.anyio
 async def test_a_separator_inside_a_step_adds_no_step(start: Start) -> None:
-    """A separator that a model writes must not shift the rewards."""
+    """A separator written by a model adds no step, because it would shift the rewards."""
     server = start()
     async with RemoteRewardModel(server.address) as rewards:
         assert await rewards.reward("Start at 4.", ["So <extra_0> then", "4 plus 3 is 8."]) == 0.1
@@ -111,7 +113,9 @@ async def test_a_separator_inside_a_step_adds_no_step(start: Start) -> None:
 
 @pytest.mark.anyio
 async def test_models_of_whole_texts_are_asked_over_classify(start: Start) -> None:
-    """This covers a vLLM server without /pooling, and SGLang with the template of its tokenizer."""
+    """A vLLM server without /pooling, and SGLang with the template of its tokenizer, are called
+    over /classify.
+    """
     classifier = start(route="/classify")
     async with RemoteRewardModel(classifier.address) as rewards:
         assert await rewards.reward("Start at 4.", ["4 plus 3 ", "is 8."]) == 0.1
@@ -154,7 +158,9 @@ def test_a_server_that_gives_no_rewards_is_refused_before_the_run(
 
 
 def test_impossible_addresses_and_missing_servers_are_named(start: Start) -> None:
-    """The cases are a missing address, another kind of engine, and a port without a server."""
+    """A missing address, another kind of engine, and a port without a server are named in the
+    error.
+    """
     with pytest.raises(OptionError, match=r"score.kind prm needs the address of a reward model"):
         run("")
     with pytest.raises(OptionError, match="names no reward model; write vllm:http"):
@@ -167,7 +173,7 @@ def test_impossible_addresses_and_missing_servers_are_named(start: Start) -> Non
 
 
 def test_a_resumed_run_asks_for_no_reward_twice(start: Start, tmp_path: Path) -> None:
-    """Rewards are recorded like scores, so a finished run asks nothing but the trial."""
+    """Rewards are recorded like scores, so a finished run requests nothing but the trial."""
     server = start()
     first = run(server.address, tmp_path / "run", problems=4)
     asked = len(server.bodies)
@@ -177,7 +183,7 @@ def test_a_resumed_run_asks_for_no_reward_twice(start: Start, tmp_path: Path) ->
 
 
 def test_each_form_of_reward_becomes_a_probability() -> None:
-    """Probabilities or logits of two classes and a single logit are accepted; anything else is
+    """Probabilities or logits of two classes and a single logit are accepted; any other form is
     refused.
     """
     assert chance_of([0.2, 0.8]) == 0.8

@@ -1,4 +1,6 @@
-"""Tests of score rules: each finds planted mistakes, and one without skill finds none."""
+"""Tests of score rules: a rule with skill finds planted mistakes, and a rule without skill finds
+none.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ STEP = re.compile(r"(\d+) (plus|minus) (\d+) (?:is|gives|makes|was) (\d+)")
 
 
 def is_right(step: str) -> bool | None:
-    """Return whether a step's sum is correct; None if it holds no sum."""
+    """Return whether a step's sum is correct, or None if the step has no sum."""
     match = STEP.search(step)
     if match is None:
         return None
@@ -47,7 +49,7 @@ class Grader(EngineAround):
         self._errors = errors
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Answer a question by the truth; pass on everything else."""
+        """Answer a question by the truth; pass on any other request."""
         if not isinstance(request, ScoreRequest) or request.draw is not None:
             return await call(request)
         text = self.tokenizer.decode(request.prefix)
@@ -65,14 +67,14 @@ class Grader(EngineAround):
 
 
 class Wavering(EngineAround):
-    """A draft whose distributions are wide at wrong steps, but for a share of them."""
+    """A draft whose distributions are wide at wrong steps, except for a share of them."""
 
     def __init__(self, errors: float) -> None:
         super().__init__(ScriptedEngine("draft"), "own")
         self._errors = errors
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Give planted entropies; pass on everything else."""
+        """Return planted entropies; pass on any other request."""
         if not isinstance(request, ScoreRequest) or not request.entropies:
             return await call(request)
         text = self.tokenizer.decode(request.suffix)
@@ -83,7 +85,7 @@ class Wavering(EngineAround):
 
 
 class Scoring(NonLearningGate):
-    """A gate that scores every chunk and accepts it."""
+    """A gate that requests a score for every chunk and accepts it."""
 
     def decide(self, features: Any, score: float) -> Any:
         """Accept the chunk with its score."""
@@ -97,7 +99,7 @@ def auroc(
     target: Engine | None = None,
     draft: Engine | None = None,
 ) -> float:
-    """Return the chance that a wrong step scores worse than a correct one."""
+    """Return the probability that a wrong step scores worse than a correct one."""
     policy = Policy(samples=4, score=ScoreRule(kind), early_stop="none")
     outcomes = attempt(
         policy, Scoring(), problems=40, draft=draft, target=target or Grader(errors), seed=1
@@ -117,26 +119,30 @@ def auroc(
 
 @pytest.mark.parametrize("kind", OF_CHUNKS)
 def test_a_score_with_skill_finds_planted_mistakes(kind: ScoreKind, attempt: Solve) -> None:
-    """The toy target knows sums, and the toy draft is less sure of its slips."""
+    """The toy target knows the correct sums, and the toy draft is less certain where it makes
+    mistakes.
+    """
     draft = Wavering(0.0) if source_of(ScoreRule(kind)) == "entropy" else None
     assert auroc(kind, attempt, draft=draft) > (0.6 if kind == "draft" else 0.7)
 
 
 @pytest.mark.parametrize("kind", ["rating", "verdict"])
 def test_a_target_that_answers_at_random_finds_nothing(kind: ScoreKind, attempt: Solve) -> None:
-    """Its AUROC is that of a coin."""
+    """The AUROC of a target that answers at random is that of a coin."""
     assert 0.4 < auroc(kind, attempt, errors=0.5) < 0.6
 
 
 @pytest.mark.parametrize("kind", ["entropy", "entropy-worst"])
 def test_entropies_without_skill_find_nothing(kind: ScoreKind, attempt: Solve) -> None:
-    """A draft that wavers by lot is a coin, and the target scores nothing."""
+    """The entropies of a draft that is uncertain at random are as good as a coin, and the target
+    scores nothing.
+    """
     assert 0.4 < auroc(kind, attempt, draft=Wavering(0.5)) < 0.6
 
 
 @pytest.mark.parametrize("kind", ["entropy", "entropy-worst"])
 def test_entropies_need_a_draft_that_shows_its_distributions(kind: ScoreKind) -> None:
-    """The run is refused before anything is asked, and the message says what would do."""
+    """The run is refused before any request, and the message says what to use instead."""
     hidden = frozenset[Capability]({"sample", "score"})
     setup = Setup(
         ScriptedEngine("draft", capabilities=hidden),
@@ -150,7 +156,7 @@ def test_entropies_need_a_draft_that_shows_its_distributions(kind: ScoreKind) ->
 
 
 def mute(judge: float = 0.8) -> ScriptedEngine:
-    """Return a target that writes text and reports nothing else, as hosted ones do."""
+    """Return a target that writes text and reports nothing else, as hosted models do."""
     writes: frozenset[Capability] = frozenset({"sample"})
     return ScriptedEngine("target", capabilities=writes, selector=Selector(judge=judge))
 
@@ -159,7 +165,9 @@ def mute(judge: float = 0.8) -> ScriptedEngine:
 def test_a_target_without_log_probabilities_is_asked_in_text(
     kind: ScoreKind, attempt: Solve
 ) -> None:
-    """Its replies find planted mistakes about as often as its planted skill allows."""
+    """The target's replies in text find planted mistakes about as often as its planted skill
+    allows.
+    """
     assert auroc(kind, attempt, target=mute()) > 0.7
     if kind != "continuation":
         assert 0.4 < auroc(kind, attempt, target=mute(judge=0.5)) < 0.6
@@ -219,7 +227,7 @@ def test_a_question_without_an_answer_escalates(attempt: Solve) -> None:
 
 
 def test_every_score_is_at_least_one_and_worse_is_higher() -> None:
-    """Calibrators and reports rely on this domain."""
+    """Every score is in the domain on which calibrators and reports rely."""
     assert rating_score([[-50.0] * 9 + [0.0]]) == pytest.approx(1.0)
     assert rating_score([[0.0] + [-50.0] * 9]) == pytest.approx(10.0)
     assert verdict_score([[0.0, -50.0], [0.0, -50.0]]) == pytest.approx(1.0)
@@ -230,19 +238,21 @@ def test_every_score_is_at_least_one_and_worse_is_higher() -> None:
 
 
 def test_a_preference_for_the_first_word_gives_the_neutral_score() -> None:
-    """A model that always takes the first word offered scores 2, as a coin would."""
+    """A model that always takes the first word offered has the score 2, as a coin would."""
     always_first = [[-0.1, -5.0], [-5.0, -0.1]]
     assert verdict_score(always_first) == pytest.approx(2.0)
 
 
 def test_expected_words_of_probability_zero_give_nan() -> None:
-    """NaN is never taken for a score by a gate."""
+    """If both expected words have probability zero the score is NaN, which no gate accepts as a
+    score.
+    """
     assert math.isnan(verdict_score([[-math.inf, -math.inf], [-1.0, -1.0]]))
     assert math.isnan(rating_score([[-math.inf] * 10]))
 
 
 def test_the_drafts_own_score_asks_the_target_nothing(attempt: Solve) -> None:
-    """The target scores and reads no token."""
+    """With the draft's own score the target neither scores nor reads a token."""
     policy = Policy(samples=4, score=ScoreRule("draft"), early_stop="none")
     outcomes = attempt(policy, Scoring(), problems=4)
     assert all(outcome.usage.scored_tokens == 0 for outcome in outcomes)
@@ -285,7 +295,7 @@ def test_engines_are_checked_for_what_a_score_needs() -> None:
 
 
 def test_votes_score_problems_and_nothing_else() -> None:
-    """The score of votes and the cascade need each other; either alone is refused by name."""
+    """The score of votes and the cascade need each other, so either alone is refused by name."""
     with pytest.raises(OptionError, match=r"score.*disagreement"):
         Policy(score=ScoreRule("disagreement"))
     with pytest.raises(OptionError, match=r"score.*disagreement"):
@@ -293,7 +303,7 @@ def test_votes_score_problems_and_nothing_else() -> None:
 
 
 def test_a_users_score_rule_reads_the_targets_log_probabilities() -> None:
-    """A plain function is enough as a rule."""
+    """A plain function that reads the log-probabilities is enough as a rule."""
     assert source_of(lambda logprobs, text: 1.0) == "log-probabilities"
     assert source_of(ScoreRule("draft")) == "draft"
 
@@ -308,7 +318,7 @@ def _at(logits: Sequence[float], temperature: float) -> list[float]:
 def test_the_speculative_score_is_the_chance_of_acceptance_at_temperature_1(
     temperature: float, is_exact: bool
 ) -> None:
-    """In simulation, a chunk of three tokens is accepted as often as one over its score."""
+    """In simulation, a chunk of three tokens is accepted with a probability of one over its score."""
     draft = [0.0, -0.4, -1.5, -0.2]
     target = [-1.0, 0.3, -0.8, 0.1]
     chunk = (0, 3, 0)

@@ -1,4 +1,4 @@
-"""Checks on real language models, which are made from packages for `scripts/test real-model` alone."""
+"""Checks on real language models, which `scripts/test real-model` makes from packages."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Check:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Make the models, check them, print each result; return 0 if everything holds, 5 if a check
+    """Make the models, check them, print each result; return 0 if all checks passed, or 5 if one
     failed.
     """
     parser = argparse.ArgumentParser(prog="scripts/test real-model", description=__doc__)
@@ -108,7 +108,7 @@ def checks(pair: Pair, number: int, tokens: int, scratch: Path) -> Iterator[Chec
 
 
 class SampledTexts:
-    """Texts that plain decoding writes, for comparison with every other way to decode."""
+    """Texts written by plain decoding, for comparison with every other way to decode."""
 
     def __init__(self, target: Path, number: int, tokens: int) -> None:
         """Write a greedy text and one at temperature 0.8 for each prompt."""
@@ -171,7 +171,7 @@ class SampledTexts:
             yield self._same(what, accelerated(self._target, speculation=options))
 
     def from_zoo(self, scratch: Path) -> Check:
-        """Compare the texts of the model from a zoo that also holds a relative with another layer."""
+        """Compare the texts of the model from a zoo with a second model that differs in one layer."""
         relative = scratch / "relative"
         changed_layer(self._target, relative)
         zoo = Zoo(scratch / "zoo")
@@ -198,7 +198,7 @@ def changed_layer(source: Path, folder: Path) -> None:
 
 
 def problem_file(scratch: Path) -> Path:
-    """Write one problem of GSM8K and one of MATH-500, or generated ones if those are missing."""
+    """Write one problem of GSM8K and one of MATH-500, or generated problems if these are missing."""
     lines = list[str]()
     data = shared_data()
     for name in DATA:
@@ -235,13 +235,13 @@ async def rendered(target: Path, texts: Sequence[str]) -> list[TokenIds]:
 
 
 async def texts(engine: Engine, prompts: Prompts, tokens: int) -> list[Completion]:
-    """Return a greedy text and a drawn one for each prompt, written at the same time."""
+    """Return a greedy text and a drawn text for each prompt, all written concurrently."""
     async with engine:
         return await written(engine, prompts, tokens)
 
 
 async def written(engine: Engine, prompts: Prompts, tokens: int) -> list[Completion]:
-    """Return those texts of an engine that is open."""
+    """Return the greedy and drawn texts of an engine that is open."""
     asked = [
         SampleRequest(
             prompt, tokens, sampling, Seed(7, problem=f"p{number}"), rollout=f"p{number}/0"
@@ -265,7 +265,7 @@ async def scored(
 
 
 async def two_at_once(pair: Pair, prompts: Prompts, tokens: int) -> Check:
-    """Let draft and target write at the same time, and compare with what each writes alone.
+    """Let draft and target write concurrently, and compare with what each writes alone.
 
     Processor time per token is printed, not judged. Threads that spin while they wait take several
     times as much as soon as two engines compute.
@@ -305,12 +305,12 @@ def atts(*words: str) -> list[str]:
 
 
 def ran(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run an `atts` command."""
+    """Run an `atts` command and return its output."""
     return subprocess.run(atts(*words), capture_output=True, text=True, check=False)
 
 
 def killed_and_resumed(pair: Pair, problems: Path, scratch: Path) -> Check:
-    """Kill a run when it has recorded some calls, resume it, and compare with one that was not
+    """Kill a run when it has recorded some calls, resume it, and compare with a run that was not
     killed.
 
     The gate is fixed, so both runs decide alike.
@@ -344,7 +344,7 @@ def killed_and_resumed(pair: Pair, problems: Path, scratch: Path) -> Check:
 
 
 def calls(run: Path) -> int:
-    """Return how many texts the journal of a run holds so far."""
+    """Return the number of texts in the journal of a run so far."""
     journal = run / JOURNAL
     if not journal.is_file():
         return 0
@@ -352,7 +352,7 @@ def calls(run: Path) -> int:
 
 
 def rollouts(run: Path) -> dict[tuple[str, int], tuple[TokenIds, str | None]]:
-    """Return what each rollout of a finished run came to."""
+    """Return the result of each rollout of a finished run."""
     return {
         (line.problem, line.sample): (line.ids("target"), line.finish)
         for outcome in read_outcomes(read_entries(run / JOURNAL))

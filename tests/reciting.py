@@ -42,8 +42,8 @@ class RecitingEngine:
     """An engine that writes one fixed solution for each problem, each token correct with a fixed
     probability.
 
-    The distribution depends on the position alone; correct or wrong tokens before it change
-    nothing. Scores are of that distribution.
+    The distribution depends only on the position; earlier correct or wrong tokens change nothing.
+    Scores follow the same distribution.
     """
 
     def __init__(self, role: Role, problems: tuple[Problem, ...]) -> None:
@@ -107,7 +107,7 @@ class RecitingEngine:
         return None
 
     def _place(self, ids: TokenIds) -> tuple[TokenIds, int]:
-        """Return the solution that this prompt requests, and the number of tokens written already."""
+        """Return the solution that this prompt requests, and the number of tokens written so far."""
         start = len(ids) - ids[::-1].index(ASSISTANT) if ASSISTANT in ids else 0
         asked = self.tokenizer.decode(ids[:start])
         known = next((text for problem, text in self._texts.items() if problem in asked), None)

@@ -349,7 +349,7 @@ def test_the_speculative_score_is_the_chance_of_acceptance_at_temperature_1(
 def test_a_run_warns_if_the_speculative_score_is_not_a_probability(
     draft: float, target: float | None, kind: ScoreKind, warns: bool
 ) -> None:
-    """The warning precedes the run, with both temperatures and the flag that changes them."""
+    """The warning is printed before the run, with both temperatures and the flag that changes them."""
     policy = Policy(
         score=ScoreRule(kind),
         sampling=Sampling(temperature=draft),

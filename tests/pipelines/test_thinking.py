@@ -28,7 +28,9 @@ def lines(outcomes: list[Outcome]) -> list[Rollout]:
 
 
 def thoughts(rollout: Rollout) -> int | None:
-    """Return how many tokens the models wrote before the thinking was ended; None if it was not."""
+    """Return how many tokens the models wrote before their thinking was ended, or None if it was
+    not ended.
+    """
     written = 0
     for turn in rollout.turns:
         if turn.is_forced:
@@ -82,7 +84,9 @@ def test_an_open_think_block_is_closed(attempt: Solve) -> None:
 
 
 class Closing(ScriptedEngine):
-    """A model that closes its think block after the first chunk, split over two chunks."""
+    """A model that closes its think block after the first chunk; the closing mark is split over two
+    chunks.
+    """
 
     async def _sample(self, request: SampleRequest) -> Completion:
         done = await super()._sample(request)
@@ -94,7 +98,7 @@ class Closing(ScriptedEngine):
 
 
 def test_the_budget_does_not_limit_the_answer(attempt: Solve) -> None:
-    """The budget limits the think block alone; the text after it may be longer."""
+    """The budget limits the think block alone; the text after the block may be longer."""
     policy = replace(OPEN, thinking_tokens=40, chunking=Chunking(draft_tokens=40))
     rollouts = lines(attempt(policy, FixedGate("accept"), draft=Closing("draft")))
     assert all(thoughts(rollout) is None for rollout in rollouts)
@@ -103,7 +107,7 @@ def test_the_budget_does_not_limit_the_answer(attempt: Solve) -> None:
 
 
 def test_the_whole_length_still_bounds_the_rollout(attempt: Solve) -> None:
-    """If the text that ends the thinking does not fit, the rollout reaches its limit."""
+    """If the text that ends the thinking does not fit, the rollout ends at its token limit."""
     policy = replace(POLICY, max_tokens=BUDGET + 4)
     for rollout in lines(attempt(policy, FixedGate("accept"))):
         assert len(rollout.ids("target")) - len(rollout.prompt.target_ids) <= BUDGET + 4
@@ -111,7 +115,7 @@ def test_the_whole_length_still_bounds_the_rollout(attempt: Solve) -> None:
 
 
 def test_a_stopped_rollout_is_not_asked_to_wait(attempt: Solve) -> None:
-    """Budget forcing would make a rollout think longer, which the thinking budget forbids."""
+    """The thinking budget excludes budget forcing, which would make a rollout think longer."""
     policy = replace(POLICY, budget_forcing=3)
     stopped = [r for r in lines(attempt(policy, FixedGate("accept"))) if "no time left" in r.text]
     assert stopped
@@ -120,7 +124,7 @@ def test_a_stopped_rollout_is_not_asked_to_wait(attempt: Solve) -> None:
 
 
 def test_an_impossible_budget_is_refused() -> None:
-    """It must leave room for the answer, and its end must be a text."""
+    """The budget must leave room for the answer, and the end of the thinking must be a text."""
     with pytest.raises(OptionError, match="leave none for the answer"):
         Policy(thinking_tokens=100, max_tokens=100)
     with pytest.raises(OptionError, match="0 is below 1"):

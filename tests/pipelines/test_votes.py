@@ -1,5 +1,5 @@
-"""Tests of votes: they count equivalent answers together, settle only if certain, and weigh
-confidence.
+"""Tests of votes: equivalent answers count together, a vote settles only if certain, and weights
+follow confidence.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ BALLOTS = st.lists(st.integers(0, 8), min_size=1, max_size=8)
 def test_the_count_does_not_depend_on_spelling_or_on_order(
     numbers: list[int], rng: random.Random
 ) -> None:
-    """Shuffling changes no class's weight, only the spelling that represents it; ties go to the
-    first seen.
+    """Shuffling changes no class's weight, only the spelling that represents the class; a tie goes
+    to the class seen first.
     """
     count = tally([Ballot(str(n)) for n in numbers], modulo)
     shuffled = numbers[:]
@@ -70,7 +70,7 @@ def test_a_settled_vote_cannot_change(numbers: list[int], remaining: int) -> Non
 
 
 def test_a_lead_that_could_be_caught_is_not_settled() -> None:
-    """A lead equal to the remaining votes is not enough, but one more is."""
+    """A lead equal to the remaining votes is not settled, but a lead of one more vote is."""
     assert not cannot_change(Tally(("1", "2"), (4.0, 1.0), (4, 1)), 3)
     assert cannot_change(Tally(("1", "2"), (5.0, 1.0), (5, 1)), 3)
     assert not cannot_change(Tally((), (), ()), 0)
@@ -113,8 +113,8 @@ POLICY = Policy(samples=12, early_stop="none")
 
 @pytest.mark.parametrize("stop", ["certain", "likely"])
 def test_settling_a_vote_saves_rollouts(attempt: Solve, stop: Literal["certain", "likely"]) -> None:
-    """With `certain` the winner is always that of the full vote; `likely` saves more and states its
-    probability.
+    """With `certain` the winner is always that of the full vote; `likely` saves more rollouts and
+    states its probability.
     """
     full = attempt(POLICY, FixedGate("accept"), problems=15)
     early = attempt(replace(POLICY, early_stop=stop), FixedGate("accept"), problems=15)
@@ -136,7 +136,7 @@ def test_a_first_wave_that_agrees_ends_the_problem(attempt: Solve) -> None:
 
 
 def test_waves_grow_until_they_agree(attempt: Solve) -> None:
-    """Easy problems end after the first wave, and the hardest take all samples."""
+    """Easy problems end after the first wave, and the hardest problems use all samples."""
     policy = replace(POLICY, samples=16, first_wave=2, growth=2.0, agreement=0.7)
     sizes = [len(outcome.rollouts) for outcome in attempt(policy, FixedGate("accept"), problems=20)]
     assert set(sizes) <= {2, 4, 8, 16}
@@ -144,7 +144,7 @@ def test_waves_grow_until_they_agree(attempt: Solve) -> None:
 
 
 def test_the_heaviest_answer_wins_not_the_most_frequent() -> None:
-    """Two unsure votes weigh less than a sure one, and the counts are reported unchanged."""
+    """Two uncertain votes weigh less than a certain one, and the counts are reported unchanged."""
     count = tally([Ballot("1", 0.2), Ballot("4", 0.3), Ballot("2", 0.9)], modulo)
     assert count.winner == "2"
     assert count.weights == pytest.approx((0.9, 0.5))
@@ -155,7 +155,7 @@ def test_the_heaviest_answer_wins_not_the_most_frequent() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.floats(0.001, 1.0)), min_size=1, max_size=8))
 def test_weighted_votes_match_a_sum_by_hand(ballots: list[tuple[int, float]]) -> None:
-    """Each class weighs the sum of its votes, and none is heavier than the winner's."""
+    """Each class weighs the sum of its votes, and no class is heavier than the winner's."""
     count = tally([Ballot(str(number), share) for number, share in ballots], modulo)
     sums = [0.0] * 3
     for number, share in ballots:
@@ -166,7 +166,7 @@ def test_weighted_votes_match_a_sum_by_hand(ballots: list[tuple[int, float]]) ->
 
 
 def test_a_lead_equal_to_what_is_left_is_not_settled() -> None:
-    """The rest could draw level, and a tie goes to the class seen first."""
+    """The remaining votes could make a tie, and a tie goes to the class seen first."""
     ahead = tally([Ballot("1"), Ballot("1"), Ballot("2")], modulo)
     assert not cannot_change(ahead, 1)
     assert cannot_change(tally([Ballot("1"), Ballot("1")], modulo), 1)
@@ -174,7 +174,7 @@ def test_a_lead_equal_to_what_is_left_is_not_settled() -> None:
 
 
 def test_a_tie_is_never_settled() -> None:
-    """A rival that is level, or may become level, could still win."""
+    """A rival class that has, or may reach, as many votes could still win."""
     level = Tally(("1", "2"), (2.0, 2.0), (2, 2))
     assert settled_probability(level, 0) == 0.0
     assert settled_probability(level, 3) < 0.5

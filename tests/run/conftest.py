@@ -51,7 +51,7 @@ QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
 
 @dataclass
 class World:
-    """The parts of a run; every part may be replaced."""
+    """The parts of a run, each of which may be replaced."""
 
     tmp_path: Path
     quick: Latency = QUICK
@@ -79,7 +79,7 @@ class World:
         return ConformalGate(Calibrator(0.4, "question-turn", seed=3))
 
     def session(self, name: str | None = "run", **changes: Any) -> RunOptions:
-        """Return the options of a session in a directory of that name, or in none."""
+        """Return the options of a session in a directory with this name, or in no directory."""
         parts: dict[str, Any] = {
             "directory": self.tmp_path / name if name else None,
             "journal": JournalOptions(durability="close"),
@@ -105,7 +105,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    """Return a place to run."""
+    """Return the parts of a run in the test's folder."""
     return World(tmp_path)
 
 

@@ -1,8 +1,8 @@
 """Runs that are killed many times or meet a full disk: their child processes, and checks of their
 journals.
 
-Run as a program, this file is a small server that forks one evaluation per line it reads, so that a
-child starts in milliseconds. The tests and the study `crash` load it by its path.
+Run as a program, this file is a small server that forks one evaluation per line that it reads, so
+that a child starts in milliseconds. The tests and the study `crash` load this file by its path.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ FULL = "full"  # stands in place of a key when the disk was full for the first t
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order for one child: its directory, and how it ends."""
+    """The order for one child: its directory, and how the child ends."""
 
     directory: str
     problems: int = 3
@@ -101,7 +101,9 @@ def _tell(notes: int, what: str) -> None:
 
 
 class ShortFile(FileIO):
-    """An append-only file that ends at a given byte: its process is killed, or its disk is full."""
+    """An append-only file that ends at a given byte: its process is killed there, or its disk is
+    full.
+    """
 
     def __init__(self, path: Path, room: int, then: Literal["die", "refuse"]) -> None:
         super().__init__(path, "ab")
@@ -142,7 +144,7 @@ def grade(answer: str, problem: Problem) -> Said:
 
 
 def play(order: Order) -> int:
-    """Evaluate in a child, with whatever is already recorded, and return how it ended."""
+    """Evaluate in a child, resuming from the recorded events, and return how the run ended."""
     directory = Path(order.directory)
     directory.mkdir(parents=True, exist_ok=True)
     slowness = order.slowness
@@ -182,7 +184,7 @@ def main(directory: str) -> None:
 
 
 def serve() -> None:
-    """Fork a child per line of orders; answer with its process id, then with how it ended."""
+    """Fork a child per line of orders; reply with the child's process id, then with its end."""
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -245,7 +247,9 @@ def nursery() -> Generator[Nursery, None, None]:
 
 
 def kill_when(child: int, path: Path, size: int, pause: float) -> None:
-    """Kill a child `pause` seconds after its journal has grown to a size; it may have ended before."""
+    """Kill a child `pause` seconds after its journal has reached a size; the child may have ended
+    before.
+    """
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
@@ -295,9 +299,10 @@ def crash_runs(
 def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int) -> Crashes:
     """Kill a run again and again at seeded points, then let it end.
 
-    Of five sessions one finds its disk full, two are killed from outside and two in the middle of a
-    write. After each, its whole lines must be the beginning of every later journal. A run may end
-    before its kill. `whole` is the size of the journal of a run without kills.
+    One of five sessions has a full disk, two are killed from outside and two in the middle of a
+    write. After each session, the whole lines of its journal must be the beginning of every later
+    journal. A run may end before its kill. `whole` is the size of the journal of a run without
+    kills.
 
     :raises AssertionError: a record changed, or a recorded call was made again.
     """
@@ -327,8 +332,8 @@ def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int)
 def _interrupt(
     children: Nursery, directory: Path, size: int, step: int, way: Way, pause: float
 ) -> int:
-    """Run one session that ends badly when its journal has grown by `step` to `size`; return its
-    exit code.
+    """Run one session that is interrupted when its journal has grown by `step` to `size`; return
+    its exit code.
     """
     order = Order(str(directory))
     if way != "outside":
@@ -408,10 +413,10 @@ def outcomes(directory: Path) -> dict[str, str]:
 
 
 def essence(outcome: Outcome) -> str:
-    """Return an outcome without what depends only on timing: caches, and the order of calls.
+    """Return an outcome without the facts that depend on timing: caches, and the order of calls.
 
-    Of siblings with equal chunks, the one that was charged for the score depends on timing too, so
-    only their sum is kept.
+    Timing also decides which of the siblings with equal chunks is charged for the score, so only
+    their sum is kept.
     """
     rollouts: list[Rollout] = []
     for rollout in outcome.rollouts:

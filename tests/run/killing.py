@@ -1,8 +1,8 @@
-"""Evaluations on two local engines in their own processes, to be killed by tests.
+"""Evaluations on two local engines in their own processes, which tests kill.
 
-Run as a program with a directory, it is one evaluation, as a command would be. Without one, it is a
-server that forks an evaluation per directory it reads, whose engines fork their processes in turn,
-so common modules are imported once.
+Run as a program with a directory, this file is one evaluation, as a command would be. Without a
+directory, it is a server that forks an evaluation per directory that it reads; the engines of the
+evaluation are forks in turn, so common modules are imported once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROBLEMS = [
 
 
 def main(directory: Path) -> int:
-    """Evaluate, continuing whatever is there, and return the exit code."""
+    """Evaluate, continuing the run in the directory if there is one, and return the exit code."""
     options = LocalOptions(device="cpu", threads=1, kv_tokens=8192)
     plan = RunSpec(
         LocalEngine(path("draft"), name="draft", options=options),
@@ -77,8 +77,8 @@ class Forked(subprocess.Popen[bytes]):
 
 
 def serve() -> None:
-    """Fork an evaluation per directory, in a session of its own; answer with its process id, then
-    with how it ended.
+    """Fork an evaluation per directory, each in its own session; reply with its process id, then
+    with its end.
     """
     import transformers  # noqa: F401  # pyright: ignore[reportUnusedImport]  what engines load when they open
 

@@ -1,7 +1,7 @@
-"""Runs under faults, cancellations and drift, one after the other, with the resources held between
+"""Runs under faults, cancellations and drift, one after the other, with measured resources between
 them.
 
-The tests run it for a second or two minutes, the study `soak` for an hour.
+The tests run them for a second or two minutes, the study `soak` for an hour.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CACHE = 8192  # KV tokens of each local engine
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Resources that a process holds at one moment between two runs."""
+    """The resources that a process holds at one moment between two runs."""
 
     seconds: float
     memory_mib: float
@@ -70,7 +70,7 @@ class Level:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of what was done and what went wrong."""
+    """Counts of the work done and of the failures."""
 
     episodes: dict[Kind, int] = field(default_factory=dict[Kind, int])
     problems: int = 0
@@ -94,7 +94,9 @@ class Station:
 
 
 async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS) -> Tally:
-    """Run episodes of these kinds in turn until the time is over, and measure levels between them."""
+    """Run episodes of these kinds in turn until the time is over, and measure resources between
+    them.
+    """
     tally = Tally()
     number = 0
     said = 0.0
@@ -161,8 +163,8 @@ async def _embedded(stack: AsyncExitStack) -> Station:
 async def _episode(
     kind: Kind, station: Station, directory: Path, tally: Tally, number: int
 ) -> None:
-    """Run one episode, interrupted if its kind says so, and compare its journal with what was seen
-    live.
+    """Run one episode, interrupted if its kind says so, and compare its journal with the outcomes
+    seen live.
     """
     problems = list(station.problems(4, number % _SETS))
     live: dict[str, Outcome] = {}
@@ -225,9 +227,7 @@ async def _run(
 
 
 def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name: str) -> None:
-    """Check that the journal's outcomes are those that were seen live, to the last token and
-    decision.
-    """
+    """Check that the journal's outcomes equal those seen live, to the last token and decision."""
     for outcome in result.outcomes():
         seen = live.get(outcome.problem.id)
         if seen is None:

@@ -19,14 +19,14 @@ NEW = toy_problems(12, 9)
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make forty graded problems: agreeing votes are correct, split votes not always."""
+    """Make forty graded problems: agreeing votes are correct, but split votes not always."""
     directory = tmp_path_factory.mktemp("labelled")
     evaluate_sync(toy_problems(40, 1), SETUP, directory=directory)
     return directory
 
 
 def abstaining(labelled: Path, abstain: str = ".2@.9") -> Setup:
-    """Return the same settings, with answers withheld."""
+    """Return the same settings with answers withheld."""
     return replace(SETUP, abstain=abstain, labelled=str(labelled))
 
 
@@ -46,7 +46,9 @@ async def test_an_answer_with_too_few_agreeing_votes_is_withheld(labelled: Path)
 
 
 def test_a_run_reports_its_answers_and_the_guarantee(labelled: Path, tmp_path: Path) -> None:
-    """Result, JSON and report have both, also when the run is opened a second time."""
+    """Result, JSON and report have the answers and the guarantee, also when the run is opened a
+    second time.
+    """
     result = evaluate_sync(NEW, abstaining(labelled), directory=tmp_path / "run")
     given = [problem for problem in result.problems if problem.answer is not None]
     assert 0 < len(given) < len(NEW)
@@ -87,8 +89,8 @@ def test_a_malformed_guarantee_is_refused(labelled: Path, text: str) -> None:
 def test_too_few_labelled_problems_are_refused_with_the_number_needed(
     labelled: Path, tmp_path: Path
 ) -> None:
-    """Unfinished runs, runs that withheld answers, and one setting without the other are refused
-    too.
+    """The error gives the number needed; unfinished runs, runs that withheld answers, and one
+    setting without the other are refused too.
     """
     with pytest.raises(OptionError, match="about .* labelled problems like these are needed"):
         evaluate_sync(NEW, abstaining(labelled, ".02@.9"))

@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
 
 
 def spared(problem: FinishedProblem) -> list[int]:
-    """List the samples of a problem that have no answer because they were cancelled."""
+    """Return the samples of a problem that have no answer because they were cancelled."""
     return [
         one.sample
         for one in problem.samples
@@ -38,7 +38,9 @@ def spared(problem: FinishedProblem) -> list[int]:
 
 
 def test_a_cancelled_rollout_is_never_wrong(run: RunResult) -> None:
-    """It is not graded, and its verdict says so in the result, in the journal and in JSON."""
+    """A cancelled rollout is not graded, and its verdict says so in the result, in the journal and
+    in JSON.
+    """
     assert any(map(spared, run.problems))
     back = open_run(run.directory).state().finished if run.directory else {}
     for problem in run.problems:
@@ -68,7 +70,7 @@ def test_old_verdicts_on_cancelled_rollouts_are_ignored() -> None:
 
 
 def test_a_replay_with_fewer_samples_treats_cancelled_ones_as_unknown(run: RunResult) -> None:
-    """The first samples are taken, no decision changes, and bounds contain the values of all
+    """The first samples are used, no decision changes, and bounds contain the values of all
     samples.
     """
     one = replay(run, samples=1)
@@ -88,8 +90,8 @@ def test_a_replay_with_fewer_samples_treats_cancelled_ones_as_unknown(run: RunRe
 
 
 def test_a_comparison_leaves_cancelled_rollouts_out(run: RunResult, tmp_path: Path) -> None:
-    """Lines of `atts eval --json`, and of other tools that mark them, count only rollouts that
-    ended.
+    """Only rollouts that ended count, in lines of `atts eval --json` and in lines of other tools
+    that mark cancelled rollouts.
     """
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps(problem.as_json()) + "\n" for problem in run.problems))
@@ -123,8 +125,8 @@ def test_a_cancelled_problem_without_an_answer_is_not_graded(world: Any, name: s
 
 
 def test_tokens_at_another_rate_are_unknown(tmp_path: Path) -> None:
-    """Texts that were never written have no tokens; a replay of the recorded settings counts its
-    tokens.
+    """Texts that were never written have no tokens; a replay of the recorded settings counts the
+    recorded tokens.
     """
     setup = Setup(
         draft="scripted", target="scripted", policy=Policy(samples=4, early_stop="none"), seed=3
@@ -140,7 +142,9 @@ def test_tokens_at_another_rate_are_unknown(tmp_path: Path) -> None:
 
 
 def test_live_runs_end_within_the_bounds_of_a_replay(tmp_path: Path) -> None:
-    """Live runs at the replayed rate end within the bounds as often as stated, except for chance."""
+    """Live runs at the replayed rate end within the bounds as often as stated, up to sampling
+    error.
+    """
     model = ToyModel(Skill(right=0.7, repair=0.0), ToyTokenizer())
     policy = Policy(samples=5, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy)

@@ -36,7 +36,7 @@ POLICY = Policy(samples=6, early_stop="none")
 
 
 def planned(world: Any, selector: Selector, combine: Any = "select", **changes: Any) -> Any:
-    """Plan a run in which a weak draft writes alone, and the target is asked if votes split."""
+    """Plan a run in which a weak draft writes alone, and the target is called if votes split."""
     return world.plan(
         draft=ScriptedEngine("draft", model=ToyModel(WEAK, ToyTokenizer())),
         target=ScriptedEngine("target", selector=selector),
@@ -48,7 +48,8 @@ def planned(world: Any, selector: Selector, combine: Any = "select", **changes: 
 
 
 def chance_of(chosen: int, correct: Sequence[bool], selector: Selector) -> float:
-    """Return the chance that a finalist is chosen, by enumeration of every question's outcomes.
+    """Return the probability that a finalist is chosen, by enumeration of every question's
+    outcomes.
 
     This is a second implementation of the rule: verdicts are points, most points win, and the
     earlier finalist wins a tie.
@@ -77,8 +78,8 @@ def chance_of(chosen: int, correct: Sequence[bool], selector: Selector) -> float
 
 @pytest.mark.parametrize("selector", [Selector(0.9), Selector(0.75, first=0.3), Selector(0.5)])
 def test_a_selector_of_known_skill_gains_as_computed(world: Any, selector: Selector) -> None:
-    """Given the votes, the number of correct answers has a known distribution; it is within three
-    standard deviations.
+    """Given the votes, the number of correct answers has a known distribution, and is within three
+    standard deviations of its mean.
     """
     result = world.run(planned(world, selector), world.session(None), problems=100)
     expected = 0.0
@@ -114,7 +115,9 @@ def test_a_selector_of_known_skill_gains_as_computed(world: Any, selector: Selec
 
 
 def test_a_perfect_selector_reaches_the_best_of_the_finalists(world: Any) -> None:
-    """No selector can gain more than choosing a correct finalist whenever there is one."""
+    """A perfect selector chooses a correct finalist whenever there is one, and no selector gains
+    more.
+    """
     perfect = world.run(planned(world, Selector(1.0)), world.session(None), problems=100).combined
     assert perfect.lost == 0
     assert 0 < perfect.gain.value <= perfect.ceiling
@@ -148,7 +151,7 @@ def test_the_cost_of_combining_is_part_of_a_problems_usage(world: Any) -> None:
 def test_a_killed_combining_run_resumes_to_the_same_answers(
     world: Any, outcomes: Outcomes, combine: Any
 ) -> None:
-    """Wherever the journal is cut, the resumed run has the same answers and asks nothing twice."""
+    """Wherever the journal is cut, the resumed run has the same answers and sends no request twice."""
     quick = Latency(per_sample=0.05, sampled_token=0.01, jitter=0.5)
 
     def plan() -> Any:
@@ -181,7 +184,9 @@ def test_a_killed_combining_run_resumes_to_the_same_answers(
 
 
 def test_auto_ignores_a_selector_without_skill(world: Any) -> None:
-    """`auto` lets no coin change a vote and stops asking it; without `auto` a coin costs accuracy."""
+    """`auto` lets no selector without skill change a vote, and stops calling it; without `auto`
+    such a selector costs accuracy.
+    """
     coin = Selector(0.5)
     outright = world.run(planned(world, coin), world.session(None), problems=160).combined
     found = world.run(planned(world, coin, "auto"), world.session(None), problems=160).combined
@@ -205,8 +210,8 @@ def test_auto_uses_a_skilled_selector_after_its_trial(world: Any) -> None:
 def test_a_selector_without_skill_loses_half_a_point_at_most(
     is_graded: bool, share_split: float
 ) -> None:
-    """Over 400 simulated runs of 500 problems under `auto`, this holds on average and in all but a
-    few runs.
+    """Over 400 simulated runs of 500 problems under `auto`, the loss is at most half a point on
+    average and in all but a few runs.
     """
     losses = [_loss_of_a_coin(seed, is_graded, share_split) for seed in range(400)]
     assert sum(losses) / len(losses) < 0.001
@@ -288,7 +293,9 @@ def test_half_votes_replace_missing_references() -> None:
 
 
 def test_the_odds_of_a_fair_coin_rarely_exceed_10() -> None:
-    """Their mean over fair cases stays 1, so they exceed 10 in at most a tenth of the runs."""
+    """The mean of the odds over fair cases stays 1, so they exceed 10 in at most a tenth of the
+    runs.
+    """
     for better, worse in [(0, 0), (3, 1), (7, 9)]:
         mean = (odds(better + 1, worse) + odds(better, worse + 1)) / 2
         assert mean == pytest.approx(odds(better, worse))
@@ -305,7 +312,7 @@ class Refusing(EngineAround):
 
 
 def test_a_refused_comparison_keeps_the_vote(world: Any) -> None:
-    """A refused comparison costs no problem its answer, and the run is complete."""
+    """A problem whose comparison is refused keeps its voted answer, and the run is complete."""
     plan = planned(world, Selector(1.0))
     refusing = replace(plan, target=Refusing(ScriptedEngine("target"), "own"))
     result = world.run(refusing, world.session(None), problems=20)
@@ -346,6 +353,6 @@ def test_a_reply_that_states_an_answer_names_its_solution(world: Any) -> None:
 
 
 def test_a_prompt_must_have_its_fields() -> None:
-    """A prompt without a place for the solutions is refused before anything runs."""
+    """A prompt without a field for the solutions is refused before anything runs."""
     with pytest.raises(OptionError, match="solutions"):
         Policy(select_prompt="Which is better? {problem}")

@@ -1,4 +1,4 @@
-"""Tests of the work for one accepted chunk: functions and files passed, calls made, lines written."""
+"""Tests of the work for one accepted chunk: function calls, files, engine calls, and lines written."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def in_project(code: CodeType) -> bool:
 
 
 def is_by_the_clock(frame: FrameType) -> bool:
-    """Return whether a worker reports only its counters, as it does a few times a second in any
+    """Return whether a worker only reports its counters, as it does a few times a second in any
     case.
     """
     report = (
@@ -129,8 +129,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
 
 
 def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None:
-    """Calls count from the request to the draft until the turn is recorded; the first turns import
-    and prepare.
+    """Calls are counted from the request to the draft until the turn is recorded, without the first
+    turns, which import and prepare.
     """
     meter, _ = run
     accepted = [
@@ -158,8 +158,8 @@ def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None
 
 
 def test_an_accepted_chunk_is_five_lines_of_the_journal(run: tuple[Meter, Path]) -> None:
-    """They are its text, its number at the gate, score, decision and turn; spans share the lines of
-    others.
+    """The five lines are its text, its number at the gate, score, decision and turn; spans are
+    parts of these lines.
     """
     _, directory = run
     entries = list(read_entries(directory / JOURNAL))

@@ -69,7 +69,9 @@ def test_ten_kills_change_no_record(
 
 
 def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_path: Path) -> None:
-    """It ends at once with the documented exit code, and the first process is not disturbed."""
+    """The second process ends at once with the documented exit code, and the first process is not
+    disturbed.
+    """
     child = children.start(crashing.Order(str(tmp_path), slowness=4.0))
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or not journal.stat().st_size:
@@ -88,8 +90,8 @@ def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_pa
 def test_ctrl_c_saves_or_drops_calls_in_flight(
     crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, times: int
 ) -> None:
-    """The first Ctrl-C lets calls finish, the second drops them; the exit code is 130, and the run
-    can continue.
+    """The first Ctrl-C lets calls finish, and the second drops them; the exit code is 130, and the
+    run can continue.
     """
     order = crashing.Order(str(tmp_path), signals="handle")
     # slow enough that it still runs when the signal comes

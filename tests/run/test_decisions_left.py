@@ -15,7 +15,7 @@ def decide(left: RunLengthEstimate, problem: str, sample: int, turn: int) -> Non
 
 
 def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended() -> None:
-    """Rollouts in flight are expected to take the rest of the same number, not the whole number
+    """Rollouts in flight are expected to take the rest of the known number, not the whole number
     again.
     """
     left = RunLengthEstimate(10, 2)
@@ -32,7 +32,7 @@ def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended(
 
 @pytest.mark.parametrize("in_flight", [8, 64])
 def test_the_expected_number_is_near_the_truth_in_the_middle_of_a_run(in_flight: int) -> None:
-    """The first rollouts to end are short, which must not be taken as typical."""
+    """The first rollouts to end are short, so the forecast must not treat them as typical."""
     draw = random.Random(3)
     ratios = list[float]()
     for _ in range(20):
@@ -97,7 +97,9 @@ def test_rollouts_of_sorted_problems_are_expected_to_be_like_the_latest() -> Non
 
 
 def test_the_order_in_which_the_rollouts_of_a_problem_are_stopped_does_not_matter() -> None:
-    """They are stopped together, so a resumed run may see them end in another order."""
+    """The rollouts of a problem are stopped together, so a resumed run may see them end in another
+    order.
+    """
     shares = set[float | None]()
     for order in itertools.permutations(range(3)):
         left = RunLengthEstimate(4, 3)
@@ -113,7 +115,9 @@ def test_the_order_in_which_the_rollouts_of_a_problem_are_stopped_does_not_matte
 
 
 def test_a_settled_problem_has_no_decisions_left() -> None:
-    """Its cancelled rollouts count with the length they reached, and those not begun count no more."""
+    """The cancelled rollouts of a settled problem count with the length that they reached, and
+    rollouts not begun count no more.
+    """
     left = RunLengthEstimate(4, 2)
     decide(left, "0", 0, 0)
     left.conclude("0")
@@ -141,7 +145,7 @@ def test_only_decisions_count_and_each_turn_once() -> None:
 
 
 def test_a_run_of_unknown_size_has_no_forecast() -> None:
-    """Problems that stream in are not counted beforehand."""
+    """Problems of a run of unknown size are not counted beforehand."""
     left = RunLengthEstimate(None, 2)
     decide(left, "0", 0, 0)
     left.end("0", 0)

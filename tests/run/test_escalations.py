@@ -45,7 +45,7 @@ async def _failing_late(
 
 
 def test_the_summary_counts_every_observed_decision(world: Any) -> None:
-    """Rollouts are cancelled while the target writes for them, but their chunks were escalated."""
+    """Rollouts are cancelled while the target writes for them, but their escalated chunks count."""
     result = world.run(_plan(world), world.session(), problems=12)
     told = [event for event in world.events() if isinstance(event, Observed)]
     turns = [
@@ -77,7 +77,7 @@ def test_the_share_is_the_same_after_an_interruption(world: Any) -> None:
 
 
 def test_a_resumed_problem_keeps_its_count(world: Any) -> None:
-    """Chunks that were judged before a failure count in the session that succeeds."""
+    """Chunks that were judged before a failure count in the later session that succeeds."""
     broken = world.plan(gate=world.online(), policy=POLICY, pipeline=_failing_late)
     world.run(broken, world.session(), problems=3)
     resumed = world.run(_plan(world), world.session(), problems=3)
@@ -87,7 +87,9 @@ def test_a_resumed_problem_keeps_its_count(world: Any) -> None:
 
 
 def test_problems_without_a_judged_chunk_do_not_count() -> None:
-    """A share of no chunks is undefined, and equal problems give the interval of the pooled share."""
+    """A share of no chunks is undefined, so such problems are left out; equal problems give the
+    interval of the pooled share.
+    """
     assert share_estimate([(0, 0)]).note
     assert share_estimate([(1, 4), (0, 0), (3, 4)]).n_problems == 2
     even = share_estimate([(2, 10)] * 50)

@@ -1,5 +1,5 @@
-"""Tests of signals to a run on local engines, to one of its processes or to all: nothing is lost or
-left running.
+"""Tests of signals to one or all processes of a run on local engines: no result is lost and no
+process is left.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Runs(Protocol):
     """A starter of evaluations, one at a time, each in its own session."""
 
     def start(self, directory: Path) -> int:
-        """Begin an evaluation, and return the id of its first process, which is that of its
+        """Begin an evaluation, and return the id of its first process, which is also the id of its
         session.
         """
         ...
 
     def wait(self) -> int:
-        """Return how the run ended."""
+        """Return the exit code of the run."""
         ...
 
 
@@ -55,9 +55,7 @@ class Commands:
 
 
 class Forks:
-    """A starter that forks every evaluation from one server, and its engines from it, which saves
-    time.
-    """
+    """A starter that forks every evaluation and its engines from one server, which saves time."""
 
     def __init__(self) -> None:
         self.server = subprocess.Popen(
@@ -79,7 +77,7 @@ class Forks:
 
 @pytest.fixture(params=["commands", "forks"])
 def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
-    """Choose a way to start evaluations, and leave none of its processes."""
+    """Choose a way to start evaluations, and end all of its processes afterwards."""
     started = Commands() if request.param == "commands" else Forks()
     yield started
     if isinstance(started, Forks):
@@ -101,8 +99,8 @@ def members(session: int) -> list[int]:
 
 
 def send(pids: list[int], end: signal.Signals, first: int) -> None:
-    """Send a signal to these processes; after a stop, kill the first one, because nothing else
-    would end it.
+    """Send a signal to these processes; after a stop signal also kill the first process, because it
+    would not end by itself.
     """
     for pid, number in [
         *((pid, end) for pid in pids),
@@ -136,7 +134,7 @@ def told(directory: Path) -> dict[str, object]:
 
 
 class Study:
-    """Counts of signals so far, and how long any process outlived its run."""
+    """Counts of signals so far, and the longest time that a process outlived its run."""
 
     def __init__(self, runs: Runs, size: int) -> None:
         self.runs = runs
@@ -192,7 +190,7 @@ class Study:
 
 def test_signals_at_any_moment_change_nothing(runs: Runs, tmp_path: Path) -> None:
     """The run gets ATTS_KILLS signals at seeded moments, and after each it continues to the same
-    end.
+    result.
     """
     whole = tmp_path / "whole"
     number = 0

@@ -1,4 +1,4 @@
-"""Tests of caps on calls, tokens and dollars: none is exceeded, under any interleaving and after
+"""Tests of caps on calls, tokens and dollars: no cap is exceeded, under any interleaving and after
 any kill.
 """
 
@@ -56,7 +56,7 @@ NUMBERS = [field.name for field in fields(Amount)]
 
 
 def check(account: Account) -> None:
-    """Check that what is spent and what is in flight are together within the account's caps."""
+    """Check that spent and reserved amounts together are within the account's caps."""
     assert account.caps.exceeded_by(account.spent + account.reserved) == ""
     assert all(getattr(account.reserved, name) >= 0 for name in NUMBERS)
     assert all(getattr(account.spent, name) >= 0 for name in NUMBERS)
@@ -91,7 +91,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(calls=st.none() | st.integers(1, 9), tokens=st.none() | st.integers(1, 500))
     def begin(self, calls: int | None, tokens: int | None) -> None:
-        """Open a request with caps of its own."""
+        """Open a request with its own caps."""
         caps = Caps(max_calls=calls, max_total_tokens=tokens)
         self.requests.append(Account(caps, name=f"r{len(self.requests)}", inside=self.ceiling))
 
@@ -111,7 +111,9 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 100), share=st.floats(0, 1), answered=st.booleans())
     def settle(self, at: int, share: float, answered: bool) -> None:
-        """End a call: with a reply for a part of what was reserved, or failed and charged whole."""
+        """End a call, either with a reply that used a part of the reservation, or as failed and
+        charged in full.
+        """
         if not self.open:
             return
         context, reservation = self.open.pop(at % len(self.open))
@@ -125,7 +127,9 @@ class Ledger(RuleBasedStateMachine):
 
     @invariant()
     def within(self) -> None:
-        """Check that each cap holds, and that the common account equals the sum of its requests."""
+        """Check that no cap is exceeded, and that the common account equals the sum of its
+        requests.
+        """
         for account in (self.ceiling, *self.requests):
             check(account)
         assert sum((one.spent for one in self.requests), Amount()) == self.ceiling.spent
@@ -205,7 +209,9 @@ def test_random_requests_on_the_scripted_engine_keep_every_cap(requests: int) ->
 
 
 def test_a_call_waits_for_what_others_reserved_and_did_not_use() -> None:
-    """A reserved amount is not spent yet, because a call may take less than it reserved."""
+    """A reserved amount is not spent yet, because a call may use less than it reserved, so the next
+    call waits.
+    """
     account = Account(Caps(max_total_tokens=100))
     order: list[str] = []
 
@@ -242,7 +248,9 @@ def test_a_call_waits_for_what_others_reserved_and_did_not_use() -> None:
 def test_a_run_stops_at_its_cap_and_resumes_with_a_higher_one(
     world: World, tmp_path: Path, caps: Caps, limit: str
 ) -> None:
-    """Problems stay open, spending is remembered, and the results are those of a run without caps."""
+    """Problems stay open, spending is remembered, and the results equal those of a run without
+    caps.
+    """
     problems = toy_problems(6)
     directory = tmp_path / "run"
 
@@ -310,8 +318,8 @@ while True:
 
 
 def test_a_killed_process_forgets_no_reservation(tmp_path: Path) -> None:
-    """After kill -9 each dispatched call is charged: settled calls as taken, others with their
-    whole reservation.
+    """After kill -9 each dispatched call is charged: a settled call with its actual amount, any
+    other with its whole reservation.
     """
     path = tmp_path / LEDGER
     announced = 0
@@ -333,7 +341,7 @@ def test_a_killed_process_forgets_no_reservation(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) -> None:
-    """An unfinished line belongs to a call that was never dispatched."""
+    """A torn last line belongs to a call that was never dispatched, but a damaged line is an error."""
     path = tmp_path / LEDGER
     with LedgerFile(path) as file:
         account = Account(file=file)
@@ -349,7 +357,7 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
 
 
 def test_a_long_ledger_is_compacted_to_its_sum(tmp_path: Path) -> None:
-    """The file's size stays bounded with a call always in flight, and each call is counted."""
+    """The file's size stays bounded while a call is always in flight, and each call is counted."""
     path = tmp_path / LEDGER
     file = LedgerFile(path, most_lines=50)
     account = Account(file=file)
@@ -367,8 +375,8 @@ def test_a_long_ledger_is_compacted_to_its_sum(tmp_path: Path) -> None:
 
 
 def test_a_named_account_survives_restarts(tmp_path: Path) -> None:
-    """Its calls, and those without a reply, are counted separately however often the file is
-    opened.
+    """The calls of an account, and its calls without a reply, are counted separately however often
+    the file is opened.
     """
     path = tmp_path / LEDGER
     for session in range(1, 4):
@@ -411,7 +419,9 @@ def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
 
 
 def test_a_call_that_waited_is_not_begun_after_the_run_was_stopped() -> None:
-    """The first call leaves budget for the second, which is neither made nor charged."""
+    """The first call leaves budget for the second, but after the stop the second is neither made
+    nor charged.
+    """
 
     async def main() -> Account:
         async with ScriptedEngine("target", latency=Latency(per_sample=5.0)) as engine:
@@ -441,7 +451,9 @@ def test_a_call_that_waited_is_not_begun_after_the_run_was_stopped() -> None:
 
 
 def test_a_reply_costs_what_its_model_costs() -> None:
-    """Cached tokens have their own price and written ones the output price, to the picodollar."""
+    """Cached tokens have their own price and written tokens the output price, exact to the
+    picodollar.
+    """
 
     async def main() -> None:
         async with ScriptedEngine("draft") as engine:
@@ -481,7 +493,7 @@ def test_prices_are_read_by_model_or_role(tmp_path: Path) -> None:
 def test_a_wrong_price_file_is_refused_with_a_message(
     tmp_path: Path, text: str, problem: str
 ) -> None:
-    """The message names the fault."""
+    """The message names the fault in the file."""
     path = tmp_path / "prices.toml"
     path.write_text(text)
     with pytest.raises(OptionError, match=problem):

@@ -77,8 +77,8 @@ def outage(world: Any, role: Role, calls: int, name: str, **changes: Any) -> Any
 def test_an_outage_at_any_point_changes_no_outcome(
     world: Any, outcomes: Outcomes, points: int, role: Role
 ) -> None:
-    """With a frozen gate the first session says what is missing, and the next one does exactly
-    that.
+    """With a frozen gate the first session reports what is missing, and the next session does
+    exactly this.
     """
     whole = world.run(world.plan(), world.session("whole"))
     calls = sum(isinstance(e, Sampled | Scored) and e.role == role for e in world.events("whole"))
@@ -111,7 +111,7 @@ def test_finished_rollouts_of_an_open_problem_are_not_repeated(world: Any) -> No
     asked: list[str] = []
 
     class Noting(ScriptedEngine):
-        """An engine that records what it is asked."""
+        """An engine that records its requests."""
 
         async def sample(self, request: SampleRequest) -> Completion:
             asked.append(request_key("draft" if self.spec.name == "draft" else "target", request))
@@ -128,8 +128,8 @@ def test_finished_rollouts_of_an_open_problem_are_not_repeated(world: Any) -> No
 
 
 def test_an_outage_over_several_sessions_changes_no_outcome(world: Any, outcomes: Outcomes) -> None:
-    """Failed calls are tried again however often they failed; then the results are as without an
-    outage.
+    """Failed calls are tried again however often they failed; in the end the results are as without
+    an outage.
     """
     whole = world.run(world.plan(), world.session("whole"))
     for calls in (9, 0, 17, 0):
@@ -144,7 +144,7 @@ def test_an_outage_over_several_sessions_changes_no_outcome(world: Any, outcomes
 def test_a_lost_engine_decides_nothing(
     world: Any, error: type[EngineError], optimistic: bool
 ) -> None:
-    """A chunk without a score because the target is missing is neither accepted nor escalated."""
+    """A chunk without a score because the target is lost is neither accepted nor escalated."""
     policy = Policy(
         samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none", optimistic=optimistic
     )
@@ -165,8 +165,8 @@ def test_a_lost_engine_decides_nothing(
 
 
 def test_a_run_without_any_rollout_has_failed(world: Any) -> None:
-    """Each problem is "failed", the exit code is 3, the first error is printed, and nothing is
-    called wrong.
+    """Each problem is "failed", the exit code is 3, the first error is printed, and no problem
+    counts as wrong.
     """
 
     class Headless(ScriptedEngine):
@@ -192,7 +192,9 @@ def test_a_run_without_any_rollout_has_failed(world: Any) -> None:
 
 
 def test_every_reader_treats_lost_rollouts_as_open(world: Any, tmp_path: Path) -> None:
-    """Report, results, progress, merge and replay count them neither as correct nor as wrong."""
+    """Report, results, progress, merge and replay count lost rollouts neither as correct nor as
+    wrong.
+    """
     cut = outage(world, "target", 25, "run")
     lost = {(p.problem, s.sample) for p in cut.problems for s in p.samples if s.finish == "failed"}
     assert lost

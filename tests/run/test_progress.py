@@ -55,7 +55,7 @@ DECISION = Decision("accept", 0.25, "p", score=1.5)
 
 
 def test_progress_at_the_start_is_empty_and_strict_json() -> None:
-    """There is no problem, rate or remaining time yet."""
+    """At the start there is no problem, rate or remaining time yet, and the JSON is strict."""
     found = after([])
     assert (found.problems, found.done, found.left, found.nominal) == (None, 0, None, None)
     assert math.isnan(found.rate.value)
@@ -63,7 +63,7 @@ def test_progress_at_the_start_is_empty_and_strict_json() -> None:
 
 
 def test_every_rollout_is_at_exactly_one_stage() -> None:
-    """This holds when it is requested, answered, requested again and ended."""
+    """A rollout is at exactly one stage when it is requested, answered, requested again and ended."""
     first = CallBegun("p", "p/0", "draft")
     second = CallBegun("p", "p/1", "draft")
     scored = Scored("p", "k", Scores((-1.0,)), rollout="p/0")
@@ -88,7 +88,7 @@ def test_every_rollout_is_at_exactly_one_stage() -> None:
 
 
 def test_forced_escalations_and_discarded_chunks_are_counted_separately() -> None:
-    """Escalated chunks, those escalated without a score, and discarded chunks are three numbers."""
+    """Escalated chunks, chunks escalated without a score, and discarded chunks are three numbers."""
     forced = replace(DECISION, action="escalate", why="not scored", origin="forced")
     chunk = Chunk("draft", "x", (1,), (1,), "delimiter")
     found = after(
@@ -109,7 +109,7 @@ def test_a_gate_without_a_rate_shows_no_nominal_rate() -> None:
 
 
 def test_the_rate_of_a_run_is_shown_without_an_interval() -> None:
-    """The rate is a count of what was done; an interval would be about other problems."""
+    """The rate counts what the run did; an interval would be about other problems."""
     escalated = replace(DECISION, action="escalate")
     other = replace(DECISION, question="q")
     seen = after([Decided(DECISION), Observed(escalated, True), Observed(other, False)])
@@ -133,8 +133,8 @@ def test_speed_counts_only_the_last_minute_of_this_session() -> None:
 
 
 def test_the_speed_of_long_calls_is_measured_over_their_length() -> None:
-    """Calls of 300 tokens take 300 s, and one ends every 30 s: that is 10 tokens a second, at all
-    times.
+    """Calls of 300 tokens take 300 s, and one ends every 30 s, so the speed is 10 tokens a second
+    at all times.
     """
     clock = Clock()
     progress = Progress(clock)
@@ -151,8 +151,8 @@ def test_the_speed_of_long_calls_is_measured_over_their_length() -> None:
 
 
 def test_the_time_left_counts_rollouts_in_flight_as_partly_done() -> None:
-    """If all 48 rollouts run at once, 80 to 120 s remain; once a few ended, half of 96 count as
-    nearly done.
+    """If all 48 rollouts run at once, 80 to 120 s remain; once a few of 96 ended, those in flight
+    count as nearly done.
     """
     clock = Clock()
     progress = Progress(clock)
@@ -174,7 +174,7 @@ def test_the_time_left_counts_rollouts_in_flight_as_partly_done() -> None:
 
 
 def test_the_remaining_time_ignores_earlier_sessions() -> None:
-    """Their work would make this session look fast."""
+    """Work of earlier sessions is ignored, because it would make this session look fast."""
     clock = Clock()
     progress = Progress(clock)
     for event in (ProblemStarted(Problem("a", "?")), OutcomeReached("a", "answered", "1", (0, 1))):
@@ -266,7 +266,7 @@ def shown(found: ProgressSnapshot) -> dict[str, Any]:
 
 @pytest.mark.parametrize("gate", ["online", "round"])
 def test_progress_sums_equal_the_journal(world: Any, gate: str) -> None:
-    """This holds for a whole run, and for one that was stopped and resumed."""
+    """The sums equal the journal for a whole run, and for a run that was stopped and resumed."""
 
     def plan() -> Any:
         if gate == "round":

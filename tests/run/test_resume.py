@@ -108,8 +108,8 @@ def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcome
 def test_scores_asked_for_in_text_are_recalled(
     world: Any, outcomes: Outcomes, kind: Literal["verdict", "continuation"]
 ) -> None:
-    """A target without log-probabilities replies in text, and no question is asked twice after a
-    resume.
+    """A target without log-probabilities replies in text, and after a resume no question is sent
+    twice.
     """
     writes: frozenset[Capability] = frozenset({"sample"})
 
@@ -133,7 +133,9 @@ def test_scores_asked_for_in_text_are_recalled(
 def test_a_resume_requests_no_score_of_equal_chunks_twice(
     world: Any, outcomes: Outcomes, draws: bool
 ) -> None:
-    """Short chunks are often equal; each recorded turn is repeated unchanged."""
+    """Short chunks are often equal, so their score is requested once; each recorded turn is
+    repeated unchanged.
+    """
     policy = Policy(samples=6, turns=8, chunking=Chunking(4, 4, ()), early_stop="none")
 
     def plan() -> Any:
@@ -265,7 +267,7 @@ def test_a_hard_cap_is_carried_over(world: Any, seed: int) -> None:
 
 
 def test_one_rollout_at_a_time_decides_alike_in_every_run(world: Any) -> None:
-    """A slow grader changes nothing in real time, because no decision waits for a grade."""
+    """No decision waits for a grade, so a slow grader changes no decision in real time."""
     quick = world.plan().grade
 
     def run(name: str, seconds: list[float]) -> list[str]:
@@ -317,7 +319,7 @@ def test_a_synchronous_run_resumes_to_the_same_result(world: Any, outcomes: Outc
 
 
 def facts(world: Any) -> list[str]:
-    """Return every decision, what was done with it, and every turn."""
+    """Return every decision, the action that followed it, and every turn."""
     return [
         repr(event)
         for event in world.events("copy")
@@ -346,8 +348,8 @@ def test_failed_calls_are_remembered(world: Any) -> None:
 def test_a_full_disk_is_survived(
     world: Any, outcomes: Outcomes, small_disk: Callable[..., Any]
 ) -> None:
-    """The run ends with a clear error and keeps everything before it; with space again it ends as
-    usual.
+    """The run ends with a clear error and keeps everything before it; once there is space again it
+    ends as usual.
     """
     whole = world.run(world.plan(), world.session("whole"))
     for room in (100, 40_000, 90_000):
@@ -382,9 +384,7 @@ def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
 
 
 def test_node_numbers_continue_after_a_resume(world: Any) -> None:
-    """Numbers are never used twice, so edges stay valid; recalled nodes are marked and cost
-    nothing.
-    """
+    """No number is used twice, so edges stay valid; recalled nodes are marked and cost nothing."""
     world.run(world.plan(), world.session())
     torn_copy(world, cuts(world.tmp_path / "run", 3, seed=6)[1])
     world.run(world.plan(), world.session("copy"))
@@ -425,7 +425,9 @@ def test_another_run_is_refused(world: Any, changes: dict[str, Any], field: str)
 
 
 def test_a_bad_directory_is_found_before_engines_open(world: Any) -> None:
-    """With a damaged manifest or a file in its place, no model is loaded in vain."""
+    """With a damaged manifest, or a file in place of the directory, the run is refused before any
+    model is loaded.
+    """
     (world.tmp_path / "run").mkdir()
     (world.tmp_path / "run" / "manifest.json").write_text("{")
     draft = ScriptedEngine("draft")
@@ -451,7 +453,7 @@ def test_a_damaged_middle_is_refused(world: Any) -> None:
 
 
 def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outcomes) -> None:
-    """The error is raised, and the next session repeats what was in flight with a working engine."""
+    """The error is raised, and the next session repeats the calls in flight with a working engine."""
     whole = world.run(world.plan(), world.session("whole"))
     retries = replace(world.plan().retries, calls=1, failures_in_row=2)
 
@@ -469,7 +471,7 @@ def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outc
 
 
 def test_failed_problems_are_tried_again(world: Any, outcomes: Outcomes) -> None:
-    """The next session does what failed, and keeps what was done."""
+    """The next session repeats the failed problems, and keeps the finished ones."""
     whole = world.run(world.plan(), world.session("whole"), problems=3)
     name = toy_problems(3, 5)[1].id
 

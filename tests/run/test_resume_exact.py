@@ -1,4 +1,4 @@
-"""Tests that a run of method exact resumes, although time decided which model wrote and how much."""
+"""Tests that a run of method exact resumes, although timing decided which model wrote how much."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ class Diary:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_listeners_get_the_events_of_the_journal(world: Any, backend: Backend) -> None:
-    """They get the same events in order, and chunks as they are written; a resume recalls all of
-    them.
+    """Listeners get the journal's events in order, and chunks as they are written; after a resume
+    they get all earlier events.
     """
     diary = Diary()
     later = Diary()
@@ -142,7 +142,9 @@ def test_every_call_is_recorded_with_its_result_and_times(world: Any) -> None:
 
 
 def test_fallback_answers_are_marked_in_the_journal(world: Any) -> None:
-    """An answer without a mark counts once its text has ended, and is marked wherever it is stored."""
+    """An answer without a mark counts only after its text has ended, and is stored as a fallback
+    answer everywhere.
+    """
     answers = Answers(lambda text: None, toy_groups, extract_finished=toy_answer)
     plan = world.plan(answers=answers, policy=replace(POLICY, turns=60))
     result = world.run(plan, world.session())
@@ -154,7 +156,9 @@ def test_fallback_answers_are_marked_in_the_journal(world: Any) -> None:
 
 
 def test_only_a_finished_text_may_state_its_answer() -> None:
-    """A growing text needs a marked answer; a finished one may end with a sentence that states it."""
+    """In a growing text only a marked answer counts; a finished text may end with a sentence that
+    states the answer.
+    """
     answers = answers_for("math")
     text = "She sells 9 eggs for 2 dollars each. The total is 18."
     assert (answers.extract(text), answers.extract_finished(text)) == (None, "18")
@@ -183,7 +187,7 @@ def test_the_result_is_in_the_order_of_the_dataset(world: Any) -> None:
 
 
 def test_the_manifest_says_what_was_run(world: Any) -> None:
-    """It has seed, dataset, policy, engines, versions and date."""
+    """The manifest has seed, dataset, policy, engines, versions and date."""
     world.run(world.plan(seed=9), world.session())
     manifest = load_manifest(world.tmp_path / "run" / "manifest.json")
     assert manifest is not None
@@ -197,7 +201,9 @@ def test_the_manifest_says_what_was_run(world: Any) -> None:
 
 
 def test_each_kind_of_verdict_is_reported(world: Any) -> None:
-    """Correct, wrong, without an answer, undecided, and a grader that raises are distinguished."""
+    """The verdicts correct, wrong, without an answer, undecided, and grader failed are
+    distinguished.
+    """
     words = {"1": "equal", "2": "different", "3": "unscored"}
 
     async def pipeline(
@@ -239,7 +245,7 @@ def test_each_kind_of_verdict_is_reported(world: Any) -> None:
 
 
 def test_a_pipeline_that_breaks_fails_its_problem_alone(world: Any) -> None:
-    """The outcome has the reason, and other problems are solved."""
+    """The failed problem's outcome has the reason, and other problems are solved."""
 
     async def pipeline(
         problem: Problem, policy: Policy, context: Context, scope: ProblemScope
@@ -257,7 +263,7 @@ def test_a_pipeline_that_breaks_fails_its_problem_alone(world: Any) -> None:
 
 
 def test_two_problems_of_one_name_are_refused(world: Any) -> None:
-    """They could not be distinguished in the journal."""
+    """Two problems of one name could not be distinguished in the journal."""
     with pytest.raises(DatasetError, match="two problems have the id 'a'"):
         world.run(world.plan(), world.session(), [Problem("a", "1"), Problem("a", "2")])
 
@@ -266,13 +272,13 @@ def test_two_problems_of_one_name_are_refused(world: Any) -> None:
     ("option", "value"), [("engines", "open"), ("signals", "hear"), ("keep", "everything")]
 )
 def test_unknown_choices_are_refused(world: Any, option: str, value: str) -> None:
-    """The error names the known choices, and no default is taken silently."""
+    """The error names the known choices, and no default replaces an unknown one."""
     with pytest.raises(OptionError, match=f"{option}: unknown value '{value}'"):
         world.session(**{option: value})
 
 
 def test_impossible_plans_are_refused(world: Any) -> None:
-    """An impossible option is an error when it is given."""
+    """An impossible option is an error when the plan is made."""
     with pytest.raises(OptionError, match="recall: unknown value 'fast'"):
         world.plan(recall="fast")
     with pytest.raises(OptionError, match="concurrency"):
@@ -284,7 +290,7 @@ def test_impossible_plans_are_refused(world: Any) -> None:
 def test_a_stop_request_lets_calls_finish_and_a_second_cancels_them(
     world: Any, outcomes: Outcomes, backend: Backend, times: int
 ) -> None:
-    """After either, the run can be resumed to the same results."""
+    """After either stop request, the run can be resumed to the same results."""
     whole = world.run(world.plan(), world.session("whole"), backend=backend)
     stop = Stop()
 
@@ -309,7 +315,7 @@ def test_a_stop_request_lets_calls_finish_and_a_second_cancels_them(
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_no_file_and_no_work_outlive_a_run(world: Any, backend: Backend) -> None:
-    """However a run ends, its files are closed and its slots free."""
+    """However a run ends, its files are closed and its slots are free."""
     before = open_files()
     for end in range(12):
         draft = ScriptedEngine("draft", latency=world.quick)
@@ -351,7 +357,9 @@ def test_a_stop_request_after_the_last_problem_changes_nothing(world: Any) -> No
 
 
 def test_a_run_out_of_time_concludes_open_problems(world: Any) -> None:
-    """Open problems conclude from what they have, others are not begun, and the status says so."""
+    """Open problems conclude from their finished rollouts, others are not begun, and the status
+    says so.
+    """
     result = world.run(world.plan(timeout_seconds=1.0, concurrency=4), world.session())
     assert result.status == "stopped"
     assert 0 < len(result.problems) < 5
@@ -362,8 +370,8 @@ def test_a_run_out_of_time_concludes_open_problems(world: Any) -> None:
 
 
 class Queue(ScriptedEngine):
-    """An engine that answers after 30 seconds, and takes one step a second for as many as `works`
-    says.
+    """An engine that replies after 30 seconds, and takes one step a second for its first `works`
+    seconds.
     """
 
     def __init__(self, role: Role, works: float) -> None:
@@ -378,7 +386,7 @@ class Queue(ScriptedEngine):
         return int(min(anyio.current_time() - self.began, self.works))
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Wait for a turn, then answer."""
+        """Wait for a turn, then reply."""
         if math.isnan(self.began):
             self.began = anyio.current_time()
         await anyio.sleep(30.0)
@@ -425,14 +433,16 @@ class Lost(Queue):
     """An engine whose step counter fails while calls wait for it."""
 
     def steps_taken(self) -> int:
-        """Refuse once the first call has waited for 3 seconds."""
+        """Raise an error once the first call has waited for 3 seconds."""
         if super().steps_taken() > 3:
             raise EngineUnavailable("draft", "its loop has ended", "Open it again")
         return super().steps_taken()
 
 
 def test_a_failing_step_counter_does_not_end_the_run(world: Any) -> None:
-    """An unused engine may be closed, and the calls of a lost engine reach their own deadline."""
+    """The step counter of an unused engine may be closed, and the calls of a lost engine reach
+    their own deadline.
+    """
     plan = world.plan(target=Closed("target"), gate=FixedGate("accept"))
     assert world.run(plan, world.session("closed"), problems=1).status == "finished"
     plan = world.plan(
@@ -447,7 +457,7 @@ def test_a_failing_step_counter_does_not_end_the_run(world: Any) -> None:
 
 
 def test_recalled_turns_that_differ_are_reported(world: Any) -> None:
-    """The journal warns of a pipeline that depends on anything other than its arguments."""
+    """The journal has a warning if a pipeline depends on anything other than its arguments."""
     chunk = Chunk("draft", "x", (1,), (1,), "end")
     notes = iter("abcdef")
 
@@ -472,7 +482,7 @@ def test_recalled_turns_that_differ_are_reported(world: Any) -> None:
 def test_a_turn_that_was_tried_again_is_recorded_without_mixing_attempts(
     world: Any, again: str
 ) -> None:
-    """The journal has the turns of one attempt, whichever one this session repeats."""
+    """The journal has the turns of a single attempt, whichever attempt this session repeats."""
     chunk = Chunk("draft", "x", (1,), (1,), "end")
     sessions = iter(["0a 0b 1d", again])
     seen: list[Outcome] = []
@@ -500,7 +510,7 @@ def test_a_turn_that_was_tried_again_is_recorded_without_mixing_attempts(
 async def one_call(
     problem: Problem, policy: Policy, context: Context, scope: ProblemScope
 ) -> Outcome:
-    """Make one call per rollout: the smallest pipeline that a run can have."""
+    """Make one call per rollout, which is the smallest possible pipeline."""
     ids = context.draft.tokenizer.encode(problem.text)
     prompt = Prompt(ids, ids)
 
@@ -522,7 +532,9 @@ async def one_call(
 
 
 def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
-    """A crash cannot lose a result that a pipeline has seen."""
+    """A result is written before the pipeline sees it, so a crash cannot lose a result that was
+    used.
+    """
     missing: list[str] = []
 
     async def pipeline(
@@ -541,7 +553,9 @@ def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
 
 
 def test_accuracy_of_samples_leaves_cancelled_ones_out() -> None:
-    """A cancelled rollout does not count as wrong, and an ungraded one counts neither way."""
+    """A cancelled rollout does not count as wrong, and an ungraded one counts neither as correct
+    nor as wrong.
+    """
     samples = (
         FinishedSample(0, "answer", "1", "correct"),
         FinishedSample(1, "settled", None, "wrong"),
@@ -597,8 +611,8 @@ def _is_ours(kind: type) -> bool:
 def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
     """With the journal on and no results kept, memory after 200 problems equals that after 20.
 
-    Up to sixteen problems may wait for a thread or the disk at these moments. If even one value in
-    two problems were kept, 90 more would be counted.
+    Up to sixteen problems may wait for a thread or the disk when memory is counted. If even one
+    value in two problems were kept, 90 more would be counted.
     """
     problems = (
         Problem(f"p{number}", f"Start at {number % 90}. +1. What is the result?")
@@ -655,7 +669,7 @@ def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
 
 
 def test_a_calibrator_forgets_finished_problems(world: Any) -> None:
-    """Live and after a resume it keeps only scores of finished problems."""
+    """A calibrator keeps only scores of finished problems, live and after a resume."""
     for _ in range(2):
         calibrator = Calibrator(0.4, "question-turn", seed=3)
         world.run(
@@ -668,7 +682,9 @@ def test_a_calibrator_forgets_finished_problems(world: Any) -> None:
 
 
 def test_a_calibrator_forgets_failed_problems(world: Any) -> None:
-    """They continue in another session, which remembers them, so a long outage takes no memory."""
+    """Failed problems continue in another session, which remembers them, so a long outage takes no
+    memory.
+    """
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="sample")
     draft = ScriptedEngine("draft", latency=world.quick, faults=ill)
     retries = RetryPolicy(calls=1, rollouts=1)
@@ -687,7 +703,7 @@ def test_a_calibrator_forgets_failed_problems(world: Any) -> None:
     [{"warmup": 3}, {"method": "coin"}, {"method": "top-b"}, {"accept_when_agreeing": 0.5}],
 )
 def test_every_gate_forgets_finished_problems(world: Any, wants: dict[str, Any]) -> None:
-    """This includes chunks that were announced and never scored."""
+    """Gates also forget chunks that were announced and never scored."""
     setup = Setup(rate_scope="question-turn", rate=0.4, policy=world.plan().policy, **wants)
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="score")
     target = ScriptedEngine("target", latency=world.quick, faults=ill)
@@ -736,7 +752,7 @@ def _completion(ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion
 def test_an_inconsistent_completion_is_refused(
     reply: Completion, request_: SampleRequest, spec: EngineSpec, problem: str
 ) -> None:
-    """Its parts must agree with each other and with the request, to the token."""
+    """The parts of a completion must agree with each other and with the request, to the token."""
     if not problem:
         check_completion(reply, request_, spec)
         return
@@ -745,7 +761,7 @@ def test_an_inconsistent_completion_is_refused(
 
 
 def test_every_part_of_two_usages_adds_up() -> None:
-    """No field is left out, and the share is the target's part of all written tokens."""
+    """No field is left out of the sum, and the share is the target's part of all written tokens."""
     parts = [field.name for field in fields(Usage)]
     one = Usage(**{name: place + 1 for place, name in enumerate(parts)})
     other = Usage(**{name: 10 * (place + 1) for place, name in enumerate(parts)})

@@ -1,4 +1,6 @@
-"""Tests of a long run in every calibration mode under faults: the resources it holds do not grow."""
+"""Tests of a long run in every calibration mode under faults: the resources that it holds do not
+grow.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ class Curve:
     levels: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
 
     def count(self, mode: Mode) -> None:
-        """Count one more finished problem, and measure what is held after every hundredth."""
+        """Count one more finished problem, and measure the resources after every hundredth."""
         self.over[mode] = self.over.get(mode, 0) + 1
         if (total := sum(self.over.values())) % 100 == 0:
             gc.collect()
@@ -116,7 +118,7 @@ async def soak(folder: Path) -> Curve:
 
 
 def test_a_run_in_every_mode_grows_by_at_most_a_tenth(tmp_path: Path) -> None:
-    """Over ATTS_SOAK seconds under faults, memory stays within 10 % of that after the first
+    """Over ATTS_SOAK seconds under faults, memory stays within 10 % of its size after the first
     thousand problems.
     """
     curve = anyio.run(soak, tmp_path)

@@ -1,4 +1,7 @@
-"""Tests of OpenTelemetry spans of a run: parents, times and attributes; they need its SDK."""
+"""Tests of OpenTelemetry spans of a run: parents, times and attributes.
+
+The tests need OpenTelemetry's SDK.
+"""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ def by_operation(finished: list[Any]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_parents_are_correct_under_concurrency(world: Any, backend: Backend) -> None:
-    """With twenty rollouts at once each call is under its rollout and each rollout under its
+    """With twenty concurrent rollouts each call is under its rollout and each rollout under its
     problem, as in the journal.
     """
     with recording() as (listener, finished):
@@ -120,7 +123,7 @@ def test_calls_have_the_conventions_attributes(world: Any) -> None:
 
 
 def test_failed_calls_are_errors(world: Any) -> None:
-    """A call that fails and is tried again gives two spans, the first with its error."""
+    """A call that fails and is retried gives two spans, the first with its error."""
     with recording() as (listener, finished):
         target = ScriptedEngine("target", faults=Faults({"refused": 0.3}, seed=1))
         world.run(world.plan(target=target), world.session(listeners=[listener]))
@@ -171,7 +174,7 @@ def test_a_run_joins_the_trace_of_the_program(world: Any) -> None:
 
 
 def test_spans_go_out_by_otlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`log=["otel"]` posts to the collector that the environment names."""
+    """`log=["otel"]` sends spans to the collector that the environment names."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     service: Any = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     bodies: list[tuple[str, str, bytes]] = []
@@ -207,7 +210,7 @@ def test_spans_go_out_by_otlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_provider_that_fails_harms_nothing(world: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Its first error is a warning, and the run finishes."""
+    """The first error of the provider is a warning, and the run finishes."""
 
     class Tracer:
         def start_span(self, *given: object, **named: object) -> Any:
@@ -228,7 +231,7 @@ def test_a_provider_that_fails_harms_nothing(world: Any, caplog: pytest.LogCaptu
 
 
 def test_a_missing_sdk_names_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package, the error has the command."""
+    """Without the SDK, the error has the command that installs it."""
 
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -1,4 +1,6 @@
-"""Tests of experiment trackers: they get a run's numbers problem by problem, and cannot harm it."""
+"""Tests of experiment trackers: they get a run's numbers problem by problem, and cannot harm the
+run.
+"""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ SCRIPTED = Setup(draft="scripted", target="scripted")
 
 
 class Notebook:
-    """A tracker that records what it gets."""
+    """A tracker that records all calls."""
 
     def __init__(self) -> None:
         self.begun: list[RunDescription] = []
@@ -173,7 +175,9 @@ def test_a_resumed_run_continues_its_tracker(world: Any) -> None:
 def test_a_broken_tracker_harms_nothing(
     world: Any, at: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It causes one warning and gets nothing more; the run and other trackers are not affected."""
+    """A broken tracker causes one warning and gets nothing more; the run and other trackers are not
+    affected.
+    """
     broken = Broken(at)
     book = Notebook()
     listeners = [TrackedRun("broken", broken), TrackedRun("notebook", book)]
@@ -191,7 +195,7 @@ def test_a_broken_tracker_harms_nothing(
 
 
 def test_a_hanging_tracker_is_abandoned(world: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Closing waits for a limited time, and reports what was lost."""
+    """Closing waits for a limited time, and reports what the tracker lost."""
     release = threading.Event()
 
     class Hanging(Notebook):
@@ -208,7 +212,7 @@ def test_a_hanging_tracker_is_abandoned(world: Any, caplog: pytest.LogCaptureFix
 
 
 def test_a_run_that_an_error_ends_is_closed_as_failed(world: Any) -> None:
-    """There is no result, so the tracker's run has the status "failed"."""
+    """A run ended by an error has no result, so the tracker's run has the status "failed"."""
     book = Notebook()
     listener = TrackedRun("notebook", book)
 
@@ -232,7 +236,9 @@ def test_a_run_that_an_error_ends_is_closed_as_failed(world: Any) -> None:
 def test_names_are_checked_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unknown names, repeated ones, missing packages and missing folders are refused."""
+    """Unknown names, repeated names, missing packages and missing folders are refused before
+    anything runs.
+    """
     with pytest.raises(OptionError, match=r"unknown tracker 'mlflw'; did you mean 'mlflow'"):
         open_logs(["mlflw"], tmp_path)
     with pytest.raises(OptionError, match="comes twice"):
@@ -249,7 +255,7 @@ def test_names_are_checked_before_anything_runs(
 
 
 def test_wandb_without_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would otherwise ask for a key on the terminal in the middle of the run."""
+    """wandb without a key would ask for one on the terminal in the middle of the run."""
     monkeypatch.setattr(trackers, "import_module", lambda name: object())
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -293,7 +299,7 @@ def test_mlflow_keeps_settings_points_and_status(
 
 @pytest.mark.filterwarnings("default")
 def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
-    """TensorBoard's own reader finds each step, and two trackers work together."""
+    """TensorBoard's own reader finds each step, and two trackers work in one run."""
     pytest.importorskip("tensorboardX", reason="pip install 'atts-llm[tensorboard]'")
     loading: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     result = evaluated(["tensorboard", f"tensorboard:{tmp_path}/all"], tmp_path / "run")
@@ -329,7 +335,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_trackio_keeps_points_and_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its local database has the points, and standard output stays empty."""
+    """The database of Trackio has the points, and standard output stays empty."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio", reason="pip install 'atts-llm[trackio]'")
     result = evaluated(["trackio:sums"], tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Tests of a target that stops giving usable scores: the run ends, or its report says so first."""
+"""Tests of a target that stops returning usable scores: the run ends, or its report says so first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ Fault = Literal["nan", "short", "impossible", "positive"]
 
 
 class Overflowing(EngineAround):
-    """A target whose scores are useless from the `after`-th call on, for one text or for all."""
+    """A target whose scores are useless from the `after`-th call on, except for one text or for
+    none.
+    """
 
     def __init__(self, fault: Fault, after: int = 14, spared: str = "") -> None:
         super().__init__(ScriptedEngine("target"), "own")
@@ -53,7 +55,7 @@ class Overflowing(EngineAround):
 
 
 def setup(target: EngineAround, reaction: OnUnscored = "stop") -> Setup:
-    """Make settings of a small run that this target judges."""
+    """Make settings of a small run whose chunks this target scores."""
     policy = Policy(samples=4, early_stop="none")
     return Setup(
         draft="scripted",
@@ -67,7 +69,7 @@ def setup(target: EngineAround, reaction: OnUnscored = "stop") -> Setup:
 
 @pytest.mark.parametrize("fault", ["nan", "short", "impossible", "positive"])
 def test_a_target_without_usable_scores_ends_the_run(fault: Fault, tmp_path: Path) -> None:
-    """It ends soon with exit code 3, a diagnosis and everything that was recorded."""
+    """The run ends soon with exit code 3 and a diagnosis, and keeps everything that was recorded."""
     target = Overflowing(fault)
     with pytest.raises(UnusableScores, match="fixed sentence is not scored either") as raised:
         solved(toy_problems(12), setup(target), directory=tmp_path / "run")
@@ -78,7 +80,9 @@ def test_a_target_without_usable_scores_ends_the_run(fault: Fault, tmp_path: Pat
 
 
 def test_the_diagnosis_says_if_the_target_scores_other_texts() -> None:
-    """The probe's sentence is scored, so the chunks or the load are the cause."""
+    """If the sentence of the probe is still scored, the diagnosis names the chunks or the load as
+    the cause.
+    """
     with pytest.raises(UnusableScores, match="a fixed sentence is scored"):
         solved(toy_problems(12), setup(Overflowing("nan", spared="the answer is 4.")))
 
@@ -95,7 +99,7 @@ def test_the_run_resumes_once_the_target_works(tmp_path: Path) -> None:
 
 
 def solved(problems: Any, how: Setup, directory: Path | None = None) -> RunResult:
-    """Evaluate in virtual time, so that no retry is waited for."""
+    """Evaluate in virtual time, so that retries take no real time."""
 
     async def run() -> RunResult:
         return await evaluate(problems, how, directory=directory)
@@ -111,7 +115,7 @@ def escalated(tmp_path: Path) -> RunResult:
 
 
 def test_a_run_without_scores_says_so_first(tmp_path: Path) -> None:
-    """It is the first fact of the summary and of the report."""
+    """A run without scores says so at the beginning of the summary and of the report."""
     result = escalated(tmp_path)
     assert result.status == "finished"
     judged = sum(problem.judged for problem in result.problems)
@@ -127,14 +131,14 @@ def test_a_run_without_scores_says_so_first(tmp_path: Path) -> None:
 
 
 def test_a_run_with_scores_has_no_such_line() -> None:
-    """Nothing is printed about failures that did not happen."""
+    """The line is printed only if scoring failed."""
     result = solved(toy_problems(3), setup(Overflowing("nan", after=10**9)))
     assert result.unscored == 0
     assert result.unscored_words == ""
 
 
 def test_single_scoring_failures_do_not_end_the_run() -> None:
-    """One usable score starts the count again."""
+    """One usable score resets the count of failures."""
 
     class Stray(Overflowing):
         async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -27,7 +27,7 @@ def votes(value: float) -> Mapping[str, float]:
 
 
 def plan(world: Any, against: Mapping[str, float], **changes: Any) -> Any:
-    """Plan a run of the target alone with six rollouts at once."""
+    """Plan a run of the target alone with six rollouts in flight."""
     until = StopWhen("earlier", against)
     return world.plan(gate=FixedGate("escalate"), stop_when=until, concurrency=6, **changes)
 
@@ -42,7 +42,7 @@ def said(world: Any, name: str = "run") -> list[str]:
 
 
 def test_a_run_ends_when_the_comparison_is_decided(world: Any) -> None:
-    """Nothing more is begun, all begun problems finish, and the journal has the result once."""
+    """No more problems are begun, all begun problems finish, and the journal has the result once."""
     result = world.run(plan(world, votes(0.0)), world.session(), PROBLEMS)
     assert (result.status, result.exit_code) == ("decided", 0)
     assert result.comparison is not None
@@ -60,7 +60,9 @@ def test_a_run_ends_when_the_comparison_is_decided(world: Any) -> None:
 
 
 def test_a_killed_comparison_resumes_to_the_same_result(world: Any) -> None:
-    """Wherever the journal is cut, the same number of problems decide with the same interval."""
+    """Wherever the journal is cut, the resumed run decides after the same number of problems with
+    the same interval.
+    """
     whole = world.run(plan(world, votes(0.0)), world.session("whole"), PROBLEMS)
     lines = (world.tmp_path / "whole" / JOURNAL).read_bytes().splitlines(keepends=True)
     for share in (0.1, 0.4, 0.7, 0.95):
@@ -74,7 +76,9 @@ def test_a_killed_comparison_resumes_to_the_same_result(world: Any) -> None:
 
 
 def test_problems_are_compared_in_their_order(world: Any) -> None:
-    """A problem that fails delays the later ones until a session has solved it."""
+    """Comparison in order means that a failed problem delays later ones until a session has solved
+    it.
+    """
 
     async def pipeline(problem: Any, *others: Any) -> Outcome:
         if problem.id == PROBLEMS[2].id and not healed:
@@ -94,7 +98,7 @@ def test_problems_are_compared_in_their_order(world: Any) -> None:
 
 
 def test_a_run_that_cannot_decide_says_so(world: Any) -> None:
-    """All problems are done, and the exit code is that of a failed check."""
+    """All problems are done without a decision, and the exit code is that of a failed check."""
     result = world.run(plan(world, votes(1.0)), world.session(), PROBLEMS[:12])
     assert (result.status, result.exit_code, result.comparison.settled) == (
         "finished",
@@ -105,7 +109,9 @@ def test_a_run_that_cannot_decide_says_so(world: Any) -> None:
 
 
 def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> None:
-    """The command draws the order, the report has the result, and a resume must keep the order."""
+    """The command draws the order with the seed, the report has the result, and a resume must keep
+    the order.
+    """
     earlier = tmp_path / "earlier.jsonl"
     earlier.write_text(
         "".join(f'{{"id": "{problem.id}", "correct": false}}\n' for problem in PROBLEMS[:20])
@@ -140,7 +146,9 @@ def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> Non
 
 
 def test_impossible_comparisons_are_refused(tmp_path: Path) -> None:
-    """One setting without the other, unknown values, a shard and other problems are errors."""
+    """One setting without the other, unknown values, a shard and other problems are refused with
+    errors.
+    """
     earlier = tmp_path / "earlier.jsonl"
     earlier.write_text('{"id": "x", "correct": false}\n')
     setup = Setup(draft="scripted", target="scripted")

@@ -1,4 +1,6 @@
-"""Models that know the answers of a benchmark, behind servers that speak vLLM's dialect."""
+"""Fixtures of models that know the answers of a benchmark, behind servers that speak vLLM's
+dialect.
+"""
 
 from __future__ import annotations
 

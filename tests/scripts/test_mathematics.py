@@ -93,7 +93,7 @@ def test_a_pair_of_every_kind_runs(
 
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without what depends on the machine."""
+    """Return a record without the fields that depend on the machine."""
     for arm in record["arms"].values():
         arm.pop("seconds")
         arm.pop("speed_up")
@@ -103,7 +103,7 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
 def test_the_script_resumes_and_marks_arms_that_were_not_run(
     shared_data: Path, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second run asks the servers only for their identity; the page has the paper's columns."""
+    """A second run asks the servers only for their identity, and the page has the paper's columns."""
     pair = find_pair("qwen-7b/qwq-32b")
     servers, line = words(pair, "aime24", file_of(shared_data, "aime24"), serve)
     line += ["--out", str(tmp_path), "--repeats", "2"]
@@ -158,7 +158,7 @@ def test_the_page_agrees_with_what_is_run() -> None:
 def test_misuse_is_one_helpful_line(
     line: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit code is 2, and stdout is empty."""
+    """The error is one line, the exit code is 2, and stdout is empty."""
     assert main(line) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -24,7 +24,7 @@ def test_each_fault_fits_its_file_and_names_existing_tests(mutant: Mutant) -> No
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Make a small project: one module, and one test of it."""
+    """Make a small project with one module and its test."""
     (tmp_path / "module.py").write_text("def double(number):\n    return 2 * number\n")
     words = "from module import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
     (tmp_path / "test_module.py").write_text(words)
@@ -43,7 +43,7 @@ def tree(tmp_path: Path) -> Path:
 def test_faults_are_reported_as_caught_survived_or_hung(
     tree: Path, line: str, tests: str, seconds: float, verdict: str
 ) -> None:
-    """The source is unchanged afterwards."""
+    """Each fault is reported by its result, and the source is unchanged afterwards."""
     before = (tree / "module.py").read_text()
     mutant = Mutant("one", "module.py", "return 2 * number", line, tests)
     trial = try_mutant(tree, mutant, seconds)
@@ -52,7 +52,7 @@ def test_faults_are_reported_as_caught_survived_or_hung(
 
 
 def test_a_fault_without_its_place_is_not_tried(tree: Path) -> None:
-    """If the line has changed since, the fault is reported as out of date."""
+    """A fault whose old line is no longer in the file is reported as out of date."""
     with pytest.raises(ValueError, match="exactly once"):
         plant(tree, Mutant("one", "module.py", "return 5", "return 6", "test_module.py"))
 

@@ -1,4 +1,4 @@
-"""Tests of the supply chain: every version has hashes, and a release holds exactly its files."""
+"""Tests of the supply chain: every version has hashes, and a release contains exactly its files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_lock_has_the_tested_versions_with_hashes() -> None:
 
 
 def test_a_lock_without_a_hash_is_refused() -> None:
-    """A line that someone added by hand would be installed unchecked."""
+    """A line without a hash, which someone added by hand, would be installed unchecked."""
     whole = f"one==1.0 \\\n    --hash=sha256:{'a' * 64}\n"
     assert [(pin.name, pin.version) for pin in read_lock(whole)] == [("one", "1.0")]
     for wrong in ("two==2.0\n", f"two>=2 \\\n    --hash=sha256:{'b' * 64}\n"):
@@ -57,7 +57,7 @@ def test_a_lock_without_a_hash_is_refused() -> None:
 
 
 def test_the_bill_of_materials_names_everything() -> None:
-    """It is CycloneDX with licences, and has the same bytes every time."""
+    """The bill of materials is CycloneDX with licences, and has the same bytes every time."""
     command = [sys.executable, "-m", "scripts.studies.supply", "sbom"]
     runs = [
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -87,7 +87,7 @@ def test_a_release_holds_every_file_and_nothing_else(built: Built) -> None:
 
 
 def test_a_stray_file_and_a_missing_one_are_reported(built: Built, tmp_path: Path) -> None:
-    """The check compares in both directions."""
+    """The check reports extra files as well as missing files."""
     changed = tmp_path / built.wheel.name
     with zipfile.ZipFile(built.wheel) as old, zipfile.ZipFile(changed, "w") as new:
         for name in old.namelist():

@@ -1,4 +1,4 @@
-"""Toy engines behind real HTTP servers, and engines that speak to them."""
+"""Fixtures of toy engines behind real HTTP servers, and engines that call them."""
 
 from __future__ import annotations
 

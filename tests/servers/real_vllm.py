@@ -1,4 +1,4 @@
-"""Checks of the engine on a real vLLM on the processor; `scripts/test servers` installs it."""
+"""Checks of the engine on a real vLLM on the processor; `scripts/test servers` installs vLLM."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ROLES: tuple[Role, ...] = ("draft", "target")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model behind vLLM."""
+    """A model served by vLLM."""
 
     role: Role
     url: str
@@ -70,7 +70,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Settings with which a model is served."""
+    """The settings with which vLLM serves a model."""
 
     role: Role
     folder: Path
@@ -92,7 +92,7 @@ PROBLEMS = {"quick": 20, "default": 120, "full": 480}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Install, start and check; return 0 if everything holds, 5 if a check failed."""
+    """Install, start and check; return 0 if all checks passed, or 5 if one failed."""
     parser = argparse.ArgumentParser(prog="scripts/test servers", description=__doc__)
     parser.add_argument(
         "models",
@@ -154,7 +154,7 @@ def of_embedded(python: Path, effort: str) -> Iterator[Found]:
 def of_pair(python: Path, models: Sequence[str]) -> Iterator[Found]:
     """Serve a draft and a target on two servers, and follow docs/two_servers.md with GSM8K.
 
-    :raises CannotBeMadeError: the models cannot be had.
+    :raises CannotBeMadeError: the models cannot be downloaded.
     """
     servers = [
         Server(
@@ -179,7 +179,7 @@ def of_pair(python: Path, models: Sequence[str]) -> Iterator[Found]:
 
 
 def cores_of(parts: int) -> list[str]:
-    """Divide this machine's cores among so many servers, or give each of them all."""
+    """Divide this machine's cores among this number of servers, or give each of them all cores."""
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < parts:
         return ["auto"] * parts
@@ -188,7 +188,7 @@ def cores_of(parts: int) -> list[str]:
 
 
 def problem_file(scratch: Path, count: int = 8) -> Path:
-    """Write problems of GSM8K, or generated ones where those are not at hand."""
+    """Write problems of GSM8K, or generated problems if GSM8K is missing."""
     data = shared_data()
     source = None if data is None else data / "benchmarks" / "gsm8k_test.jsonl"
     path = scratch / "gsm8k.jsonl"
@@ -205,7 +205,7 @@ def problem_file(scratch: Path, count: int = 8) -> Path:
 
 
 def of_command(what: str, *words: str) -> Found:
-    """Run an `atts` command, which must end well and print something."""
+    """Run an `atts` command, which must exit with 0 and print something."""
     done = ran(*words)
     shown = done.stdout.strip() or done.stderr.strip()
     say(shown)
@@ -237,8 +237,8 @@ def followed(addresses: Mapping[Role, str], problems: Path, scratch: Path) -> It
 def killed_and_resumed(words: Sequence[str], out: Path) -> Found:
     """Kill a run on servers when it has recorded some calls; the same command must finish it.
 
-    A server does not repeat its texts token for token, so what is compared is that recorded
-    rollouts are kept.
+    A server does not repeat its texts token for token, so the check is that recorded rollouts are
+    kept.
     """
     process = subprocess.Popen(
         atts(*words, "--out", str(out)),
@@ -291,8 +291,8 @@ def installed(folder: Path) -> Path:
 
 
 def _name_it_vllm(python: Path) -> None:
-    """Add metadata under the name `vllm`, in which vLLM looks for "cpu" in its own version, because
-    this package lacks it.
+    """Add metadata under the name `vllm`, because vLLM looks for "cpu" in the version of that
+    package, which is not installed here.
     """
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(
@@ -308,7 +308,7 @@ def _name_it_vllm(python: Path) -> None:
 
 @contextmanager
 def serving(python: Path, servers: Sequence[Server]) -> Generator[list[Served]]:
-    """Serve models with vLLM until the end of the block; all of them start at the same time."""
+    """Serve models with vLLM until the end of the block; all servers start at the same time."""
     with ExitStack() as stack:
         starting = [stack.enter_context(_starting(python, server)) for server in servers]
         for served, process, log in starting:

@@ -1,4 +1,4 @@
-"""Tests of servers that speak text: what the chat API and Ollama can be used for, and what is
+"""Tests of servers that speak text: their uses with the chat API and Ollama, and the uses that are
 refused.
 """
 
@@ -74,7 +74,9 @@ def test_a_long_text_is_cut_into_the_servers_number_of_tokens(share: float) -> N
 
 
 def test_a_long_run_of_spaces_is_made_of_known_ids() -> None:
-    """No id represents more bytes than the vocabulary allows."""
+    """A long run of spaces is cut into ids of the vocabulary, none of which represents more bytes
+    than any token has.
+    """
     tokenizer = TextTokenizer()
     text = "a" + " " * 200 + "\n" * 200
     assert max(tokenizer.encode(text)) < tokenizer.vocabulary
@@ -96,7 +98,7 @@ def ollama(
 
 
 def contents(folder: Path) -> list[bytes]:
-    """Return every file's bytes."""
+    """Return the content of every file in bytes."""
     return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
 
 
@@ -108,8 +110,8 @@ def prompt(engine: Engine, begun: str = "") -> tuple[int, ...]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [chat, ollama])
 async def test_a_text_server_passes_the_conformance_suite(serve: Serve, kind: Simple) -> None:
-    """`check_engine` finds nothing broken; only the server can count the context, so it is never
-    filled completely.
+    """`check_engine` reports no failure; the context is never filled completely, because only the
+    server can count it.
     """
     server = serve("chat" if kind is chat else "ollama")
     options = CheckOptions(
@@ -123,8 +125,8 @@ async def test_a_text_server_passes_the_conformance_suite(serve: Serve, kind: Si
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [chat, ollama])
 async def test_a_text_in_two_requests_equals_one(serve: Serve, kind: Simple) -> None:
-    """The text is the same and tokens are counted as the server counts them, wherever the first
-    part ends.
+    """The text is the same wherever the first part ends, and tokens are counted as the server
+    counts them.
     """
     server = serve("chat" if kind is chat else "ollama")
     async with kind(server) as remote:
@@ -140,7 +142,7 @@ async def test_a_text_in_two_requests_equals_one(serve: Serve, kind: Simple) -> 
 
 @pytest.mark.anyio
 async def test_a_hosted_model_gets_the_answer_so_far_in_the_question(serve: Serve) -> None:
-    """No field that such servers refuse is sent, and top_k is refused by atts."""
+    """No field that such servers refuse is sent, and atts refuses top_k."""
     server = serve("chat", quirks=ServerQuirks(prefill="closed"))
     async with chat(server, RemoteOptions()) as remote:
         assert (await remote.sample(SampleRequest(prompt(remote, "First, 4 plus"), 10))).text
@@ -153,7 +155,7 @@ async def test_a_hosted_model_gets_the_answer_so_far_in_the_question(serve: Serv
 
 @pytest.mark.anyio
 async def test_prefix_continues_a_message_like_continue(serve: Serve) -> None:
-    """Servers use either field, and both give the same text."""
+    """Servers use one of the fields `prefix` and `continue`, and both give the same text."""
     marked = serve("chat", quirks=ServerQuirks(prefill="prefix"))
     flagged = serve("chat")
     options = RemoteOptions(prefill="prefix")
@@ -164,8 +166,8 @@ async def test_prefix_continues_a_message_like_continue(serve: Serve) -> None:
 
 @pytest.mark.anyio
 async def test_a_rating_costs_one_request(serve: Serve) -> None:
-    """A rating weighs each digit, but the server is asked once, also if the first caller is
-    cancelled or fails.
+    """A rating weighs each digit from a single request, also if the first caller is cancelled or
+    fails.
     """
     server = serve("chat")
     async with chat(server) as remote, ScriptedEngine(context_length=1024) as behind:
@@ -201,7 +203,7 @@ async def test_a_rating_costs_one_request(serve: Serve) -> None:
 async def test_failures_are_tried_a_few_times_and_named(
     serve: Serve, kind: Simple, fault: str, error: type[EngineError]
 ) -> None:
-    """Attempts are bounded, errors keep their kind, and nothing is accepted, as with servers that
+    """Attempts are bounded, errors keep their kind, and no chunk is accepted, as with servers that
     return ids.
     """
     server = serve("chat" if kind is chat else "ollama")
@@ -223,8 +225,8 @@ async def test_failures_are_tried_a_few_times_and_named(
 
 @pytest.mark.anyio
 async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
-    """Each call sets the context; a prompt that does not fit is a ContextOverflow, found by atts or
-    by the server.
+    """Each call sets the context; a prompt that does not fit is a ContextOverflow, raised by atts
+    or by the server.
     """
     server = serve("ollama")
     async with ollama(server, replace(OPTIONS, context=100)) as remote:
@@ -239,8 +241,8 @@ async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
 
 @pytest.mark.anyio
 async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve) -> None:
-    """A gate that needs scores and a method that needs log-probabilities refuse them with the
-    reason.
+    """A gate that needs scores and a method that needs log-probabilities refuse such engines with
+    the reason.
     """
     texts = serve("ollama")
     rater = serve("chat")
@@ -266,8 +268,8 @@ async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve)
 async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With an Ollama draft and a rating chat target each problem ends, and no file, log or trace
-    has the key.
+    """With an Ollama draft and a chat target that rates chunks each problem ends, and no file, log
+    or trace has the key.
     """
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("TARGET_KEY", "secret-sesame")
@@ -302,7 +304,9 @@ def reasoner(serve: Serve, kind: Simple, reasoning: str = "reasoning_content") -
 async def test_reasoning_in_a_field_of_its_own_is_part_of_the_text(
     serve: Serve, kind: Simple, field: str
 ) -> None:
-    """It comes first, between think marks, and the text in pieces equals the text at once."""
+    """The reasoning comes first, between think marks, and the text in several requests equals the
+    text in one.
+    """
     plain = serve("chat" if kind is chat else "ollama")
     server = reasoner(serve, kind, field)
     async with kind(plain) as whole, kind(server) as remote:
@@ -329,8 +333,9 @@ async def test_reasoning_in_a_field_of_its_own_is_part_of_the_text(
 async def test_a_model_with_hidden_reasoning_is_probed_patiently(
     serve: Serve,
 ) -> None:
-    """The probe gives it time at its one temperature; a chunk of hidden reasoning alone is a final
-    error.
+    """The probe gives a model with hidden reasoning more time at its only temperature.
+
+    A chunk of hidden reasoning alone is a final error.
     """
     server = reasoner(serve, chat, "hidden")
     async with chat(server, replace(OPTIONS, prefill="ask")) as remote:
@@ -347,7 +352,7 @@ async def test_a_model_with_hidden_reasoning_is_probed_patiently(
 
 @pytest.mark.anyio
 async def test_a_model_that_reasons_longer_than_the_probe_is_opened(serve: Serve) -> None:
-    """The model is opened although the probe saw no answer, which is reported."""
+    """The model is opened although the probe got no answer, and this is reported."""
     never = ToyModel(Skill(wander=1.0, verbosity=40.0), ToyTokenizer())
     server = serve(
         "chat",
@@ -363,7 +368,7 @@ async def test_a_model_that_reasons_longer_than_the_probe_is_opened(serve: Serve
 async def test_a_run_keeps_the_reasoning_and_grades_the_content(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """Rollouts and journal have the reasoning, and the answer is taken from the content."""
+    """Rollouts and journal have the reasoning, and the answer is extracted from the content."""
     server = reasoner(serve, chat)
     texts = serve("ollama", lambda: ScriptedEngine("draft"))
     policy = Policy(samples=2, turns=12, chunking=Chunking(40, 40, ()), early_stop="none")
@@ -400,7 +405,7 @@ async def test_a_rejected_key_and_a_missing_model_are_named(
 
 
 def test_addresses_of_chat_apis_are_parsed() -> None:
-    """The path reaches to the version and the model follows; the key's variable is a setting, and a
+    """The path ends with the version, and the model follows; the key's variable is a setting, and a
     key itself is refused.
     """
     words = "openai:https://h/api/v1/deepseek/deepseek-r1?key=H_KEY&prefill=prefix&context=4096"
@@ -492,7 +497,7 @@ def test_a_model_of_openai_is_a_complete_address(
 
 @pytest.mark.parametrize("address", ["openai:localhost:8000", "openai:10.0.0.1:80/m", "openai:"])
 def test_a_host_without_a_scheme_is_not_taken_for_an_openai_model(address: str) -> None:
-    """A host with a port must not be sent to another host as a model's name."""
+    """A host with a port is not sent to OpenAI as a model's name."""
     with pytest.raises(OptionError, match="openai:http://HOST:PORT/MODEL"):
         read_server(address)
 
@@ -501,7 +506,7 @@ def test_a_host_without_a_scheme_is_not_taken_for_an_openai_model(address: str) 
 async def test_the_key_of_openai_is_sent_to_its_base_url(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that requires the key is opened by the model's name alone."""
+    """A server that requires the key is opened with the model's name alone."""
     server = serve("chat", key="sk-right-key")
     monkeypatch.setenv("OPENAI_BASE_URL", server.url + "/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-right-key")
@@ -514,7 +519,7 @@ async def test_the_key_of_openai_is_sent_to_its_base_url(
 
 
 def test_a_chunk_without_log_probs_still_has_tokens() -> None:
-    """The count of tokens does not depend on log-probabilities."""
+    """The number of tokens does not depend on log-probabilities."""
     assert Chunk("draft", "ab", (1, 2), (3,), "length").tokens == 2
     assert Chunk("target", "ab", (1, 2), (3,), "end", (-1.0, -2.0)).tokens == 2
 

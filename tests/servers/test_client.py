@@ -23,7 +23,7 @@ REQUEST = SampleRequest(
 
 
 class Hands:
-    """A clock that is set by hand."""
+    """A clock whose time the test sets."""
 
     now = 100.0
 
@@ -41,13 +41,15 @@ def filled(most: int, clock: Hands) -> AdaptiveLimit:
 
 
 def slots(limit: AdaptiveLimit) -> int:
-    """Return the present number of slots."""
+    """Return the current number of slots."""
     assert limit.slots is not None
     return limit.slots
 
 
 def test_a_burst_of_refusals_shrinks_the_limit_once() -> None:
-    """Refusals of requests from before the limit shrank are ignored; later ones shrink it more."""
+    """Refusals of requests from before the limit shrank are ignored; later refusals shrink it
+    further.
+    """
     clock = Hands()
     limit = filled(100, clock)
     sent_at = clock.now
@@ -113,7 +115,9 @@ def test_growth_waits_for_retry_after() -> None:
 
 
 def test_a_server_error_stops_growth_for_a_moment_and_shrinks_nothing() -> None:
-    """A failing server is not a sign of too many requests."""
+    """A server error is not a sign of too many requests, so it stops growth but does not lower the
+    limit.
+    """
     clock = Hands()
     limit = filled(100, clock)
     limit.refused(clock.now)
@@ -139,8 +143,8 @@ class Hotel:
         self.refused = 0
 
     async def call(self) -> bool:
-        """Take a slot, send the request and report the result to the limit; return whether it was
-        answered.
+        """Take a slot, send the request and report the result to the limit; return whether the
+        server accepted the request.
         """
         if not self.limit.take_nowait():
             await self.limit.take()
@@ -163,7 +167,7 @@ class Hotel:
             self.limit.give()
 
     async def busy(self, callers: int, seconds: float) -> None:
-        """Send requests from callers that start one after the other and never stop asking."""
+        """Send requests from callers that start one after the other and never stop sending."""
 
         async def ask(number: int) -> None:
             await anyio.sleep(0.01 * number)
@@ -175,7 +179,7 @@ class Hotel:
 
 
 def test_one_refusal_does_not_delay_a_growing_load() -> None:
-    """All of 400 callers that arrive within four seconds are soon served at once."""
+    """All of 400 callers that arrive within four seconds soon have a request in flight."""
     hotel = Hotel(10_000, strays=1)
 
     async def ramp() -> int:
@@ -198,7 +202,7 @@ def test_a_full_server_stays_busy_with_few_refusals() -> None:
 
 @pytest.mark.anyio
 async def test_waiting_calls_are_served_in_order() -> None:
-    """No caller overtakes, and the slot of a cancelled waiter goes to the next one."""
+    """No caller overtakes another, and the slot of a cancelled waiter goes to the next one."""
     limit = filled(2, Hands())
     order = list[int]()
     gives_up = anyio.CancelScope()
@@ -226,7 +230,9 @@ async def test_waiting_calls_are_served_in_order() -> None:
 async def test_an_attempt_whose_reply_was_lost_is_aborted_before_the_next(
     serve: Callable[..., DialectServer], client: Callable[..., RemoteEngine]
 ) -> None:
-    """The server gets an abort for each such attempt; a refused connection needs none."""
+    """The server gets an abort for each attempt whose reply was lost; a refused connection needs no
+    abort.
+    """
     server = serve("sglang")
     async with client(server.url) as remote:
         for fault, aborts in (("reset", 3), ("500", 0)):
@@ -241,7 +247,9 @@ async def test_an_attempt_whose_reply_was_lost_is_aborted_before_the_next(
 
 
 def test_infinity_and_nan_of_python_servers_are_read() -> None:
-    """-Infinity and NaN are not JSON, but some servers send them; words in texts stay as they are."""
+    """-Infinity and NaN are not JSON, but some servers send them; the same words inside texts are
+    unchanged.
+    """
     found = decode(b'{"a": [-Infinity, -0.5], "b": null}', dict[str, list[float] | None])
     assert [logprob_of(value) for value in found["a"]] == [-math.inf, -0.5]
     text, number = decode(b'["NaN \\" -Infinity", NaN]', tuple[str, float])

@@ -34,7 +34,7 @@ PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the
 async def test_each_dialect_passes_the_conformance_suite(
     serve: Serve, client: Connect, dialect: str, quirks: ServerQuirks
 ) -> None:
-    """`check_engine` finds nothing broken, and the server has nothing left to do."""
+    """`check_engine` reports no failure, and the server has no request left."""
     server = serve(dialect, quirks=quirks)
     report = await check_engine(lambda: client(server.url), options=OPTIONS)
     assert not report.broken
@@ -68,7 +68,9 @@ async def test_a_server_answers_as_its_engine_does(
 async def test_a_scored_chunk_that_is_cached_is_scored_again_without_the_cache(
     serve: Serve, client: Connect
 ) -> None:
-    """vLLM returns no scores for cached positions, so they are requested once more, and counted."""
+    """vLLM returns no scores for cached positions, so the scores are requested once more, and the
+    second request is counted.
+    """
     server = serve("vllm")
     prefix = PROMPT * 2
     suffix = PROMPT[:40]
@@ -126,7 +128,7 @@ async def test_a_server_that_ignores_scoring_is_refused(
 
 @pytest.mark.anyio
 async def test_llamacpp_is_refused_as_a_target(serve: Serve, client: Connect) -> None:
-    """It can draft but not score, and the error says which servers can."""
+    """llama.cpp can draft but not score, and the error says which servers can."""
     server = serve("llamacpp")
     with pytest.raises(UnsupportedByEngine, match="cannot score.*vLLM"):
         await client(server.url, needs=frozenset({"score"})).__aenter__()
@@ -136,7 +138,9 @@ async def test_llamacpp_is_refused_as_a_target(serve: Serve, client: Connect) ->
 async def test_a_dialect_without_tokenize_is_probed_all_the_same(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its author learns which method is missing, and the rest of the probe continues."""
+    """The probe reports the missing method to the dialect's author, and continues with its other
+    checks.
+    """
     monkeypatch.delattr(LlamaCppDialect, "tokenize")
     async with client(serve("llamacpp").url) as remote:
         finding = dict(remote.spec.findings)["tokenizer"]
@@ -147,7 +151,7 @@ async def test_a_dialect_without_tokenize_is_probed_all_the_same(
 @pytest.mark.anyio
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "llamacpp"])
 async def test_the_dialect_is_detected(serve: Serve, client: Connect, dialect: str) -> None:
-    """The spec names the engine and its version, whatever the caller named."""
+    """The spec names the engine and version of the server, whatever the caller named."""
     server = serve(dialect)
     async with client(server.url) as remote:
         assert remote.spec.engine.startswith(dialect + " ")

@@ -1,4 +1,6 @@
-"""Tests of servers that fail: no reply is accepted silently, asked for forever, or left behind."""
+"""Tests of servers that fail: no reply is accepted silently, no request is repeated forever, and
+none is left behind.
+"""
 
 from __future__ import annotations
 
@@ -68,9 +70,7 @@ class Stalling(ScriptedEngine):
 
 
 def hurry(remote: RemoteEngine, seconds: float) -> None:
-    """Give each call this much time from now on; opening had enough time, and only a hanging server
-    needs all.
-    """
+    """Give each call only this much time from now on, so that a hanging server is noticed soon."""
     client = remote._opened()  # pyright: ignore[reportPrivateUsage]
     client.options = replace(client.options, timeout_seconds=seconds)
 
@@ -85,8 +85,8 @@ async def until(true: Callable[[], bool]) -> None:
 async def time_out(
     remote: RemoteEngine, server: DialectServer, request: SampleRequest
 ) -> list[str]:
-    """Ask a server that hangs until the deadline, and return the calls that reached it, at least
-    one.
+    """Send requests to a server that hangs until the deadline, and return the calls that reached
+    it, at least one.
 
     A busy machine may need longer than the deadline to send the request; then the deadline is
     longer.
@@ -114,8 +114,8 @@ def seeded(number: int) -> SampleRequest:
 async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """Each call gives the correct reply or a retryable error, and a caller that tries again gets
-    every reply once.
+    """Each call gives the correct reply or a retryable error, and a caller that retries gets every
+    reply once.
     """
     server = serve(dialect, faults=ServerFaults(seed=5))
     async with client(server.url) as remote:
@@ -156,7 +156,7 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
 async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(
     serve: Serve, client: Connect
 ) -> None:
-    """Attempts are bounded by number and by the deadline, and the error has the kind of the
+    """The number of attempts and the deadline are limits, and the error has the kind of the
     failure.
     """
     server = serve("vllm")
@@ -194,7 +194,7 @@ async def test_a_request_the_server_refuses_is_not_repeated(serve: Serve, client
 async def test_cancelling_leaves_the_server_nothing_to_do(
     serve: Serve, client: Connect, dialect: str, disconnect: str
 ) -> None:
-    """Cancelled requests are aborted, by id if the server takes ids, even if it ignores closed
+    """Cancelled requests are aborted, by id if the server accepts ids, even if it ignores closed
     connections.
     """
     engine = Stalling(context_length=1024)
@@ -212,7 +212,7 @@ async def test_cancelling_leaves_the_server_nothing_to_do(
 
 @pytest.mark.anyio
 async def test_a_deadline_aborts_too(serve: Serve, client: Connect) -> None:
-    """A call that ran out of time frees its slot at the server."""
+    """A call that exceeds its deadline frees its slot at the server."""
     engine = Stalling(context_length=1024)
     server = serve("sglang", lambda: engine, quirks=ServerQuirks(disconnect="ignore"))
     async with client(server.url) as remote:
@@ -225,8 +225,8 @@ async def test_a_deadline_aborts_too(serve: Serve, client: Connect) -> None:
 async def test_an_upgrade_that_changes_the_convention_is_refused(
     serve: Serve, client: Connect
 ) -> None:
-    """A server that restarts with other log-probabilities is recognised before a reply of it is
-    used.
+    """A server that restarts with other log-probabilities is recognised before any of its replies
+    is used.
     """
     server = serve("sglang")
     async with client(
@@ -274,7 +274,7 @@ class Swappable(ScriptedEngine):
         self.is_swapped = False
 
     async def open(self) -> None:
-        """Open both."""
+        """Open both models."""
         await super().open()
         await self._other.open()
 
@@ -298,7 +298,9 @@ async def many(remote: RemoteEngine, requests: int) -> None:
 async def test_other_weights_under_the_same_name_are_noticed_after_some_replies(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """No name changes and no connection breaks; the error has the log-probabilities of both."""
+    """The name is the same and no connection breaks; the error has the log-probabilities of both
+    models.
+    """
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -371,7 +373,7 @@ class SwapLater:
         """Ignore events of an earlier session."""
 
     def notify(self, event: object) -> None:
-        """Swap once, after this many events."""
+        """Swap the weights once, after this many events."""
         self._left -= 1
         if self._left == 0:
             self._model().is_swapped = True
@@ -455,7 +457,7 @@ async def test_replicas_with_other_weights_under_one_name_are_refused(
 
 @pytest.mark.anyio
 async def test_the_same_server_may_come_back(serve: Serve, client: Connect) -> None:
-    """A restart that changes nothing costs a check, not the run."""
+    """After a restart without changes the run continues after one check of the server."""
     server = serve("vllm")
     async with client(server.url) as remote:
         want = await remote.sample(REQUEST)
@@ -471,7 +473,7 @@ async def test_steady_calls_cause_no_identity_check(serve: Serve, client: Connec
     now = 0.0
 
     class Passing(ScriptedEngine):
-        """A server each of whose requests takes a second of the client's clock."""
+        """A server that takes a second of the client's clock for each request."""
 
         async def sample(self, request: SampleRequest) -> Completion:
             nonlocal now
@@ -535,8 +537,8 @@ async def test_keys_are_used_and_never_shown(
     tmp_path: object,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A good key opens; for a bad or missing one the place is named, and no message, log, spec or
-    repr has it.
+    """A valid key opens the engine; for an invalid or missing key the error names its place, and no
+    message, log, spec or repr has the key.
     """
     caplog.set_level(logging.DEBUG)
     server = serve("vllm", key="secret-good")
@@ -558,9 +560,7 @@ async def test_keys_are_used_and_never_shown(
 async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default a proxy is only mentioned if the connection fails; with the setting, the proxy is
-    used.
-    """
+    """By default a proxy is only mentioned if the connection fails; with the setting, atts uses it."""
     server = serve("vllm")
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -578,7 +578,7 @@ async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
 async def test_status_429_lowers_the_limit_of_requests_in_flight(
     serve: Serve, client: Connect
 ) -> None:
-    """Each request is still answered in the end."""
+    """The limit falls, and each request is still answered in the end."""
     server = serve("vllm", faults=ServerFaults({}, retry_after="0.05"))
     options = RemoteOptions(in_flight=64, attempts=8, delay_seconds=0.02)
     async with client(server.url, options=options) as remote:

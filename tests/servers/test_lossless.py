@@ -40,7 +40,7 @@ def told(engine: RemoteEngine) -> tuple[str, str]:
 async def test_a_lossless_server_is_accepted_with_its_speculation_reported(
     serve: Serve, client: Connect, dialect: str, words: str
 ) -> None:
-    """A server that does not speculate is not examined for it."""
+    """A server that does not speculate is not examined for losslessness."""
     plain = serve(dialect)
     async with client(plain.url) as engine:
         assert told(engine) == ("yes", "the server does not speculate")
@@ -71,7 +71,7 @@ async def test_a_server_whose_speculation_changes_its_distribution_is_refused(
 
 
 class TooSure(EngineAround):
-    """An engine that draws single tokens correctly, and takes the likeliest ones if more are
+    """An engine that draws single tokens correctly, but takes the likeliest ones if more are
     requested.
     """
 
@@ -86,8 +86,8 @@ class TooSure(EngineAround):
 async def test_text_that_is_too_likely_is_found_and_the_probe_reports_it(
     serve: Serve,
 ) -> None:
-    """A server that accepts its best guesses without drawing writes no garbage, but not its
-    distribution either.
+    """A server that accepts its best guesses without drawing writes sensible text, but not from its
+    distribution.
     """
     server = serve(
         "vllm", lambda: TooSure(ScriptedEngine(context_length=1024), "own"), quirks=LOSSLESS

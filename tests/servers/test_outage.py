@@ -1,5 +1,5 @@
-"""Tests of servers that are killed during a run: calls wait for their return, or the next session
-repeats them.
+"""Tests of servers that are killed during a run: calls wait for the server's return, or the next
+session repeats them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PATIENT = replace(AWAY, give_up_after=120.0)
 
 
 class Diary:
-    """A listener that records what calls waited for."""
+    """A listener that records the servers that calls waited for."""
 
     def __init__(self) -> None:
         self.awaited: list[EngineAwaited] = []
@@ -68,7 +68,7 @@ class Diary:
 
 
 def essence(outcome: Outcome) -> str:
-    """Return an outcome without what depends on timing and on caches."""
+    """Return an outcome without the parts that depend on timing and on caches."""
     rollouts = [
         (
             rollout.sample,
@@ -136,7 +136,7 @@ class Outage(Diary):
         self.is_over = False
 
     def notify(self, event: Notice) -> None:
-        """Look at the journal's size."""
+        """Kill the server once the journal has the given size."""
         super().notify(event)
         if not self.is_over and journal_size(self._directory) >= self._size:
             self.is_over = True
@@ -160,7 +160,7 @@ class Outage(Diary):
 
 
 def journal_size(directory: Path) -> int:
-    """Return the size in bytes; 0 without a journal."""
+    """Return the size of the journal in bytes, or 0 if there is none."""
     path = directory / JOURNAL
     return path.stat().st_size if path.exists() else 0
 
@@ -177,8 +177,8 @@ def forced(directory: Path) -> list[Any]:
 
 @pytest.mark.parametrize("pool", [False, True])
 def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, pool: bool) -> None:
-    """It is killed and restarted while the run continues; the run ends as usual and says which
-    server it waited for.
+    """The server is killed and restarted while the run continues; the run ends as usual and says
+    which server it waited for.
     """
     pair = Pair(serve)
     whole = outcomes(pair.run(tmp_path / "whole", PATIENT, pool=pool))
@@ -260,8 +260,8 @@ def test_a_server_that_never_returns_is_given_up_after_an_hour() -> None:
 
 
 def test_a_loss_lasts_until_a_call_is_answered() -> None:
-    """A server that passes its health check but answers no call does not start a new hour each
-    time.
+    """A server that passes its health check but answers no call is given up after one hour, not
+    after an hour per check.
     """
     client: Any = Silent(back_at=1800.0)
 

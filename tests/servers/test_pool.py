@@ -64,7 +64,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 @pytest.mark.anyio
 async def test_a_pool_passes_the_conformance_suite(serve: Serve, client: Connect) -> None:
-    """`check_engine` finds nothing broken over two replicas."""
+    """`check_engine` reports no failure over two replicas."""
     servers = serve("sglang"), serve("sglang")
     report = await check_engine(lambda: pool_of(client, *servers), options=PATIENT)
     assert not report.broken
@@ -202,7 +202,7 @@ class Lost(ScriptedEngine):
     lost = is_open = False
 
     async def recheck(self) -> None:
-        """Open it, or check its identity."""
+        """Open the engine, or check its identity."""
         if not self.is_open:
             self.is_open = True
             await self.__aenter__()
@@ -220,7 +220,9 @@ class Lost(ScriptedEngine):
 
 
 def test_all_callers_continue_once_one_has_checked_the_replica(anyio_backend: Any) -> None:
-    """The replica is available again before anyone noticed, however long it failed before."""
+    """All callers use the replica again after one of them has checked it, however long it failed
+    before.
+    """
 
     async def main() -> None:
         engine = Lost()
@@ -254,7 +256,7 @@ class Slow(Lost):
 
 
 def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: Any) -> None:
-    """The failed call belonged to the old connection, and the replica was checked since."""
+    """The failed call belonged to the old connection, and the replica was checked afterwards."""
 
     async def main() -> None:
         engine = Slow()
@@ -299,7 +301,7 @@ async def test_replicas_must_be_alike(serve: Serve, client: Connect) -> None:
 async def test_a_request_all_replicas_refuse_costs_no_replica(
     serve: Serve, client: Connect
 ) -> None:
-    """An impossible request gets its error and leaves the pool as it was."""
+    """An impossible request gets its error and does not change the pool."""
     async with pool_of(client, serve("vllm"), serve("vllm")) as pool:
         with pytest.raises(EngineError):
             await pool.sample(replace(request(0), max_tokens=5000))

@@ -1,4 +1,6 @@
-"""Tests of `atts probe`: it takes the addresses of a run, and says what a server can be used for."""
+"""Tests of `atts probe`: it accepts the addresses of a run, and says for which roles a server can
+be used.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Serve = Callable[..., DialectServer]
 
 
 def embedded() -> LocalEngine:
-    """Make an engine of the embedded draft, whose tokenizer can be opened here."""
+    """Make an engine of the embedded draft, whose tokenizer is on this machine."""
     return LocalEngine(
         path("draft"), name="draft", options=LocalOptions(worker="thread", kv_tokens=4096)
     )
@@ -32,7 +34,7 @@ def embedded() -> LocalEngine:
 def test_a_vllm_server_satisfies_every_need(
     serve: Serve, need: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its probe agrees with its row in docs/servers.md."""
+    """The result of the probe agrees with vLLM's row in docs/servers.md."""
     server = serve("vllm", embedded, model="owner/draft")
     assert (
         command(
@@ -57,7 +59,9 @@ def test_a_chat_api_is_probed_as_a_run_names_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The address has URL, version, model and the key's variable, as `--target` takes them."""
+    """The address has URL, version, model and the key's variable, in the form that `--target`
+    accepts.
+    """
     monkeypatch.setenv("SOME_KEY", "secret")
     server = serve("chat", model="toy-model", key="secret")
     words = f"{scheme}:{server.url}/v1/toy-model?key=SOME_KEY"
@@ -85,7 +89,7 @@ class Quick:
 
 
 def test_opening_an_engine_on_a_quick_server_does_not_wait() -> None:
-    """The probe's request has ended, so there is nothing left to cancel."""
+    """The probe's request has ended, so opening waits for no cancellation."""
     requests: Any = Quick()
 
     async def look() -> tuple[str, float]:

@@ -53,7 +53,7 @@ def cluster() -> Iterator[Any]:
 
 
 def toy() -> Engine:
-    """Make an engine that takes some time."""
+    """Make an engine that takes some time per call."""
     return ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.002), concurrency=64)
 
 
@@ -64,7 +64,7 @@ def request(number: int) -> SampleRequest:
 
 @pytest.mark.anyio
 async def test_ray_actors_pass_the_conformance_suite(cluster: Any) -> None:
-    """`check_engine` finds nothing broken over two actors on two nodes, and both did work."""
+    """`check_engine` reports no failure over two actors on two nodes, and both actors did work."""
     async with RayEngine(toy, options=HALF) as engine:
         report = await check_engine(
             engine, options=CheckOptions(draws=24, tokens=6, long_tokens=64)
@@ -77,7 +77,9 @@ async def test_ray_actors_pass_the_conformance_suite(cluster: Any) -> None:
 
 @pytest.mark.anyio
 async def test_a_dead_actor_loses_no_request(cluster: Any) -> None:
-    """One of two is killed while it works; each reply is as usual, and a new actor replaces it."""
+    """One of two actors is killed while it works; each reply is as usual, and a new actor replaces
+    it.
+    """
     async with ScriptedEngine(context_length=1024) as alone:
         want = [(await alone.sample(request(number))).ids for number in range(24)]
     async with RayEngine(toy, options=HALF) as engine:
@@ -117,8 +119,8 @@ async def test_errors_keep_their_kind_on_the_way_back(cluster: Any) -> None:
 
 
 def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: Path) -> None:
-    """With draft and target in actors on two nodes, the same seeds and a fixed gate, the rollouts
-    are the same.
+    """The rollouts are the same with draft and target in actors on two nodes, with the same seeds
+    and a fixed gate.
     """
     from atts.api.setup import answers_for, grade, load_problems
 
@@ -154,7 +156,7 @@ def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: 
 
 
 def stage_actors() -> list[int]:
-    """List the processes of actors that hold layers."""
+    """Return the processes of actors that hold layers."""
     found = [
         path.parent
         for path in Path("/proc").glob("[0-9]*/cmdline")
@@ -165,7 +167,7 @@ def stage_actors() -> list[int]:
 
 @pytest.mark.anyio
 async def test_stages_in_actors_give_the_bits_of_one_process(cluster: Any) -> None:
-    """A killed actor with its layers is an outage, which ends when the engine is opened again."""
+    """The outage caused by a killed actor ends when the engine is opened again."""
     words = "embedded:target?threads=1&kv_tokens=4096"
     law = Sampling(0.8)
     ask = SampleRequest((5, 6, 7), 40, law, Seed(run=1), rollout="r")
@@ -186,7 +188,7 @@ async def test_stages_in_actors_give_the_bits_of_one_process(cluster: Any) -> No
 
 @pytest.mark.anyio
 async def test_a_killed_replica_of_a_stage_loses_no_reply(cluster: Any) -> None:
-    """Two actors have the same layers, and one continues for both; the command line takes such
+    """Two actors have the same layers, and one continues for both; the command line accepts such
     settings too.
     """
     words = "embedded:target?threads=1&kv_tokens=4096"
@@ -219,7 +221,7 @@ def test_without_ray_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _small() -> Engine:
-    """Make an engine that reports more room than it has, so that only the actor's own check
-    refuses.
+    """Make an engine that reports more room than it has, so that only the actor's own check refuses
+    a request.
     """
     return ScriptedEngine(context_length=64)

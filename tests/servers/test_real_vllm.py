@@ -1,4 +1,4 @@
-"""The checks of `scripts/test servers pair`, on servers that speak vLLM's dialect."""
+"""Tests of the checks of `scripts/test servers pair`, on servers that speak vLLM's dialect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def served(role: Role) -> LocalEngine:
 
 @pytest.mark.slow
 def test_the_page_of_two_servers_can_be_followed(tmp_path: Path) -> None:
-    """Each command of the page ends well on two servers, and a killed run is finished."""
+    """Each command of the page exits with 0 on two servers, and a killed run is finished."""
     roles: tuple[Role, ...] = ("draft", "target")
     with ExitStack() as stack:
         addresses = {}
@@ -43,7 +43,7 @@ def test_the_page_of_two_servers_can_be_followed(tmp_path: Path) -> None:
 
 
 def test_a_command_that_fails_is_told_from_one_that_ends_well(tmp_path: Path) -> None:
-    """A check of a command needs its exit code and its output."""
+    """The check of a command needs both its exit code and its output."""
     what, seen, holds = real_vllm.of_command("report", "report", str(tmp_path / "none"))
     assert (what, holds) == ("report", "no")
     assert "exit code" in seen
@@ -51,7 +51,7 @@ def test_a_command_that_fails_is_told_from_one_that_ends_well(tmp_path: Path) ->
 
 
 def test_a_servers_children_end_with_it(tmp_path: Path) -> None:
-    """A worker that a server has started is ended too, also where it ignores the polite signal."""
+    """A worker process that a server has started is ended too, also if it ignores SIGTERM."""
     code = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
         "work = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -72,7 +72,7 @@ def test_a_servers_children_end_with_it(tmp_path: Path) -> None:
 
 
 def test_cores_are_divided_or_left_to_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two servers get different cores if there are two."""
+    """Two servers get different cores if there are at least two."""
     monkeypatch.setattr(real_vllm.os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     assert real_vllm.cores_of(2) == ["4,5", "6,7"]
     monkeypatch.setattr(real_vllm.os, "sched_getaffinity", lambda _: {3})

@@ -130,7 +130,9 @@ class Renamed(ScriptedEngine):
 async def test_a_run_is_not_resumed_on_other_weights_under_the_same_name(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """The manifest has the scores of a fixed text; the error has both values, and the run is kept."""
+    """The manifest has the scores of a fixed text; the error has the old and the new values, and
+    the run is kept.
+    """
     servers = [serve("vllm", make, model="one") for make in (engine("draft"), Renamed)]
     policy = Policy(samples=2, turns=3, early_stop="none")
     answers = Answers(toy_answer, toy_groups)
@@ -228,7 +230,7 @@ def test_addresses_of_servers_are_parsed() -> None:
 
 
 def test_give_up_after_applies_to_every_server() -> None:
-    """The setup's value holds for each server whose address has no value of its own."""
+    """The setup's value applies to each server whose address has no value of its own."""
     setup = Setup(
         draft="vllm:http://a:1/m?give_up_after=7",
         target="openai:gpt",
@@ -250,7 +252,9 @@ def test_give_up_after_applies_to_every_server() -> None:
 def test_the_probe_command_says_what_is_wrong(
     serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The exit code is 3 for the server and 2 for the arguments, with one line on stderr."""
+    """The exit code is 3 for a fault of the server and 2 for wrong arguments, with one line on
+    stderr.
+    """
     from atts.models import path
 
     server = serve("vllm")
@@ -413,8 +417,8 @@ class CountedScores(ScriptedEngine):
 async def test_raw_log_probs_are_fetched_only_where_they_are_used(
     serve: Serve, method: str, changes: dict[str, Any], extra: str
 ) -> None:
-    """SGLang returns processed ones by default, so raw ones cost a second request, made only if a
-    score, vote or stop needs them.
+    """SGLang returns processed log-probabilities by default, so raw ones take a second request,
+    made only if a score, vote or stop needs them.
     """
     models: dict[Role, CountedScores] = {role: CountedScores(role) for role in ("draft", "target")}
     quirks = ServerQuirks(logprobs="processed")

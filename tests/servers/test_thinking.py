@@ -46,7 +46,7 @@ POLICY = Policy(
 async def written(
     server: DialectServer, options: RemoteOptions, policy: Policy = POLICY
 ) -> list[Rollout]:
-    """Let a server's model write the rollouts of two problems by itself."""
+    """Let a server's model write the rollouts of two problems alone."""
     engine = RemoteEngine(server.url, tokenizer=ToyTokenizer(), options=options)
     answers = Answers(toy_answer, toy_groups)
     async with engine as target, ScriptedEngine("draft") as draft:
@@ -66,7 +66,9 @@ def make() -> Engine:
 
 @pytest.mark.anyio
 async def test_vllm_closes_the_block_in_the_same_request(serve: Serve) -> None:
-    """With thinking=send a rollout is one request; without it, one more follows after the budget."""
+    """With thinking=send a rollout is one request; without it, a second request follows after the
+    budget.
+    """
     server = serve(make=make)
     ours = await written(server, QUICK)
     stopped = [rollout for rollout in ours if any(turn.is_forced for turn in rollout.turns)]
@@ -104,7 +106,7 @@ async def test_atts_closes_the_block_if_the_server_ignores_the_budget(serve: Ser
 async def test_a_server_without_the_budget_is_refused(
     serve: Serve, quirks: ServerQuirks, words: str
 ) -> None:
-    """The refusal comes before a run begins, with a remedy."""
+    """The server is refused before a run begins, with a remedy."""
     server = serve(make=make, quirks=quirks)
     options = replace(QUICK, thinking="send")
     with pytest.raises(UnsupportedByEngine, match=words):
@@ -115,7 +117,7 @@ async def test_a_server_without_the_budget_is_refused(
 
 
 def test_a_dialect_that_cannot_send_the_budget_says_so() -> None:
-    """Otherwise the setting would be ignored silently."""
+    """The dialect raises an error, because the setting would be ignored silently."""
     address = read_server("sglang:http://localhost:1/m?thinking=send")
     assert address.options.thinking == "send"
     with pytest.raises(OptionError, match="no thinking budget to servers of dialect sglang"):
@@ -125,7 +127,7 @@ def test_a_dialect_that_cannot_send_the_budget_says_so() -> None:
 
 
 class Host:
-    """A hosted service that lists its models, for a dialect that asks for its identity."""
+    """A hosted service that lists its models, for a dialect that checks the service's identity."""
 
     name = "host"
 
@@ -138,7 +140,7 @@ class Host:
 
 
 async def fields(url: str, options: RemoteOptions, **changes: Any) -> dict[str, Any]:
-    """Return the body that the chat dialect sends to this service."""
+    """Return the request body that the chat dialect sends to this service."""
     dialect = ChatDialect(options)
     await dialect.identify(cast(Client, Host(url)), "m")
     request = SampleRequest((1, 70, 2), 50, rollout="p7/3", **changes)
@@ -159,7 +161,7 @@ async def test_a_rollouts_requests_go_to_one_cache_at_openai() -> None:
 
 @pytest.mark.anyio
 async def test_a_chat_service_gets_the_budget_in_its_own_field() -> None:
-    """OpenRouter has another field, and OpenAI has none."""
+    """OpenRouter has its own field for the budget, and OpenAI has none."""
     send = replace(QUICK, thinking="send")
     assert (await fields("https://host.example/v1", send, thinking_budget=9))[
         "thinking_token_budget"

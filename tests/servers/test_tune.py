@@ -1,4 +1,4 @@
-"""Tests of `atts tune`: how much a server should speculate, from its step times and counters."""
+"""Tests of `atts tune`: it derives a server's best speculation length from step times and counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARES = (0.8, 0.75, 0.7)  # acceptance at each position, if all before it were 
 
 
 def embedded() -> LocalEngine:
-    """Make an engine of the embedded draft, whose tokenizer can be opened here."""
+    """Make an engine of the embedded draft, whose tokenizer is on this machine."""
     return LocalEngine(
         path("draft"), name="draft", options=LocalOptions(worker="thread", kv_tokens=8192)
     )
@@ -30,7 +30,9 @@ def embedded() -> LocalEngine:
 def timings(
     cost: Callable[[float], float], loads: Sequence[int], shares: Sequence[float] = SHARES
 ) -> list[LoadTiming]:
-    """Make the counts of a server with these acceptances, whose steps take `cost` seconds by rows."""
+    """Make the counters of a server with these acceptances, whose steps take `cost` seconds by
+    rows.
+    """
     made = list[LoadTiming]()
     for load in loads:
         steps = 10_000
@@ -73,7 +75,9 @@ def test_rows_at_full_cost_give_no_proposals() -> None:
 
 
 def test_steps_that_were_never_timed_are_named() -> None:
-    """A server that always proposes three tokens takes no step of fewer than four rows."""
+    """The advice names step sizes without a measurement: a server that always proposes three tokens
+    takes no step of fewer than four rows.
+    """
     found = advise(timings(lambda rows: 0.01 * rows, LOADS), 3)
     assert [each.length for each in found.loads][2:] == [0] * len(LOADS[2:])
     assert "no step with fewer than 4 rows was timed" in found.warnings[0]
@@ -96,14 +100,14 @@ def test_proposals_grow_shorter_with_the_load() -> None:
 
 
 def test_the_forecast_of_the_length_in_use_is_near_what_was_measured() -> None:
-    """It is within 10 % at every load, also for nonlinear costs."""
+    """The forecast is within 10 % of the measurement at every load, also for nonlinear costs."""
     found = advise(timings(lambda rows: 0.01 + 0.0004 * rows, LOADS), 4)
     for each in found.loads:
         assert each.forecast == pytest.approx(each.measured, rel=0.1)
 
 
 def test_the_choice_is_the_best_of_all_lengths_by_enumeration() -> None:
-    """With exact costs and shares, no other length has more tokens a second by over 3 %."""
+    """With exact costs and shares, no other length gives over 3 % more tokens a second."""
 
     def cost(rows: float) -> float:
         return 0.01 + 0.0008 * rows
@@ -122,7 +126,7 @@ def test_the_choice_is_the_best_of_all_lengths_by_enumeration() -> None:
 
 
 def test_a_server_that_proposed_nothing_gets_no_advice() -> None:
-    """Its steps are timed, but its acceptance is unknown."""
+    """The steps of such a server are timed, but its acceptance is unknown."""
     found = advise(timings(lambda rows: 0.02, LOADS, ()), 4)
     assert found.config == "none"
     assert found.acceptance == ()
@@ -131,7 +135,7 @@ def test_a_server_that_proposed_nothing_gets_no_advice() -> None:
 
 
 def test_the_order_of_timings_does_not_matter() -> None:
-    """The advice depends only on the set of measurements."""
+    """The advice depends only on the set of measurements, not on their order."""
     made = timings(lambda rows: 0.01 + 0.0008 * rows, LOADS)
     assert [each.length for each in advise(made, 3).loads] == [
         each.length for each in advise(made[::-1], 3).loads
@@ -172,5 +176,5 @@ def test_loads_that_do_not_rise_are_refused(
 
 
 def test_if_no_load_pays_the_advice_has_no_setting() -> None:
-    """The advice is then the word "none"."""
+    """If speculation pays at no load, the advice is the word "none"."""
     assert TuneAdvice("ngram", (0.5,), ()).config == "none"

@@ -39,7 +39,7 @@ def run_blocked(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_on_servers_needs_neither_torch_nor_transformers(
     serve: Callable[..., DialectServer], tmp_path: Path
 ) -> None:
-    """A whole run uses real tokenizers, chat templates, journal, grades and report."""
+    """A whole run works with real tokenizers, chat templates, journal, grades and report."""
     addresses = list[str]()
     roles: tuple[Role, ...] = ("draft", "target")
     for role in roles:

@@ -1,4 +1,4 @@
-"""A server on a free port of this machine, in the test's own event loop."""
+"""Fixtures of a server on a free port of this machine, in the test's own event loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Client:
     http: httpx2.AsyncClient
 
     async def chat(self, **fields: Any) -> httpx2.Response:
-        """Ask the toy question, or what the fields request."""
+        """Ask the toy question, or the question in the given fields."""
         return await self.http.post("/chat/completions", json=body(**fields))
 
 
@@ -57,7 +57,7 @@ def body(**fields: Any) -> dict[str, Any]:
 async def serving(
     setup: Setup | None = None, key: str | None = None, **options: Any
 ) -> AsyncGenerator[Client]:
-    """Serve for the length of the block."""
+    """Serve until the end of the block."""
     if key is not None:
         options["keys"] = {key: ""}
     service = Service(setup or toy_setup(), ServeOptions(name=MODEL, **options))
@@ -93,7 +93,7 @@ async def stream_events(client: Client, **fields: Any) -> list[Any]:
 def started_server(
     state: Path, seconds: float = 0.0, requests: int = 64
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start a server whose calls take this long; return its process and its address."""
+    """Start a server with this latency per call; return its process and its address."""
     words = [str(state), str(seconds), str(requests)]
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.serving.server_process", *words],

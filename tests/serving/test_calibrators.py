@@ -34,7 +34,9 @@ async def ask(client: Client, times: int = 1, **fields: Any) -> None:
 
 
 def test_a_restarted_server_continues_with_what_it_learnt(tmp_path: Path) -> None:
-    """Its calibrators have the decisions of earlier sessions, one for each method and rate."""
+    """The calibrators of a restarted server have the decisions of earlier sessions, one calibrator
+    for each method and rate.
+    """
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:
@@ -56,7 +58,7 @@ def test_a_restarted_server_continues_with_what_it_learnt(tmp_path: Path) -> Non
 
 
 def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path) -> None:
-    """State and order of issue are those of the session before, and the realised rate continues."""
+    """State and order of issue equal those of the earlier session, and the realised rate continues."""
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:
@@ -79,7 +81,7 @@ def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path)
 def test_unsuitable_calibrators_are_left_out_with_a_message(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A damaged file, or one of other models or settings, does not keep the server from starting."""
+    """A server starts despite a damaged calibrator, or one of other models or settings."""
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:
@@ -103,7 +105,7 @@ def test_unsuitable_calibrators_are_left_out_with_a_message(
 
 
 def test_calibrators_are_saved_while_the_server_runs(tmp_path: Path) -> None:
-    """The file exists before the end, so a killed server does not lose everything."""
+    """The file exists before the server ends, so a killed server does not lose everything."""
 
     async def main() -> None:
         async with serving(state=tmp_path, save_seconds=0.01) as client:
@@ -118,5 +120,5 @@ def test_calibrators_are_saved_while_the_server_runs(tmp_path: Path) -> None:
 
 
 def saved(path: Path) -> int:
-    """Return how many decisions a file has."""
+    """Return the number of decisions in a file."""
     return int(read_state(path)["calibrator"]["decided"])

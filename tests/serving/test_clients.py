@@ -93,7 +93,7 @@ def test_openais_client_streams(address: str) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_gets_a_reply(address: str) -> None:
-    """A request needs nothing but a body."""
+    """A request by curl needs only a body."""
     body = '{"model":"atts/embedded:fast","messages":[{"role":"user","content":"What is 3 + 4?"}]}'
     done = subprocess.run(
         ["curl", "-sS", f"{address}/chat/completions", "-d", body],

@@ -1,4 +1,6 @@
-"""Tests of sharing slots among users: no user starves, shares hold, and floods lose their places."""
+"""Tests of sharing slots among users: no user starves, shares are kept, and floods lose their
+places.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def test_shares_hold_by_what_requests_cost(cost: float, expected: float) -> None
 
 
 def test_time_without_requests_earns_no_credit() -> None:
-    """A user who returns is served in turn, not all at once."""
+    """A user who returns gets slots in turn with others, not all at once."""
 
     async def main() -> None:
         slots = FairSlots(1, 100)
@@ -84,7 +86,7 @@ def test_time_without_requests_earns_no_credit() -> None:
 
 
 def test_a_full_queue_displaces_the_newest_request_of_the_largest_user() -> None:
-    """The flood loses a place to a newcomer and gets none back; a second flood shares evenly."""
+    """The flood loses a place to a newcomer and does not get it back; a second flood shares evenly."""
 
     async def main() -> None:
         slots = FairSlots(1, 4)
@@ -120,7 +122,7 @@ def test_a_full_queue_displaces_the_newest_request_of_the_largest_user() -> None
 
 
 def test_cancelled_and_displaced_requests_lose_no_slot() -> None:
-    """After any mixture of ends, all slots are free again."""
+    """After any mixture of cancelled and displaced requests, all slots are free again."""
 
     async def main() -> None:
         draw = random.Random(5)
@@ -151,7 +153,7 @@ def test_cancelled_and_displaced_requests_lose_no_slot() -> None:
 
 
 def test_users_that_come_and_go_are_forgotten() -> None:
-    """Clients choose these names, so their number must not grow forever."""
+    """Clients choose these names, so the number of remembered names must not grow forever."""
 
     async def main() -> None:
         slots = FairSlots(1, 10)
@@ -178,8 +180,8 @@ def test_a_share_needs_a_key(keys: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("key", "owner"), [("k-ann", "ann"), ("k-all", "")])
 def test_a_client_cannot_name_itself_where_keys_have_names(key: str, owner: str) -> None:
-    """With named keys, the field `user` neither takes another user's share nor shows the run to
-    that user.
+    """With named keys, the field `user` neither takes another user's share nor shows that user's
+    run.
     """
     pytest.importorskip("starlette", reason="needs the extra serve")
 
@@ -225,7 +227,7 @@ def test_a_user_who_floods_the_server_does_not_starve_another() -> None:
 
 
 def test_a_key_is_a_user() -> None:
-    """The user of a named key counts and sees its own runs only; the operator's key sees all."""
+    """The user of a named key sees only that user's runs and counts; the operator's key sees all."""
     pytest.importorskip("starlette", reason="needs the extra serve")
 
     async def main() -> None:

@@ -53,7 +53,9 @@ def spent(state: Path) -> Amount:
 
 
 def test_a_server_killed_in_a_stream_forgets_nothing_it_spent(tmp_path: Path) -> None:
-    """After kill -9 the ledger has at least what was replied, and after a restart it only grows."""
+    """After kill -9 the ledger has at least the cost of all replies, and after a restart it only
+    grows.
+    """
     replied = 0
     before = Amount()
     for _ in range(2):
@@ -112,7 +114,7 @@ def test_a_hundred_disconnecting_clients_leave_nothing(clients: int) -> None:
 
 
 def test_a_slow_reader_delays_no_other_client() -> None:
-    """Its own stream is paused while others are answered."""
+    """The stream of the slow reader is paused while others are answered."""
 
     async def main() -> None:
         async with serving() as client:
@@ -155,7 +157,7 @@ class Wordy(ScriptedEngine):
 
 
 def buffered() -> int:
-    """Return the most bytes that a connection of this process still buffers."""
+    """Return the largest number of bytes that a connection of this process buffers."""
     transports = [one for one in gc.get_objects() if isinstance(one, asyncio.WriteTransport)]
     return max(one.get_write_buffer_size() for one in transports)
 
@@ -207,7 +209,7 @@ def test_a_reader_that_stops_fills_a_bounded_buffer(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_flood_of_headers_is_refused() -> None:
-    """A request with too many headers is an error of its client."""
+    """A request with too many headers gets a client error."""
 
     async def main() -> None:
         async with serving() as client:
@@ -223,7 +225,7 @@ def test_a_flood_of_headers_is_refused() -> None:
 
 
 def test_a_body_of_100_megabytes_is_refused_after_the_first() -> None:
-    """The server reads no more than its limit, keeps nothing of it, and answers the next request."""
+    """The server reads only up to its limit, keeps nothing, and answers the next request."""
     sent = 0
 
     async def endless() -> AsyncGenerator[bytes]:
@@ -248,7 +250,7 @@ def test_a_body_of_100_megabytes_is_refused_after_the_first() -> None:
 
 
 def test_engines_that_fail_under_many_requests_leave_nothing() -> None:
-    """Each request gets a reply or an error of the server, and no reservation is left."""
+    """Each request gets a reply or a server error, and no reservation is left."""
 
     async def main() -> None:
         draft = ScriptedEngine("draft", faults=Faults({"refused": 0.2}, seed=3))
@@ -274,7 +276,7 @@ def test_engines_that_fail_under_many_requests_leave_nothing() -> None:
 
 
 def test_a_cancelled_server_closes_idle_connections() -> None:
-    """Browsers keep connections open between two requests."""
+    """A server that ends closes idle connections, which browsers keep open between two requests."""
 
     async def main() -> None:
         async with serving() as client:
@@ -306,7 +308,7 @@ class EndsLate:
         """Accept every request."""
 
     async def solve(self, *_: object, **__: object) -> None:
-        """End despite the cancellation."""
+        """Return a result despite the cancellation."""
         with anyio.CancelScope(shield=True):
             await anyio.sleep(0.01)
         self.has_ended = True

@@ -26,7 +26,7 @@ def one_model(**changes: Any) -> Setup:
 
 @pytest.mark.parametrize("role", ["draft", "target"])
 def test_a_model_can_be_asked_alone(role: Role) -> None:
-    """Its own name gives one rollout of it, all as content and without votes."""
+    """The model's own name gives one of its rollouts, all as content and without votes."""
 
     async def main() -> None:
         async with serving() as client:
@@ -54,7 +54,7 @@ def test_a_model_can_be_asked_alone(role: Role) -> None:
 
 
 def test_a_conversation_reaches_a_model_turn_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own chat template renders the messages, without atts' system prompt."""
+    """The model's own chat template renders the messages, without atts' system prompt."""
     seen: list[Any] = []
     render = ToyTokenizer.render
 
@@ -81,7 +81,7 @@ def test_a_conversation_reaches_a_model_turn_by_turn(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("policy", VOTES)
 def test_one_model_votes_as_solve_does(policy: str) -> None:
-    """A server of one model has its policies, and a seed gives the answer of `atts.solve`."""
+    """A server of one model has the usual policies, and a seed gives the answer of `atts.solve`."""
 
     async def main() -> None:
         setup = VOTES[policy].applied(one_model(seed=7))
@@ -105,7 +105,7 @@ def test_one_model_votes_as_solve_does(policy: str) -> None:
 
 
 def test_a_request_may_name_its_method() -> None:
-    """The method replaces that of the policy, and the reply says so."""
+    """The method of the request replaces that of the policy, and the reply says so."""
 
     async def main() -> None:
         setup = toy_setup(method="cascade", rate=0.2, seed=3)
@@ -148,7 +148,7 @@ def test_impossible_requests_to_a_model_are_refused(fields: dict[str, Any], word
 
 def test_a_thinking_budget_lets_every_rollout_answer() -> None:
     """The thinking ends at the budget with a text that begins the answer; `max_tokens` limits the
-    whole.
+    whole rollout.
     """
 
     async def main() -> None:
@@ -172,7 +172,9 @@ def test_a_thinking_budget_lets_every_rollout_answer() -> None:
 
 
 def test_a_trace_has_every_chunk_and_its_decision() -> None:
-    """`full` has the texts that `summary` counts, and `none` has neither."""
+    """The trace `full` has the texts that `summary` only counts, and `none` has neither texts nor
+    counts.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -196,8 +198,8 @@ TITLE = f"### Task:\nWrite a title.\n<chat_history>\nUSER: {QUESTION}\n</chat_hi
 
 @pytest.mark.parametrize("housekeeping", ["draft", "policy"])
 def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) -> None:
-    """Requests for titles and the like are counted separately; a server may treat them as any
-    other.
+    """Requests of the program for titles and the like are counted separately; the server can also
+    treat them as usual requests.
     """
 
     async def main() -> None:
@@ -218,7 +220,7 @@ def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) 
 
 
 def test_a_question_about_documents_is_not_a_chat_programs_own() -> None:
-    """Open WebUI words it as a task too, in the message of the user who asks."""
+    """Open WebUI words such a question as a task too, but in the message of the user who asks."""
 
     async def main() -> None:
         async with serving() as client:
@@ -235,7 +237,7 @@ def test_a_question_about_documents_is_not_a_chat_programs_own() -> None:
 
 @pytest.mark.parametrize("combine", ["select", "synthesize"])
 def test_a_request_may_combine_its_votes(combine: str) -> None:
-    """The target is asked if this request's votes split, and its tokens are in the usage."""
+    """If the votes split, this request calls the target, and the target's tokens are in the usage."""
 
     async def main() -> None:
         async with serving() as client:

@@ -1,7 +1,8 @@
-"""Open WebUI's recorded traffic, sent again: what its users ask, and what it asks on its own.
+"""Tests on the recorded traffic of Open WebUI, sent again: questions of its users, and requests of
+its own.
 
-`openwebui_traffic.jsonl` has the requests that the backend of Open WebUI 0.12.4 sent to `atts serve`.
-Its headers are left out, and the instructions of its tasks are shortened.
+`openwebui_traffic.jsonl` has the requests that the backend of Open WebUI 0.12.4 sent to `atts
+serve`. The headers are left out, and the instructions of the tasks are shortened.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OF_ITS_OWN = ("title", "tags", "follow-ups", "search queries")
 
 
 async def sent_again(client: Client, recorded: dict[str, Any]) -> dict[str, Any]:
-    """Send a recorded request, and return the reply; of a stream it is the last event."""
+    """Send a recorded request, and return the reply, or the last event of a stream."""
     path = recorded["path"].removeprefix("/v1")
     response = await client.http.request(recorded["method"], path, json=recorded["body"])
     assert response.status_code == 200
@@ -39,7 +40,7 @@ async def sent_again(client: Client, recorded: dict[str, Any]) -> dict[str, Any]
 
 @pytest.mark.parametrize("recorded", TRAFFIC, ids=lambda one: one["kind"].replace(" ", "-"))
 def test_recorded_requests_are_answered(recorded: dict[str, Any]) -> None:
-    """Requests of its own cost one draft rollout; its users' questions get the policy."""
+    """Open WebUI's own requests use one draft rollout; its users' questions get the policy."""
 
     async def main() -> None:
         async with serving() as client:
@@ -61,6 +62,6 @@ def test_recorded_requests_are_answered(recorded: dict[str, Any]) -> None:
 
 
 def test_the_recording_has_every_kind_of_request() -> None:
-    """A recording that lost lines would test less."""
+    """The recording has every kind of request, because one that lost lines would test less."""
     kinds = {one["kind"] for one in TRAFFIC}
     assert kinds == {"models", "chat", "streamed chat", "documents", *OF_ITS_OWN}

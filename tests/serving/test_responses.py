@@ -28,12 +28,12 @@ def asked(**fields: Any) -> dict[str, Any]:
 
 
 async def respond(client: Client, **fields: Any) -> httpx2.Response:
-    """Ask the toy question, or what the fields request."""
+    """Ask the toy question, or the question in the given fields."""
     return await client.http.post("/responses", json=asked(**fields))
 
 
 async def events_of(client: Client, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a streamed response, each checked against its type's line."""
+    """Return the events of a streamed response, each checked against the line of its type."""
     got: list[dict[str, Any]] = []
     kind = ""
     async with client.http.stream(
@@ -215,7 +215,9 @@ async def finished(client: Client, name: str) -> dict[str, Any]:
 
 
 def test_a_background_response_needs_no_client(tmp_path: Path) -> None:
-    """It is returned at once, found while it runs, and does not change after its end."""
+    """A background response returns at once, can be read while it runs, and does not change after
+    its end.
+    """
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), state=tmp_path) as client:
@@ -240,7 +242,9 @@ def test_a_background_response_needs_no_client(tmp_path: Path) -> None:
 
 
 def test_background_responses_expire(tmp_path: Path) -> None:
-    """A folder that ended long ago is removed; one that runs stays, however old its request is."""
+    """The folder of a response that ended long ago is removed, but that of a running response
+    stays, however old its request is.
+    """
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), state=tmp_path) as client:
@@ -268,7 +272,9 @@ def test_background_responses_expire(tmp_path: Path) -> None:
 
 
 def test_a_background_response_can_be_cancelled(tmp_path: Path) -> None:
-    """Nothing of it stays in flight, and a restart does not begin it again."""
+    """No call of a cancelled response stays in flight, and a restart does not begin the response
+    again.
+    """
 
     async def main() -> None:
         async with serving(toy_setup(Latency(per_sample=30.0)), state=tmp_path) as client:
@@ -307,7 +313,7 @@ def test_only_its_user_may_read_a_response(tmp_path: Path) -> None:
 
 
 def test_a_closing_server_leaves_background_work_to_the_next(tmp_path: Path) -> None:
-    """The next server continues a response that was not done, and finishes it as usual."""
+    """The next server continues an unfinished response, and finishes it as usual."""
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), state=tmp_path) as client:
@@ -353,7 +359,8 @@ def test_a_response_that_no_server_can_continue_fails(tmp_path: Path) -> None:
 def test_background_responses_survive_kill_9_and_finish_once(tmp_path: Path) -> None:
     """After several kills each response ends once, with the answer of a server that was not killed.
 
-    The ledger has every call of every session, and a request's own cap holds over all of them.
+    The ledger has every call of every session, and a request's own cap applies to all sessions
+    together.
     """
     ids: list[str] = []
     ends: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,4 @@
-"""Tests that no secret leaves a server: neither its clients' keys nor those of the servers behind
-it.
-"""
+"""Tests that no secret leaves a server: neither its clients' keys nor the keys of upstream servers."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ STATUSES = (200, 400, 401, 404, 500)
 
 
 class Echoing(DialectServer):
-    """A server that answers with the request's own headers once it is given a status."""
+    """A server that replies with the request's own headers once it is given a status."""
 
     echo: int = 0
 
@@ -66,17 +64,19 @@ def texts_in(folder: Path) -> dict[str, str]:
 
 
 def echoes(got: Iterable[tuple[int, str]]) -> int:
-    """Return the number of replies that pass on an upstream's echo, in which the key is replaced."""
+    """Return the number of replies that pass on the headers echoed by an upstream server, in which
+    the key is replaced.
+    """
     return sum("[API key]" in text for _, text in got)
 
 
 def leaks(texts: Iterable[str]) -> list[str]:
-    """Return the texts that hold a part of a secret."""
+    """Return the texts that contain a part of a secret."""
     return [text for text in texts if "canary" in text]
 
 
 async def replies_of(address: str, name: str, upstream: Iterable[Echoing]) -> list[tuple[int, str]]:
-    """Ask with wrong and correct keys, broken bodies and failing upstream servers.
+    """Send requests with wrong and correct keys, broken bodies and failing upstream servers.
 
     Return the status and text of every reply, and last the server's description of itself.
     """

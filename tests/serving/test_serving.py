@@ -61,7 +61,7 @@ def test_a_reply_has_answer_reasoning_usage_and_facts() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_seed_gives_the_answer_of_solve(policy: str) -> None:
-    """The endpoint gives what `atts.solve` gives under every policy, however often it is asked."""
+    """The endpoint gives the answer of `atts.solve` under every policy, however often it is called."""
 
     async def main() -> None:
         setup = POLICIES[policy].applied(toy_setup(seed=11))
@@ -194,7 +194,7 @@ def test_impossible_chat_requests_are_refused(
     ],
 )
 def test_malformed_bodies_are_refused(data: bytes, status: int) -> None:
-    """A broken, deeply nested or huge body is an error of the client, and the server continues."""
+    """A broken, deeply nested or huge body gets a client error, and the server continues."""
 
     async def main() -> None:
         async with serving() as client:
@@ -206,7 +206,7 @@ def test_malformed_bodies_are_refused(data: bytes, status: int) -> None:
 
 
 def test_paths_and_methods_that_are_not_served_are_refused() -> None:
-    """Unknown routes and manipulated paths read nothing."""
+    """Requests of unknown routes and manipulated paths read nothing."""
 
     async def main() -> None:
         async with serving() as client:
@@ -230,7 +230,7 @@ def test_paths_and_methods_that_are_not_served_are_refused() -> None:
     ],
 )
 def test_a_cap_ends_a_request_and_is_never_exceeded(caps: dict[str, Any], limit: str) -> None:
-    """The reply says which cap it was, and `on_limit` makes it an error instead."""
+    """The reply names the cap, and `on_limit` makes the cap an error instead."""
 
     async def main() -> None:
         setup = toy_setup(SLOW) if limit == "max_seconds" else toy_setup()
@@ -298,7 +298,7 @@ def test_without_the_key_only_health_is_served() -> None:
 
 
 def test_overload_is_refused_with_a_time_to_try_again() -> None:
-    """One request is worked on, one waits, and the third gets a Retry-After."""
+    """One request is worked on, one waits, and the third is refused with a Retry-After."""
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), requests=1, queue=1) as client:
@@ -321,7 +321,7 @@ def test_overload_is_refused_with_a_time_to_try_again() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_cancels_its_calls(stream: bool) -> None:
-    """Nothing of a request is left after its client disconnected, down to the engines."""
+    """After its client disconnected no part of the request is left, down to the engines."""
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=30.0))
@@ -385,7 +385,9 @@ def test_256_streams_at_once_lose_no_chunk() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_run_can_be_seen_and_cancelled(stream: bool) -> None:
-    """It is listed while it runs; if it is cancelled, its calls end and its client gets an error."""
+    """A run is listed while it is in progress; if it is cancelled, its calls end and its client
+    gets an error.
+    """
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=30.0))
@@ -475,13 +477,13 @@ def changed(name: str, value: Any) -> ServeOptions:
 
 @pytest.mark.parametrize("name", ["requests", "body_bytes"])
 def test_limits_that_serve_nothing_are_refused(name: str) -> None:
-    """A server that admits no request is a mistake."""
+    """A limit that admits no request is refused as a mistake."""
     with pytest.raises(OptionError, match=name):
         changed(name, 0)
 
 
 def test_an_account_inside_another_one_spends_from_both() -> None:
-    """The outer cap refuses what the inner one allows."""
+    """The outer cap refuses a call that the inner cap allows."""
     outer = Account(Caps(max_calls=1))
     inner = Account(Caps(max_calls=5), inside=outer)
     with inner.reserved_now(Amount(1)):

@@ -1,4 +1,4 @@
-"""Tests of stop strings: a client sees the text before the first of them, whole and streamed."""
+"""Tests of stop strings: a client sees the text before the first stop string, whole and streamed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shown_by_definition(text: str, stop: Sequence[str]) -> str:
     stop=st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=4),
 )
 def test_a_stream_shows_the_text_of_a_whole_reply(pieces: list[str], stop: list[str]) -> None:
-    """No stop string is shown, nor the beginning of one that may still be completed."""
+    """Neither a stop string is shown, nor the beginning of one that may still be completed."""
     text = "".join(pieces)
     expected = shown_by_definition(text, stop)
     growing = StoppedText(stop)
@@ -66,7 +66,7 @@ def test_a_stream_lags_by_less_than_the_stop_string(text: str, stop: str) -> Non
 
 
 async def both(client: Client, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Ask for a whole and a streamed reply; return the whole reply, and the deltas."""
+    """Request a whole and a streamed reply; return the whole reply, and the deltas."""
     whole = (await client.chat(**fields)).json()
     got = await stream_events(client, **fields)
     choices = [event["choices"][0] for event in got]
@@ -81,7 +81,9 @@ async def both(client: Client, **fields: Any) -> tuple[dict[str, Any], list[dict
 @pytest.mark.parametrize("model", ["draft", "target"])
 @pytest.mark.parametrize("stop", ["So", "\n\n", "\n\nSo", "s 7", "}", ["zzz", "nswer", "."]])
 def test_a_single_model_stops_at_the_stop_string(model: str, stop: str | list[str]) -> None:
-    """Its content ends before the stop string, and later tokens are neither shown nor charged."""
+    """The model's content ends before the stop string, and later tokens are neither shown nor
+    charged.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -152,7 +154,9 @@ def test_content_is_cut_but_the_answer_is_not() -> None:
 
 
 def test_the_text_of_a_rollout_without_an_answer_is_cut() -> None:
-    """A reply that a limit ended is cut at a stop string as well, and reports it as its end."""
+    """A reply that a limit ended is cut at a stop string as well, and reports the stop string as
+    its end.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -194,7 +198,7 @@ def test_impossible_stop_strings_are_refused(stop: Any, words: str) -> None:
 
 
 def test_null_and_no_stop_strings_change_nothing() -> None:
-    """Clients send null or an empty list if they have no stop strings."""
+    """Null or an empty list, as clients send them without stop strings, change nothing."""
 
     async def main() -> None:
         async with serving() as client:

@@ -37,7 +37,7 @@ PICTURES = os.environ.get("ATTS_VIEW_PICTURES")
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Start Chromium; skip the test if there is none."""
+    """Start Chromium, or skip the test if it is not installed."""
     program = os.environ.get("ATTS_CHROMIUM") or shutil.which("chromium")
     if program is None:
         pytest.skip("no chromium here: install it or set ATTS_CHROMIUM")
@@ -61,7 +61,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def shown(status: Callable[[], dict[str, Any]]) -> Generator[str]:
-    """Serve the page of a status for the length of the block."""
+    """Serve the page of a status until the end of the block."""
     with view_server(0, status) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -82,7 +82,7 @@ OVERFLOWING = """[...document.querySelectorAll("body *")].filter(one => {
 
 
 def looked_at(page: Page, address: str, name: str) -> None:
-    """Open the page at both widths, light and dark; nothing may be cut, or be refused."""
+    """Open the page at both widths, light and dark; nothing may be cut off or blocked."""
     for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")):
         page.look(width, 900, scheme)
         page.open(f"{address}/atts/view")
@@ -139,7 +139,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_run_is_for_this_machine(run_directory: Path) -> None:
-    """A request with another host name gets nothing, because a foreign page may have sent it."""
+    """A request with another host name gets an error, because a foreign page may have sent it."""
     with shown(RunStatus(run_directory).status) as address, httpx2.Client() as client:
         assert client.get(f"{address}/atts/status").json()["kind"] == "run"
         assert b"atts view" in client.get(address).content
@@ -151,7 +151,7 @@ def test_the_page_of_a_run_is_for_this_machine(run_directory: Path) -> None:
 def test_a_run_that_cannot_be_read_is_an_error_on_the_page(
     run_directory: Path, tmp_path: Path
 ) -> None:
-    """Damage in the middle of a journal is shown, and the page continues to ask."""
+    """Damage in the middle of a journal is shown, and the page continues to request updates."""
     damaged = tmp_path / "damaged"
     shutil.copytree(run_directory, damaged)
     reading = RunStatus(damaged)
@@ -164,8 +164,8 @@ def test_a_run_that_cannot_be_read_is_an_error_on_the_page(
 
 
 def test_a_server_shows_what_is_in_flight() -> None:
-    """It shows requests, the leading rollout's text, budgets with reservations, the rate and engine
-    use.
+    """The page shows requests, the leading rollout's text, budgets with reservations, the rate and
+    engine use.
     """
 
     async def main() -> None:
@@ -211,7 +211,7 @@ def test_a_server_shows_what_is_in_flight() -> None:
 
 
 def test_busy_shares_forget_what_is_old() -> None:
-    """They cover the last minute, which bounds their memory."""
+    """Busy shares cover the last minute, which bounds their memory."""
     busy = BusyShare()
     for second in range(10_000):
         busy.add("draft", second, second + 0.25)
@@ -222,7 +222,7 @@ def test_busy_shares_forget_what_is_old() -> None:
 
 
 def test_the_page_of_a_run_in_a_browser(browser: Browser, run_directory: Path) -> None:
-    """The run's numbers are on the page, at the width of a desk and of a telephone."""
+    """The run's numbers are on the page, at the width of a desktop and of a telephone."""
     page = browser.page()
     with shown(RunStatus(run_directory).status) as address:
         looked_at(page, address, "run")
@@ -234,7 +234,7 @@ def test_the_page_of_a_run_in_a_browser(browser: Browser, run_directory: Path) -
 
 
 def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
-    """It asks for the key, follows a request, and shows text of models as text alone."""
+    """The page requests the key, follows a request, and shows text of models as plain text."""
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=0.3, per_score=0.1))
@@ -274,7 +274,7 @@ def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
 
 
 def test_markup_in_model_output_is_shown_as_text(browser: Browser) -> None:
-    """This holds for every text on the page."""
+    """Markup is shown as text in every text of the page."""
     evil = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
     status = {
         "kind": "run",

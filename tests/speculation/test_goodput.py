@@ -53,7 +53,7 @@ class Machine:
     def steps(
         self, number: int, sequences: int, acceptance: float, others: int = 0
     ) -> Iterator[list[int]]:
-        """Yield the lengths of each step; sometimes a sequence ends and another takes its place."""
+        """Yield the lengths of each step; sometimes a sequence ends and another replaces it."""
         for _ in range(number):
             self._keys = [key for key in self._keys if self._random.random() > self.ends][
                 :sequences
@@ -94,7 +94,7 @@ class Machine:
             self.saved += steps * forecast.plain - float(sum(seconds))
 
     def _begin(self, rounds: Sequence[Outcome]) -> int:
-        """Count the sequences that the drafter had not seen yet, and mark them as seen."""
+        """Count the sequences that are new to the drafter, and mark them as seen."""
         keys = {key for key, _, _ in rounds}
         new = len(keys - self._known)
         self._known = self._known | keys
@@ -125,7 +125,7 @@ def straight(start: float, slope: float) -> Table:
 
 
 def random_table(seed: int, most: int) -> Table:
-    """Draw monotone step times with cliffs and a slope that changes from octave to octave."""
+    """Draw monotone step times with cliffs, and with a slope that changes from octave to octave."""
     random = np.random.default_rng(seed)
     slopes = random.exponential(0.4, 16) ** 2
     rises: NDArray[np.float64] = slopes[np.log2(np.arange(1, most + 1)).astype(int)]
@@ -184,8 +184,8 @@ def test_a_drafter_with_a_high_fixed_cost_gets_long_requests() -> None:
 def test_the_cost_of_new_texts_is_included(
     sequences: int, start: float, ends: float, catching_up: float, least: float
 ) -> None:
-    """A drafter must read each new text first; long proposals may pay for that, otherwise few are
-    made.
+    """A drafter must read each new text first, so it proposes little unless long proposals pay for
+    the reading.
     """
     machine = Machine(straight(start, 1.4e-4), 2e-5)
     machine.ends = ends
@@ -228,8 +228,8 @@ def mean(lengths: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("sequences", [1, 8])
 def test_speculation_turns_off_and_on_with_acceptance(sequences: int) -> None:
-    """It is off within 200 steps and on again within 1,500 if a proposed token costs a third of a
-    step.
+    """Speculation is off within 200 steps, and on again within 1,500 if a proposed token costs a
+    third of a step.
     """
     machine = Machine(straight(1e-3, 3e-4 / sequences), 3e-4 / sequences)
     assert mean(list(machine.steps(400, sequences, 0.9))[-100:]) > 0.8
@@ -239,7 +239,7 @@ def test_speculation_turns_off_and_on_with_acceptance(sequences: int) -> None:
 
 
 def test_less_is_proposed_with_more_sequences() -> None:
-    """A step of few rows takes hardly longer than one of one row, but many rows cost time."""
+    """With few sequences additional rows cost hardly any time, but with many sequences they do."""
     machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 12), 2e-5)
     found = [
         mean(list(machine.steps(500, sequences, 0.8))[-200:]) for sequences in (1, 2, 4, 8, 32)
@@ -250,7 +250,7 @@ def test_less_is_proposed_with_more_sequences() -> None:
 
 
 def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
-    """The rows that are free next to a few sequences are not free next to a prompt."""
+    """Rows that cost nothing with a few sequences cost time in a step with a prompt."""
     machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 16), 1e-5)
     alone = mean(list(machine.steps(400, 2, 0.6))[-100:])
     beside = mean(list(machine.steps(400, 2, 0.6, others=64))[-100:])
@@ -259,7 +259,9 @@ def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
 
 
 def test_one_step_in_eight_is_measured_between_decisions() -> None:
-    """Measuring takes a good part of a small model's step, so one step represents those between."""
+    """Measuring takes a good part of a small model's step, so one measured step represents the
+    steps between.
+    """
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
     assert np.mean([any(lengths) for lengths in [*machine.steps(600, 4, 0.95)][-200:]]) > 0.9
     machine.looked.clear()
@@ -269,7 +271,7 @@ def test_one_step_in_eight_is_measured_between_decisions() -> None:
 
 
 def test_prompts_between_other_steps_change_no_lengths() -> None:
-    """A prompt is fed once whatever is proposed, so the other steps decide which length pays."""
+    """A prompt is fed once whatever is proposed, so only the other steps decide which length pays."""
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
     machine.ends = 0.0
     before = [*machine.steps(600, 4, 0.95)][-1]
@@ -290,7 +292,7 @@ def test_predicted_step_times_are_accurate() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.8, 0.3])
 def test_the_reported_gain_is_the_real_one(acceptance: float) -> None:
-    """The gain is relative to steps without proposals for as many tokens, of which a few are
+    """The gain is relative to steps without proposals for as many tokens, a few of which are
     measured.
     """
     machine = Machine(straight(1e-3, 5e-5), 2e-5)

@@ -18,7 +18,7 @@ def atts(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[st
 
 @pytest.mark.both
 def test_help_lists_every_command(tmp_path: Path) -> None:
-    """It has one line per registered command, and the exit codes."""
+    """Help has one line per registered command, and the exit codes."""
     done = atts("--help", cwd=tmp_path)
     assert done.returncode == 0
     assert all(name in done.stdout for name in COMMANDS)
@@ -27,7 +27,7 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
 
 @pytest.mark.both
 def test_a_misspelt_command_is_usage_with_a_suggestion(tmp_path: Path) -> None:
-    """The exit code is 2, the nearest name is suggested, and stdout is empty."""
+    """The exit code is 2, the most similar name is suggested, and stdout is empty."""
     done = atts("grad", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "grade" in done.stderr

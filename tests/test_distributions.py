@@ -69,7 +69,7 @@ def test_binomial_counts_equal_scipy(n: int, chance: float, share: float) -> Non
 def test_extreme_parameters_keep_their_digits(
     share: float, a: float, b: float, value: float
 ) -> None:
-    """This covers large and small counts, fractions and far tails."""
+    """Tails and quantiles are accurate for large and small counts, fractions and far tails."""
     quantile = float(beta_quantile(share, a, b))
     assert_allclose(quantile, special.betaincinv(a, b, share), 1e-9, 1e-300)
     below, above = beta_tails(share, a, b)

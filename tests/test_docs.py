@@ -14,7 +14,7 @@ pytestmark = pytest.mark.checkout
 
 
 def test_generated_pages_are_current() -> None:
-    """`scripts/docs` would change nothing."""
+    """Running `scripts/docs` would change no page."""
     command = [sys.executable, "-m", "scripts.studies.docs", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -30,7 +30,7 @@ def test_every_module_says_why_it_exists() -> None:
 
 
 def test_the_readme_has_at_most_120_lines() -> None:
-    """Every script that it names exists."""
+    """The README is short enough, and every script that it names exists."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
     named = {word.rstrip("`,.)") for word in text.split() if word.startswith("./scripts/")}
@@ -53,8 +53,8 @@ def test_every_page_the_readme_links_exists() -> None:
 
 
 def test_the_glossary_names_existing_code() -> None:
-    """Each name in its last column is a module or a value of one, no word occurs twice, and the
-    list is short.
+    """Each name in the glossary's last column is a module or a value of one, no word occurs twice,
+    and the list is short.
     """
     lines = (ROOT / "docs" / "glossary.md").read_text().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.endswith("` |")]
@@ -82,7 +82,9 @@ def test_the_table_of_events_is_complete() -> None:
 
 
 def test_the_mathematics_page_has_the_settings_that_are_run() -> None:
-    """Its settings are those of `scripts/math`, with all arms and the published rows of the pairs."""
+    """The page has the settings of `scripts/math`, with all arms and the published rows of the
+    pairs.
+    """
     from atts.api import known_pairs
     from scripts.studies.mathematics import ARMS, PUBLISHED
 
@@ -111,7 +113,9 @@ def test_the_mathematics_page_has_the_settings_that_are_run() -> None:
 
 
 def test_every_guarantee_cites_an_existing_test_or_study() -> None:
-    """Each row and item of the page of guarantees cites at least one, and all that are cited exist."""
+    """Each row and item of the page of guarantees cites at least one test or study, and all cited
+    ones exist.
+    """
     from scripts.studies.bench import STUDIES
 
     text = (ROOT / "docs" / "guarantees.md").read_text()

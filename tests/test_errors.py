@@ -27,14 +27,14 @@ def test_every_error_is_in_the_documented_tree(cls: type[errors.ATTSError]) -> N
 
 
 def test_an_unknown_option_suggests_the_nearest() -> None:
-    """A misspelling gets a suggestion."""
+    """A misspelt option gets a suggestion."""
     assert "did you mean 'rate'" in str(
         errors.OptionError("ratee", "unknown option", ["rate", "turns"])
     )
 
 
 def test_a_fingerprint_names_every_difference() -> None:
-    """The message has both values."""
+    """The message has both values of each field that differs."""
     text = str(
         errors.FingerprintError("calibration", [("model", "A", "B"), ("dtype", "bf16", "fp32")])
     )

@@ -14,7 +14,7 @@ from atts.files import replace_file, write_atomic
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_replacing_leaves_one_file(tmp_path: Path, durable: bool) -> None:
-    """The new content is there, without a temporary file."""
+    """The file has the new content, and no temporary file is left."""
     for data in (b"one", b"two"):
         write_atomic(tmp_path / "f", data, durable=durable)
         assert (tmp_path / "f").read_bytes() == data
@@ -23,7 +23,7 @@ def test_replacing_leaves_one_file(tmp_path: Path, durable: bool) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no umask there")
 def test_a_written_file_keeps_its_permissions_or_follows_the_umask(tmp_path: Path) -> None:
-    """A report in a shared folder can be read by everyone who can read other files there."""
+    """Everyone who can read other files of a shared folder can also read a report written there."""
     before = os.umask(0o027)
     try:
         write_atomic(tmp_path / "f", b"one")
@@ -36,7 +36,7 @@ def test_a_written_file_keeps_its_permissions_or_follows_the_umask(tmp_path: Pat
 
 
 def test_a_refused_replacement_leaves_the_old_file(tmp_path: Path) -> None:
-    """A directory in its place gives a clear error and leaves no temporary file."""
+    """A directory in place of the file gives a clear error, and no temporary file is left."""
     (tmp_path / "f" / "inner").mkdir(parents=True)
     with pytest.raises(StorageError):
         write_atomic(tmp_path / "f", b"new")
@@ -44,7 +44,9 @@ def test_a_refused_replacement_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_callers_may_get_the_systems_own_error(tmp_path: Path) -> None:
-    """It is raised unchanged for callers that word it themselves, and nothing is left behind."""
+    """The system's error is raised unchanged for callers that word the message themselves, and no
+    file is left behind.
+    """
     (tmp_path / "f").mkdir()
     with pytest.raises(IsADirectoryError):
         replace_file(tmp_path / "f", b"new")
@@ -52,7 +54,7 @@ def test_callers_may_get_the_systems_own_error(tmp_path: Path) -> None:
 
 
 def test_an_impossible_place_is_a_storage_error(tmp_path: Path) -> None:
-    """The path has a file where a directory should be."""
+    """A path with a file in place of a directory is a storage error."""
     (tmp_path / "f").write_bytes(b"")
     with pytest.raises(StorageError, match="choose another run directory"):
         write_atomic(tmp_path / "f" / "g", b"new")

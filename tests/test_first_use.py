@@ -1,4 +1,6 @@
-"""Tests that modules which are imported late can be used first by many threads and tasks at once."""
+"""Tests that modules which are imported late can be used first by many threads and tasks
+concurrently.
+"""
 
 import subprocess
 import sys

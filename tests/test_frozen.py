@@ -16,7 +16,9 @@ from tests.frozen import PARTS, changed, differences, recording
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_frozen_part_equals_its_recording(part: str) -> None:
-    """If a change is meant, `python -m tests.frozen record` records it."""
+    """Every part equals its recording; if a change is intended, `python -m tests.frozen record`
+    records the part again.
+    """
     places = changed(part)
     assert not places, "\n".join([f"changed: {part}", *places])
 

@@ -165,7 +165,7 @@ def long_calls() -> Iterator[str]:
 
 
 def parsed_reasons() -> Iterator[str]:
-    """Yield places that read a decision's `why`, a text for people, as data."""
+    """Yield the lines that read a decision's `why`, a text for people, as data."""
     for name, path in sources().items():
         for node in ast.walk(tree(name)):
             parts: list[ast.expr] = []
@@ -186,7 +186,7 @@ def parsed_reasons() -> Iterator[str]:
 
 
 def calibrating_pipelines() -> Iterator[str]:
-    """Yield modules of pipelines that import calibration, because pipelines receive plain
+    """Yield modules of pipelines that import calibration, although pipelines receive plain
     functions.
     """
     for name, path in sources().items():
@@ -209,7 +209,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_each_house_rule_holds(check: str) -> None:
-    """Each function of `CHECKS` yields the places that break its rule."""
+    """No function of `CHECKS` finds a line that breaks its rule."""
     found = sorted(CHECKS[check]())
     assert not found
 
@@ -241,7 +241,7 @@ def test_every_module_is_in_a_listed_package() -> None:
 
 
 def test_import_atts_loads_no_heavy_library() -> None:
-    """`import atts` and the command line's help need none of them."""
+    """Neither `import atts` nor the command line's help loads a heavy library."""
     code = f"import sys, atts, atts.cli.app; atts.cli.app.build([]); print([n for n in {HEAVY} if n in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
@@ -286,7 +286,7 @@ print([name for name in sys.modules if name.startswith("atts.accel")])
 
 
 def test_plain_decoding_loads_no_accelerator() -> None:
-    """An engine that is built and writes a few tokens imports none of them."""
+    """An engine that is built and writes a few tokens imports no accelerator."""
     done = subprocess.run(
         [sys.executable, "-c", _PLAIN], capture_output=True, text=True, check=True, cwd=ROOT
     )
@@ -314,8 +314,8 @@ SPAWNING = (
 
 
 def test_task_groups_are_opened_in_one_place() -> None:
-    """Structured concurrency has one owner; Ray actors, whose methods are called from another
-    process, have a task.
+    """Task groups are opened only in the module for structured concurrency, except by Ray actors,
+    whose methods are called from another process.
     """
     openers = {
         name

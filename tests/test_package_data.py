@@ -42,7 +42,7 @@ FILES = [
 
 @pytest.mark.parametrize(("package", "name"), FILES)
 def test_a_data_file_is_in_the_package(package: str, name: str) -> None:
-    """It is read through the package, in a checkout and in the wheel alike."""
+    """A data file is read through the package, in a checkout and in the wheel alike."""
     found = Path(str(resources.files(package))) / name
     assert found.is_file()
     assert name == "py.typed" or found.stat().st_size > 0

@@ -18,7 +18,7 @@ def test_the_list_is_sorted_and_complete() -> None:
 
 @pytest.mark.parametrize("name", atts.__all__)
 def test_every_public_name_is_the_object_of_its_module(name: str) -> None:
-    """A public name is the very object that its module defines, and it is documented."""
+    """A public name is the same object as in its module, and it is documented."""
     home: dict[str, str] = vars(atts)["_HOME"]
     value: Any = getattr(atts, name)
     assert value is getattr(importlib.import_module(home[name]), name)
@@ -26,6 +26,6 @@ def test_every_public_name_is_the_object_of_its_module(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """A misspelt name fails as on any module."""
+    """A misspelt name fails as in any module."""
     with pytest.raises(AttributeError, match="sovle"):
         _ = atts.sovle  # type: ignore[attr-defined, unused-ignore]

@@ -28,7 +28,7 @@ SCRIPTED = Setup(draft="scripted", target="scripted", policy=SMALL)
 
 
 class Watched(ScriptedEngine):
-    """A scripted engine that records the most calls it ever had at once."""
+    """A scripted engine that records its largest number of calls in flight."""
 
     most = 0
 
@@ -62,7 +62,9 @@ async def test_questions_asked_at_once_share_engines_and_gate() -> None:
 
 
 def test_hundreds_of_questions_at_once_stay_within_the_limits_and_leave_nothing() -> None:
-    """The session's limits hold over all questions, and memory depends only on open ones."""
+    """The session's limits apply to all questions together, and memory depends only on open
+    questions.
+    """
     draft = Watched("draft")
     target = Watched("target")
     limits = {"draft": Limit(slots=2), "target": Limit(slots=1)}
@@ -93,7 +95,7 @@ def test_hundreds_of_questions_at_once_stay_within_the_limits_and_leave_nothing(
 
 
 def test_cancelled_questions_end_alone() -> None:
-    """Half of many questions are cancelled in the middle; the others finish, and every slot is
+    """Half of many questions are cancelled while they run; the others finish, and every slot is
     freed.
     """
     draft = ScriptedEngine("draft")
@@ -146,7 +148,9 @@ async def test_a_long_session_counts_few_questions(
 
 @pytest.mark.anyio
 async def test_a_changed_policy_applies_to_one_question() -> None:
-    """A token limit cuts its rollouts, and the next question has the session's own policy."""
+    """A token limit of one question cuts its rollouts, and the next question has the session's own
+    policy.
+    """
     question = toy_problems(1)[0]
     async with Session(SCRIPTED) as session:
         cut = await session.solve(question, policy={"max_tokens": 3})
@@ -157,7 +161,7 @@ async def test_a_changed_policy_applies_to_one_question() -> None:
 
 @pytest.mark.anyio
 async def test_a_session_opens_on_first_use_and_cannot_reopen() -> None:
-    """Closing twice is allowed, asking after closing is not."""
+    """Closing twice is allowed, but asking after closing is an error."""
     session = Session(SCRIPTED)
     assert (await session.solve(toy_problems(1)[0].text)).answer
     await session.aclose()
@@ -181,7 +185,9 @@ async def test_engines_are_closed_when_the_second_cannot_open() -> None:
 
 
 def test_a_lost_engine_fails_the_question_alone() -> None:
-    """Its outcome says so, with the retries of any run, and the next question is answered."""
+    """The outcome of the failed question says so, with the retries of any run, and the next
+    question is answered.
+    """
     broken = ScriptedEngine("draft", faults=Faults({"refused": 1.0}))
 
     async def main() -> None:
@@ -196,7 +202,9 @@ def test_a_lost_engine_fails_the_question_alone() -> None:
 
 @pytest.mark.anyio
 async def test_a_session_can_evaluate_next_to_questions(tmp_path: Path) -> None:
-    """Evaluations use the same engines; one with a directory has its own gate and can resume."""
+    """Evaluations use the same engines; an evaluation with a directory has its own gate and can
+    resume.
+    """
     problems = toy_problems(6)
     async with Session(SCRIPTED) as session:
         await session.solve(problems[0])
@@ -217,7 +225,9 @@ async def test_a_session_can_evaluate_next_to_questions(tmp_path: Path) -> None:
 
 
 def test_a_synchronous_session_answers_any_thread() -> None:
-    """Outside its `with` block it raises an error, and its engines are closed with the block."""
+    """Any thread may ask inside the session's `with` block; after the block its engines are closed
+    and asking raises an error.
+    """
     draft = ScriptedEngine("draft")
     question = toy_problems(1)[0]
     with SyncSession(Setup(draft=draft, target="scripted", policy=SMALL)) as session:
@@ -231,7 +241,9 @@ def test_a_synchronous_session_answers_any_thread() -> None:
 
 
 def test_a_result_has_data_table_and_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers with intervals are plain data, a table and an HTML page; pandas may be missing."""
+    """A result's numbers with intervals are available as plain data, a table and an HTML page;
+    pandas may be missing.
+    """
     result = atts.evaluate_sync(toy_problems(5), SCRIPTED)
     plain = result.to_dict()
     assert plain["answers"]["value"] == result.accuracy.value
@@ -289,8 +301,8 @@ def test_a_session_in_a_forked_child_refuses() -> None:
 
 
 def test_a_synchronous_session_is_open_once_at_a_time() -> None:
-    """A second `with` around an open session would lose the first one's thread; a later one is
-    allowed.
+    """A second `with` around an open session is refused because it would lose the first one's
+    thread; a later `with` is allowed.
     """
     session = SyncSession(Setup(draft="scripted", target="scripted", method="draft-only"))
     for _ in range(2):

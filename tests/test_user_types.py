@@ -67,7 +67,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(folder: Path, program: str, *words: str | Path) -> str:
-    """Return a checker's findings on a program in a project of its own; "" if there are none."""
+    """Return a checker's findings on a program in a separate project, or "" if there are none."""
     (folder / "user.py").write_text(program)
     ran = subprocess.run(
         [*words, "user.py"], cwd=folder, capture_output=True, text=True, check=False
@@ -76,13 +76,13 @@ def found(folder: Path, program: str, *words: str | Path) -> str:
 
 
 def test_pyright_follows_every_public_name(tmp_path: Path, python: Path) -> None:
-    """Strict mode finds nothing unresolved and nothing unknown."""
+    """Pyright in strict mode reports nothing unresolved and nothing unknown."""
     strict = f"# pyright: strict\n{PROGRAM}"
     assert found(tmp_path, strict, TOOLS / "pyright", "--warnings", "--pythonpath", python) == ""
 
 
 def test_mypy_finds_every_public_module(tmp_path: Path, python: Path) -> None:
-    """mypy names imports that it does not find; a slow test checks the types behind them."""
+    """mypy finds each imported module; a slow test checks the types."""
     imports = "".join(
         line + "\n" for line in PROGRAM.splitlines() if line.startswith(("import", "from"))
     )
@@ -92,6 +92,6 @@ def test_mypy_finds_every_public_module(tmp_path: Path, python: Path) -> None:
 
 @pytest.mark.slow
 def test_mypy_follows_every_public_name(tmp_path: Path, python: Path) -> None:
-    """Strict mode finds no error in a program that uses every public name."""
+    """mypy in strict mode reports no error in a program that uses every public name."""
     options = ("--strict", f"--cache-dir={tmp_path / 'cache'}")
     assert found(tmp_path, PROGRAM, TOOLS / "mypy", *options, "--python-executable", python) == ""

@@ -1,4 +1,4 @@
-"""Type hints as part of the API: mypy and pyright check this file, and it is never run."""
+"""Type hints as part of the API: mypy and pyright check this file, but it is never run."""
 
 from typing import assert_type
 

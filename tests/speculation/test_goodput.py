@@ -320,7 +320,7 @@ def test_acceptance_is_not_biased_by_untested_positions() -> None:
 
 
 def test_estimated_step_times_rise_with_the_number_of_rows() -> None:
-    """This holds between and beyond measured sizes; one outlier changes little, and a new load
+    """Estimates rise between and beyond measured sizes; one outlier changes little, and a new load
     starts from the nearest.
     """
     costs = StepCosts(wanders=False)
@@ -345,10 +345,10 @@ def test_estimated_step_times_rise_with_the_number_of_rows() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_slow_period_does_not_distort_the_costs_of_sizes(seed: int) -> None:
-    """Large steps come while the machine is slow and small ones mostly while it is not; their ratio
-    is still found.
+    """Large steps come while the machine is slow and small ones mostly while it is fast, but the
+    estimated ratio of their costs is correct.
 
-    Medians of the times of either would give twice the true ratio.
+    The medians of both sizes would give twice the true ratio.
     """
     random = np.random.default_rng(seed)
     costs = StepCosts()

@@ -36,7 +36,7 @@ class Text:
 
 
 class Machine:
-    """A machine that writes texts, with lengths that are chosen or fixed."""
+    """A simulated machine that writes texts, with lengths that are chosen or fixed."""
 
     looking = 4e-5  # seconds to measure a step; other steps take an eighth of it
 
@@ -147,7 +147,7 @@ def test_little_is_lost_against_the_best_length(draft: str, sequences: int) -> N
     ("draft", "sequences"), [("embedded", 1), ("embedded", 4), ("embedded", 16), ("weak", 4)]
 )
 def test_little_is_lost_on_a_shared_machine(draft: str, sequences: int) -> None:
-    """Times vary by half there, and the machine's speed changes every fifty steps."""
+    """On a shared machine times vary by half, and its speed changes every fifty steps."""
     kept = list[float]()
     for seed in range(4):
         machine = Machine(GoodputControl(MOST), draft, seed, is_shared=True)
@@ -166,10 +166,11 @@ number of sequences.
 
 
 class Rounds(Machine):
-    """A machine that writes rounds of two texts a sequence, 60 to 300 tokens each, begun together.
+    """A machine that writes rounds of two texts per sequence, 60 to 300 tokens each, begun
+    together.
 
-    Prompts are fed between. Steps take what those of the embedded target took on one core, where
-    rows of proposals are hardly cheaper than those of other sequences.
+    Prompts are fed between the rounds. Steps take as long as those of the embedded target on one
+    core, where rows of proposals are hardly cheaper than rows of other sequences.
     """
 
     looking = 8e-5
@@ -223,7 +224,7 @@ class Rounds(Machine):
     def _fed(
         self, lengths: list[int], others: int
     ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
-        """Return the same as `_written`, with other tokens in the step."""
+        """Return the result of `_written` for a step that also has other tokens."""
         tokens, seconds, (proposing, _), rounds = self._written(lengths)
         count = len(lengths)
         total = len(lengths) + sum(lengths)
@@ -243,8 +244,8 @@ class Rounds(Machine):
 def test_rounds_of_short_texts_are_no_slower_than_plain_decoding(
     draft: str, sequences: int
 ) -> None:
-    """This holds after the first few hundred tokens of each sequence, on a machine where steps with
-    proposals are slow.
+    """Speed is compared after the first few hundred tokens of each sequence, on a machine where
+    steps with proposals are slow.
     """
     kept = list[float]()
     for seed in range(4):
@@ -265,8 +266,8 @@ CHEAP = {
 
 
 class Opened(Rounds):
-    """An engine that was just opened: memory that is touched for the first time interrupts its
-    steps.
+    """A machine with a new engine, whose first steps are interrupted by memory that is touched for
+    the first time.
     """
 
     looking = 1.3e-4
@@ -285,7 +286,7 @@ class Opened(Rounds):
 
 @pytest.mark.parametrize("sequences", [2, 4])
 def test_interrupted_first_steps_do_not_hide_what_pays(sequences: int) -> None:
-    """Later trials correct the wrong impression of the first ones."""
+    """Later trials correct the wrong impression of the first, interrupted steps."""
     fixed = max(Opened(k, "embedded").rate_of(6000 * sequences, sequences) for k in (4, 8))
     kept = list[float]()
     for seed in range(24):
@@ -308,7 +309,9 @@ class Prompts(Machine):
     def _written(
         self, lengths: list[int]
     ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
-        """Return the same, plus the seconds for the prompts that the drafter reads in this step."""
+        """Return the result of `_written`, plus the seconds for the prompts that the drafter reads
+        in this step.
+        """
         tokens, seconds, (proposing, step), rounds = super()._written(lengths)
         keys = {key for key, _, _ in rounds}
         reading = self._reading * len(keys - self._known)
@@ -332,7 +335,7 @@ def test_a_run_loses_little_whatever_misleads_the_forecasts(
     draft: str, sequences: int, reading: float, least: float
 ) -> None:
     """Reading prompts is not part of a proposal's time, so forecasts promise a gain although whole
-    runs lose; measured losses stop them.
+    runs lose; measured losses stop the proposals.
     """
     for seed in range(3):
         plain = Prompts(0, draft, seed, reading).rate(8000, sequences)

@@ -1,4 +1,6 @@
-"""Tests of outcomes of a step, ranked by their value, and of the cache of their continuations."""
+"""Tests of the possible outcomes of a step, ranked by their value, and of the cache of their
+continuations.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ chance = st.floats(0.0, 1.0)
 
 @st.composite
 def windows(draw: st.DrawFn) -> tuple[list[int], list[PlaceLaw]]:
-    """Draw a proposal, and a distribution for each of its positions and the one after."""
+    """Draw a proposal, and a distribution for each of its positions and for the next one."""
     proposal = draw(st.lists(st.integers(0, 5), max_size=5))
     places: list[PlaceLaw] = []
     for at in range(len(proposal) + 1):
@@ -58,7 +60,7 @@ def test_outcomes_are_ranked_by_probability(
 def test_the_continued_branches_have_the_highest_expected_value(
     chances: list[float], acceptance: list[float], budget: int
 ) -> None:
-    """No other number and length of branches that fits into the time has a higher expectation."""
+    """No other number and length of branches that fits into the time has a higher expected value."""
     chances = sorted(chances, reverse=True)
 
     def length(count: int) -> int:
@@ -84,7 +86,7 @@ def test_the_continued_branches_have_the_highest_expected_value(
 def test_a_cache_returns_every_branch_once(
     outcomes: set[tuple[int, int]], accepted: int, token: int
 ) -> None:
-    """The requested branch is served, all others are freed, and nothing is left."""
+    """The requested branch is returned, all others are freed, and the cache is empty."""
     cache = OutcomeCache[tuple[int, int]]()
     for outcome in outcomes:
         cache.put(*outcome, outcome)

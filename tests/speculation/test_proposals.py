@@ -39,8 +39,8 @@ def test_a_hint_is_followed_and_found_again_after_a_difference() -> None:
 
 
 def test_a_suffix_is_looked_up_in_its_own_text_and_in_siblings() -> None:
-    """The longest match is continued, texts of other problems are not searched, and finished
-    siblings stay known.
+    """The longest match is continued, texts of other problems are not searched, and texts of
+    finished siblings remain available.
     """
     suffixes = SuffixProposer()
     leader = (1, 2, 3, *range(40, 60))
@@ -71,7 +71,9 @@ def test_confidence_in_matches_follows_their_acceptance() -> None:
 
 
 def test_the_next_request_of_a_rollout_continues_its_text() -> None:
-    """Tokens of its earlier requests are not counted again, and discarded ones are still known."""
+    """Tokens of the rollout's earlier requests are not counted again, and discarded tokens can
+    still be matched.
+    """
     suffixes = SuffixProposer()
     first = (1, 2, 3, 40, 41, 42, 43)
     suffixes.propose([ask(first, 4, key=1)])
@@ -99,7 +101,7 @@ class Sure(HintProposer):
         self.told = 0
 
     def propose(self, asks: object) -> list[TokenProposal]:
-        """Propose the same for all."""
+        """Propose the same token for all texts."""
         self.asked += 1
         return [self.found] * len(list(asks))  # type: ignore[call-overload]
 
@@ -109,8 +111,8 @@ class Sure(HintProposer):
 
 
 def test_a_confident_proposer_is_the_last_one_asked() -> None:
-    """Other proposers then need not work, and acceptance is reported to the one whose proposal was
-    used.
+    """A confident proposal saves the other proposers' work, and acceptance is reported to the
+    proposer whose proposal was used.
     """
     unsure = Sure(5, 0.2)
     sure = Sure(6, 0.8)
@@ -125,7 +127,7 @@ def test_a_confident_proposer_is_the_last_one_asked() -> None:
 
 
 def test_counters_can_be_added_and_subtracted() -> None:
-    """A position that only one of them has counts as zero in the other."""
+    """A position that only one of two counters has counts as zero in the other."""
     first = Speculated(2, 5, 3, (2, 2), (2, 1), 0.5, 4, 6, 3.0, 0.125, 4, 0.25)
     more = Speculated(1, 3, 3, (1, 1, 1), (1, 1, 1), 0.25, 2, 6, 2.0, 0.125, 3, 0.5)
     both = first + more

@@ -34,7 +34,7 @@ def used(
 
 @pytest.mark.parametrize("best", [0, 1, 2])
 def test_the_fastest_scheme_gets_nearly_all_steps(best: int) -> None:
-    """This holds for each of the schemes as the fastest, with rates a tenth apart."""
+    """The fastest scheme gets nearly all steps, whichever it is, with rates a tenth apart."""
     control = SchemeControl(3)
     found = used(
         control, lambda step: [1.1 if scheme == best else 1.0 for scheme in range(3)], 6000
@@ -86,7 +86,7 @@ def test_nearly_equal_loads_are_one_load() -> None:
 
 
 def test_a_single_scheme_is_always_used() -> None:
-    """There is nothing to choose or try."""
+    """A single scheme is used without trials, because there is nothing to choose."""
     assert used(SchemeControl(1), lambda step: (1.0,), 200) == Counter({0: 200})
 
 
@@ -95,8 +95,8 @@ class Machine:
     """A simulated sequence with independently accepted tokens, and each scheme's guesses, length
     and seconds.
 
-    The first scheme always has a proposal, the others after an outcome that was guessed; the last
-    uses the target's early exit.
+    The first scheme always has a proposal, the others only after a guessed outcome; the last uses
+    the target's early exit.
     """
 
     accepted: float
@@ -139,8 +139,8 @@ class Machine:
 
 
 def test_a_useful_early_exit_is_found() -> None:
-    """With a draft that is often wrong, on its own device, Mirror is the best and gets nearly all
-    steps.
+    """With a draft that is often wrong, on its own device, Mirror is the fastest scheme and gets
+    nearly all steps.
     """
     machine = Machine(0.8, (1.0, 0.33, 0.67, 0.95), (4, 5, 5, 5), (1.8, 1.0, 1.1, 1.15))
     assert machine.best() == 3
@@ -163,7 +163,7 @@ def test_an_early_exit_that_cannot_pay_is_not_tried() -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 @pytest.mark.parametrize("slow", [1.8, 4.0])
 def test_a_slow_early_exit_is_dropped(slow: float, seed: int) -> None:
-    """It would pay at the speed of the others but is slower, which a few steps show."""
+    """The exit would pay at the speed of the other schemes but is slower, which a few steps show."""
     machine = Machine(0.8, (1.0, 0.33, 0.67, 0.95), (4, 5, 5, 5), (1.8, 1.0, 1.1, 1.15 * slow))
     assert machine.best() == 2
     found, regret = machine.run(8000, seed)

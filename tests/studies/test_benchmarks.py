@@ -1,4 +1,4 @@
-"""The page of benchmarks is made from what studies write, table by table."""
+"""Tests that the page of benchmarks is made from the records of studies, table by table."""
 
 import re
 import xml.etree.ElementTree as tree
@@ -39,7 +39,9 @@ def _emit(
 
 
 def test_a_page_is_filled_from_records_and_says_what_is_missing(tmp_path: Path) -> None:
-    """Marked parts are made again, with their chart; the rest stays, a part without a record too."""
+    """Marked parts are made again, with their chart; other text is kept, and so is a part without a
+    record.
+    """
     _emit(tmp_path / "runs")
     text, missing = pages.fill(MARKS, pages.read(tmp_path / "runs"), tmp_path / "pictures")
     assert "old" not in text
@@ -54,16 +56,14 @@ def test_a_page_is_filled_from_records_and_says_what_is_missing(tmp_path: Path) 
 
 
 def test_the_newer_of_two_records_counts(tmp_path: Path) -> None:
-    """A study that was run again replaces its tables."""
+    """If a study was run again, its newer record replaces its tables."""
     _emit(tmp_path / "first")
     _emit(tmp_path / "second", ((1, 9.0, "b"),))
     assert pages.read(tmp_path)["toy"].tables[0].rows == ((1, 9.0, "b"),)
 
 
 def test_more_effort_counts_more_than_news(tmp_path: Path) -> None:
-    """A quick look at the end of the day does not replace what a long run found, whatever its title
-    counts.
-    """
+    """A later quick run does not replace the record of a long run, whatever number its title has."""
     _emit(tmp_path / "long", ((1, 9.0, "b"),), "full", "Growth of 9 things")
     _emit(tmp_path / "quick", ((1, 2.0, "b"),), "quick", "Growth of 2 things")
     found = pages.read(tmp_path)["toy"]
@@ -73,7 +73,7 @@ def test_more_effort_counts_more_than_news(tmp_path: Path) -> None:
 
 
 def test_numbers_of_another_embedded_pair_are_called_so(tmp_path: Path) -> None:
-    """Weights that were replaced since do not pass for those of today."""
+    """Records of weights that were replaced later are marked as results of another pair."""
     here = machine.look(1)
     page = "<!-- machine against -->\n<!-- end -->\n"
     table = harness.Table("Any", ("n",), ((1,),))
@@ -90,7 +90,9 @@ def test_numbers_of_another_embedded_pair_are_called_so(tmp_path: Path) -> None:
 
 
 def test_large_numbers_are_written_as_people_write_them() -> None:
-    """With the digits that count and no powers of ten, also where rounding adds a digit."""
+    """Large numbers are written with their significant digits and without powers of ten, also where
+    rounding adds a digit.
+    """
     assert [harness.figure(value) for value in (0.123456, 11_151.7, 9999.7, 1e-6)] == [
         "0.1235", "11,150", "10,000", "1e-06"
     ]  # fmt: skip
@@ -120,7 +122,7 @@ def _marks(page: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]]:
-    """Return the head of every table and the names of pictures in each marked part, without the
+    """Return the header of every table and the names of pictures in each marked part, without the
     numbers.
     """
     found: dict[tuple[str, str, str], tuple[tuple[str, ...], ...]] = {}
@@ -143,7 +145,7 @@ _STUDIES_OF = {
 
 
 def test_every_mark_of_a_page_names_its_study(checkout: Path) -> None:
-    """And every command it shows is one that exists."""
+    """The study of each mark exists, and so does every command on the page."""
     for page in pages.pages(checkout):
         text = page.read_text()
         found = list(_marks(text))
@@ -155,7 +157,9 @@ def test_every_mark_of_a_page_names_its_study(checkout: Path) -> None:
 
 
 def test_the_front_page_is_short_and_links_every_page(checkout: Path) -> None:
-    """Read in five minutes; every page is named, every link leads somewhere."""
+    """The front page can be read in five minutes; it names every page, and each of its links has a
+    target.
+    """
     front, *others = pages.pages(checkout)
     text = front.read_text()
     assert len(text.split()) < 2_000
@@ -169,7 +173,7 @@ def test_the_front_page_is_short_and_links_every_page(checkout: Path) -> None:
 
 @pytest.fixture(scope="module")
 def small(law: Any, tally: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write small studies of several kinds as `bench` writes them."""
+    """Write records of several small studies as `bench` writes them."""
     folder = tmp_path_factory.mktemp("bench")
     options = harness.Options("quick", 0, folder)
     here = machine.look(1)
@@ -181,8 +185,8 @@ def small(law: Any, tally: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_pages_made_anew_have_the_structure_of_those_that_are_kept(
     small: Path, checkout: Path
 ) -> None:
-    """Every part that these studies fill has the same tables, columns and pictures, whatever the
-    numbers.
+    """Every part that these studies fill has the same tables, columns and pictures as the committed
+    page, whatever the numbers.
     """
     text = "".join(page.read_text() for page in pages.pages(checkout))
     empty = pages.MARK.sub(lambda part: f"{part.group(1)}{part.group(6)}", text)
@@ -199,7 +203,7 @@ def test_pages_made_anew_have_the_structure_of_those_that_are_kept(
 
 
 def test_another_column_or_a_lost_picture_is_another_structure(small: Path) -> None:
-    """So that the comparison can fail."""
+    """The comparison fails if a column differs or a picture is missing."""
     page = "<!-- table soak: Soak: what the process holds -->\n<!-- end -->\n"
     page += "<!-- table soak: Soak: memory over time -->\n<!-- end -->\n"
     filled, missing = pages.fill(page, pages.read(small))
@@ -211,7 +215,9 @@ def test_another_column_or_a_lost_picture_is_another_structure(small: Path) -> N
 
 
 def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(small: Path) -> None:
-    """No number is made up for a study that was not run; what the page held of it stays."""
+    """The table invents no number for a study that was not run, and keeps the earlier content of
+    its part.
+    """
     found = {name: record.tables for name, record in pages.read(small).items()}
     answers = {row[0]: str(row[1]) for row in pages.summary(found).rows}
     assert len(answers) == len(pages.CLAIMS)
@@ -227,7 +233,9 @@ def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(sm
 
 
 def test_the_best_of_arms_that_are_alike_is_as_good_as_another() -> None:
-    """Found in the rounds that it is compared in, it would be ahead for what luck it had in them."""
+    """The best arm is chosen in other rounds than those of the comparison, because it would
+    otherwise be ahead by luck.
+    """
     random = np.random.default_rng(0)
     found = list[float]()
     seen_best = list[float]()
@@ -243,7 +251,7 @@ def test_the_best_of_arms_that_are_alike_is_as_good_as_another() -> None:
 
 
 def test_the_best_arm_is_named() -> None:
-    """Both are named if the halves of the rounds disagree."""
+    """Both arms are named if the halves of the rounds disagree."""
     values = {"a": [1.0, 1.0, 1.0, 1.0], "b": [2.0, 2.0, 2.0, 2.0], "chosen": [1.0, 1.0, 1.0, 2.0]}
     names, spread = harness.beside_best(values, ["a", "b"], "chosen")
     assert names == ["a"]

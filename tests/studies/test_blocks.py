@@ -1,5 +1,5 @@
-"""The study of a zoo's one loop: what common prompts save is counted, and what processes take is
-read.
+"""Tests of the study of a zoo with one loop: saved work is counted, and the memory of processes is
+measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from scripts.studies.blocks import ALIKE, TENANTS, Arm, Arrival, arrive, make_fa
 
 
 def test_requests_have_prompts_of_their_own_or_common_ones() -> None:
-    """Both kinds come at the same moments from the same tenants."""
+    """Requests with their own prompts and with common prompts come at the same moments from the
+    same tenants.
+    """
     own, common = (arrive(40, 2.0, 1, prompts) for prompts in ("own", "common"))
     assert [(one.at, one.tenant) for one in own] == [(one.at, one.tenant) for one in common]
     assert len({one.prompt for one in own}) == 40
@@ -21,8 +23,8 @@ def test_requests_have_prompts_of_their_own_or_common_ones() -> None:
 
 
 def test_what_tenants_have_in_common_is_computed_once(tmp_path: Path) -> None:
-    """Rows of blocks: as many as four engines compute where prompts differ, fewer where one is
-    asked of all.
+    """If prompts differ, as many rows are computed as by four engines; if all tenants use one
+    prompt, fewer are.
     """
     zoo = make_family(tmp_path, 1)
     one = Arm(zoo, shares=True)
@@ -43,8 +45,8 @@ WRITING = "import sys; print(flush=True); sys.stdin.readline(); held = b'1' * 20
 
 
 def test_a_process_takes_what_it_has_written() -> None:
-    """Its share of pages, in kilobytes: a megabyte that is written counts. (This one's changes with
-    its neighbours.)
+    """A megabyte that is written adds to the memory of the process, measured in kilobytes as its
+    share of pages.
     """
     with subprocess.Popen(
         [sys.executable, "-S", "-c", WRITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -1,4 +1,4 @@
-"""The study of the round trip makes one table, and continues from the trips it has finished."""
+"""Tests of the study of the round trip: it makes one table, and continues after the finished trips."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def trip(kl: float, escalated: list[float], correct: list[float]) -> dict[str, A
 def test_the_table_has_both_drafts_and_finished_trips_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Differences are after less before, in points where they are shares."""
+    """Differences are the value after training minus the value before, in points if the value is a
+    share.
+    """
     import examples.distil
 
     asked: list[tuple[float, int]] = []

@@ -1,4 +1,6 @@
-"""Methods at equal cost: prices by hand, Pareto-optimal points, and bands in the picture."""
+"""Tests of methods at equal cost: prices computed by hand, Pareto-optimal points, and bands in the
+picture.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ modelled = pytest.importorskip("scripts.studies.modelled", reason="needs a check
 
 
 def planted(right: int, draft: int, scored: int, target: int, drawn: int = 0) -> Any:
-    """Plant a run of ten problems, so many of them correct, each of these tokens."""
+    """Make a run of ten problems with this number of correct answers and of tokens each."""
     solved = [
         arms.Solved(
             problem=f"p{index}",
@@ -32,7 +34,9 @@ def planted(right: int, draft: int, scored: int, target: int, drawn: int = 0) ->
 
 
 def test_prices_were_computed_by_hand() -> None:
-    """Drawn tokens take no step, scored ones are fed, and four GPUs cost four times as much."""
+    """Prices equal those computed by hand: drawn tokens take no step, scored tokens are fed, and
+    four GPUs cost four times as much as one.
+    """
     step = modelled.Cost(step=0.064, sequence=0.0, cached=0.0, prefilled=0.0001)
     prices = arms.Prices("toy", 1e9, 10e9, step, step, draft_gpus=1, target_gpus=4)
     one = planted(5, draft=1000, scored=500, target=300, drawn=100)
@@ -43,7 +47,9 @@ def test_prices_were_computed_by_hand() -> None:
 
 
 def test_the_cheapest_run_of_each_accuracy_is_on_the_frontier() -> None:
-    """A dearer run of equal accuracy is not, and the table is sorted by cost."""
+    """A more expensive run of equal accuracy is not on the frontier, and the table is sorted by
+    cost.
+    """
     found = [
         ("dear", planted(5, 4000, 0, 0)),
         ("cheap", planted(5, 1000, 0, 0)),
@@ -60,7 +66,7 @@ def test_the_cheapest_run_of_each_accuracy_is_on_the_frontier() -> None:
 
 
 def test_a_chart_with_bands_draws_one_around_each_line() -> None:
-    """Two points make an area, and a single point a stroke."""
+    """Two points give an area as the band, and a single point gives a stroke."""
     found = [
         ("line", planted(5, 1000, 0, 0)),
         ("line", planted(6, 2000, 0, 0)),
@@ -78,7 +84,9 @@ def test_a_chart_with_bands_draws_one_around_each_line() -> None:
 
 
 def test_every_method_of_the_field_is_a_run() -> None:
-    """The quick study has one point of each but DeepConf, the default one several of all."""
+    """The quick study has one point of each method but DeepConf, and the default study has several
+    points of all methods.
+    """
     names = {method for method, _ in arms.field_arms(harness.Options())}
     assert len(names) == 8
     assert all(one.setup.run_policy for _, one in arms.field_arms(harness.Options(effort="quick")))

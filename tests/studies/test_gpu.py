@@ -1,5 +1,5 @@
-"""The GPU study without a GPU: what it imports, how it continues, what its tables say, and all of
-its code on a CPU.
+"""Tests of the GPU study without a GPU: what it imports, how it continues, what its tables contain,
+and all of its code on a CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALLOWED = {"torch", "transformers", "safetensors", "numpy", "anyio", "triton"}
 
 
 def lab(folder: Path, seconds: float = 600.0) -> Any:
-    """Make a lab on the CPU, with the cells that the folder holds."""
+    """Make a lab on the CPU, with the cells in the folder."""
     return gpu.Lab("cpu", gpu.TINY, harness.Parts(folder / "cells.jsonl"), time.time() + seconds)
 
 
@@ -47,7 +47,7 @@ def loaded_first(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def file_of(root: Path, name: str) -> Path | None:
-    """Return the file of one of our modules."""
+    """Return the file of one of this project's modules."""
     path = root.joinpath(*name.split("."))
     found = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
     return found[0] if found else None
@@ -90,8 +90,8 @@ def dotted(text: str) -> set[str]:
 
 
 def test_it_imports_nothing_that_a_bare_machine_lacks(checkout: Path) -> None:
-    """It imports only packages that come with torch and transformers, and of msgspec only names
-    with a stand-in.
+    """The study imports only packages that come with torch and transformers, and of msgspec only
+    names with a stand-in.
     """
     packages, used = closure(checkout)
     assert packages - ALLOWED == {"msgspec"}
@@ -106,7 +106,7 @@ def test_it_imports_nothing_that_a_bare_machine_lacks(checkout: Path) -> None:
 
 
 def cell(done: list[str], name: str, seconds: float, own: Any) -> None:
-    """Do a job of one cell, and note that it was measured."""
+    """Do the job of one cell, and record that it was measured."""
 
     def measure() -> dict[str, int]:
         done.append(name)
@@ -116,7 +116,9 @@ def cell(done: list[str], name: str, seconds: float, own: Any) -> None:
 
 
 def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
-    """Jobs that fail or run out of time cost the others nothing; the next call does these alone."""
+    """Jobs that fail or run out of time do not stop the others; the next call repeats only these
+    jobs.
+    """
     done: list[str] = []
 
     def job(name: str, seconds: float = 0.0) -> Callable[[Any], None]:
@@ -145,7 +147,9 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
 def test_a_device_that_answers_no_more_is_left_to_a_new_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same command without the job that broke it, in the time that is left."""
+    """A new process runs the same command without the job that broke the device, in the remaining
+    time.
+    """
 
     def fail(own: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")
@@ -169,7 +173,9 @@ def test_a_device_that_answers_no_more_is_left_to_a_new_process(
 
 
 def test_a_first_round_leaves_time_to_every_part(tmp_path: Path) -> None:
-    """A part that would take more than a third is put off until the others had their turn."""
+    """A part that would take more than a third of the time is postponed until the other parts had
+    their turn.
+    """
     done: list[str] = []
     work = {
         "long": partial(cell, done, "long", 500.0),
@@ -180,7 +186,9 @@ def test_a_first_round_leaves_time_to_every_part(tmp_path: Path) -> None:
 
 
 def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
-    """Ratios to the limit, to generate and to target-only, over what both sides have."""
+    """The tables have ratios to the limit, to generate and to target-only, over cells that both
+    sides have.
+    """
     own = lab(tmp_path)
     shape = gpu.shape_of(own, "8M")
     weights = shape.matrix_weights
@@ -240,7 +248,7 @@ def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
 
 def test_random_models_write_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device, the kernel's check and the rates work on a CPU, and a second call measures
-    nothing.
+    nothing again.
     """
     kept = {"device", "kernel", "rates 8M"}
     every = gpu.jobs
@@ -295,7 +303,7 @@ print("msgspec from", sys.modules["msgspec"].__file__)
 
 @pytest.mark.slow
 def test_all_of_it_runs_where_only_a_few_packages_are(checkout: Path, tmp_path: Path) -> None:
-    """Every other package is hidden, msgspec too; all parts finish, nothing failed."""
+    """With every other package hidden, msgspec too, all parts finish and no job fails."""
     names = (
         f"json_names, checkout, out = {sorted(ALLOWED)!r}, {str(checkout)!r}, {str(tmp_path)!r}\n"
     )
@@ -321,7 +329,7 @@ def test_all_of_it_runs_where_only_a_few_packages_are(checkout: Path, tmp_path: 
 def test_pairs_open_in_the_order_that_users_get(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft opens first and knows the target that follows; on a GPU no cache is fixed
+    """The draft opens first and knows the target that follows; on a GPU no cache size is fixed
     beforehand.
     """
     own = lab(tmp_path)

@@ -1,4 +1,6 @@
-"""A recording of a graph gives back its events; on real rollouts nothing waits that could run."""
+"""Tests that a recording of a graph returns its events, and that no ready work waits for a free
+slot on real rollouts.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ any_node = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(any_node, max_size=20, unique_by=lambda n: n.node))
 def test_a_recording_gives_back_what_it_was_given(nodes: list[CallSpan]) -> None:
-    """Nodes packed and unpacked are equal and in order; spans and foreign events are kept as they
-    are.
+    """Nodes are equal and in order after packing and unpacking; spans and foreign events are kept
+    unchanged.
     """
     recording = packed.Recording()
     rollout = RolloutSpan("p", 0, "done", 0.0, 0.0, 1.0, 1.0)
@@ -70,7 +72,7 @@ def questions(shared_data: Path) -> Any:
 
 def test_no_slot_is_idle_on_real_rollouts(questions: Any, anyio_backend: Backend) -> None:
     """The time is within 3 % of max(work / slots, longest rollout), 1.35 times shorter than with
-    the barrier, and none is lost by waiting.
+    the barrier, and no rollout loses time waiting.
     """
     rollouts = [stages for samples in questions.values() for stages in samples]
     seconds, recording = run_virtual(

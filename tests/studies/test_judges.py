@@ -1,4 +1,6 @@
-"""A bank of scripted rollouts is recorded, read back and judged as one of a real pair is."""
+"""Tests of a bank of scripted rollouts: it is recorded, read and judged like the bank of a real
+pair.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def test_a_problem_that_a_kill_cut_is_recorded_again(recorded: Path, tmp_path: P
 def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
     recorded: Path, tmp_path: Path, lacks: str
 ) -> None:
-    """The records stay as they are, and the same numbers are added as a new bank would hold."""
+    """The old records are unchanged, and the added numbers equal those of a new bank."""
     path = tmp_path / "bank.jsonl"
     problems = toy_problems(6, 5)
     older: list[dict[str, Any]] = []
@@ -114,7 +116,7 @@ def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
 
 
 def test_the_split_shares_both_halves_among_both_sources() -> None:
-    """Problems of the two sources alternate, and two of four are for development."""
+    """Problems of the two sources alternate, and two of each four are for development."""
     names = [f"{source}/{index}" for index in range(8) for source in ("gsm8k", "math500")]
     parts = judges.split(names)
     assert not set(parts.development) & set(parts.confirmation)
@@ -126,7 +128,7 @@ def test_the_split_shares_both_halves_among_both_sources() -> None:
 def test_scores_are_chosen_on_development_problems_alone(
     recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tables name how many problems they are of; the fresh half is looked at for one of them."""
+    """The tables state their number of problems; the fresh half is used for a single score."""
     monkeypatch.setenv("ATTS_BANK", str(recorded.parent))
     monkeypatch.setattr(judges, "LOOKED_AT", 0)
     monkeypatch.setattr(judges, "RESAMPLES", 50)
@@ -144,7 +146,9 @@ def rollout(answer: str | None, correct: bool, length: int = 1) -> dict[str, Any
 
 
 def test_a_tied_vote_is_right_by_the_chance_of_a_lot() -> None:
-    """Weights break ties; without an answer there is no vote."""
+    """A tie is correct with the probability of a random choice; weights break ties, and without an
+    answer there is no vote.
+    """
     problem = judges.BankProblem("p")
     split = [rollout("1", True), rollout("2", False), rollout(None, False)]
     assert judges.vote(problem, split) == 0.5
@@ -153,8 +157,8 @@ def test_a_tied_vote_is_right_by_the_chance_of_a_lot() -> None:
 
 
 def planted(costly: int) -> list[Any]:
-    """Plant problems on half of which the draft's votes scatter; there the target alone is correct,
-    and writes so many tokens instead of 10.
+    """Make problems on half of which the draft's votes scatter; there only the target is correct,
+    and writes this many tokens instead of 10.
     """
     problems = []
     for index in range(40):
@@ -172,7 +176,9 @@ def planted(costly: int) -> list[Any]:
 
 
 def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
-    """The target alone is correct where the draft's votes scatter, so that a coin wastes half."""
+    """Only the target is correct where the draft's votes scatter, so the coin wastes half of its
+    escalations.
+    """
     rows = {(row[0], row[2]): row for row in judges.cascade_table(planted(10)).rows}
     assert rows["cascade 8 + 4", 0.5][3] == 1.0
     assert rows["cascade 8 + 4, by a coin", 0.5][3] == 0.75
@@ -182,10 +188,12 @@ def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
 
 
 def test_classes_of_problems_are_compared_at_equal_target_rollouts() -> None:
-    """On planted problems, forty of them, half scattered: what each class can gain is enumerated.
+    """On forty planted problems, half of them scattered, the gain of each class equals an
+    enumeration.
 
-    Escalated problems are all scattered ones, so at rate 0.3 the cascade has 0.5 + 0.3 right. A
-    single rollout of the target ties with the draft's five different answers: 1/5 of the 0.5 left.
+    Escalated problems are all scattered, so at rate 0.3 the cascade has 0.5 + 0.3 correct. A single
+    rollout of the target ties with the draft's five different answers, which gives 1/5 of the
+    remaining 0.5.
     """
     rows = {row[0]: row for row in judges.classes_table(planted(10)).rows}
     assert rows["cascade 4 + 4"][3].startswith("0.800")
@@ -198,7 +206,9 @@ def test_classes_of_problems_are_compared_at_equal_target_rollouts() -> None:
 
 
 def test_simulated_problems_have_the_accuracies_that_were_asked_for() -> None:
-    """Single rollouts are correct as often as said, and a problem's models rise and fall together."""
+    """Single rollouts are correct as often as requested, and the accuracies of both models on a
+    problem rise and fall together.
+    """
     problems = judges.simulated(0.2, 0.45, count=1500, seed=4)
     drafts = [judges._mean([float(one["correct"]) for one in each.drafts]) for each in problems]
     targets = [judges._mean([float(one["correct"]) for one in each.targets]) for each in problems]
@@ -208,7 +218,9 @@ def test_simulated_problems_have_the_accuracies_that_were_asked_for() -> None:
 
 
 def test_a_judge_finds_planted_advantages_on_problems_that_it_never_saw() -> None:
-    """The target's doubt marks the chunks at which a takeover gains; with lots instead, none."""
+    """The judge finds gains if the target's doubt marks the chunks where a takeover gains, but none
+    if the marks are random.
+    """
     found = []
     for skill in (1.0, 0.0):
         random = np.random.default_rng(3)
@@ -237,14 +249,16 @@ def test_a_judge_finds_planted_advantages_on_problems_that_it_never_saw() -> Non
 
 
 def test_a_coin_is_given_the_tokens_that_the_cascade_spends() -> None:
-    """Scattered problems cost three times as much: a coin of equal tokens escalates 3/4, not 1/2."""
+    """Scattered problems cost three times as much, so a coin of equal tokens escalates 3/4 of the
+    problems instead of 1/2.
+    """
     rows = {(row[0], row[2]): row for row in judges.cascade_table(planted(30)).rows}
     # all 0.5 of gain, less the coin's 0.75 of it
     assert rows["cascade 8 + 4", 0.5][6].startswith("0.125")
 
 
 def test_a_bank_of_rollouts_alone_has_what_cascades_need(tmp_path: Path) -> None:
-    """Neither scores nor takeovers, and the cascade's table can be made of it."""
+    """Without scores and takeovers the bank still gives the table of the cascade."""
     path = tmp_path / "bank.jsonl"
 
     async def record() -> None:
@@ -265,7 +279,7 @@ def test_a_bank_of_rollouts_alone_has_what_cascades_need(tmp_path: Path) -> None
 
 
 def test_auroc_counts_ties_half() -> None:
-    """The value was computed by hand."""
+    """The AUROC with ties equals a value computed by hand."""
     assert judges.auroc([3.0, 1.0], [1.0, 0.0]) == pytest.approx(3.5 / 4)
 
 

@@ -1,4 +1,4 @@
-"""The study of the frontier: what a run came to, and which runs no other beats."""
+"""Tests of the study of the frontier: the result of each run, and the runs on the Pareto frontier."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ arms = pytest.importorskip("scripts.studies.arms", reason="needs a checkout")
 
 
 def test_a_finished_run_is_not_repeated_and_counts_what_it_spent(tmp_path: Path) -> None:
-    """The sums are those of its journal, of a second session too."""
+    """The sums equal those of the run's journal, with a second session included."""
     made = arms.arm("draft-only-2", "draft-only", samples=2)
     scripted = replace(made, setup=replace(made.setup, draft="scripted", target="scripted"))
     first, again = (
@@ -33,7 +33,7 @@ def _sum(name: str, right: float, target: int) -> Any:
 
 
 def test_what_is_beaten_in_one_and_better_in_none_is_not_on_the_frontier() -> None:
-    """Sorted by arithmetic; equals are both on it."""
+    """The frontier is sorted by arithmetic, and two equal runs are both on it."""
     found = {
         "draft-only-1": _sum("a", 0.5, 0),
         "atts-0.2-1": _sum("b", 0.9, 20),

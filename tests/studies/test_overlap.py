@@ -1,4 +1,6 @@
-"""Virtual devices agree with closed forms, and the picture of schemes with the devices."""
+"""Tests that simulated devices agree with closed forms, and the picture of schemes with the
+devices.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ CELLS = ((0.6, 3, 2), (0.8, 5, 4), (0.9, 10, 7))
 
 
 def trace(accepted: float, seed: int = 1) -> AcceptanceTrace:
-    """Draw a trace in which half of the draft's misses are its second choice, a fifth its third;
-    the exit's first four hold 90 %.
+    """Draw a trace in which half of the draft's misses are its second choice and a fifth its third.
+
+    The first four choices of the exit contain 90 % of the tokens.
     """
     return AcceptanceTrace.drawn(
         (accepted, (1 - accepted) / 2, (1 - accepted) / 5), PLACES, seed, (0.6, 0.2, 0.1)
@@ -58,14 +61,14 @@ def waiting_speedup(
 
 
 def close(value: float) -> object:
-    """Compare within 1 %."""
+    """Return whether two numbers agree within 1 %."""
     return pytest.approx(value, rel=0.01)
 
 
 @pytest.mark.parametrize(("accepted", "ratio", "proposed"), CELLS)
 def test_devices_come_to_the_closed_forms(accepted: float, ratio: int, proposed: int) -> None:
-    """The forms cover serial drafting, PEARL, guesses at every place with and without waiting, and
-    Mirror's equation (10).
+    """Devices agree with the closed forms of serial drafting, PEARL, guesses at every position with
+    and without waiting, and Mirror's equation (10).
     """
     places = trace(accepted)
     costs = even(ratio)
@@ -83,8 +86,8 @@ def test_devices_come_to_the_closed_forms(accepted: float, ratio: int, proposed:
 
 @pytest.mark.parametrize(("depth", "message"), [(0.5, 0.02), (0.25, 0.0), (0.75, 0.1)])
 def test_mirror_takes_what_its_equation_says(depth: float, message: float) -> None:
-    """A step by equation (10), a new draft where the exit did not name what came; the exit names it
-    by its ranks.
+    """A step takes the time of equation (10), with a new draft if the exit did not predict the
+    token; the exit predicts by its ranks.
     """
     line = mirror(trace(0.8), even(5, message), 4, 3, depth)
     tokens = line.tokens / line.steps
@@ -103,7 +106,9 @@ def test_mirror_takes_what_its_equation_says(depth: float, message: float) -> No
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("layers", [8, 32])
 def test_grouped_attentions_take_the_time_of_the_formula(layers: int, group: int) -> None:
-    """One exact pass a round, then steps of groups; what the target verifies does not change."""
+    """A round has one exact pass and then steps of groups; the number of verified tokens does not
+    change.
+    """
     attention = 0.5 / 5 / layers
     mlp = 0.5 / 5 / layers  # five exact draft steps a target step
     places = AcceptanceTrace.drawn((0.8,), 300, 1)
@@ -120,7 +125,9 @@ def test_grouped_attentions_take_the_time_of_the_formula(layers: int, group: int
 
 
 def test_a_schedule_changes_no_token() -> None:
-    """Steps end where tokens do: every scheme verifies each place of the same text once, in order."""
+    """Every scheme verifies each position of the same text once, in order, so steps end at the same
+    tokens.
+    """
     places = trace(0.7)
     costs = even(4)
     for line in (
@@ -138,7 +145,7 @@ def test_a_schedule_changes_no_token() -> None:
 
 
 def test_hits_always_and_never_bracket_every_scheme() -> None:
-    """Where all is guessed a step takes as long as the target; where nothing is, guesses save
+    """If every outcome is guessed a step takes as long as the target; if none is, guesses save
     nothing.
     """
     right = AcceptanceTrace.drawn((1.0,), 3000, 0)
@@ -151,8 +158,8 @@ def test_hits_always_and_never_bracket_every_scheme() -> None:
 
 
 def test_closed_forms_come_to_published_cells() -> None:
-    """The i.i.d. table of speed-ups; PEARL loses to tuned serial speculation at low acceptance and
-    large ratios.
+    """The closed forms give the published table of i.i.d. speed-ups; PEARL loses to tuned serial
+    speculation at low acceptance and large ratios.
     """
     found = [best_serial(accepted, ratio) for accepted, ratio in ((0.6, 3), (0.8, 10), (0.95, 10))]
     assert [(round(gain, 2), tokens) for gain, tokens in found] == [(1.2, 1), (2.47, 6), (4.48, 15)]
@@ -170,7 +177,7 @@ def test_closed_forms_come_to_published_cells() -> None:
 
 
 def test_what_a_goal_needs() -> None:
-    """The least acceptance that reaches it, or none at all."""
+    """The result is the least acceptance that reaches the goal, or None if no acceptance does."""
     found = needed(lambda accepted: pearl_speedup(accepted, 5, 5), 2.2832)
     assert found == pytest.approx(0.8, abs=1e-3)
     assert needed(lambda accepted: pearl_speedup(accepted, 5, 5), 5.1) is None
@@ -182,7 +189,9 @@ PICTURE = Path(__file__).resolve().parents[2] / "docs" / "acceleration.svg"
 
 @pytest.mark.checkout
 def test_the_picture_of_the_page_is_that_of_the_devices() -> None:
-    """Every scheme is drawn; the numbers are what its first steps write; the file is current."""
+    """The picture has every scheme, its numbers equal the devices' first steps, and the file is
+    current.
+    """
     lines = overlap.schemes()
     assert PICTURE.read_text() == overlap.drawn(lines), (
         "write it anew: scripts/bench overlap-virtual --out docs/benchmarks"
@@ -198,7 +207,7 @@ def test_the_picture_of_the_page_is_that_of_the_devices() -> None:
 def test_virtual_time_needs_no_folder_made_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The picture lies next to the folder of the tables, whether that exists yet or not."""
+    """The picture is written next to the folder of the tables, whether that folder exists or not."""
     for name in ("record", "closed_forms", "published"):
         monkeypatch.setattr(overlap, name, lambda *args: None)
     monkeypatch.setattr(overlap, "recorded", lambda *args: [])

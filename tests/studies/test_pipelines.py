@@ -1,4 +1,6 @@
-"""The memory of a long study: what a kill tears is run again, what is finished is not."""
+"""Tests of the record of a long study: work that a kill interrupted is run again, and finished work
+is not.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def piece(arm: str, shard: int, right: float = 1.0) -> Any:
 
 
 def test_pieces_come_back_as_they_were(tmp_path: Path) -> None:
-    """The next session has what this one added."""
+    """The next session reads the pieces that this session added."""
     path = tmp_path / "ledger.jsonl"
     first = Ledger(path)
     first.add(Piece("atts", 8, 0, 3, [SOLVED], [1.25]))
@@ -33,8 +35,8 @@ def test_pieces_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_costs_its_piece_alone(tmp_path: Path) -> None:
-    """A kill in the middle of a write: pieces before and after it are there, and the next one has a
-    line of its own.
+    """After a kill in the middle of a write, pieces before and after it are read, and the next
+    piece has its own line.
     """
     path = tmp_path / "ledger.jsonl"
     Ledger(path).add(piece("atts", 0))
@@ -47,7 +49,7 @@ def test_a_torn_line_costs_its_piece_alone(tmp_path: Path) -> None:
 
 
 def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
-    """Each adds its seeds; a later reader has both."""
+    """Each of two processes adds its seeds, and a later reader has the seeds of both."""
     path = tmp_path / "ledger.jsonl"
     one = Ledger(path)
     other = Ledger(path)
@@ -58,7 +60,7 @@ def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
 
 
 def test_the_claim_is_read_from_what_is_there() -> None:
-    """Both bars are named with their numbers, met or not."""
+    """The page names both requirements with their numbers, whether they were met or not."""
     ledger = Ledger()
     for shard in range(2):
         ledger.add(piece("atts", shard))

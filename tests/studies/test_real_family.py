@@ -1,4 +1,6 @@
-"""Relatives of a model are trained, saved as peft and transformers do, and read back by a zoo."""
+"""Tests of trained relatives of a model: they are saved as peft and transformers do, and read by a
+zoo.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ blocks = pytest.importorskip("scripts.studies.blocks", reason="needs a checkout"
 
 
 def test_relatives_learn_and_share_what_is_not_their_own(tmp_path: Path) -> None:
-    """Each is better at its lesson than its base was, and the zoo stores the base's blocks once."""
+    """Each relative is better at its lesson than its base was, and the zoo stores the base's blocks
+    once.
+    """
     torch.set_num_threads(1)
     zoo = Zoo(tmp_path / "zoo")
     zoo.add("base", path("target"))
@@ -29,7 +33,7 @@ def test_relatives_learn_and_share_what_is_not_their_own(tmp_path: Path) -> None
 
 
 def test_a_saved_adapter_computes_what_was_trained(tmp_path: Path) -> None:
-    """The matrices that the zoo reads back, merged into the base's, are those of training."""
+    """The matrices that the zoo reads, merged into the base's, equal those of the training."""
     model = blocks.opened(path("target"))
     own = blocks.adapted(model)
     with torch.no_grad():

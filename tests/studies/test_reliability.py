@@ -1,4 +1,4 @@
-"""The soak says what grows, and what it runs leaves nothing behind."""
+"""Tests of the soak: it reports growing resources, and its runs leave nothing behind."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ def _said(levels: list[Any]) -> dict[str, str]:
 
 
 def test_runs_under_faults_leave_nothing_and_their_journals_tell_what_happened(tally: Any) -> None:
-    """No request, no file, no difference between what was seen live and what the journal says."""
+    """No request and no file is left, and the journal equals the outcomes seen live."""
     assert tally.differences == []
     assert tally.compared > 0
     assert all(level.in_flight == level.temporary == level.blocks == 0 for level in tally.levels)
@@ -37,7 +37,7 @@ def test_runs_under_faults_leave_nothing_and_their_journals_tell_what_happened(t
     ],
 )
 def test_what_grows_run_by_run_is_called_so(field: str, name: str, step: float) -> None:
-    """And nothing else is; the same growth within the warm-up is forgiven."""
+    """Only the growing resource is reported; the same growth during the warm-up is ignored."""
     start = getattr(LEVEL, field)
     later = [
         replace(LEVEL, seconds=10.0 * n, **{field: start + int(step * n * 10) / 10})
@@ -51,15 +51,16 @@ def test_what_grows_run_by_run_is_called_so(field: str, name: str, step: float) 
 
 
 def test_a_short_run_does_not_call_its_warm_up_a_leak() -> None:
-    """It says that it cannot say."""
+    """A short run says that it cannot decide whether resources grow."""
     levels = [replace(LEVEL, seconds=10.0 * n, memory_mib=500.0 + 3 * n) for n in range(40)]
     assert _said(levels)["memory, MiB"] == "too few runs to say"
 
 
 @pytest.mark.slow
 def test_two_minutes_of_everything_grow_nothing(tmp_path: Path) -> None:
-    """Scripted engines and the embedded pair, all kinds of runs; the hour is `scripts/bench soak
-    --full`.
+    """No resource grows in any kind of run, on scripted engines and the embedded pair.
+
+    The version of one hour is `scripts/bench soak --full`.
     """
     tally = anyio.run(soak.soak, tmp_path, 120.0, 1)
     assert tally.differences == []

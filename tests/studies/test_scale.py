@@ -1,5 +1,5 @@
-"""Modelled engines cost what their formula says, and the pipelines on them do what they do
-anywhere.
+"""Tests of modelled engines: their costs equal the formula, and pipelines behave on them as on
+other engines.
 """
 
 import math
@@ -48,7 +48,9 @@ async def _timed(
 
 
 def test_one_request_takes_what_the_formula_says(law: Any) -> None:
-    """It takes a prefill step, then one step per token, each of which reads one token more."""
+    """A request takes a prefill step, then one step per token, each of which reads one token more
+    than the step before.
+    """
     ids = 15
     tokens = 4
     (end,), load = run_virtual(_timed, law, [(0.0, ids, tokens)])
@@ -60,8 +62,8 @@ def test_one_request_takes_what_the_formula_says(law: Any) -> None:
 
 
 def test_a_request_costs_its_step_and_its_host_once_each(law: Any) -> None:
-    """Taking it in makes one step longer; handing it over happens before, one request after the
-    other.
+    """Accepting a request makes one step longer; requests are handed over before the step, one
+    after the other.
     """
     (plain,), _ = run_virtual(_timed, law, [(0.0, 15, 4)])
     dear = replace(COST, request=0.5, call=3.0)
@@ -119,13 +121,13 @@ async def _cancelled(law: Any) -> float:
 
 
 def test_a_cancelled_request_gives_its_place_up(law: Any) -> None:
-    """The next request waits for at most one step of it."""
+    """The next request waits for at most one step of the cancelled one."""
     step = COST.seconds(1, 500)
     assert run_virtual(_cancelled, law) <= COST.seconds(1, 500, 20 * law.grain) + 2 * step
 
 
 def test_the_closed_form_of_many_steps_is_the_sum_of_single_ones() -> None:
-    """And its inverse finds how many have ended."""
+    """The inverse of the closed form gives the number of steps that have ended."""
     for batch, cached in ((1, 0), (7, 300), (64, 9000)):
         total = 0.0
         for count in range(1, 40):
@@ -135,7 +137,7 @@ def test_the_closed_form_of_many_steps_is_the_sum_of_single_ones() -> None:
 
 
 def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
-    """Least squares on exact observations returns them."""
+    """Least squares on exact observations returns the coefficients."""
     made = replace(COST, request=3e-4)
     seen: list[Any] = []
     for steps, batch, context, fed in (
@@ -165,8 +167,10 @@ def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
 
 
 def test_all_methods_write_equally_much_and_only_rounds_wait(law: Any) -> None:
-    """The law makes work, not methods: totals agree within the last chunks; waiting for siblings is
-    top-b's alone.
+    """The amount of work depends on the distribution, not the method: totals agree up to the last
+    chunks.
+
+    Only top-b waits for siblings.
     """
     base = scale.Cell(_pair(), "atts", problems=6, samples=4, in_flight=24)
     found = {
@@ -181,7 +185,7 @@ def test_all_methods_write_equally_much_and_only_rounds_wait(law: Any) -> None:
 
 
 def test_replicas_share_the_work(law: Any) -> None:
-    """Four of each end sooner than one, and do the same."""
+    """Four replicas of each engine end sooner than one, and do the same work."""
     one = scale.Cell(_pair(), "atts", problems=6, samples=8, in_flight=48)
     few, many = (scale.run_cell(replace(one, replicas=n, in_flight=48 // n), law) for n in (1, 4))
     assert many.seconds < few.seconds
@@ -191,7 +195,7 @@ def test_replicas_share_the_work(law: Any) -> None:
 
 
 def test_the_budget_of_the_graph_bounds_the_memory_of_the_engine(law: Any) -> None:
-    """KV tokens at work never exceed it."""
+    """The number of KV tokens in use never exceeds the budget."""
     cell = scale.Cell(
         _pair(), "target-only", problems=4, samples=8, in_flight=32, room="without end"
     )
@@ -203,7 +207,7 @@ def test_the_budget_of_the_graph_bounds_the_memory_of_the_engine(law: Any) -> No
 
 
 def test_finished_cells_are_not_run_again(law: Any, tmp_path: Path) -> None:
-    """A second session reads what the first wrote, and another cell is another."""
+    """A second session reads the cells of the first, and runs only a cell with other settings."""
     cell = scale.Cell(_pair(), "draft-only", problems=2, samples=2)
     file = tmp_path / "scale.jsonl"
     first = scale.Results(law, file).get(cell)

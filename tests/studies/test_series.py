@@ -1,4 +1,6 @@
-"""A series of studies: in order, with its progress, and never done twice because it was cut off."""
+"""Tests of a series of studies: it runs in order, shows its progress, and repeats no finished study
+after an interruption.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ STEPS = [bench.Step(name, "quick", 60.0) for name in ("a", "b", "c")]
 def _run(
     folder: Path | None, fails: str = "", steps: Any = STEPS, seed: int = 0
 ) -> tuple[list[str], list[str]]:
-    """Run the series; return the steps that ran and those that failed. A step whose name `fails`
-    has in capitals raises as Ctrl-C does.
+    """Run the series; return the steps that ran and the steps that failed. A step whose name is in
+    capitals in `fails` raises as Ctrl-C does.
     """
     worked: list[str] = []
 
@@ -34,7 +36,9 @@ def _run(
 
 
 def test_what_an_interrupted_series_has_done_is_kept(tmp_path: Path) -> None:
-    """The same command continues; once all is done, the next one begins again."""
+    """The same command continues the series; once all steps are done, the next call begins a new
+    series.
+    """
     assert _run(tmp_path, "B") == (["a"], ["interrupted"])
     assert _run(tmp_path, "C") == (["b"], ["interrupted"])
     assert _run(tmp_path) == (["c"], [])
@@ -42,13 +46,13 @@ def test_what_an_interrupted_series_has_done_is_kept(tmp_path: Path) -> None:
 
 
 def test_what_failed_is_tried_again_and_the_rest_goes_on(tmp_path: Path) -> None:
-    """One study that fails costs the others nothing."""
+    """A study that fails does not stop the others, and the next call repeats only this study."""
     assert _run(tmp_path, "b") == (["a", "b", "c"], ["b"])
     assert _run(tmp_path) == (["b"], [])
 
 
 def test_another_series_takes_nothing_over(tmp_path: Path) -> None:
-    """Other steps, another effort or another seed are other work; without a folder nothing is
+    """Other steps, another effort or another seed are another series; without a folder nothing is
     remembered.
     """
     _run(tmp_path, "B")
@@ -59,7 +63,7 @@ def test_another_series_takes_nothing_over(tmp_path: Path) -> None:
 
 
 def test_all_and_quick_run_known_studies_each_once() -> None:
-    """`all` leaves out none but what it runs in parts, and its plan fits an hour."""
+    """`all` contains every study, some only as parts of another, and its plan fits into an hour."""
     everything = bench.planned(["all"], "default")
     quick = bench.planned(["quick"], "quick")
     names = [step.name for step in everything]

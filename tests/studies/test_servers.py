@@ -1,5 +1,5 @@
-"""Paced servers: they say what the pair says, know prefixes as servers do, and take the time that
-was asked for.
+"""Tests of paced servers: they give the pair's replies, cache prefixes as servers do, and take the
+requested time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PAIR = servers.PAIRS["8B/70B"]
 
 
 def test_virtual_and_live_runs_write_the_same() -> None:
-    """The live target is asked over HTTP for the predicted texts and writes them, and votes are
-    equal.
+    """The live target is called over HTTP for the predicted texts and writes the same texts, and
+    votes are equal.
     """
     fast = servers.paced(PAIR, 2000.0)
     found = problems("test", 1)
@@ -54,7 +54,7 @@ async def _conversation(law: Any) -> list[int]:
 
 
 def test_requests_without_names_find_their_prefix() -> None:
-    """A rollout finds all of its own prefix, and a sibling finds the prompt but for its last token,
+    """A rollout finds all of its own prefix, and a sibling finds the prompt except its last token,
     as in a server's cache.
     """
     with servers.pair_law() as law:
@@ -65,8 +65,10 @@ def test_requests_without_names_find_their_prefix() -> None:
 
 
 async def _equal_siblings(law: Any) -> list[int]:
-    """Return the cached tokens of two rollouts that wrote the same and continue when both have;
-    over HTTP all are cached.
+    """Return the cached tokens of two rollouts that wrote the same and continue when both have
+    finished.
+
+    Over HTTP all of these tokens are cached.
     """
     async with servers.engine("target", PAIR, law) as engine:
         prompt = tuple(range(10, 30))
@@ -76,7 +78,7 @@ async def _equal_siblings(law: Any) -> list[int]:
 
 
 def test_rollouts_that_wrote_the_same_keep_a_prefix_each() -> None:
-    """A server's cache loses nothing when the first of them continues: none is fed what is known
+    """A server's cache loses nothing when the first of them continues, so no known token is fed
     again.
     """
     with servers.pair_law() as law:
@@ -85,7 +87,7 @@ def test_rollouts_that_wrote_the_same_keep_a_prefix_each() -> None:
 
 
 def test_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step begins when the one before was due, even if this process wakes up late."""
+    """A step begins when the previous one was due to end, even if this process wakes up late."""
 
     async def late(seconds: float, sleep: Any = anyio.sleep) -> None:
         await sleep(seconds + 0.004 if seconds > 0 else 0)
@@ -104,7 +106,7 @@ def test_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pair_paces_as_much_faster_as_is_said() -> None:
-    """All of a step's costs are scaled, and none of its room."""
+    """All costs of a step are scaled, but the engine's capacity is not."""
     fast = servers.paced(PAIR, 10.0)
     assert fast.target.seconds(8, 1000.0, 50.0) == pytest.approx(
         PAIR.target.seconds(8, 1000.0, 50.0) / 10

@@ -1,6 +1,4 @@
-"""The map of where it pays: what its tables say of known times, what it draws, and its weakened
-draft.
-"""
+"""Tests of the map of speed-ups: its tables for known times, its chart, and its weakened draft."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ TEXT = "{http://www.w3.org/2000/svg}text"
 def measured(
     target: str, samples: int, atts: float, exact: float, clock: str = "wall", how: str = "latency"
 ) -> Any:
-    """Make a cell in which the target alone takes 10 s, and these methods so many seconds."""
+    """Make a cell in which the target alone takes 10 s, and each method the given seconds."""
     seconds = {"target-only|": 10.0}
     for draft in AGREEMENT:
         own = {
@@ -39,7 +37,7 @@ def measured(
 
 
 def test_the_map_compares_with_the_best_of_the_others() -> None:
-    """Median and range over repeats; the GPU's column is empty and says so."""
+    """The table has median and range over repeats; the GPU's column is empty and says so."""
     found = [measured("20M", 1, atts, 5.0) for atts in (2.0, 2.5, 4.0)] + [
         measured("20M", 4, 10.0, 5.0)
     ]
@@ -65,7 +63,7 @@ def test_the_map_compares_with_the_best_of_the_others() -> None:
 
 
 def test_wall_times_stand_alone_where_there_are_any() -> None:
-    """Processor times of a busy machine are not mixed with them."""
+    """If there are wall times, processor times of a busy machine are not mixed with them."""
     busy = measured("4M", 1, 1.0, 5.0, "processor")
     assert "processor time" in pipelines.tables([busy], AGREEMENT)[0].notes[0]
     table = pipelines.tables([busy, measured("4M", 1, 20.0, 5.0)], AGREEMENT)[0]
@@ -75,8 +73,9 @@ def test_wall_times_stand_alone_where_there_are_any() -> None:
 
 
 def test_what_to_take_is_what_was_fastest() -> None:
-    """The fastest method is named for each number of rollouts; times within a twentieth are equal,
-    and a method that never wins is named.
+    """The fastest method is named for each number of rollouts.
+
+    Times within a twentieth are equal, and a method that is never the fastest is named.
     """
     found = [
         measured("200M", samples, atts, 5.0)
@@ -104,7 +103,9 @@ def test_the_bound_counts_every_models_tokens_at_its_own_rate() -> None:
 
 @pytest.mark.anyio
 async def test_the_weakened_draft_is_the_same_model_every_time(tmp_path: Path) -> None:
-    """Its weights are others than the draft's, of the same shape, and noise 0 changes nothing."""
+    """The weakened draft has other weights than the draft but the same shape, and noise 0 changes
+    nothing.
+    """
     from safetensors.torch import load_file
 
     def weights(folder: Path) -> dict[str, Any]:
@@ -129,7 +130,7 @@ async def test_the_weakened_draft_is_the_same_model_every_time(tmp_path: Path) -
 def test_a_cell_that_was_measured_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The quick map with one target; the second time from what is kept."""
+    """The second run of the quick map with one target reads the stored cells."""
     monkeypatch.setattr(pipelines, "TARGETS", {"4M": ""})
     options = harness.Options("quick", 0, tmp_path)
     first = pipelines.study_speed(options)

@@ -1,4 +1,4 @@
-"""Training makes an exit, heads and a deep drafter that know more, and that change no token."""
+"""Tests of training an exit, heads and a deep drafter: they improve, and change no token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.checkout
 
 
 def copied(name: str, to: Path) -> Path:
-    """Copy an embedded model's files without what was trained for it."""
+    """Copy an embedded model's files without the exits and heads trained for it."""
     to.mkdir()
     for file in path(name).iterdir():  # type: ignore[arg-type]
         if file.is_file():
@@ -42,7 +42,9 @@ def copied(name: str, to: Path) -> Path:
 def test_training_makes_an_exit_and_heads_that_know_more(
     dtype: Literal["auto", "bfloat16"], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a few steps on a few texts, on texts kept apart; the files can be read by who drafts."""
+    """After a few steps on a few texts both predict held-out texts better, and a drafter can read
+    their files.
+    """
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"What is {n} + {3 * n}?\n" for n in range(11, 35)))
     target, drafter = (copied(name, tmp_path / name) for name in ("target", "draft"))
@@ -60,8 +62,8 @@ def test_training_makes_an_exit_and_heads_that_know_more(
 
 
 def test_heads_are_trained_where_and_as_the_checkpoint_is(tmp_path: Path) -> None:
-    """On a GPU in the checkpoint's type of numbers, by the engine that writes the texts too; on a
-    processor in float32.
+    """On a GPU heads are trained in the checkpoint's data type, and the engine writes the texts in
+    it too; on a processor both use float32.
     """
     half, full = (tmp_path / name for name in ("half", "full"))
     for folder, dtype in ((half, "bfloat16"), (full, "float32")):
@@ -75,8 +77,8 @@ def test_heads_are_trained_where_and_as_the_checkpoint_is(tmp_path: Path) -> Non
 
 
 def test_the_shipped_exit_names_what_is_written() -> None:
-    """The target's token is among its first eight at least 0.95 of the time, which it is not
-    without an adapter.
+    """The target's token is among the exit's first eight at least 0.95 of the time, which is not
+    true without an adapter.
     """
     texts = anyio.run(record, 8, 0)
     shares = list[float]()
@@ -107,8 +109,8 @@ def stood(done: Driven) -> float:
 def test_training_makes_a_folder_that_drafts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A few steps on a few texts: eight narrow layers with the draft's tokenizer propose, and
-    change nothing.
+    """After a few steps on a few texts, eight narrow layers with the draft's tokenizer propose
+    tokens, and change no text.
     """
     out = tmp_path / "deep"
     train.train_deep_drafter(DrafterRecipe(path("target"), path("draft"), out, texts=6, steps=6))
@@ -121,8 +123,8 @@ def test_training_makes_a_folder_that_drafts(
 
 
 def test_the_shipped_one_is_small_and_mostly_right() -> None:
-    """Groups of four attentions, calibrated, lose little; six, which is all between first and last
-    layer, lose more.
+    """Calibrated groups of four attentions lose little acceptance; groups of six, which are all
+    between first and last layer, lose more.
     """
     plain = run(path("target"), [asked(3)])
     exact, four, six = (
@@ -138,7 +140,7 @@ def test_the_shipped_one_is_small_and_mostly_right() -> None:
 
 
 def test_the_study_of_groups_says_what_stands_with_calibration_and_without() -> None:
-    """A row for each size of a group; the exact one needs no calibration."""
+    """The table has a row for each size of a group; the exact one needs no calibration."""
     rows = groups(Options("quick")).rows
     assert [row[0] for row in rows] == [1, 2, 3, 4, 6]
     assert rows[0][2] is None

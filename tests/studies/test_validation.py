@@ -1,4 +1,4 @@
-"""Engines with fitted costs take about the time that real ones do."""
+"""Tests that engines with fitted costs take about the time of real engines."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ scale = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
     not Path("/proc/self/task").exists(), reason="counts what threads use as Linux does"
 )
 def test_the_processor_time_of_live_runs_is_predicted() -> None:
-    """Every kind of run within a third, on a machine that others use; the study asks for a tenth on
-    a quiet one.
+    """The prediction is within a third for every kind of run on a shared machine; the study
+    requires a tenth on a quiet machine.
     """
     costs, predicted = scale.local_validation(Options("quick"))
     assert [row[0] for row in costs.rows] == ["draft", "target"]

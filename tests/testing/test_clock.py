@@ -21,7 +21,7 @@ Log = list[tuple[str, float]]
 
 @pytest.fixture(params=get_args(Backend))
 def backend(request: pytest.FixtureRequest) -> Literal["asyncio", "trio"]:
-    """Choose one of the two back ends that `run_virtual` knows."""
+    """Choose one of the two back ends that `run_virtual` supports."""
     return "trio" if request.param == "trio" else "asyncio"
 
 
@@ -72,7 +72,7 @@ def test_sleepers_wake_in_the_order_of_their_deadlines(backend: Backend) -> None
 
 
 def test_deadlines_are_virtual(backend: Backend) -> None:
-    """A time-out cuts a virtual sleep exactly at its deadline, and not one that ends before it."""
+    """A time-out ends a virtual sleep exactly at its deadline, but not a sleep that ends before it."""
 
     async def main() -> tuple[bool, float, bool, float]:
         with anyio.move_on_after(5) as cut:
@@ -99,8 +99,8 @@ def test_work_does_not_move_the_clock(backend: Backend) -> None:
 
 @pytest.mark.parametrize("kind", ["default", "limited"])
 def test_a_thread_is_waited_for(backend: Backend, kind: str) -> None:
-    """A timer later than a thread's real work fires after it, whichever limiter the thread runs
-    under.
+    """A timer later than a thread's real work fires after this work, whichever limiter the thread
+    runs under.
     """
     log: list[str] = []
 
@@ -125,7 +125,7 @@ def test_a_thread_is_waited_for(backend: Backend, kind: str) -> None:
 
 
 def test_an_idle_thread_does_not_slow_time(backend: Backend) -> None:
-    """A pooled thread that finished its work is not waited for."""
+    """The clock does not wait for a pooled thread that finished its work."""
 
     async def main() -> float:
         await anyio.to_thread.run_sync(time.sleep, 0)
@@ -138,7 +138,7 @@ def test_an_idle_thread_does_not_slow_time(backend: Backend) -> None:
 
 
 def test_an_executor_thread_is_waited_for() -> None:
-    """Threads that the asyncio loop itself started count too."""
+    """The clock also waits for threads that the asyncio loop itself started."""
 
     async def main() -> str:
         async def nap() -> str:
@@ -159,7 +159,7 @@ def test_an_executor_thread_is_waited_for() -> None:
 
 
 def test_a_thread_that_needs_the_clock_does_not_deadlock(backend: Backend) -> None:
-    """While a thread runs, time passes really, so a thread that waits for a timer gets it."""
+    """While a thread runs, real time passes, so a thread that waits for a timer gets it."""
 
     async def main() -> float:
         await anyio.to_thread.run_sync(lambda: anyio.from_thread.run(anyio.sleep, 0.05))

@@ -34,7 +34,7 @@ SLOW = Latency(per_sample=0.01, per_score=0.005, sampled_token=0.002, jitter=0.2
 
 
 class Rig(ScriptedEngine):
-    """A correct engine with a queue and some latency, from which the faulty ones are made."""
+    """A correct engine with a queue and some latency, from which the faulty engines are made."""
 
     def __init__(self) -> None:
         super().__init__(latency=SLOW, concurrency=3, context_length=1024)
@@ -51,7 +51,7 @@ def asks(change: Callable[[Rig, SampleRequest], SampleRequest]) -> type[Rig]:
 
 
 def answers(change: Callable[[Rig, Completion], Completion]) -> type[Rig]:
-    """Make an engine that changes what it sampled."""
+    """Make an engine that changes its sampled tokens."""
 
     class Saboteur(Rig):
         async def sample(self, request: SampleRequest) -> Completion:
@@ -61,7 +61,7 @@ def answers(change: Callable[[Rig, Completion], Completion]) -> type[Rig]:
 
 
 def scores(change: Callable[[Logprobs, ScoreRequest], Logprobs]) -> type[Rig]:
-    """Make an engine that changes what it scored."""
+    """Make an engine that changes its scores."""
 
     class Saboteur(Rig):
         async def score(self, request: ScoreRequest) -> Scores:
@@ -126,7 +126,7 @@ def cut(engine: ScriptedEngine, done: Completion, count: int) -> Completion:
 
 
 def drops_the_stop(engine: Rig, done: Completion) -> Completion:
-    """Leave the token that completes the stop out, as servers do by default."""
+    """Leave out the token that completes the stop string, as servers do by default."""
     return (
         cut(engine, done, len(done.ids) - 1)
         if done.ended == "delimiter" and len(done.ids) > 1
@@ -144,7 +144,7 @@ def goes_on_after_the_end(_: Rig, done: Completion) -> Completion:
 
 
 def hides_the_end(_: Rig, done: Completion) -> Completion:
-    """Leave the end token out."""
+    """Leave out the end token."""
     return (
         replace(done, ids=done.ids[:-1], logprobs=done.logprobs[:-1])
         if done.ended == "end"
@@ -182,7 +182,7 @@ class StopsInsideTokensOnly(Rig):
 
 
 class ForgetsThePrefix(Rig):
-    """An engine that scores parts as if only the start of the prompt came before."""
+    """An engine that scores a continuation as if only the start of the prompt came before."""
 
     async def score(self, request: ScoreRequest) -> Scores:
         return await super().score(replace(request, prefix=request.prefix[:-3] or request.prefix))
@@ -249,7 +249,7 @@ class ScoresNothing(Rig):
 
 
 class ScoresAfterAll(ScriptedEngine):
-    """An engine that says it cannot score, and does."""
+    """An engine whose spec says that it cannot score, although it can."""
 
     @property
     def spec(self) -> EngineSpec:
@@ -319,7 +319,7 @@ class SharesSettings(Rig):
 
 
 class ClosesForAll(Rig):
-    """An engine whose closing changes how the others draw."""
+    """An engine whose closing changes the tokens that other engines draw."""
 
     closed: ClassVar[list[bool]] = [False]
 
@@ -367,7 +367,7 @@ class FinishesAnyway(Rig):
 
 
 class SwallowsCancellation(Rig):
-    """An engine that replies with what it has when it is cancelled."""
+    """An engine that returns its tokens so far when it is cancelled."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         try:
@@ -402,7 +402,7 @@ class Renderless:
 
 
 class Lacking(Rig):
-    """An engine with that tokenizer."""
+    """An engine with a tokenizer that lacks a method."""
 
     @property
     def tokenizer(self) -> Any:
@@ -417,7 +417,7 @@ class Shut(Rig):
 
 
 class DrawsOtherwise(Rig):
-    """An engine that draws with another attempt's stream while it scores."""
+    """An engine that draws with another attempt's random stream while it scores."""
 
     async def score(self, request: ScoreRequest) -> Scores:
         draw = request.draw and replace(request.draw, seed=replace(request.draw.seed, attempt=1))
@@ -539,7 +539,9 @@ def test_each_fault_is_found_by_its_check(check: str, what: str) -> None:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_check_can_fail_and_passes_a_correct_engine(check: str) -> None:
-    """Each check has a planted bug, and none fails the engine that the bugs were planted in."""
+    """Each check has a planted bug that fails it, and no check fails the engine in which the bugs
+    were planted.
+    """
     assert check in {name for name, _ in SABOTEURS}
     assert not run_virtual(partial(check_engine, Rig, options=only(check))).broken
 
@@ -559,15 +561,17 @@ def test_every_check_can_fail_and_passes_a_correct_engine(check: str) -> None:
 def test_correct_engines_pass(
     factory: Callable[[], Engine], backend: Literal["asyncio", "trio"]
 ) -> None:
-    """This covers both roles, several queues, both tokenizers, one or both capabilities, and both
-    back ends.
+    """Correct engines pass in both roles, with several queues, both tokenizers, one or both
+    capabilities, and both back ends.
     """
     report = run_virtual(check_engine, factory, backend=backend)
     assert {result.check for result in report.results} == set(CHECKS)
 
 
 def test_an_engine_without_seeds_passes_where_seeds_are_not_promised() -> None:
-    """It fails several checks by default, and none if texts are compared greedily."""
+    """An engine without seeds fails several checks by default, and none if texts are compared
+    greedily.
+    """
     broken = run_virtual(partial(check_engine, ONE_STREAM, options=QUICK, broken="report")).broken
     assert {"seeds", "hints", "order"} <= {result.check for result in broken}
     report = run_virtual(partial(check_engine, ONE_STREAM, options=replace(QUICK, seeding="none")))
@@ -577,7 +581,9 @@ def test_an_engine_without_seeds_passes_where_seeds_are_not_promised() -> None:
 
 @pytest.mark.anyio
 async def test_an_open_engine_is_checked_and_stays_open() -> None:
-    """It is checked in real time, and checks that would close it are skipped with a reason."""
+    """An open engine is checked in real time, and checks that would close it are skipped with a
+    reason.
+    """
     async with ScriptedEngine() as engine:
         report = await check_engine(engine)
         skipped = {
@@ -589,7 +595,7 @@ async def test_an_open_engine_is_checked_and_stays_open() -> None:
 
 
 def test_a_broken_engine_raises_with_a_list() -> None:
-    """The error lists each broken promise with what was observed, and no kept one."""
+    """The error lists each broken promise with the observation, and no promise that was kept."""
 
     class TwoFlaws(Rig):
         @property
@@ -608,7 +614,7 @@ def test_a_broken_engine_raises_with_a_list() -> None:
 
 
 def test_an_engine_that_fails_or_hangs_is_reported_not_raised() -> None:
-    """Errors and hangs are findings of the check that met them."""
+    """An error or hang of the engine is a failure of the check that caused it."""
     failing = partial(
         check_engine, lambda: FaultyEngine(Rig(), Faults({"refused": 1.0})), broken="report"
     )
@@ -631,8 +637,8 @@ def test_an_engine_that_fails_or_hangs_is_reported_not_raised() -> None:
     ],
 )
 def test_an_engine_that_lacks_something_is_reported_not_raised(engine: Any, why: str) -> None:
-    """The report names what is missing, or why the engine does not open or close; other checks are
-    skipped.
+    """The report names the missing method, or why the engine does not open or close; other checks
+    are skipped.
     """
     report = run_virtual(partial(check_engine, engine, options=QUICK, broken="report"))
     assert why in [result.why for result in report.broken if result.check == "opening"][0]
@@ -666,7 +672,9 @@ class HonestlyWordless(Wordless):
 
 
 def test_an_engine_may_return_no_log_probabilities_if_it_says_so() -> None:
-    """The check of ids fails only if the spec does not say it."""
+    """An engine without log-probabilities passes if its spec says so, and fails the check of ids if
+    not.
+    """
     broken = {
         made: {
             result.check

@@ -48,7 +48,7 @@ def inside(faults: Faults) -> Engine:
 
 
 def around(faults: Faults) -> Engine:
-    """Put the same faults around an engine that does not know them."""
+    """Put the same faults around an engine that has none of its own."""
     return FaultyEngine(ScriptedEngine(latency=SLOW, concurrency=1), faults)
 
 
@@ -96,7 +96,7 @@ def test_each_kind_does_what_its_name_says(
     verb: Literal["sample", "score"],
     backend: Literal["asyncio", "trio"],
 ) -> None:
-    """After nine calls, one of each kind, a tenth works, so the failed ones left no slot behind."""
+    """After nine calls, one of each kind, a tenth works, so the failed calls left no slot taken."""
 
     async def main() -> None:
         delay = {"slow": 7.0, "dropped": 7.0, "timeout": 7.0}
@@ -115,8 +115,8 @@ def test_each_kind_does_what_its_name_says(
 
 @ways
 def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults], Engine]) -> None:
-    """About the requested share fails: the same calls in any order, and others for another attempt
-    or seed.
+    """About the requested share of calls fails: the same calls in any order, and other calls for
+    another attempt or seed.
     """
 
     async def struck(order: list[int], attempt: int = 0, seed: int = 0) -> set[int]:
@@ -165,7 +165,7 @@ def test_faults_can_be_limited_to_sampling_or_scoring() -> None:
 
 
 def test_a_faulty_engine_is_opened_first() -> None:
-    """Calling it before it is opened is an error of the caller, and the message says so."""
+    """A call before the engine is opened is an error of the caller, and the message says so."""
     engine = around(Faults())
 
     async def main() -> None:
@@ -186,5 +186,5 @@ def test_impossible_faults_are_errors() -> None:
 
 @pytest.mark.parametrize("stop", ["\n\n", ["\n\n"], ("\n\n",)])
 def test_a_server_takes_one_stop_string_as_well_as_several(stop: object) -> None:
-    """A string is one stop, not one for each of its characters."""
+    """A single string is one stop string, not one for each of its characters."""
     assert request_of((1,), 1, {"stop": stop}, Sampling()).stop == ("\n\n",)

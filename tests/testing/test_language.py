@@ -58,15 +58,15 @@ def test_any_text_goes_to_ids_and_back(text: str) -> None:
 @QUICK
 @given(any_ids, any_ids)
 def test_decoding_is_concatenation(left: TokenIds, right: TokenIds) -> None:
-    """The text of two pieces is the two texts joined, unless a character was cut in between."""
+    """The text of two id sequences is the two texts joined, unless a character was cut in between."""
     whole = PLAIN.decode(left + right)
     parts = PLAIN.decode(left) + PLAIN.decode(right)
     assert whole == parts or "\ufffd" in parts
 
 
 def test_the_vocabulary_has_the_traps_of_real_ones() -> None:
-    """It has words of several characters, blank lines across tokens, and one text with several
-    spellings.
+    """The vocabulary has words of several characters, blank lines across tokens, and one text with
+    several spellings.
     """
     assert PLAIN.piece_id(" minus") is not None
     assert PLAIN.piece_id(".\n") is not None
@@ -81,7 +81,9 @@ def test_the_vocabulary_has_the_traps_of_real_ones() -> None:
 
 
 def test_special_tokens_are_neither_text_nor_made_of_text() -> None:
-    """Spelling a special token gives its bytes, and decoding leaves real ones out."""
+    """The spelling of a special token is encoded as its bytes, and decoding leaves out real special
+    tokens.
+    """
     assert PLAIN.end_id not in PLAIN.encode("<|end|>")
     assert PLAIN.decode((PLAIN.end_id, *PLAIN.encode("So"), PLAIN.end_id)) == "So"
     with pytest.raises(UsageError, match="another tokenizer"):
@@ -159,7 +161,7 @@ def test_sparse_filtering_equals_dense_filtering(
 @given(weights, samplings)
 def test_drawing_is_the_inverse_distribution(table: dict[int, float], sampling: Sampling) -> None:
     """A fine grid of uniform numbers draws each token as often as its probability says, even rare
-    ones.
+    tokens.
     """
     distribution = Distribution.of(table, 12, 0.05).under(sampling)
     grid = 4000
@@ -184,8 +186,8 @@ def test_every_prefix_has_a_distribution(problem: int, ids: TokenIds) -> None:
 def test_the_distribution_is_a_function_of_the_prefix(
     problem: int, ids: TokenIds, cut: int
 ) -> None:
-    """It is the same if the prefix is read at once, in two parts, by an equal model or after other
-    work.
+    """The distribution is the same if the prefix is read at once, in two parts, by an equal model
+    or after other work.
     """
     prefix = ask(toy_problems(51)[problem]) + ids
     place = min(cut, len(prefix) - 1) or 1
@@ -211,7 +213,9 @@ def test_the_distribution_is_a_function_of_the_prefix(
 def test_scores_are_the_log_probs_of_sampling(
     problem: int, sample: int, cut: int, sampling: Sampling
 ) -> None:
-    """Warm or cold, whole or in parts, the numbers are exactly equal."""
+    """Scores and sampled log-probabilities are exactly equal with a warm or cold cache, whole or in
+    parts.
+    """
     ids = ask(toy_problems(21)[problem])
     warm = Writer(MODEL)
     done = warm.write(SampleRequest(ids, 60, sampling, Seed(sample=sample)))
@@ -252,7 +256,7 @@ def test_problems_are_seeded_and_their_answers_correct() -> None:
 
 
 def test_the_question_is_found_inside_a_pipelines_prompt() -> None:
-    """Instructions around the statement do not change the question."""
+    """The model finds the question although a pipeline's prompt has instructions around it."""
     problem = toy_problems(1)[0]
     plain = read_question(problem.text)
     wrapped = read_question(
@@ -287,8 +291,8 @@ def share_right(skill: Skill, samples: int = 3) -> float:
 
 
 def test_skill_shows_in_answers() -> None:
-    """The target is nearly always correct, the draft often wrong, and a draft that notices slips is
-    better.
+    """The target is nearly always correct and the draft often wrong, but a draft that notices its
+    mistakes is better.
     """
     draft = share_right(DRAFT)
     target = share_right(TARGET)
@@ -298,7 +302,7 @@ def test_skill_shows_in_answers() -> None:
 
 
 def test_a_target_that_takes_over_repairs() -> None:
-    """After a slip of the draft, the target's continuation is correct far more often than the
+    """After a mistake of the draft, the target's continuation is correct far more often than the
     draft's own.
     """
     right = {"draft": 0, "target": 0}
@@ -320,7 +324,9 @@ def test_a_target_that_takes_over_repairs() -> None:
 def step_scores(
     target: Skill, draft: Skill = DRAFT, tokens: int = 40
 ) -> list[tuple[str, float, bool]]:
-    """Return (problem, target's mean surprise, whether the draft slipped) for every first chunk."""
+    """Return (problem, target's mean surprise, whether the draft made a mistake) for every first
+    chunk.
+    """
     author = Writer(ToyModel(draft, PLAIN))
     scorer = Writer(ToyModel(target, PLAIN))
     found: list[tuple[str, float, bool]] = []
@@ -337,7 +343,7 @@ def step_scores(
 
 
 def separation(scores: list[tuple[str, float, bool]]) -> float:
-    """Return the probability that a chunk with a slip scores worse than a correct one."""
+    """Return the probability that a chunk with a mistake scores worse than a correct one."""
     slipped = [score for _, score, bad in scores if bad]
     sound = [score for _, score, bad in scores if not bad]
     return float(np.mean([[s > t for t in sound] for s in slipped]))

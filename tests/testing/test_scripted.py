@@ -64,7 +64,9 @@ def test_latency_is_a_sum_of_its_parts(backend: Backend) -> None:
 
 
 def test_jitter_spreads_times_the_same_way_every_time() -> None:
-    """Times differ between requests, and are the same for one request whatever else is running."""
+    """Times differ between requests, but one request always takes the same time, whatever else is
+    running.
+    """
 
     async def times(order: list[int]) -> dict[int, float]:
         found: dict[int, float] = {}
@@ -101,7 +103,7 @@ def test_real_latency_is_real() -> None:
 
 
 def test_slots_bound_what_runs_at_once_and_queue_in_order(backend: Backend) -> None:
-    """Five equal requests on two slots finish two by two in order of arrival, more urgent ones
+    """Five equal requests on two slots finish two by two in order of arrival, and more urgent ones
     sooner.
     """
 
@@ -133,8 +135,8 @@ def test_slots_bound_what_runs_at_once_and_queue_in_order(backend: Backend) -> N
     st.integers(1, 3),
 )
 def test_slots_are_never_lost_or_doubled(visits: list[tuple[int, int, int]], number: int) -> None:
-    """However callers come, hold and are cancelled, the limit holds, and in the end all slots are
-    free.
+    """In whatever order callers come, work and are cancelled, the limit is kept, and in the end all
+    slots are free.
     """
 
     async def main() -> None:
@@ -164,7 +166,7 @@ def test_slots_are_never_lost_or_doubled(visits: list[tuple[int, int, int]], num
 
 
 def test_cancelling_frees_the_slot_at_once(backend: Backend) -> None:
-    """A cancelled request stops working or waiting at once, and the next one starts."""
+    """A cancelled request stops working or waiting at once, and the next request starts."""
 
     async def main() -> None:
         async with ScriptedEngine(latency=Latency(per_sample=100.0), concurrency=1) as engine:
@@ -235,7 +237,7 @@ def solve_with(draft: ScriptedEngine, target: ScriptedEngine) -> list[float]:
 
 
 def test_drift_is_planted_where_it_was_asked_for() -> None:
-    """Log-probabilities are scaled from a number of calls or steps on, and unchanged before."""
+    """Log-probabilities are scaled from a given number of calls or steps on, and unchanged before."""
     plain = solve_with(ScriptedEngine(), ScriptedEngine("target"))
     for drift in (ScoreDrift(4, 1.5), ScoreDrift(4, 1.5, when="steps")):
         drifted = solve_with(ScriptedEngine(), ScriptedEngine("target", drift=drift))
@@ -250,7 +252,9 @@ def test_drift_is_planted_where_it_was_asked_for() -> None:
 
 @pytest.mark.anyio
 async def test_an_engine_serves_between_opening_and_closing_only() -> None:
-    """Before and after, calls are refused with advice, and a closed engine cannot be opened again."""
+    """Calls before opening and after closing are refused with advice, and a closed engine cannot be
+    opened again.
+    """
     engine = ScriptedEngine()
     with pytest.raises(EngineUnavailable, match="not open yet"):
         await engine.sample(request(engine))
@@ -284,8 +288,8 @@ def test_impossible_options_are_errors() -> None:
     ("top_p", "kept", "floors"), [(0.5, 1, 0), (0.7, 2, 0), (0.75, 2, 1), (0.85, 2, 2), (1.0, 2, 3)]
 )
 def test_a_nucleus_is_the_fewest_tokens_with_the_mass(top_p: float, kept: int, floors: int) -> None:
-    """If two tokens are likely and three share the rest, the nucleus takes the two and as many of
-    the three as needed.
+    """If two tokens are likely and three others share the rest, the nucleus has the two and as many
+    of the three as needed.
     """
     weights, count = _nucleus([0.5, 0.2], 0.1, 3, top_p)
     assert (len(weights), count) == (kept, floors)

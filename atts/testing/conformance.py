@@ -173,7 +173,7 @@ class Probe:
 
     def new_engine(self) -> Engine:
         """Return a second, unopened engine for checks that need a factory."""
-        assert self.factory is not None, "the check says that it needs a factory"
+        assert self.factory is not None, "a check without the need `factory` opens a second engine"
         return self.factory()
 
     def can(self, capability: Capability) -> bool:
@@ -189,7 +189,7 @@ class Probe:
             raise NotApplicable("the engine does not promise to reproduce seeds")
         if "factory" in needs and self.factory is None:
             raise NotApplicable(
-                "a second engine is needed, and an open one is not closed: give a factory"
+                "the check opens and closes an engine of its own: give a function that makes one"
             )
 
     def require_close(self, what: str, ours: Iterable[float], theirs: Iterable[float]) -> None:
@@ -198,7 +198,7 @@ class Probe:
             close = abs(left - right) <= self.options.tolerance
             require(
                 close,
-                f"{what}: at token {position} {left:.6f} is not {right:.6f} "
+                f"{what}: at token {position} the log-prob is {left:.6f}, expected {right:.6f} "
                 f"(+-{self.options.tolerance:g})",
             )
 
@@ -219,7 +219,7 @@ class Probe:
             (right,) = await self.score(before, (theirs[same],))
             if abs(left - right) <= self.options.tie:
                 return
-        fail(f"{what}: token {same} differs: {tail(ours, same)} is not {tail(theirs, same)}")
+        fail(f"{what}: from token {same} on, {tail(ours, same)}, expected {tail(theirs, same)}")
 
 
 def require(kept: bool, message: str) -> None:
@@ -275,7 +275,7 @@ _ASKED = {
 
 @check()
 async def check_opening(probe: Probe) -> None:
-    """It opens and closes, and it and its tokenizer have everything that is asked of them."""
+    """The engine opens and closes; engine and tokenizer have all required members."""
     for whose, part in (("engine", probe.engine), ("tokenizer", probe.engine.tokenizer)):
         missing = [name for name in _ASKED[whose] if not hasattr(part, name)]
         require(
@@ -286,48 +286,48 @@ async def check_opening(probe: Probe) -> None:
 
 @check()
 async def check_spec(probe: Probe) -> None:
-    """The spec is about this engine and its tokenizer."""
+    """The spec describes this engine and its tokenizer."""
     spec = probe.engine.spec
     tokenizer = probe.engine.tokenizer
     require(spec.context_length > 0, f"context_length is {spec.context_length}")
     require(spec.vocabulary > 0, f"vocabulary is {spec.vocabulary}")
-    require(bool(spec.capabilities), "an engine without capabilities is no use")
+    require(bool(spec.capabilities), "the spec lists no capabilities")
     require(bool(spec.name and spec.model and spec.engine), "name, model and engine must be given")
     outside = [index for index in spec.end_ids if not 0 <= index < spec.vocabulary]
     require(not outside, f"end ids {outside} are outside the vocabulary of {spec.vocabulary}")
     require(
         spec.tokenizer == tokenizer.digest,
-        f"spec.tokenizer {spec.tokenizer!r} is not {tokenizer.digest!r}",
+        f"spec.tokenizer is {spec.tokenizer!r}, but the tokenizer's digest is {tokenizer.digest!r}",
     )
 
 
 @check()
 async def check_tokenizer(probe: Probe) -> None:
-    """Text goes to ids and back unchanged, and a rendered conversation is made of known ids."""
+    """Encoding and decoding return the same text, and a rendered conversation has known ids only."""
     tokenizer = probe.engine.tokenizer
     vocabulary = probe.engine.spec.vocabulary
     for text in _TEXTS:
         ids = tokenizer.encode(text)
-        require(tokenizer.decode(ids) == text, f"{text!r} came back as {tokenizer.decode(ids)!r}")
+        require(tokenizer.decode(ids) == text, f"{text!r} is decoded as {tokenizer.decode(ids)!r}")
         require(
             all(0 <= index < vocabulary for index in ids),
             f"{text!r} has ids outside 0..{vocabulary - 1}",
         )
     for prompt in probe.prompts:
-        require(bool(prompt), "render gave no ids")
+        require(bool(prompt), "render returned no ids")
         require(
             all(0 <= index < vocabulary for index in prompt),
-            f"render gave ids outside 0..{vocabulary - 1}",
+            f"render returned ids outside 0..{vocabulary - 1}",
         )
     require(
         len(set(probe.prompts)) == len(probe.prompts),
-        "render gives different questions the same ids",
+        "render returned the same ids for different questions",
     )
 
 
 @check("sample")
 async def check_ids(probe: Probe) -> None:
-    """A completion holds known ids, their exact text, and a log-prob for each or none."""
+    """A completion has known ids, exactly their text, and a log-prob for each id or none at all."""
     for request in probe.requests(1):
         written = await probe.engine.sample(request)
         _require_sound(probe, written)
@@ -344,13 +344,13 @@ def _require_sound(probe: Probe, completion: Completion) -> None:
     ids = completion.ids
     logprobs = completion.logprobs
     end = set(probe.engine.spec.end_ids)
-    require(bool(ids), "a completion without a single token")
+    require(bool(ids), "a completion has no tokens")
     require(
         all(0 <= index < probe.engine.spec.vocabulary for index in ids),
         f"ids outside the vocabulary: {ids}",
     )
     text = probe.engine.tokenizer.decode([index for index in ids if index not in end])
-    require(completion.text == text, f"text {completion.text!r} is not the ids' text {text!r}")
+    require(completion.text == text, f"text is {completion.text!r}, but its ids decode to {text!r}")
     silent = not logprobs and probe.engine.spec.logprobs == "none"
     require(silent or len(logprobs) == len(ids), f"{len(logprobs)} log-probs for {len(ids)} ids")
     wrong = [value for value in logprobs if not (math.isfinite(value) and value <= 1e-6)]
@@ -359,45 +359,46 @@ def _require_sound(probe: Probe, completion: Completion) -> None:
 
 @check("sample")
 async def check_length(probe: Probe) -> None:
-    """A token limit is kept exactly; the end is "length" only where it stopped the model."""
+    """No text exceeds its token limit, and `ended` is "length" only if the limit ended the text."""
     for limit in (1, 2, 5):
         for completion in await probe.sample_all(
             [replace(r, max_tokens=limit) for r in probe.requests(2)]
         ):
             count = len(completion.ids)
-            require(count <= limit, f"{count} tokens, {limit} were allowed")
+            require(count <= limit, f"{count} tokens were returned, at most {limit} were requested")
             require(
                 completion.ended in ("length", "end"),
-                f"ended by {completion.ended!r} without a stop string",
+                f"a request without a stop string ended with {completion.ended!r}",
             )
             if completion.ended == "length":
-                require(count == limit, f'ended by "length" after {count} of {limit} tokens')
+                require(count == limit, f'ended is "length" after {count} of {limit} tokens')
 
 
 @check("sample")
 async def check_stop(probe: Probe) -> None:
-    """A stop string ends the text at the token that completes it, even where it crosses tokens."""
+    """A text ends with the token that completes a stop string, even if the string spans tokens."""
     stops = 0
     for request in (probe.request(0, 0, GREEDY), *probe.requests(1), *probe.requests(1, LOOSE)):
         free = await probe.engine.sample(request)
         for what, stop, count in _stops(probe, free.ids):
             stops += 1
             cut = await probe.engine.sample(replace(request, stop=(stop,)))
-            what_differs = f"{what} stop {stop!r} ({len(cut.ids)} tokens came, expected {count})"
+            name = f"stop string {stop!r} {what}"
+            what_differs = f"{name} ({len(cut.ids)} tokens returned, expected {count})"
             await probe.require_same(what_differs, request, cut.ids, free.ids[:count])
             require(
                 cut.ended == "delimiter",
-                f"{what} stop {stop!r}: ended by {cut.ended!r}, not delimiter",
+                f'{name}: ended is {cut.ended!r}, expected "delimiter"',
             )
             _require_sound(probe, cut)
     if not stops:
-        raise NotApplicable("no text with a place for a stop string came")
+        raise NotApplicable("no sampled text has a part that can serve as a stop string")
 
 
 def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
-    """Return stop strings with the number of tokens that each must leave.
+    """Return stop strings, each with the number of tokens before the text must end.
 
-    One goes across two tokens, one begins a longer token.
+    One string spans two tokens, and one is the beginning of a longer token.
     """
     stops: dict[str, tuple[str, int]] = {}
     before = ""
@@ -408,16 +409,16 @@ def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
             crossing = before[-1:] + new[0]
             leading = new[0]
             if before and crossing not in before:
-                stops.setdefault("crossing", (crossing, count))
+                stops.setdefault("across two tokens", (crossing, count))
             if len(new) > 1 and leading not in before:
-                stops["inner"] = (leading, count)
+                stops["within a token"] = (leading, count)
         before = text
     return [(what, stop, count) for what, (stop, count) in stops.items()]
 
 
 @check("sample")
 async def check_stop_ids(probe: Probe) -> None:
-    """A stop id ends the text and stays in it."""
+    """A text ends with the stop id, which is part of its ids."""
     for request in probe.requests(1):
         free = await probe.engine.sample(request)
         stop = free.ids[len(free.ids) // 2]
@@ -425,36 +426,39 @@ async def check_stop_ids(probe: Probe) -> None:
             continue
         cut = await probe.engine.sample(replace(request, stop_ids=(stop,)))
         expected = free.ids[: free.ids.index(stop) + 1]
-        what = f"stop id {stop} ({len(cut.ids)} tokens came, expected {len(expected)})"
+        what = f"stop id {stop} ({len(cut.ids)} tokens returned, expected {len(expected)})"
         await probe.require_same(what, request, cut.ids, expected)
-        require(cut.ended == "delimiter", f"stop id {stop}: ended by {cut.ended!r}, not delimiter")
+        require(
+            cut.ended == "delimiter",
+            f'stop id {stop}: ended is {cut.ended!r}, expected "delimiter"',
+        )
 
 
 @check("sample")
 async def check_end(probe: Probe) -> None:
-    """The model's own end comes once, last, inside the ids and outside the text."""
+    """The model's end token is the last id of a completion, and is not part of its text."""
     end = set(probe.engine.spec.end_ids)
     seen = 0
     for completion in await probe.sample_all(
         [probe.long(request) for request in probe.requests(2)]
     ):
         inner = [index for index in completion.ids[:-1] if index in end]
-        require(not inner, f"the model went on after its end token {inner[:1]}")
+        require(not inner, f"the model wrote more tokens after its end token {inner[:1]}")
         ended = completion.ids[-1] in end
         require(
             (completion.ended == "end") == ended,
-            f"ended by {completion.ended!r}, last id {completion.ids[-1]}",
+            f"ended is {completion.ended!r}, but the last id is {completion.ids[-1]}",
         )
         if ended:
             seen += 1
             _require_sound(probe, completion)
     if not seen:
-        raise NotApplicable(f"no text ended by itself within {probe.options.long_tokens} tokens")
+        raise NotApplicable(f"the model ended no text within {probe.options.long_tokens} tokens")
 
 
 @check("sample", "score")
 async def check_alignment(probe: Probe) -> None:
-    """Scoring a sampled text gives the log-probs it was sampled with, whole or in parts."""
+    """Scoring a sampled text, whole or in parts, returns the log-probs of the sampling."""
     settings = (Sampling(), Sampling(temperature=0.7, top_p=0.9), GREEDY)
     for request in [
         replace(r, sampling=sampling) for sampling in settings for r in probe.requests(1)
@@ -462,17 +466,17 @@ async def check_alignment(probe: Probe) -> None:
         written = await probe.engine.sample(request)
         whole = await probe.score(request.ids, written.ids)
         probe.require_close(
-            f"scored against sampled at {request.sampling}", whole, written.logprobs
+            f"scored and sampled log-probs differ ({request.sampling})", whole, written.logprobs
         )
         cut = len(written.ids) // 2
         if cut:
             rest = await probe.score(request.ids + written.ids[:cut], written.ids[cut:])
-            probe.require_close("scored in two parts against whole", rest, whole[cut:])
+            probe.require_close("scores of two parts and of the whole differ", rest, whole[cut:])
 
 
 @check("sample", "score")
 async def check_improbable(probe: Probe) -> None:
-    """A planted token scores lower than the greedy one, and changes nothing before it."""
+    """An improbable token scores lower than the greedy one, and changes no score before it."""
     written = await probe.engine.sample(probe.request(0, 0, GREEDY))
     position = len(written.ids) // 2
     plain = await probe.score(probe.prompt, written.ids)
@@ -484,22 +488,24 @@ async def check_improbable(probe: Probe) -> None:
         spoilt = await probe.score(
             probe.prompt, (*written.ids[:position], planted, *written.ids[position + 1 :])
         )
-        probe.require_close("before a planted token", spoilt[:position], plain[:position])
+        probe.require_close(
+            "a token changed the scores before it", spoilt[:position], plain[:position]
+        )
         gain = spoilt[position] - plain[position]
         require(
             gain <= probe.options.tolerance,
-            f"planted token {planted} scores {gain:.4f} nats above the greedy one",
+            f"token {planted} scores {gain:.4f} nats higher than the greedy token",
         )
         lower += gain < -probe.options.tie
     require(
         lower > 0,
-        "eight planted tokens score no lower than the greedy one: is the right position scored?",
+        "eight arbitrary tokens do not score lower than the greedy one: is the correct position scored?",
     )
 
 
 @check("sample")
 async def check_greedy(probe: Probe) -> None:
-    """Temperature 0 is one text whatever the seed; top-k 1, top-p 0 and min-p 1 give it too."""
+    """Temperature 0 gives one text for all seeds; top-k 1, top-p 0 and min-p 1 give the same text."""
     request = probe.request(0, 0, GREEDY)
     best = (await probe.engine.sample(request)).ids
     same = {
@@ -510,20 +516,24 @@ async def check_greedy(probe: Probe) -> None:
     }
     for number, (what, sampling) in enumerate(same.items(), start=1):
         again = await probe.engine.sample(replace(probe.request(0, number), sampling=sampling))
-        await probe.require_same(f"{what} against temperature 0", request, again.ids, best)
+        what_differs = f"{what} and temperature 0 give different texts"
+        await probe.require_same(what_differs, request, again.ids, best)
     cut = len(best) // 2
     if cut:
         rest = replace(
             probe.request(0, 9, GREEDY), ids=probe.prompt + best[:cut], max_tokens=len(best) - cut
         )
         await probe.require_same(
-            "greedy in two parts", rest, (await probe.engine.sample(rest)).ids, best[cut:]
+            "the second part of a greedy text differs when it is sampled alone",
+            rest,
+            (await probe.engine.sample(rest)).ids,
+            best[cut:],
         )
 
 
 @check("sample", "seeds")
 async def check_seeds(probe: Probe) -> None:
-    """A seed gives its text alone, in any company and in any order."""
+    """A seed gives the same text alone, together with other requests, and in any order."""
     requests = probe.requests(4, LOOSE)
     alone = [await probe.engine.sample(request) for request in requests]
     together = await probe.sample_all(requests)
@@ -536,19 +546,20 @@ async def check_seeds(probe: Probe) -> None:
     shuffled = await probe.sample_all([*company, *(requests[n] for n in order)])
     back = dict(zip(order, shuffled[len(company) :], strict=True))
     for number, request in enumerate(requests):
-        for what, other in (("together", together[number]), ("shuffled", back[number])):
+        for what, other in (
+            ("together with other requests", together[number]),
+            ("in another order", back[number]),
+        ):
             require(
                 other.ids == alone[number].ids,
                 f"{request.seed} gives other tokens {what} than alone",
             )
-            probe.require_close(
-                f"log-probs {what} against alone", other.logprobs, alone[number].logprobs
-            )
+            probe.require_close(f"log-probs differ {what}", other.logprobs, alone[number].logprobs)
 
 
 @check("sample", "seeds")
 async def check_seed_fields(probe: Probe) -> None:
-    """Different seeds differ, whichever field they differ in."""
+    """Seeds that differ in any one field give different texts."""
     base = probe.request(0, 0, LOOSE)
     changes: dict[str, list[Any]] = {
         "run": [1, 2, 3, 4], "problem": ["a", "b", "c", "d"], "sample": [1, 2, 3, 4], "turn": [1, 2, 3, 4],
@@ -566,7 +577,7 @@ async def check_seed_fields(probe: Probe) -> None:
 
 @check("sample", "score")
 async def check_distribution(probe: Probe) -> None:
-    """Tokens are drawn as often as their log-probs say, also at a low temperature."""
+    """The frequency of a sampled token agrees with its log-prob, also at a low temperature."""
     written = await probe.engine.sample(probe.request(0, 1, GREEDY))
     # A token with a log-prob near -0.5 tests the sampling best, because it is neither rare nor certain.
     position = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))
@@ -603,7 +614,7 @@ def _require_share(what: str, seen: int, draws: int, share: float) -> None:
     slack = 4.5 * math.sqrt(share * (1 - share) / draws) + 1 / draws  # a false alarm in 10^5
     require(
         abs(seen / draws - share) <= slack,
-        f"{what} came {seen} times in {draws} draws, should have {share:.3f}",
+        f"{what}: sampled in {seen} of {draws} draws, expected a share of {share:.3f}",
     )
 
 
@@ -613,20 +624,20 @@ async def check_hints(probe: Probe) -> None:
     honest = [await probe.engine.sample(request) for request in probe.requests(1)]
     for number, request in enumerate(probe.requests(1)):  # unrelated texts under one rollout name
         hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
-        what = "a rollout hint that names another text's cache changed the answer"
+        what = "a rollout hint of another text changed the answer"
         await probe.require_same(what, request, hinted.ids, honest[number].ids)
         if not probe.can("score"):
             continue
         for rollout in ("same", "never seen"):
             scored = await probe.score(request.ids, hinted.ids, rollout)
             probe.require_close(
-                f"scored under the rollout hint {rollout!r}", scored, hinted.logprobs
+                f"the rollout hint {rollout!r} changed the scores", scored, hinted.logprobs
             )
 
 
 @check("sample", "score", "draw", "seeds")
 async def check_drawing(probe: Probe) -> None:
-    """Tokens that are drawn while a text is scored begin the answer, and the rest can be requested."""
+    """Tokens drawn while a text is scored are the beginning of the answer, which can be continued."""
     for request in probe.requests(1, LOOSE):
         whole = await probe.engine.sample(request)
         other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))
@@ -634,15 +645,16 @@ async def check_drawing(probe: Probe) -> None:
         scores = await probe.engine.score(ScoreRequest(request.ids, mixed, draw=request))
         begun = scores.beginning
         if begun is None:
-            fail("it says that it draws, and told nothing of what it drew")
+            fail('the spec lists "draw", but scoring returned no drawn tokens')
         same = min(first_difference(whole.ids, mixed) + 1, len(whole.ids))
-        await probe.require_same("drawn while scoring", request, begun.ids, whole.ids[:same])
+        what = "tokens drawn while scoring differ from sampled ones"
+        await probe.require_same(what, request, begun.ids, whole.ids[:same])
         plain = await probe.score(request.ids, mixed)
-        probe.require_close("scores beside draws against scores alone", scores.logprobs, plain)
+        probe.require_close("scores change if tokens are drawn", scores.logprobs, plain)
         if len(begun.ids) == len(whole.ids):
             require(
                 begun.ended == whole.ended,
-                f"what ended as {whole.ended!r} was said to end as {begun.ended!r}",
+                f"ended is {begun.ended!r} if drawn while scoring, {whole.ended!r} if sampled",
             )
             continue
         left = request.max_tokens - len(begun.ids)
@@ -651,27 +663,30 @@ async def check_drawing(probe: Probe) -> None:
         )
         done = await probe.engine.sample(rest)
         await probe.require_same(
-            "the rest of what was begun", request, begun.ids + done.ids, whole.ids
+            "continuing the drawn tokens gives another text than sampling at once",
+            request,
+            begun.ids + done.ids,
+            whole.ids,
         )
         require(
             done.ended == whole.ended,
-            f"the rest ends as {done.ended!r}, the whole as {whole.ended!r}",
+            f"ended is {done.ended!r} if drawn tokens are continued, {whole.ended!r} if sampled at once",
         )
 
 
 @check("score")
 async def check_score_company(probe: Probe) -> None:
-    """A score is the same alone and among others."""
+    """Scores do not depend on the requests that are scored at the same time."""
     pairs = [(prompt, other[-8:]) for prompt in probe.prompts for other in probe.prompts]
     alone = [await probe.score(prefix, suffix) for prefix, suffix in pairs]
     together = await collect([partial(probe.score, prefix, suffix) for prefix, suffix in pairs])
     for left, right in zip(alone, together, strict=True):
-        probe.require_close("scored in company against alone", right, left)
+        probe.require_close("scores change among other requests", right, left)
 
 
 @check()
 async def check_context(probe: Probe) -> None:
-    """A request longer than the context is a ContextOverflow; one that just fits is served."""
+    """A request longer than the context raises ContextOverflow; one that just fits is served."""
     limit = probe.engine.spec.context_length
     full = (probe.prompt * (1 + limit // len(probe.prompt)))[:limit]
     if probe.can("sample"):
@@ -692,7 +707,7 @@ async def check_context(probe: Probe) -> None:
 
 @check()
 async def check_refusals(probe: Probe) -> None:
-    """Requests that mean nothing are UsageErrors, and leave nothing behind."""
+    """Invalid requests raise UsageError, and none of them stays in flight."""
     engine = probe.engine
     prompt = probe.prompt
     unknown = probe.engine.spec.vocabulary
@@ -727,11 +742,11 @@ async def check_refusals(probe: Probe) -> None:
 
 @check()
 async def check_capabilities(probe: Probe) -> None:
-    """A call that the spec does not list is refused as unsupported."""
+    """A call that the spec does not list raises UnsupportedByEngine."""
     engine = probe.engine
     missing = {"sample", "score"} - engine.spec.capabilities
     if not missing:
-        raise NotApplicable("the engine can do everything")
+        raise NotApplicable("the engine has all capabilities")
     if "sample" in missing:
         await refused("sampling", UnsupportedByEngine, partial(engine.sample, probe.request()))
     if "score" in missing:
@@ -744,21 +759,21 @@ async def check_capabilities(probe: Probe) -> None:
 
 @check("sample")
 async def check_order(probe: Probe) -> None:
-    """Many more requests than are served at once are all answered, each with its own answer."""
+    """More requests than the engine serves at once are all answered, each with its own answer."""
     requests = [replace(r, max_tokens=4) for r in probe.requests(24, LOOSE)]
     answers = await probe.sample_all(requests)
     for number in range(0, len(requests), 11):
         again = await probe.engine.sample(requests[number])
-        what = f"request {number} of {len(requests)} was given an answer that is not its own"
+        what = f"request {number} of {len(requests)} got the answer of another request"
         await probe.require_same(what, requests[number], answers[number].ids, again.ids)
 
 
 @check()
 async def check_stats(probe: Probe) -> None:
-    """Counters only grow, count what was answered, and return to nothing in flight."""
+    """Counters never decrease, count answered requests and tokens, and end with none in flight."""
     engine = probe.engine
     before = engine.stats()
-    require(before.in_flight == 0, f"{before.in_flight} in flight before anything was asked")
+    require(before.in_flight == 0, f"{before.in_flight} requests in flight before the first one")
     sampled = scored = requests = 0
     if probe.can("sample"):
         written = await probe.sample_all(probe.requests(2))
@@ -772,7 +787,7 @@ async def check_stats(probe: Probe) -> None:
     after = engine.stats()
     _require_growth(before, middle)
     _require_growth(middle, after)
-    require(after.in_flight == 0, f"{after.in_flight} in flight after everything was answered")
+    require(after.in_flight == 0, f"{after.in_flight} requests in flight after the last answer")
     for name, grown in (
         ("requests", requests),
         ("sampled_tokens", sampled),
@@ -792,7 +807,7 @@ def _require_growth(before: EngineStats, after: EngineStats) -> None:
 
 @check("factory")
 async def check_closing(probe: Probe) -> None:
-    """Closing twice is fine, and a closed engine says that it is unavailable."""
+    """An engine may be closed twice, and calls of a closed engine raise EngineUnavailable."""
     engine = probe.new_engine()
     async with engine:
         await _use(engine, probe)
@@ -815,7 +830,7 @@ async def _use(engine: Engine, probe: Probe) -> None:
 
 @check("sample", "factory")
 async def check_isolation(probe: Probe) -> None:
-    """A second engine, its settings and its closing change nothing about the first."""
+    """A second engine, its settings and its closing do not change the answers of the first."""
     settings = (LOOSE, GREEDY, Sampling(temperature=0.3, top_k=2))
     requests = [request for sampling in settings for request in probe.requests(2, sampling)]
     requests = [replace(r, stop=("e",) * (number % 2)) for number, r in enumerate(requests)]
@@ -831,8 +846,8 @@ async def check_isolation(probe: Probe) -> None:
     after = [completion.ids for completion in await probe.sample_all(requests)]
     for number, request in enumerate(requests):
         for what, answers in (
-            ("the answer changed among other settings", beside[::2]),
-            ("a second engine answers otherwise", beside[1::2]),
+            ("the answer changed among requests with other settings", beside[::2]),
+            ("a second engine gave another answer", beside[1::2]),
             ("the answer changed after a second engine was closed", after),
         ):
             await probe.require_same(what, request, answers[number], alone[number])
@@ -840,7 +855,7 @@ async def check_isolation(probe: Probe) -> None:
 
 @dataclass(slots=True)
 class _Cancelled:
-    """The fates of the calls that were cancelled, summed over rounds."""
+    """Counts of calls in the rounds of cancellation, summed."""
 
     calls: int = 0  # begun
     returned: int = 0  # number of these that were answered
@@ -850,7 +865,7 @@ class _Cancelled:
 
 @check("sample")
 async def check_cancellation(probe: Probe) -> None:
-    """Cancelled work stops at once, wherever it was, and leaves room for the next request."""
+    """Cancelled calls end at once in every state, and free their place for the next request."""
     expected = await probe.engine.sample(probe.request())
     seen = _Cancelled()
     before = probe.engine.stats().cancelled
@@ -864,10 +879,13 @@ async def check_cancellation(probe: Probe) -> None:
     ignored = seen.running and seen.late >= seen.running
     require(
         not ignored,
-        f"all {seen.running} requests that were cancelled in flight were answered all the same",
+        f"all {seen.running} requests that were cancelled in flight were answered",
     )
     cancelled = probe.engine.stats().cancelled - before
-    what = f"of {seen.calls} calls {seen.returned} were answered and {cancelled} counted as cancelled: some are both"
+    what = (
+        f"{seen.returned} of {seen.calls} calls were answered and {cancelled} were counted as "
+        "cancelled, so some were counted twice"
+    )
     require(seen.returned + cancelled <= seen.calls, what)
 
 
@@ -965,9 +983,9 @@ async def check_engine(
 ) -> ConformanceReport:
     """Check every promise of `atts.engine.Engine` on a live engine.
 
-    An engine that cannot even be opened is reported as well.
+    An engine that cannot be opened is reported too.
 
-    Best given a function that makes a new, unopened engine each time it is called: then closing and
+    Pass a function that makes a new, unopened engine at each call, if you can: then closing and
     isolation are checked too, and an engine that broke a promise is replaced. An engine that is
     already open stays open.
 
@@ -976,9 +994,8 @@ async def check_engine(
     >>> len(report.broken)
     0
 
-    :raises CheckFailed: a promise was broken; the message lists all that were. Not with
-        `broken="report"`.
-    :raises OptionError: `options.skip` names a check there is not.
+    :raises CheckFailed: promises were broken, which the message lists; not with `broken="report"`.
+    :raises OptionError: `options.skip` names a check that does not exist.
     """
     for name in options.skip:
         if name not in CHECKS:
@@ -1003,7 +1020,7 @@ async def _check_all(
                 while remaining:
                     results.append(await _run(remaining.pop(0), probe))
                     if factory and results[-1].status == "broken":
-                        break  # whatever it did to the engine must not count twice
+                        break  # the broken state of this engine must not fail later checks too
                 name = opened.spec.name
         except Exception as error:  # noqa: BLE001  # as in `_run`
             results.append(
@@ -1011,7 +1028,7 @@ async def _check_all(
             )
         if any(result.check == OPENING and result.status == "broken" for result in results):
             results += [
-                CheckResult(each, "skipped", "it does not open, or lacks what is asked of it")
+                CheckResult(each, "skipped", "the engine does not open, or lacks required members")
                 for each in remaining
             ]
             break
@@ -1021,7 +1038,7 @@ async def _check_all(
 async def _run(name: str, probe: Probe) -> CheckResult:
     options = probe.options
     if name in options.skip:
-        return CheckResult(name, "skipped", "left out by the caller")
+        return CheckResult(name, "skipped", "skipped by the caller's options")
     try:
         with anyio.fail_after(options.timeout_seconds):
             await CHECKS[name](probe)
@@ -1031,8 +1048,8 @@ async def _run(name: str, probe: Probe) -> CheckResult:
         return CheckResult(name, "broken", str(flaw))
     except TimeoutError:
         return CheckResult(
-            name, "broken", f"it did not finish within {options.timeout_seconds:g} s"
+            name, "broken", f"the check did not finish within {options.timeout_seconds:g} s"
         )
-    except Exception as error:  # noqa: BLE001  # an engine may fail in any way, and the report tells
+    except Exception as error:  # noqa: BLE001  # an engine may fail in any way; the report says how
         return CheckResult(name, "broken", f"raised {type(error).__name__}: {error}")
     return CheckResult(name, "kept")

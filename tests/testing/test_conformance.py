@@ -134,7 +134,7 @@ def drops_the_stop(engine: Rig, done: Completion) -> Completion:
     )
 
 
-def goes_on_after_the_end(_: Rig, done: Completion) -> Completion:
+def continues_after_the_end(_: Rig, done: Completion) -> Completion:
     """Add one token after the model's end."""
     return (
         replace(done, ids=(*done.ids, 9), logprobs=(*done.logprobs, -1.0))
@@ -450,7 +450,7 @@ SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
     ),
     ("stop_ids", "ignores them"): asks(lambda _, r: replace(r, stop_ids=())),
     ("stop_ids", "drops the stop"): DROPS_THE_STOP,
-    ("end", "goes on"): answers(goes_on_after_the_end),
+    ("end", "goes on"): answers(continues_after_the_end),
     ("end", "hides it"): answers(hides_the_end),
     ("alignment", "off by one"): OFF_BY_ONE,
     ("alignment", "drops a score"): scores(lambda logprobs, _: logprobs[1:] or (-1.0,)),
@@ -590,7 +590,7 @@ async def test_an_open_engine_is_checked_and_stays_open() -> None:
             result.check: result.why for result in report.results if result.status == "skipped"
         }
         assert skipped.keys() == {"capabilities", "closing", "isolation"}
-        assert "factory" in skipped["closing"]
+        assert "give a function that makes one" in skipped["closing"]
         assert (await engine.sample(SampleRequest((3,), 2))).ids
 
 

@@ -253,9 +253,8 @@ class ClusterSummary:
         scores = f"{self.scores:,} score{'s' * (self.scores != 1)}"
         questions = f"{self.clusters:,} question{'s' * (self.clusters != 1)}"
         icc = "unknown" if math.isnan(self.icc) else f"{self.icc:.2f}"
-        plural = "s" * (round(self.effective) != 1)
-        worth = f"worth about {self.effective:,.0f} independent one{plural}"
-        return f"{scores} in {questions}, intraclass correlation {icc}, {worth}"
+        effective = f"effective sample size {self.effective:,.0f}"
+        return f"{scores} in {questions}, intraclass correlation {icc}, {effective}"
 
 
 def by_cluster(scores: Scores, labels: Sequence[Hashable]) -> dict[Hashable, NDArray[np.float64]]:
@@ -275,12 +274,12 @@ def summarise(clusters: Clusters) -> ClusterSummary:
     """Return size, one-way intraclass correlation and effective sample size.
 
     The effective size is N / (1 + (k - 1) ICC), by Kish's design effect, where k is the
-    size-weighted mean cluster size. That many independent scores would leave a mean or a threshold
-    equally uncertain. It assumes that clusters are independent and that their members correlate
-    alike.
+    size-weighted mean cluster size. A mean or a threshold of that many independent scores is as
+    uncertain as that of these scores. The formula assumes that clusters are independent, and that
+    the correlation between two members is the same in all clusters.
 
-    The correlation leaves out infinite scores. It is NaN for a single cluster, which counts as one
-    score, and for clusters of one score, which count in full.
+    The correlation is computed without infinite scores. It is NaN for a single cluster, which counts
+    as one score, and for clusters of one score, which count in full.
     """
     values = [np.asarray(scores, float) for scores in clusters.values() if len(scores)]
     sizes = np.array([len(scores) for scores in values], float)

@@ -41,17 +41,17 @@ _CERTAIN = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DuplicateScores:
-    """The shares of stored scores that repeat another one; 0 for scores on a coarse grid, which
-    tie.
+    """The shares of stored scores that equal another stored score; 0 for scores on a coarse grid,
+    which are often equal by chance.
 
     Rollouts that wrote the same chunk have the same score, which is not a fault: they count as one
-    draw in the effective number of scores. The same score in two questions cannot have this reason.
+    draw in the effective sample size. Equal scores in two questions cannot have this reason.
     """
 
     # The share of scores that repeat another score of the same question, or of any question if
     # questions are not known.
     within: float
-    across: float  # the share of scores that another question has as well
+    across: float  # the share of scores that also occur in another question
     distinct: float  # the share of questions without repeats
     clustered: bool
 
@@ -85,18 +85,21 @@ class DuplicateScores:
         """Describe the repeats that sampling does not explain; empty if there are none.
 
         A model that writes the same chunk twice does so in most questions. So repeats in most
-        questions may come from the model; only live questions can tell (`copied_p_value`).
+        questions may come from the model; only live questions can show this (`copied_p_value`).
         """
+        within = f"{100 * self.within:.0f} % of the stored scores"
         if self.across > FEW:
             return (
-                f"{100 * self.across:.0f} % of the stored scores occur in another question as well, "
-                "though no two chunks score alike"
+                f"{100 * self.across:.0f} % of the stored scores also occur in another question, "
+                "but different chunks have different scores: scores were copied"
             )
         if self.within > FEW and not self.clustered:
-            return f"{100 * self.within:.0f} % of the stored scores repeat another one, and their questions are not known"
+            return f"{within} equal another stored score, and their questions are not known"
         if self.within > FEW and self.distinct >= 0.5:
             few = f"{100 * (1 - self.distinct):.0f} % of the questions"
-            return f"{100 * self.within:.0f} % of the stored scores are repeats, all in {few}: draws were copied"
+            return (
+                f"{within} equal another score of their question, all in {few}: scores were copied"
+            )
         return ""
 
     @property
@@ -108,8 +111,8 @@ class DuplicateScores:
         if self.fault or self.within <= FEW:
             return ""
         return (
-            f"{100 * self.within:.0f} % of the scores repeat another one of their question: "
-            "either rollouts wrote the same chunk, which is not a fault, or draws were copied"
+            f"{100 * self.within:.0f} % of the scores equal another score of their question: "
+            "either rollouts wrote the same chunk, which is not a fault, or scores were copied"
         )
 
 
@@ -698,7 +701,7 @@ class DriftMonitor(Persisted):
         if self._martingale.alarm(self.significance * _MARTINGALE):
             p = math.exp(-self._martingale.log_peak)
             self._alarm(
-                "martingale", p, "the questions' scores have moved away from those before them"
+                "martingale", p, "the scores of later questions differ from those of earlier ones"
             )
 
     def _look(self, significance: float) -> None:
@@ -706,16 +709,14 @@ class DriftMonitor(Persisted):
         p = copied_p_value(self._reference, live) if self._repeats.doubt else 1.0
         if p <= self.significance * _COPIED:
             message = (
-                f"{100 * self._repeats.within:.0f} % of the stored scores repeat another one of "
-                "their question, but those of the run do not: draws were copied"
+                f"{100 * self._repeats.within:.0f} % of the stored scores equal another score of "
+                "their question, but the run's scores do not: stored scores were copied"
             )
             self._alarm("duplicates", p, message)
             return
         test = two_sample_test(self._reference, live, significance, self._looks)
         if test.drawn <= significance and test.exchangeable <= _SLACK * significance:
-            message = (
-                f"the scores of {test.questions} questions are not distributed like the stored ones"
-            )
+            message = f"the scores of {test.questions} questions are not distributed like the stored scores"
             self._alarm("shift", test.drawn, message)
 
     def _alarm(self, kind: Kind, p: float, message: str) -> None:

@@ -166,9 +166,9 @@ class Facts:
         summary = self._clusters()
         effective = max(1, int(summary.effective if summary else self.count))
         low, high = long_run(effective, self.rate)
-        worth = f"worth about {effective:,}" if summary else f"{effective:,} if independent"
+        size = f"{effective:,}" if summary else f"{effective:,} if they are independent"
         return (
-            f"for these stored scores ({worth}) its long-run rate is in "
+            f"with these stored scores (effective sample size {size}) the long-run rate is in "
             f"[{low:.3f}, {high:.3f}] (90 %)"
         )
 
@@ -179,7 +179,7 @@ class Facts:
         The text is empty if the questions of the scores are not known.
         """
         summary = self._clusters()
-        return f" (the stored ones: {summary})" if summary else ""
+        return f" (the stored scores: {summary})" if summary else ""
 
     def _clusters(self) -> ClusterSummary | None:
         if not self.stored.clustered:

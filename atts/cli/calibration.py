@@ -407,7 +407,7 @@ def check_run(directory: Path, as_json: bool) -> None:
     }
     sentence = (
         f"{calibration.escalated:,} of {calibration.decisions:,} chunks were escalated "
-        f"({100 * share:.1f} %), no rate was promised"
+        f"({100 * share:.1f} %); the gate has no nominal rate"
     )
     check = calibration.check()
     if check:
@@ -504,12 +504,11 @@ def _print_health(health: Health) -> None:
     say(
         health.clusters
         if health.repeats.clustered
-        else f"{health.scores} scores whose questions are not known"
+        else f"{health.scores} scores of unknown questions"
     )
-    say(
-        f"  {'repeats in their question' if health.repeats.clustered else 'repeats':<28}{100 * health.repeats.within:.1f} %"
-    )
-    say(f"  repeats in another one      {100 * health.repeats.across:.1f} %")
+    scope = "equal within a question" if health.repeats.clustered else "equal scores"
+    say(f"  {scope:<28}{100 * health.repeats.within:.1f} %")
+    say(f"  {'equal across questions':<28}{100 * health.repeats.across:.1f} %")
     say(
         f"  escalate above              {shown_score(health, health.threshold)} (rate {health.rate:g})"
     )
@@ -520,8 +519,8 @@ def _print_health(health: Health) -> None:
         say(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
     if not math.isnan(health.half_split):
         say(
-            "  half of the questions       SD of the rate on the other half "
-            f"{health.half_split:.3f}"
+            f"  {'rate on unseen questions':<28}SD {health.half_split:.3f} "
+            "(threshold from the other half)"
         )
     for row in health.turns:
         median = shown_score(health, row.median)

@@ -333,23 +333,23 @@ class VllmFeature:
 _THINKING_BUDGET: VllmVersion = (0, 19)
 
 FEATURES = (
-    VllmFeature((0, 10, 2), "", "token ids come back with every text", "the server cannot be used"),
+    VllmFeature((0, 10, 2), "", "replies contain token ids", "the server cannot be used"),
     VllmFeature(
         (0, 10, 2),
         "--generation-config vllm",
-        "sampling defaults are not the model's",
+        "the model's own sampling defaults are disabled",
         "the server cannot be used",
     ),
     VllmFeature(
         (0, 10, 2),
         "--enable-prefix-caching",
-        "a chunk is scored after its cached prefix",
+        "a chunk is scored without computing its cached prefix again",
         "the server cannot be used",
     ),
     VllmFeature(
         (0, 10, 2),
         "--enable-prompt-tokens-details",
-        "replies count cached tokens: the only evidence that the cache works",
+        "replies count cached tokens, which is the only way to see that the cache works",
         "the server cannot be used",
     ),
     VllmFeature(
@@ -358,25 +358,28 @@ FEATURES = (
     VllmFeature(
         (0, 14),
         "",
-        "requests for log-probs, as all of atts are, are decoded with speculation",
-        "they are decoded without it, and nothing says so",
+        "speculation also for requests with log-probs, such as all requests of atts",
+        "no speculation for these requests, without a message",
     ),
     VllmFeature(
-        (0, 16), "", "speculation together with pipeline parallelism", "one of the two is possible"
+        (0, 16), "", "speculation together with pipeline parallelism", "only one of the two at once"
     ),
     VllmFeature(
         _THINKING_BUDGET,
         "",
-        "a think block is closed at a budget, with `--reasoning-parser` and `?thinking=send`",
-        "atts closes the block, in one more request",
+        "the server ends thinking at a token budget (`--reasoning-parser` and `?thinking=send`)",
+        "atts ends the think block itself, with one more request",
     ),
     VllmFeature(
-        (0, 30), "--enable-scale-out", "requests are aborted by id", "a closed connection aborts"
+        (0, 30),
+        "--enable-scale-out",
+        "atts can abort a request by its id",
+        "atts aborts a request by closing the connection",
     ),
     VllmFeature(
         (0, 33),
         "--enable-scale-out",
-        "scores are read from the cached prefix",
+        "the target scores a chunk from the cached prefix",
         "the target reads the whole prefix again for every chunk",
     ),
 )
@@ -393,7 +396,7 @@ def read_version(text: str) -> VllmVersion:
     >>> read_version("v0.30.1rc2+cu128")
     (0, 30, 1)
 
-    :raises OptionError: it is not one, or one that cannot be used.
+    :raises OptionError: the text is not a version, or atts cannot use this version.
     """
     form = re.match(r"v?(\d+(?:\.\d+)+)", text.strip())
     if form is None:
@@ -402,7 +405,7 @@ def read_version(text: str) -> VllmVersion:
     # 0.10 means the newest of its patches, so it is not refused for being older than 0.10.2.
     if version < LEAST[: len(version)]:
         problem = f"vLLM {text} cannot be used: it returns no token ids"
-        raise OptionError("--server-version", f"{problem}; take {dotted(LEAST)} or newer")
+        raise OptionError("--server-version", f"{problem}; use {dotted(LEAST)} or newer")
     return version
 
 
@@ -427,14 +430,14 @@ def lacking(version: VllmVersion) -> list[str]:
     for feature in FEATURES:
         if not _has(version, feature):
             lines.append(
-                f"{feature.does} (only from vLLM {dotted(feature.since)} on); without this, {feature.without}"
+                f"since vLLM {dotted(feature.since)}, {feature.does}; with your version, {feature.without}"
             )
     return lines
 
 
 def compatibility_table() -> list[str]:
     """Return the features by version as the lines of a Markdown table."""
-    lines = ["| from vLLM | flag | what it can do | before it |", "|---|---|---|---|"]
+    lines = ["| since vLLM | flag | feature | older versions |", "|---|---|---|---|"]
     for feature in FEATURES:
         flag = f"`{feature.flag}`" if feature.flag else ""
         lines.append(f"| {dotted(feature.since)} | {flag} | {feature.does} | {feature.without} |")

@@ -102,7 +102,7 @@ def test_drift_and_a_missed_rate_are_reported() -> None:
     assert found.headline.numbers[4].value == "1"
     doubts = " ".join(text for _, text in found.points)
     assert "the drift statistic passed its alarm level" in doubts
-    assert "decided one by one in their order, 5" in doubts
+    assert "if the scores are decided in their order, 5" in doubts
     assert "off target" in doubts
     assert found.standing == "care"
 
@@ -231,7 +231,7 @@ def test_scores_without_questions_give_a_bound_only(tmp_path: Path) -> None:
         calibration_report(tmp_path / "s.npy", rate_scope="question")
     found = calibration_report(tmp_path / "s.npy")
     assert "Rate by question" not in [chart.title for chart in calibration_charts(found.control)]
-    assert found.headline.numbers[3].note.startswith("at most")
+    assert found.headline.numbers[3].note.startswith("an upper bound")
     assert "not known" in render_calibration(found, "markdown")
 
 

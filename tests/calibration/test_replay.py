@@ -288,7 +288,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     report = json.loads(atts("report", saved, "--json").stdout)
     assert report["clusters"]["clusters"] == 40
     assert report["repeats"]["within"] == 0
-    assert any("worth about" in warning for warning in report["warnings"])
+    assert any("effective sample size" in warning for warning in report["warnings"])
     assert "escalate above" in atts("report", saved).stdout
     long_chunks = tmp_path / "products.jsonl"
     rows = [{"question": k // 16, "turn": 0, "score": math.exp(k % 190)} for k in range(640)]
@@ -328,8 +328,8 @@ def test_impossible_lengths_and_shares_are_refused(bad: Any) -> None:
 
 
 def test_check_of_a_published_array(array_of: Callable[..., StoredScores]) -> None:
-    """The check values 1,600 scores as about 160, and half of the questions predict the other
-    half's rate with SD 0.06 to 0.07.
+    """The effective sample size of 1,600 scores is about 160. A threshold from half of the questions
+    gives the other half a rate with an SD of 0.06 to 0.07.
     """
     health = examine(array_of(), 0.4)
     assert health.threshold == pytest.approx(1.64, abs=0.01)

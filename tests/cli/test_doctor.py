@@ -196,7 +196,7 @@ def test_commands_have_only_flags_that_the_version_knows(
     commands = [line for line in said.out.splitlines() if "vllm serve" in line]
     assert len(commands) == 2
     assert all(("--enable-scale-out" in command) == has for command in commands)
-    assert ("(only from vLLM 0.30 on); without this, a closed" in said.out) == (not has)
+    assert ("since vLLM 0.30, atts can abort a request by its id; with" in said.out) == (not has)
     assert all("--enable-prefix-caching" in command for command in commands)
 
 

@@ -364,7 +364,7 @@ def _rate_point(control: RateControl) -> Point:
         return (
             "good",
             f"{control.escalated:,} of {control.decisions:,} chunks were escalated "
-            f"({percent(share)}); no rate was promised",
+            f"({percent(share)}); the gate has no nominal rate",
         )
     standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
     return standings[check.standing], str(check)

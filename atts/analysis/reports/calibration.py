@@ -64,7 +64,7 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
     if kind == "run" and check is not None and check.standing != "held":
         points.append(("bad" if check.standing == "left" else "care", str(check)))
     elif check is not None and check.standing == "left":
-        points.append(("care", f"decided one by one in their order, {check}"))
+        points.append(("care", f"if the scores are decided in their order, {check}"))
     points.extend(
         ("bad", f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}")
         for alarm in control.alarms
@@ -93,11 +93,11 @@ def _sentence(kind: str, health: Health, control: RateControl) -> str:
     counts = f"{control.escalated:,} of {control.decisions:,} chunks were escalated ({share})"
     if kind == "run":
         if check is None:
-            return f"{counts}; no rate was promised"
+            return f"{counts}; the gate has no nominal rate"
         asked = percent(check.nominal)
         ends = {
             "held": "on target",
-            "unclear": "too few questions to tell whether the difference is chance",
+            "unclear": "too few questions to show whether the difference is chance",
             "left": "off target",
         }
         return f"{counts} at a nominal rate of {asked}: {ends[check.standing]}"
@@ -113,11 +113,15 @@ def _share(kind: str, control: RateControl) -> ShownNumber:
     nominal = control.nominal
     counts = f"{control.escalated:,} of {control.decisions:,}"
     if kind == "run":
-        asked = "no rate was promised" if nominal is None else f"nominal rate {percent(nominal)}"
+        asked = (
+            "the gate has no nominal rate"
+            if nominal is None
+            else f"nominal rate {percent(nominal)}"
+        )
         note = f"{counts} chunks; {asked}"
         return ShownNumber(share, "of the chunks were escalated", note)
     asked = "" if nominal is None else f"; nominal rate {percent(nominal)}"
-    what = "of these chunks would have been escalated, decided one by one"
+    what = "of these chunks would have been escalated, if decided in their order"
     return ShownNumber(share, what, f"{counts}, rate scope {control.promise.mode}{asked}")
 
 
@@ -128,17 +132,17 @@ def _worth(health: Health) -> ShownNumber:
         return ShownNumber(
             f"{clusters.effective:,.0f}",
             what,
-            "at most: their questions are not known",
+            "an upper bound, because their questions are not known",
         )
     alike = (
         ""
         if math.isnan(clusters.icc)
-        else f": scores of one question resemble each other ({clusters.icc:.2f})"
+        else f", whose scores have an intraclass correlation of {clusters.icc:.2f}"
     )
     return ShownNumber(
         f"{clusters.effective:,.0f}",
         what,
-        f"they come from {clusters.clusters:,} question{'s' * (clusters.clusters != 1)}{alike}",
+        f"the scores come from {clusters.clusters:,} question{'s' * (clusters.clusters != 1)}{alike}",
     )
 
 
@@ -151,8 +155,8 @@ _LABELS: Mapping[LabelSource, str] = {
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
     """Return the first number of the report: whether the score is better than a coin."""
     what = (
-        "gain over a coin: additional share of the wrong rollouts' chunks that escalates at the "
-        "same rate"
+        "gain over a coin: additional share of the wrong rollouts' chunks that the score escalates "
+        "at the same rate"
     )
     if labelled is None:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")

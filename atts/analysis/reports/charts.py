@@ -345,7 +345,7 @@ def reliability_chart(found: Uniformity) -> Chart:
         "On the dashed line the realised rate equals the nominal rate: the p-values are uniform. "
         f"Largest distance from it {found.distance:.3f}, "
         f"{'inside' if found.inside else 'OUTSIDE'} the simultaneous 95 % band ±{found.band:.3f}, "
-        f"for {found.n:,} p-values worth about {found.effective:,.0f} independent ones. Feedback "
+        f"for {found.n:,} p-values (effective sample size {found.effective:,.0f}). Feedback "
         "corrects the rate if the p-values are not uniform, so for a mode with feedback the "
         "guarantee does not depend on this chart."
     )

@@ -547,7 +547,7 @@ def _escalated(cost: Spend, calibration: RateControl | None) -> ShownNumber:
         return ShownNumber(f"{cost.seconds:,.3g} s", "in all sessions", per_second)
     share = calibration.escalated / calibration.decisions
     check = calibration.check()
-    asked = "no rate was promised"
+    asked = "the gate has no nominal rate"
     if check is not None:
         asked = f"nominal rate {percent(check.nominal)}: {_STANDINGS[check.standing]}"
     note = f"{calibration.escalated:,} of {calibration.decisions:,} chunks; {asked}"

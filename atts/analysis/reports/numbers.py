@@ -234,7 +234,7 @@ class RateControl:
     metrics: Mapping[str, float]
 
     def check(self) -> RateCheck | None:
-        """Compare the realised rate with its bands; None if no rate was promised."""
+        """Compare the realised rate with its bands; None if the gate has no nominal rate."""
         if self.nominal is None:
             return None
         return check_rate(

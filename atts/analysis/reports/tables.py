@@ -297,8 +297,8 @@ def health_table(health: Health) -> ReportTable:
         ("questions", health.clusters.clusters if health.repeats.clustered else "not known"),
         ("correlation within a question (intraclass correlation)", health.clusters.icc),
         ("effective sample size", cell(health.clusters.effective, ",.0f")),
-        ("scores that repeat another of their question", cell(health.repeats.within, "%")),
-        ("scores that another question has too", cell(health.repeats.across, "%")),
+        ("scores that equal another score of their question", cell(health.repeats.within, "%")),
+        ("scores that also occur in another question", cell(health.repeats.across, "%")),
         ("infinite scores", health.infinite),
         ("threshold: escalate above", shown_score(health, health.threshold)),
         (

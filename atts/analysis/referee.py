@@ -96,7 +96,10 @@ def fixed(size: int) -> StoppingRule:
         used = min(size, len(arrivals))
         return Taken(used, majority(arrivals.labels[:used]))
 
-    return StoppingRule(f"fixed {size}", f"the vote of {size}", play)
+    about = (
+        f"the vote of the first {size} rollouts" if size > 1 else "the answer of the first rollout"
+    )
+    return StoppingRule(f"fixed {size}", about, play)
 
 
 def take_all(arrivals: Arrivals) -> Taken:
@@ -190,15 +193,15 @@ def _certaindex(votes: Sequence[int], left: int) -> bool:
 
 ONE_BY_ONE: tuple[StoppingRule, ...] = (
     StoppingRule(
-        "exact", "stops when no rollout to come can change the vote", _one_by_one(_is_certain),
+        "exact", "stops when the remaining rollouts cannot change the vote", _one_by_one(_is_certain),
         "atts, early_stop=certain",
     ),
     StoppingRule(
-        "likely", f"stops when the leader stays ahead with probability {SURE:g}",
+        "likely", f"stops when the leading answer stays ahead with probability {SURE:g}",
         _one_by_one(_is_likely), "atts, early_stop=likely",
     ),
     StoppingRule(
-        "beta", f"stops when the leader beats the second with probability {SURE:g}",
+        "beta", f"stops when the leading answer beats the second with probability {SURE:g}",
         _one_by_one(_is_beta_sure), "Adaptive-Consistency; Beta in its_hub",
     ),
     StoppingRule(
@@ -206,11 +209,12 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _doubling, "Adaptive in its_hub",
     ),
     StoppingRule(
-        "windows", f"stops when {_ESC_WINDOW} in a row agree, checked at every fifth", _windows,
+        "windows", f"stops when a window of {_ESC_WINDOW} rollouts has equal answers", _windows,
         "ESC",
     ),
     StoppingRule(
-        "certaindex", f"stops when 1 - entropy / log n is {_CERTAINDEX:g}, from {_CERTAINDEX_FROM} on",
+        "certaindex",
+        f"stops when 1 - entropy / log n of n answers is at least {_CERTAINDEX:g}, n at least {_CERTAINDEX_FROM}",
         _one_by_one(_certaindex), "Dynasor",
     ),
 )  # fmt: skip
@@ -234,7 +238,7 @@ def weighted_vote(score: str) -> StoppingRule:
     def play(arrivals: Arrivals) -> Taken:
         return Taken(len(arrivals), heaviest(arrivals.labels, arrivals.scores[score]))
 
-    return StoppingRule(f"weighted by {score}", "each vote weighs its score", play)
+    return StoppingRule(f"weighted by {score}", "each vote counts with its score as weight", play)
 
 
 def borda_vote(score: str) -> StoppingRule:
@@ -250,7 +254,10 @@ def borda_vote(score: str) -> StoppingRule:
         return Taken(len(arrivals), heaviest(arrivals.labels, ranks))
 
     return StoppingRule(
-        f"Borda vote with {score}", "each vote weighs the rank of its score", play, "self-certainty"
+        f"Borda vote with {score}",
+        "each vote counts with the rank of its score as weight",
+        play,
+        "self-certainty",
     )
 
 
@@ -263,7 +270,9 @@ def deepconf_offline(score: str, kept: float) -> StoppingRule:
         weights = [value if value >= bar else 0.0 for value in values]
         return Taken(len(arrivals), heaviest(arrivals.labels, weights))
 
-    about = f"the {100 * kept:g} % with the highest {score} vote, weighted by it"
+    about = (
+        f"only the {100 * kept:g} % of rollouts with the highest {score} vote, weighted by {score}"
+    )
     return StoppingRule(f"deepconf offline {100 * kept:g}", about, play, "DeepConf")
 
 
@@ -584,7 +593,7 @@ def rules_for(
 ) -> list[StoppingRule]:
     """Return every rule that these scores allow, starting with the vote of all rollouts."""
     sizes = [2**power for power in range(12) if 2**power < most]
-    rules = [StoppingRule(ALL, f"the vote of all {most}", take_all)]
+    rules = [StoppingRule(ALL, f"the vote of all {most} rollouts", take_all)]
     rules += ONE_BY_ONE
     rules += [fixed(size) for size in sizes]
     for score in scores:

@@ -218,7 +218,8 @@ class Job:
     compare_to: Annotated[str | None, "earlier run to compare with, for stop_when"] = None
     stop_when: Annotated[
         str | None,
-        "end early: decided, once the difference to compare_to is known; decided=2, also once it is within 2 points",
+        "stop early if the run is shown to differ from compare_to (decided), or also if both are "
+        "shown to be within 2 points (decided=2)",
     ] = None
 
     def __post_init__(self) -> None:

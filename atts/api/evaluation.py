@@ -84,7 +84,7 @@ def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
 
     :raises OptionError: `stop_when` is not "decided" or "decided=POINTS".
     :raises JournalError: `compare_to` holds no run.
-    :raises DatasetError: it holds no graded results.
+    :raises DatasetError: `compare_to` holds no graded results.
     """
     word, mark, points = stop_when.partition("=")
     try:
@@ -143,8 +143,8 @@ class evaluate:
     run has a journal, and the same call resumes it. A `shard` such as "2/3" runs every third
     problem from the second on; `atts.merge` merges the shards. `compare_to` is an earlier run or a
     file of results, and `stop_when` is "decided" or "decided=2". With both, problems start in an
-    order drawn by the seed, and no further problem starts once the difference in accuracy is
-    decided, or known to be within 2 points. `log` names trackers that get the run's numbers, such
+    order drawn by the seed. No further problem starts once this run is shown to be better or worse
+    than the earlier one, or, with "decided=2", within 2 points of it. `log` names trackers that get the run's numbers, such
     as "mlflow:EXPERIMENT". Inside `async with`, leaving the block before the end cancels the run;
     it can be resumed.
 

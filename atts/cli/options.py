@@ -158,7 +158,8 @@ OPTIONS: Mapping[str, Parameter] = {
         metavar="SECONDS",
     ),
     "stop_when": _key(
-        "End early: decided, once the difference to --compare-to is known; decided=2, also once it is within 2 points.",
+        "Stop early if the run is shown to differ from --compare-to (decided), or also if both are "
+        "shown to be within 2 points (decided=2).",
         metavar="decided[=POINTS]",
     ),
 }

@@ -70,7 +70,7 @@ class ReadOptions:
 SampleReader = Callable[[Row, Path, ReadOptions], Iterator[ForeignSample]]
 """Yields the rollouts of one record, all of one problem. The path is of the record's file.
 
-:raises RecordError: the record lacks something.
+:raises RecordError: the record lacks a required field.
 """
 
 
@@ -93,7 +93,7 @@ def text_of(row: Row, *names: str) -> str:
     """
     found = optional_text(row, *names)
     if found is None:
-        raise RecordError(f"it has no field {' or '.join(map(repr, names))}")
+        raise RecordError(f"the record has no field {' or '.join(map(repr, names))}")
     return found
 
 
@@ -132,7 +132,7 @@ def table_of(row: Row, name: str) -> Row:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise RecordError(f"its field {name!r} is a {type(value).__name__}, not an object")
+        raise RecordError(f"the field {name!r} is a {type(value).__name__}, not an object")
     return cast(Row, value)
 
 
@@ -146,7 +146,7 @@ def list_of(row: Row, *names: str) -> Sequence[Any]:
         if isinstance(value, list):
             found: list[Any] = value
             return found
-    raise RecordError(f"it has no list {' or '.join(map(repr, names))}")
+    raise RecordError(f"the record has no list {' or '.join(map(repr, names))}")
 
 
 def truth_of(value: object) -> bool | None:
@@ -175,7 +175,7 @@ def read_inspect_ai(row: Row, path: Path, options: ReadOptions) -> Iterator[Fore
     output = table_of(row, "output")
     choices = output.get("choices") or [{}]
     if not isinstance(choices, list) or not isinstance(choices[0], dict):
-        raise RecordError("its output has no choices")
+        raise RecordError("the output of the record has no choices")
     choice = cast(Row, choices[0])
     grade = _Grade.of(table_of(row, "scores"), options.metric)
     error = optional_text(table_of(row, "error"), "message") or ""
@@ -217,11 +217,11 @@ class _Grade:
     @classmethod
     def of(cls, scores: Row, metric: str) -> _Grade:
         if metric and scores and metric not in scores:
-            raise RecordError(f"it has no score {metric!r}; it has {', '.join(scores)}")
+            raise RecordError(f"the record has no score {metric!r}; it has {', '.join(scores)}")
         grade = cls()
         for name, score in scores.items():
             if not isinstance(score, dict):
-                raise RecordError(f"its score {name!r} is not an object")
+                raise RecordError(f"the score {name!r} is not an object")
             value = cast(Row, score).get("value")
             if isinstance(value, int | float) and not isinstance(value, bool):
                 grade.numbers[name] = float(value)
@@ -319,7 +319,9 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
     task = _STAMP.sub("", path.stem.removeprefix("samples_"))
     numbers = _numbers(row)
     if options.metric and options.metric not in row:
-        raise RecordError(f"it has no metric {options.metric!r}; it has {', '.join(numbers)}")
+        raise RecordError(
+            f"the record has no metric {options.metric!r}; it has {', '.join(numbers)}"
+        )
     metric = options.metric or next(
         (name for name in numbers if truth_of(numbers[name]) is not None), ""
     )
@@ -327,7 +329,7 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
     for number, reply in enumerate(replies):
         if not isinstance(reply, str):
             raise RecordError(
-                "a reply is not a text; only generation tasks can be read, not those that compare "
+                "a reply is not a text; only generation tasks can be read, not tasks that compare "
                 "likelihoods"
             )
         answer = filtered[number] if is_each else filtered
@@ -354,12 +356,12 @@ def _only(row: Row, name: str) -> Any:
     requests: Sequence[Any] = list_of(row, name)
     if len(requests) != 1:
         raise RecordError(
-            f"{len(requests)} requests were made for it; only generation tasks can be read, not "
-            "those that compare likelihoods"
+            f"the record has {len(requests)} requests; only generation tasks can be read, not tasks "
+            "that compare likelihoods"
         )
     found = requests[0]
     if name == "resps" and not isinstance(found, list):
-        raise RecordError("its 'resps' do not contain a list of replies")
+        raise RecordError("the field 'resps' does not contain a list of replies")
     return found
 
 
@@ -390,7 +392,7 @@ def _prompt(row: Row) -> str:
         first = table_of(table_of(row, "arguments"), "gen_args_0")
         if "arg_0" in first:
             return text_of(first, "arg_0")
-    raise RecordError("neither its document nor its request has a question")
+    raise RecordError("neither the document nor the request of the record has a question")
 
 
 LM_EVAL = Format(
@@ -438,7 +440,7 @@ def _grade(row: Row, metric: str) -> bool | None:
     """Return the symbolic check's verdict, else the judge's; `metric` names another field."""
     if metric:
         if metric not in row:
-            raise RecordError(f"it has no field {metric!r}")
+            raise RecordError(f"the record has no field {metric!r}")
         value = row[metric]
         return _judgement(value) if isinstance(value, str) else truth_of(value)
     for name in ("symbolic_correct", "is_correct"):
@@ -541,13 +543,13 @@ def read_monkey_business(row: Row, path: Path, options: ReadOptions) -> Iterator
     has_grades = any(name in row for name in ("is_corrects", "is_correct"))
     grades = list_of(row, "is_corrects", "is_correct") if has_grades else [None] * len(samples)
     if len(grades) != len(samples):
-        raise RecordError(f"it has {len(samples)} samples but {len(grades)} grades")
+        raise RecordError(f"the record has {len(samples)} samples but {len(grades)} grades")
     worked = optional_text(row, "gt_answer")
     split = optional_text(row, "orig_dset_split")
     name = optional_text(row, "orig_dset_idx", "theorem_name", "name")
     for number, (text, grade) in enumerate(zip(samples, grades, strict=True)):
         if not isinstance(text, str):
-            raise RecordError(f"its sample {number + 1} is not a text")
+            raise RecordError(f"sample {number + 1} is not a text")
         yield ForeignSample(
             question=text_of(row, "question", "prompt", "description"),
             text=text,
@@ -582,7 +584,7 @@ def read_deepconf(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreig
     traces = list_of(row, "all_traces", "traces")
     for each in traces:
         if not isinstance(each, dict):
-            raise RecordError("one of its traces is not an object")
+            raise RecordError("a trace of the record is not an object")
         trace = cast(Row, each)
         ids = trace.get("token_ids")
         scores = confidences(_confidences(trace))
@@ -608,7 +610,7 @@ def _confidences(trace: Row) -> Sequence[float]:
     values = list_of(trace, "confs")
     numbers = [float(each) for each in values if isinstance(each, int | float)]
     if len(numbers) != len(values) or not all(map(isfinite, numbers)):
-        raise RecordError("its 'confs' contain something other than numbers")
+        raise RecordError("the field 'confs' contains something other than numbers")
     return numbers
 
 
@@ -684,13 +686,15 @@ def read_columns(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
     lengths = {name: len(cast(list[Any], row[name])) for name in several}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        raise RecordError(f"its lists are of different lengths ({shown})")
+        raise RecordError(f"the lists of the record have different lengths ({shown})")
     if not names["question"] and not names["id"]:
         raise RecordError(
-            "it has no known column for the question; name one with --column question=NAME"
+            "the record has no known column for the question; name one with --column question=NAME"
         )
     if not names["text"] and not names["answer"]:
-        raise RecordError("it has no known column for the text; name one with --column text=NAME")
+        raise RecordError(
+            "the record has no known column for the text; name one with --column text=NAME"
+        )
     for number in range(max(lengths.values(), default=1)):
         values = {
             field: (row[name][number] if name in lengths else row[name])
@@ -733,7 +737,7 @@ def _column(row: Row, field: str, columns: Mapping[str, str]) -> str:
     named = columns.get(field)
     if named is not None:
         if named not in row:
-            raise RecordError(f"it has no column {named!r}; it has {', '.join(row)}")
+            raise RecordError(f"the record has no column {named!r}; it has {', '.join(row)}")
         return named
     return next((name for name in FIELDS[field] if row.get(name) is not None), "")
 
@@ -744,7 +748,7 @@ def _score(row: Row, column: str, number: int) -> float:
         value = value[number] if number < len(value) else None
     score = number_of({"score": value}, "score")
     if score is None:
-        raise RecordError(f"its column {column!r} does not contain a number")
+        raise RecordError(f"the column {column!r} does not contain a number")
     return score
 
 

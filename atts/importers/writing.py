@@ -188,7 +188,7 @@ def _files(format: Format, path: Path) -> list[Path]:
         return pickles[:1]  # opening a pickle file raises an error that says why it is refused
     raise DatasetError(
         str(path),
-        f"it has no file named {' or '.join(format.patterns)}, as files of {format.name} are",
+        f"the directory has no file named {' or '.join(format.patterns)}, as {format.name} writes",
         "Give the directory of these files, or name one file",
     )
 
@@ -263,15 +263,17 @@ class _Reading:
             wanted = self.options.model or self.options.filter
             raise DatasetError(
                 str(self.files[0]),
-                f"no rollout belongs to {wanted!r}" if wanted else "it does not contain rollouts",
+                f"no rollout belongs to {wanted!r}"
+                if wanted
+                else "the file does not contain rollouts",
                 f"Check that its format is {self.format.name}",
             )
         if self._known and self._made.unknown == len(self.problems):
             raise DatasetError(
                 self.options.known_as,
-                "none of its questions occurs in the files",
-                "Their texts must be the same except for white space; leave --dataset out to keep "
-                "the problems of the files",
+                "none of the questions of the dataset occurs in the files",
+                "Questions must have the same text except for white space; leave --dataset out to "
+                "keep the problems of the files",
             )
         self._made.most_rollouts = max(counts.values())
         self.is_timed = self._made.with_seconds == self._made.rollouts

@@ -505,8 +505,8 @@ class Journal:
         if os.getpid() != self._process:
             raise JournalLocked(
                 self.path.parent,
-                f"process {self._process} opened it, and this is a forked child of that process",
-                "Open the run in one process, and fork before that",
+                f"process {self._process} opened the journal, and this process is a forked child of it",
+                "Fork first, then open the run in a single process",
             )
         if self._failure is not None:
             raise self._failure

@@ -344,7 +344,9 @@ def parse_chat(
     """
     given = checked(body, KINDS_OF_CHAT, _UNSUPPORTED_IN_CHAT, needed=("model", "messages"))
     if given.get("n", 1) != 1:
-        raise RequestError("n above 1 is not supported; atts.samples sets the votes", param="n")
+        raise RequestError(
+            "n above 1 is not supported; set the number of rollouts with atts.samples", param="n"
+        )
     for name in ("max_tokens", "max_completion_tokens"):
         if name in given and given[name] < 1:
             raise RequestError(f"{name} is {given[name]}, expected at least 1", param=name)

@@ -150,7 +150,9 @@ def test_an_inspect_score_can_be_chosen(tmp_path: Path, run_import: Import) -> N
     path = write_eval(tmp_path / "log.eval", SAMPLES[:2])
     finished, _, _ = read(run_import("inspect", path, metric="length").directory)
     assert [sample.rule for sample in finished["1"].samples] == ["same text", "value"]
-    with pytest.raises(DatasetError, match=r"entry 1: it has no score 'f1'; it has match, length"):
+    with pytest.raises(
+        DatasetError, match=r"entry 1: the record has no score 'f1'; it has match, length"
+    ):
         run_import("inspect", path, tmp_path / "other", metric="f1")
 
 
@@ -220,7 +222,7 @@ def test_lm_eval_needs_one_filter(tmp_path: Path, run_import: Import) -> None:
 def test_lm_eval_likelihoods_are_refused(tmp_path: Path, run_import: Import) -> None:
     """A task that compares likelihoods has no rollouts."""
     row = {**lm_eval_row(0, ["a"], "a", 1, ""), "resps": [[[-1.0, True]], [[-2.0, False]]]}
-    with pytest.raises(DatasetError, match="line 1: 2 requests .* not those that compare likelih"):
+    with pytest.raises(DatasetError, match="line 1: the record has 2 requests; .* likelih"):
         run_import("lm-eval", write_lines(tmp_path / "samples_t.jsonl", [row]))
 
 
@@ -317,7 +319,7 @@ def test_monkey_business_samples_are_imported(tmp_path: Path, run_import: Import
     assert verdicts(finished["test/17"]) == ["correct", "wrong", "wrong"]
     assert finished["test/17"].samples[2].finish == "end"
     path.write_text(json.dumps([{**problem, "is_corrects": [True]}]))
-    with pytest.raises(DatasetError, match="item 1: it has 3 samples but 1 grades"):
+    with pytest.raises(DatasetError, match="item 1: the record has 3 samples but 1 grades"):
         run_import("monkey-business", path, tmp_path / "bad")
 
 
@@ -368,18 +370,21 @@ def test_columns_are_mapped_or_guessed(tmp_path: Path, run_import: Import) -> No
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"question": "Q", "text": "out"}, "line 1: it has no column 'out'; it has Q, a, b"),
+        (
+            {"question": "Q", "text": "out"},
+            "line 1: the record has no column 'out'; it has Q, a, b",
+        ),
         (
             {"question": "Q"},
-            "line 1: it has no known column for the text; name one with --column text=NAME",
+            "line 1: the record has no known column for the text; name one with --column text=NAME",
         ),
         (
             {"question": "Q", "text": "a", "answer": "b"},
-            r"lists are of different lengths \(a: 2, b: 1\)",
+            r"lists of the record have different lengths \(a: 2, b: 1\)",
         ),
         (
             {"question": "Q", "text": "a", "score.x": "Q"},
-            "line 1: its column 'Q' does not contain a number",
+            "line 1: the column 'Q' does not contain a number",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def rows(problems: int, samples: int, text: str = "so") -> Iterator[dict[str, An
     [
         ('{"question": "1?", "text": "a"', "it is not JSON"),
         ("[1, 2]", "it is a list, not an object"),
-        ('{"question": "1?"}', "it has no known column for the text"),
+        ('{"question": "1?"}', "the record has no known column for the text"),
         ('{"question": "1?", "text": "\\ud8"}', "it is not JSON"),
     ],
 )
@@ -95,7 +95,9 @@ def test_unreadable_kinds_of_files_are_refused(
 
 def test_a_folder_without_matching_files_is_refused(tmp_path: Path, run_import: Import) -> None:
     """The error lists the names that were looked for."""
-    with pytest.raises(DatasetError, match=r"it has no file named output-rs\*.jsonl or output"):
+    with pytest.raises(
+        DatasetError, match=r"the directory has no file named output-rs\*.jsonl or output"
+    ):
         run_import("nemo-skills", tmp_path)
 
 
@@ -103,7 +105,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, run_import: Import) -> None:
     """A file without a rollout is an error instead of an empty run."""
     path = tmp_path / "mine.jsonl"
     path.touch()
-    with pytest.raises(DatasetError, match="it does not contain rollouts"):
+    with pytest.raises(DatasetError, match="the file does not contain rollouts"):
         run_import("jsonl", path)
 
 
@@ -233,7 +235,7 @@ def test_a_data_set_names_the_problems(tmp_path: Path, run_import: Import) -> No
     outcomes = {one.problem.id: one.problem for one in open_run(made.directory).outcomes()}
     assert set(outcomes) == {"problem-1", "d/1", "d/2"}
     assert outcomes["d/2"] == known[1]
-    with pytest.raises(DatasetError, match="none of its questions occurs in the files"):
+    with pytest.raises(DatasetError, match="none of the questions of the dataset occurs"):
         run_import("jsonl", path, tmp_path / "b", known=[Problem("d/9", "Else?")], known_as="d")
 
 

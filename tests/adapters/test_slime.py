@@ -152,8 +152,8 @@ def test_a_limit_of_tokens_truncates() -> None:
 
 
 def test_changed_weights_open_a_session_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine refuses weights that changed since its session began, so all samples go to one new
-    session, whose name is printed.
+    """An engine refuses weights that changed since its session began, so all later samples go to
+    one new session.
     """
     solve = Session.solve
     sessions: list[Session] = []

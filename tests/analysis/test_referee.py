@@ -201,8 +201,8 @@ def test_fewer_rollouts_are_drawn_from_all() -> None:
 
 
 def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
-    """A rule that never differs from the baseline needs no more problems than a rule whose
-    differences all have one sign.
+    """Even a rule that never differs needs 779 problems, as if all differences had one sign; rules
+    that differ more need more.
     """
     (first, *rest) = referee(planted(60, 8), RefereeOptions(orders=20)).rows
     assert first.problems_for_a_point is None

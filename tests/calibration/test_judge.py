@@ -40,8 +40,8 @@ def examples(skill: float, problems: int = 60, seed: int = 0) -> Examples:
 
 
 def test_the_gain_over_a_coin_is_what_enumeration_says() -> None:
-    """With a perfect feature the judge's chunks gain 1 each and a coin's 0.3; over the fifth of
-    chunks that escalates this makes 0.14.
+    """With a perfect feature each chunk of the judge gains 1 and each of a coin 0.3; at rate 0.2
+    the difference is 0.14 per chunk.
     """
     planted = examples(1.0)
     judge = fit_judge(planted, rate=0.2)

@@ -394,7 +394,7 @@ def test_the_text_that_ends_the_thinking_may_be_in_a_file(tmp_path: Path) -> Non
 def test_a_dry_run_counts_no_token_beyond_the_length_of_a_rollout(
     atts: Any, scripted: tuple[str, ...], method: str, most: tuple[int, int, int]
 ) -> None:
-    """For 8 rollouts of at most 100 tokens, the dry run counts 800 tokens even if a chunk may be
+    """For 8 rollouts of at most 100 tokens no count exceeds 800 tokens, even if a chunk may be
     longer than 100.
     """
     words = ("--samples", "4", "--max-tokens", "100", "--set", "chunking.draft_tokens=4096")

@@ -238,8 +238,8 @@ def test_a_line_of_another_journal_is_damage(
 
 @pytest.mark.parametrize("schema", [1, SCHEMA - 1, SCHEMA + 1])
 def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
-    """A journal with another schema is refused even if a session of this schema began it, whatever
-    the other lines contain.
+    """A session with another schema is refused at the beginning of a journal or after a session of
+    this schema, whatever its line contains.
     """
     writer = LineWriter()
     ours = writer.line(OPENED, 0, 0) + writer.line(Warned("a", "b"), 0, 0)

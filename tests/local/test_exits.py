@@ -119,9 +119,7 @@ def test_an_exit_guesses_at_the_requested_rows(kernel: str, make_model: Make) ->
 
 
 def trained(folder: Path, to: Path, **changes: Any) -> Path:
-    """Copy a model and put an adapter for it next to the copy; return the adapter's changes
-    separately.
-    """
+    """Copy a model and add an exit adapter to the copy, with these parts changed."""
     shutil.copytree(folder, to)
     width = read_model_config(folder, "tiny").hidden_size
     parts = {

@@ -26,7 +26,7 @@ HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
 
 def with_heads(folder: Path, **changes: Any) -> Path:
-    """Copy a drafter and put two random heads next to the copy, separate from the changes."""
+    """Add two random heads to a drafter's folder, with these parts changed."""
     width = read_model_config(folder, "tiny").hidden_size
     parts = {"down.0": torch.randn(5, 2 * width), "up.0": torch.randn(width, 5)}
     parts |= {"down.1": torch.randn(4, 3 * width), "up.1": torch.randn(width, 4)}

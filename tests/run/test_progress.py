@@ -151,8 +151,9 @@ def test_the_speed_of_long_calls_is_measured_over_their_length() -> None:
 
 
 def test_the_time_left_counts_rollouts_in_flight_as_partly_done() -> None:
-    """If all 48 rollouts run at once, 80 to 120 s remain; once a few of 96 ended, those in flight
-    count as nearly done.
+    """At any time 48 of 96 rollouts run, each for 80 to 120 s.
+
+    Once the first few have ended, the others in flight count as nearly done.
     """
     clock = Clock()
     progress = Progress(clock)

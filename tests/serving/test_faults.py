@@ -308,7 +308,7 @@ class EndsLate:
         """Accept every request."""
 
     async def solve(self, *_: object, **__: object) -> None:
-        """Return a result despite the cancellation."""
+        """Ignore the cancellation for a moment, then refuse the request."""
         with anyio.CancelScope(shield=True):
             await anyio.sleep(0.01)
         self.has_ended = True

@@ -60,7 +60,7 @@ def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
 
 
 def test_the_claim_is_read_from_what_is_there() -> None:
-    """The page names both requirements with their numbers, whether they were met or not."""
+    """The verdict has each requirement with its number, whether it is met or not."""
     ledger = Ledger()
     for shard in range(2):
         ledger.add(piece("atts", shard))

@@ -63,7 +63,9 @@ def test_another_series_takes_nothing_over(tmp_path: Path) -> None:
 
 
 def test_all_and_quick_run_known_studies_each_once() -> None:
-    """`all` contains every study, some only as parts of another, and its plan fits into an hour."""
+    """Neither series runs a study twice; `all` leaves out only the listed studies, and its plan
+    fits into an hour.
+    """
     everything = bench.planned(["all"], "default")
     quick = bench.planned(["quick"], "quick")
     names = [step.name for step in everything]

@@ -78,8 +78,8 @@ async def _equal_siblings(law: Any) -> list[int]:
 
 
 def test_rollouts_that_wrote_the_same_keep_a_prefix_each() -> None:
-    """A server's cache loses nothing when the first of them continues, so no known token is fed
-    again.
+    """A server's cache loses nothing when the first of two rollouts continues, so no known token is
+    fed again.
     """
     with servers.pair_law() as law:
         first, second = run_virtual(_equal_siblings, law)

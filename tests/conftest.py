@@ -20,7 +20,7 @@ CHECKOUT = "the checkout's own"
 SLOW_TIMEOUT = 600  # seconds of a slow test; pyproject.toml has the limit of all others
 SPENT = pytest.StashKey[dict[str, float]]()
 collect_ignore = ["typing_api.py"]
-# How long an example takes on a busy machine says nothing of the property.
+# The time of an example on a busy machine does not show whether the property holds.
 settings.register_profile("atts", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("atts")
 # A shell's background jobs ignore interrupts, and their children inherit that. Tests start processes

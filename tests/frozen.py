@@ -54,11 +54,11 @@ CLOCKS = frozenset(
         "tokens_per_second", "second_ratio",
     }
 )  # fmt: skip
-"""Keys of what differs from run to run, and from machine to machine."""
+"""Keys of values that differ from run to run, or from machine to machine."""
 CLOSE = 1e-6
-"""Double precision: sums differ in their last digits between processors."""
+"""Tolerance of double precision: sums differ in their last digits between processors."""
 CLOSE_FLOAT32 = 5e-3
-"""Single precision: the kernels of one machine differ by about a hundredth of this."""
+"""Tolerance of single precision: the kernels of one machine differ by about a hundredth of this."""
 
 
 def plain(value: Any) -> Any:
@@ -73,7 +73,7 @@ def _lean(value: Any) -> Any:
             for key, inner in value.items()
             if key not in WORDS and key not in CLOCKS
         }
-        if "logprobs" in kept:  # a sum is short and also changes if a text does
+        if "logprobs" in kept:  # a checksum is short, and changes if a text changes
             kept["logprobs"] = math.fsum(kept["logprobs"])
         if kept.get("draft_ids") == kept.get("target_ids"):
             kept.pop("draft_ids", None)
@@ -370,7 +370,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "embedded pair": pair_run,
 }
 KERNELS = ("local kernels", "embedded models", "embedded pair")
-"""Parts that rest on sums in single precision; recorded only where two kernels agree."""
+"""Parts that depend on sums in single precision; they are recorded only where two kernels agree."""
 TOLERANCE = {"local kernels": 1e-5} | dict.fromkeys(KERNELS[1:], CLOSE_FLOAT32)
 
 

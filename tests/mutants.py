@@ -74,7 +74,7 @@ BLIND_SPOTS = [
         "tests/local/test_exits.py",
     ),
 ]
-"""Faults that an earlier round of attacks found unseen."""
+"""Faults that no test noticed in an earlier round of attacks."""
 
 OTHERS = [
     *_table(

@@ -36,7 +36,7 @@ from scripts.studies.real_models import CannotBeMadeError, folder_of
 
 TOLERANCE = 1e-3  # largest difference of log-probabilities from transformers, in nats
 TIE = 1e-3  # logits closer than this may be drawn in either order
-SKIPPED = 0  # exit code if the models cannot be installed; a reason is printed
+SKIPPED = 0  # exit code if the models cannot be installed; the reason is printed
 BROKEN = 5
 DATA = "gsm8k_test.jsonl", "math500.jsonl"
 Prompts = Sequence[TokenIds]

@@ -45,7 +45,7 @@ FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 
 
 SHELVES = {"atts.models"}
-"""Packages without a face: each of their modules is imported by its own name."""
+"""Packages without public names of their own: each module is imported by its own name."""
 
 
 @cache
@@ -62,7 +62,7 @@ def sources() -> Mapping[str, Path]:
                 for parent in inner.parents
                 if parent != Path()
             ):
-                continue  # the three links inside atts/ lead to folders that are listed themselves
+                continue  # the three links inside atts/ lead to folders that are listed separately
             parts = [package, *inner.with_suffix("").parts]
             if parts[-1] == "__init__":
                 parts.pop()

@@ -60,7 +60,7 @@ CONTRAST = """
 WIDER = """
 [...document.querySelectorAll("section table.narrow")].filter((node) => !node.closest("details"))
   .filter((node) => node.offsetWidth > node.parentElement.offsetWidth).map((node) => node.caption.textContent)
-"""  # tables of few short columns that must be scrolled to be read
+"""  # tables with few short columns that nevertheless need scrolling
 CLIPPED = """
 [...document.querySelectorAll("section table")].filter((node) => !node.closest("details"))
   .filter((node) => node.offsetWidth > node.parentElement.clientWidth)

@@ -473,7 +473,7 @@ def test_tokens_that_repair_keeps_are_counted_once() -> None:
     rest = Chunk("target", " d", (4,), (4,), "length", (-0.5,))
     turn = Turn(0, (part, rest), (whole,))
     assert (turn.tokens_written("draft"), turn.tokens_written("target")) == (3, 1)
-    # what is not a beginning of it was written too
+    # tokens beyond the kept beginning count as written
     assert Turn(0, (other, rest), (whole,)).tokens_written("draft") == 4
 
 

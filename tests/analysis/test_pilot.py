@@ -28,7 +28,7 @@ from atts.testing import (
 
 WEAK = Skill(right=0.7, typical=0.5, repair=0.0)
 STRONG = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
-# a slip is as likely as the correct step, so no score can find it
+# a mistake is as likely as the correct step, so no score can find it
 SECRET = Skill(right=0.5, typical=1.0, repair=0.0)
 BLIND = ScoreDrift(factor=0.0)
 """Every text has the same log-probability, so scores know nothing."""
@@ -55,11 +55,11 @@ class Planted:
 
 
 PLANTED = {
-    # the score finds slips, and no cheaper arm is as accurate as the gate
+    # the score finds mistakes, and no cheaper arm is as accurate as the gate
     "gate": Planted(WEAK, STRONG, can=NO_DRAWS),
-    # scores find nothing; the target's own text costs less with a draft
+    # scores find no mistake; the target's own text costs less with a draft
     "exact": Planted(SECRET, STRONG, BLIND),
-    # the same at temperature 0, where the target alone is the cheapest
+    # the same pair at temperature 0, where the target alone is the cheapest
     "target-only": Planted(SECRET, STRONG, BLIND, NO_DRAWS),
     # two models of equal skill: the target is not worth its tokens
     "draft-only": Planted(STRONG, STRONG),

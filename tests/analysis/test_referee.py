@@ -64,7 +64,7 @@ def planted(problems: int, samples: int, seed: int = 1) -> list[PlayedProblem]:
 @pytest.mark.parametrize(
     ("rule", "labels", "expected"),
     [
-        ("exact", [0, 0, 0, 1, 2], 3),  # three votes cannot be overtaken by the two that are left
+        ("exact", [0, 0, 0, 1, 2], 3),  # the two remaining votes cannot overtake three
         ("exact", [0, 0, 1, 1, 2], 5),
         ("exact", [0] + [NO_ANSWER] * 5, 6),
         ("beta", [0] * 8, 4),  # P(Beta(5, 1) > 1/2) = 31/32, and 15/16 one vote earlier

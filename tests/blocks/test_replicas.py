@@ -116,7 +116,7 @@ def test_a_request_goes_where_it_costs_least() -> None:
         (4, 1),
     ):
         assert _with(dispatch, waiting, 0).choose(loads, turn(320)) == home
-    assert dispatch.choose(loads[1:], turn(340)) == 0  # index among those that are left
+    assert dispatch.choose(loads[1:], turn(340)) == 0  # index among the remaining replicas
     fresh, loads = dispatch_of(3, 1, 2)
     assert fresh.choose(loads, turn(50, "")) == 1
     assert fresh.choose(loads, turn(50, "alone")) == 1

@@ -358,7 +358,7 @@ async def test_engines_in_ranges_give_the_replies_of_one_process(
                 ) as engine:
                     found.append(await engine.sample(ask))
         assert found[0] == found[1]
-    # the own layer goes to whichever worker is less busy
+    # the less busy worker gets the model's own layer
     assert here.made[0].kinds["steps"] > 5
 
 

@@ -32,7 +32,7 @@ def examples(skill: float, problems: int = 60, seed: int = 0) -> Examples:
     """Draw three features, one of which predicts the gain of a takeover with correlation `skill`."""
     random = np.random.default_rng(seed)
     count = 8 * problems
-    truth = random.random(count) < 0.3  # a takeover is worth 1 at these chunks, else 0
+    truth = random.random(count) < 0.3  # a takeover gains 1 at these chunks, and 0 at others
     known = skill * truth + random.normal(0, 0.1, count)
     features = np.column_stack([random.normal(size=count), known, 7 * np.ones(count)])
     names = [f"p{index // 8}" for index in range(count)]

@@ -269,7 +269,7 @@ def test_decisions_without_a_score_count_for_the_rate_alone() -> None:
     for _ in range(60):
         calibrator.observe(skipped)
     assert (calibrator.decided, calibrator.p_value(1.0)) == (60, 1.0)
-    assert calibrator.decide(1.0).escalate  # the level is above 1 by now
+    assert calibrator.decide(1.0).escalate  # the level is above 1 at this point
 
 
 def test_scores_join_the_pools_in_order_of_issue() -> None:

@@ -36,10 +36,10 @@ RIVALS = {
     r"(?<![\d.,/-])1 (?:problems|rollouts|records|samples|questions|chunks|runs|sessions|scores)\b": "a singular",
     r"(?<![\w\d.])-0(?:\.0*)? %": "0 %",
 }
-"""Words and forms that no surface has, each with what it says instead."""
+"""Words and forms that no printed text has, each with its replacement."""
 
 ALLOWED = ("Answer with the letter of the right choice.",)
-"""Words that a surface shows and that people do not read as its own: a prompt for models."""
+"""Rival words in printed text that is not atts' own wording, such as a prompt for models."""
 
 
 def rivals(text: str) -> list[str]:

@@ -53,8 +53,7 @@ FROZEN = (
     "--method", "coin", "--rate", "0.3", "--samples", "4", "--seed", "5", "--set", "early_stop=none",
     "--concurrency", "6", "--draft", "scripted", "--target", "scripted", "--report", "none",
 )  # fmt: skip
-"""A gate that learns nothing, and votes that cancel no rollout: every run of it comes out the same.
-"""
+"""Every run has the same result: the gate learns nothing, and votes cancel no rollout."""
 CTRL_C = b"\x03"
 
 
@@ -104,7 +103,7 @@ class Terminal:
             return False
         try:
             more = os.read(self._keys, 1 << 16)
-        except OSError:  # the terminal's end-of-file: no process writes to it any more
+        except OSError:  # the terminal's end-of-file: no process has it open for writing any more
             return False
         self.shown += more
         return bool(more)

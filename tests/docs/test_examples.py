@@ -88,7 +88,7 @@ def test_every_example_runs(
     """
     if page.name == "two_servers.md":
         request.getfixturevalue("two_servers")
-    # a reader has engines in processes of their own, which start later: tests/cli and tests/local
+    # a reader's engines run in their own processes, which start slowly: tests/cli and tests/local
     # run those
     else:
         for role in get_args(Role):

@@ -36,7 +36,7 @@ RULES = {
         "is not a ..."
     ),
 }
-"""Words and forms that no page has, each with what to write instead."""
+"""Words and forms that no page may have, each with its replacement."""
 
 EXCEPTIONS: dict[str, set[str]] = {
     "docs/grading.md": {r"\d%", r"(?<![\w.\]\[*\\/:-])\.\d"},  # answers as models write them
@@ -48,7 +48,7 @@ def prose(text: str) -> str:
     """Return a page without its code, its links' addresses and its comments."""
     text = result_pages.MARK.sub(
         "", text
-    )  # the words of a study, which change when it is run again
+    )  # the text of a study, which changes when the study is run again
     text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.M | re.S)
     text = re.sub(r"^    .*$", "", text, flags=re.M)
     return re.sub(r"`[^`\n]*`|\]\([^)]*\)|https?://\S+", "", text)
@@ -127,8 +127,8 @@ HEADLESS = r"(?:What|Whatever|Which|Whichever|Who|Whose|Whoever|How|Whether|Of|B
 """Beginnings of texts that lack a noun or a verb of their own."""
 
 CODE_EXCEPTIONS: dict[str, set[str]] = {
-    "tests/docs/test_prose.py": set(RULES),  # it lists the words and plants them
-    # `Law` is their class
+    "tests/docs/test_prose.py": set(RULES),  # this file lists and plants the words
+    # these files use a class named `Law`
     **dict.fromkeys(
         (
             "scripts/studies/calibration.py",

@@ -25,7 +25,7 @@ from scripts.studies.docs import (
 pytestmark = pytest.mark.checkout
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 45_000
-"""Words of all pages that people write."""
+"""Limit on the number of words of all pages that people write."""
 NOT_WRITTEN = {"docs/cli.md", "docs/gpus.md", "docs/grading_policies.md"}
 """Pages whose content comes from the code or from tested tables."""
 
@@ -125,7 +125,7 @@ NOT_MEASURED = (
     r"\b(?:not|nothing|none|until)\b[^.]{0,60}\b(?:measured|run|executed|seen)\b[^.]{0,30}\bGPU"
     r"|nothing on a GPU yet"
 )
-"""Matches a page's statement that no figure or code of it was tried on a GPU."""
+"""A pattern of the statement that nothing on a page was measured or run on a GPU."""
 
 
 def test_pages_that_speak_of_gpus_say_that_none_was_measured() -> None:

@@ -303,7 +303,7 @@ def test_gpqa_shuffles_the_choices_by_seed(tmp_path: Path) -> None:
     letters = Counter(problem.answer for problem in found)
     # binomial(198, 1/4): 4 deviations
     assert all(25 < letters[letter] < 75 for letter in "ABCD"), letters
-    # as commands without a column mapping load it
+    # commands without a column mapping load the file like this
     again = load_dataset("gpqa", options=LoadOptions(columns={}, file=path))
     other = load_dataset("gpqa", options=LoadOptions(file=path, seed=1))
     assert again.digest == found.digest != other.digest

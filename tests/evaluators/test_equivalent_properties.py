@@ -22,7 +22,7 @@ class Written:
 
     text: str
     value: Fraction
-    is_atom: bool  # true if it needs no brackets as a factor
+    is_atom: bool  # true if the expression needs no brackets as a factor
 
 
 def numbers() -> st.SearchStrategy[Written]:

@@ -27,9 +27,7 @@ EXAMPLES: tuple[tuple[str, Grading, str, str, str], ...] = (
     ("choices", Grading(choices="text"), "B", "mitochondria", "equal"),
     ("choices", Grading(choices="text"), "B", "nucleus", "different"),
 )
-"""Policy, its setting, reference, answer, and what is said; choices are nucleus, mitochondria,
-ribosome.
-"""
+"""Policy, its setting, reference, answer, and verdict; choices are nucleus, mitochondria, ribosome."""
 CHOICES = ("nucleus", "mitochondria", "ribosome")
 
 

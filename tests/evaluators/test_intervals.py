@@ -167,7 +167,7 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
     ]
     least = 0.95 - 3.5 * math.sqrt(0.0475 / 200)
     for known, found in cases:
-        # closer to the edge, 30 problems often miss the one in a hundred that differs
+        # closer to 0 or 1, a sample of 30 problems often misses the one in a hundred that differs
         if known <= 0.99:
             assert covered(known, [mean_estimate(values, total) for values in found]) >= least, (
                 known

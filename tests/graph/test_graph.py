@@ -654,7 +654,7 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> N
     }
     assert [drafts[s, 1].wait for s in (1, 2)] == [1.0, 0.0]
     waited = {span.sample: span.waited for span in recording.rollouts}
-    # sample 0 took two seconds, then waited six for the last one; and so on
+    # sample 0 took two seconds, then waited six for the last sample; and so on
     assert waited == {0: 2.0 + 6.0, 1: 1.0 + 1.0 + 3.0, 2: 0.0}
     assert measure(recording.nodes()).sibling_seconds == counted == sum(waited.values())
 

@@ -190,7 +190,7 @@ CALLS = (
     "chmod",
     "scandir",
 )
-"""What the writers of files ask of the system, by the names under which they do."""
+"""System calls of the functions that write files, by the names under which they are called."""
 
 
 @contextmanager

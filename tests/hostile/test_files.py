@@ -366,7 +366,7 @@ def test_impossible_rows_are_refused(text: str, tmp_path: Path) -> None:
 
 
 NAMES = ("a\x00b", "\ud800", "n" * 5000)
-"""No file can have them."""
+"""Names that no file can have."""
 
 
 @pytest.mark.parametrize("name", NAMES, ids=["nothing in it", "half a character", "too long"])

@@ -200,7 +200,7 @@ def vocabulary(command: str) -> list[str]:
 
 
 NEVER = {"doctor", "probe", "solve"}
-"""Commands that load models or ask servers: they have tests of their own."""
+"""Commands that load models or call servers, which have other tests."""
 
 
 def test_random_command_lines_end_with_a_message(

@@ -44,7 +44,7 @@ IMPOSSIBLE: tuple[Any, ...] = (
     True, False, "1", "-0.5", NAN, float("inf"), 1e308, -1e18, 10**30, -(10**30), 10**400, [], {}, [[]], {"a": 1},
     "\ud800",
 )  # fmt: skip
-"""Nothing of this can stand where a number, a list or an object was."""
+"""Values that are impossible in place of a number, a list or an object."""
 SHAPES = (
     b"", b"null", b"[]", b"{}", b'"x"', b"1e999", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"NaN", b"\x00",
     b'{"choices": ' + b"[" * 5000 + b"]" * 5000 + b"}",

@@ -40,7 +40,7 @@ from atts.testing import CheckOptions, check_engine
 
 Make = Callable[..., Path]
 HERE = LocalOptions(worker="thread")
-"""Opens at once, which tests that are not about processes do often."""
+"""Options of an engine that opens at once, for tests that are not about processes."""
 PATIENT = CheckOptions(
     timeout_seconds=600, settle_seconds=60
 )  # a busy machine is not a broken engine

@@ -348,7 +348,7 @@ def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
     before = copy.update(table, np.arange(8), 1)
     for _ in range(200):
         row = int(random.integers(8))
-        if random.random() < 0.1:  # another sequence is given the row
+        if random.random() < 0.1:  # another sequence gets the row
             lengths[row] = int(random.integers(1, 300))
             table[row, : lengths[row]] = random.integers(1, 10_000, lengths[row])
         elif lengths[row] < 300:

@@ -76,7 +76,7 @@ def test_changing_schemes_changes_no_token(
     monkeypatch.setattr("atts.accel.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.accel.overlap.schemes.SchemeControl", Changing)
     monkeypatch.setattr(drafter, "begin_anew", seen)
-    # On a busy machine the process may take seconds for what it began.
+    # On a busy machine the process may take seconds for a job that it began.
     monkeypatch.setattr("atts.accel.overlap.process.PATIENCE", 60.0)
     plain = run(folder, [orders])
     beside = "process" if transport is DrafterProcess else "inline"
@@ -89,7 +89,7 @@ def test_changing_schemes_changes_no_token(
     assert overlap is not None
     asked = overlap.hits + overlap.misses
     if transport is DrafterProcess:
-        # A scheme lasts three steps; at the second the process is late, or has a guess to
+        # A scheme lasts three steps; at the second step the process is late, or has a guess to
         # check.
         asked += overlap.late
     assert asked > 0

@@ -232,7 +232,7 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
                     await engine.sample(ask)
 
         async def outage() -> None:
-            while True:  # killed as often as stages are replaced
+            while True:  # the stage is killed as often as stages are replaced
                 for pid in stage_processes():
                     os.kill(pid, signal.SIGKILL)
                 assert (await engine.sample(ask)).ids == wanted.ids

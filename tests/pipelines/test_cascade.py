@@ -92,7 +92,7 @@ def test_the_target_alone_may_vote_on_what_is_escalated(attempt: Solve) -> None:
     policies = {
         vote: replace(CASCADE, escalated_vote=vote, first_wave=6, samples=8) for vote in kinds
     }
-    weak = Skill(right=0.45, typical=0.9)  # slips that siblings share
+    weak = Skill(right=0.45, typical=0.9)  # mistakes that siblings share
     found = {
         vote: attempt(
             policy,
@@ -115,7 +115,7 @@ def test_the_target_alone_may_vote_on_what_is_escalated(attempt: Solve) -> None:
             assert other.votes == one.votes
         right["all"] += one.answer == one.problem.answer
         right["target"] += other.answer == other.problem.answer
-    # six drafts that share a slip outvote two target rollouts, which seldom slip
+    # six drafts with the same mistake outvote two target rollouts, which are seldom wrong
     assert right["target"] > right["all"]
     kept = attempt(policies["target"], FixedGate("accept"), problems=5)
     assert all(len(outcome.rollouts) == 6 and outcome.votes for outcome in kept)

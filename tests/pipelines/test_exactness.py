@@ -60,7 +60,7 @@ POLICY = Policy(
     sampling=Sampling(),
     early_stop="none",
     system="",
-    repeats=99,  # off, because the guard against repetition changes the distribution
+    repeats=99,  # off, because the limit on repetition changes the distribution
 )
 RAW = Sampling()
 

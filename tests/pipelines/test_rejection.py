@@ -324,7 +324,7 @@ def test_a_failed_takeover_wastes_the_drafted_chunks_once(attempt: Solve) -> Non
         kept = sum(chunk.tokens for turn in rollout.turns for chunk in turn.chunks)
         usage = rollout.usage
         assert usage.draft_tokens + usage.target_tokens == kept + usage.wasted_tokens
-    # two chunks each: the judged one and the one drafted ahead
+    # two chunks each: the judged chunk and the chunk drafted ahead
     assert max(rollout.usage.wasted_tokens for rollout in failed) > 20
 
 

@@ -164,7 +164,7 @@ def run_of(problems: int, samples: int, directory: Path) -> None:
 def test_a_replay_keeps_numbers_and_no_texts(tmp_path: Path) -> None:
     """After a journal is read, only numbers of each chunk and its decisions stay in memory."""
     run_of(24, 4, tmp_path)
-    atts.replay(tmp_path, rate=0.4)  # the first replay fills imports and caches
+    atts.replay(tmp_path, rate=0.4)  # the first replay imports modules and fills caches
     tracemalloc.start()
     try:
         done = atts.replay(tmp_path, rate=0.4)

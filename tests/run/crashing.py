@@ -60,7 +60,7 @@ Way = Literal["outside", "die", "refuse"]
 KILLS: tuple[Way, ...] = ("outside", "outside", "die", "die")
 # lists every engine call that began, with process and key, before the engine is asked
 CALLS = "calls.txt"
-FULL = "full"  # stands in place of a key when the disk was full for the first time
+FULL = "full"  # written in place of a key when the disk was full for the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class Crashes:
     full_disks: int
     sessions: int
     recalled: int  # calls of earlier sessions that were not made again
-    repeated: int  # calls made again because they were in flight and never recorded
+    repeated: int  # repeated calls, which were in flight and never recorded
 
 
 def crash_runs(
@@ -360,7 +360,7 @@ def check_calls(
         elif isinstance(entry.event, SessionOpened):
             pids[str(entry.event.pid)] = entry.session
     begun: dict[str, set[str]] = {}
-    # begun after the disk was full, before every task knew it
+    # a call begun after the disk was full, before every task noticed
     late: dict[str, set[str]] = {}
     seen: set[str] = set()
     repeated = 0

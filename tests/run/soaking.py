@@ -90,7 +90,7 @@ class Station:
         [int, int], Sequence[Problem]
     ]  # takes the number of problems and the number of the episode
     policy: Policy
-    models: tuple[LocalEngine, ...] = ()  # its blocks are counted
+    models: tuple[LocalEngine, ...] = ()  # the blocks of this engine are counted
 
 
 async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS) -> Tally:
@@ -231,7 +231,7 @@ def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name:
     for outcome in result.outcomes():
         seen = live.get(outcome.problem.id)
         if seen is None:
-            continue  # it ended during the cancellation, so the listener did not get its event
+            continue  # ended during the cancellation, so the listener got no event
         tally.compared += 1
         if not _same(outcome, seen):
             tally.differences.append(

@@ -99,7 +99,7 @@ def test_a_selector_of_known_skill_gains_as_computed(world: Any, selector: Selec
         variance += chance * (1 - chance)
     seen = sum(one.is_correct for one in split)
     assert len(split) > 30
-    assert variance > 1  # enough problems depend on chance
+    assert variance > 1  # for enough problems the outcome depends on chance
     assert abs(seen - expected) < 3 * variance**0.5, (seen, expected, variance)
     found = result.combined
     assert found.split == len(split)
@@ -192,7 +192,7 @@ def test_auto_ignores_a_selector_without_skill(world: Any) -> None:
     found = world.run(planned(world, coin, "auto"), world.session(None), problems=160).combined
     assert outright.gain.value < -0.005
     assert found.gain.value >= -0.005
-    assert found.split < outright.split  # it stopped asking
+    assert found.split < outright.split  # the run stopped calling the target
 
 
 def test_auto_uses_a_skilled_selector_after_its_trial(world: Any) -> None:

@@ -42,7 +42,7 @@ FOLDERS = {
         for name in ("calibration", "evaluators", "pipelines")
     ),
 }
-# A few more than counted, because one or two calls depend on whether a queue is empty.
+# The limit is a few calls above the count, because one or two depend on whether a queue is empty.
 FUNCTIONS = 102
 FILES = 21
 CALLS = 145
@@ -115,7 +115,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
     async def main() -> None:
         draft, target = (LocalEngine(path(role), name=role) for role in EMBEDDED)
         async with draft, target:
-            # otherwise it is synced by the clock, in the middle of a chunk
+            # otherwise the journal is synced after an interval, in the middle of a chunk
             journal = JournalOptions(durability="close")
             session = RunOptions(directory, [meter], journal, engines="are open", signals="ignore")
             sys.setprofile(meter.profile)

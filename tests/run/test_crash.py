@@ -77,7 +77,7 @@ def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_pa
     while not journal.exists() or not journal.stat().st_size:
         time.sleep(0.001)
     command = [sys.executable, str(Path(__file__).with_name("crashing.py")), str(tmp_path)]
-    os.kill(child, signal.SIGSTOP)  # slow enough that it still runs when the second begins
+    os.kill(child, signal.SIGSTOP)  # the first process keeps its lock
     second = subprocess.run(command, capture_output=True, text=True, check=False)
     os.kill(child, signal.SIGCONT)
     assert second.returncode == 4, second.stderr
@@ -94,7 +94,7 @@ def test_ctrl_c_saves_or_drops_calls_in_flight(
     run can continue.
     """
     order = crashing.Order(str(tmp_path), signals="handle")
-    # slow enough that it still runs when the signal comes
+    # slow enough that the process still runs when the signal comes
     child = children.start(replace(order, slowness=8.0))
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or journal.stat().st_size < 20_000:

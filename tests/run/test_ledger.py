@@ -366,7 +366,7 @@ def test_a_long_ledger_is_compacted_to_its_sum(tmp_path: Path) -> None:
             with account.reserved_now(Amount(1, 0, 5)) as reservation:
                 reservation.answered(Amount(1, 0, 2))
             assert len(path.read_bytes().splitlines()) <= 53
-        # as a kill would leave the file here
+        # a kill at this point would leave the file like this
         assert sum(read_ledger(path).values(), Amount()) == Amount(301, 0, 1_600)
     file.close()
     with LedgerFile(path) as again:

@@ -78,7 +78,7 @@ class Server:
     in_flight: int = IN_FLIGHT
     dtype: str = "float32"
     cache_bytes: int = 1 << 30
-    cores: str = "auto"  # a list such as 0-1, where two servers must not compute on the same ones
+    cores: str = "auto"  # or a list such as 0-1, if two servers must not share cores
     more: tuple[str, ...] = ()  # further flags
 
 
@@ -138,7 +138,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 5 if failed else 0
 
 
-Found = tuple[str, str, str]  # the check, its result, and "yes" if it holds
+Found = tuple[str, str, str]  # the check, its result, and "yes" if it passed
 
 
 def of_embedded(python: Path, effort: str) -> Iterator[Found]:

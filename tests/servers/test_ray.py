@@ -182,7 +182,7 @@ async def test_stages_in_actors_give_the_bits_of_one_process(cluster: Any) -> No
         with anyio.fail_after(120):
             with pytest.raises(EngineUnavailable, match="the stage of layers . to . died"):
                 await engine.sample(ask)
-            assert await cast(RayEngine, engine).comes_back()  # as a run waits before it retries
+            assert await cast(RayEngine, engine).comes_back()  # a run also waits before it retries
             assert (await engine.sample(ask)).logprobs == wanted.logprobs
 
 

@@ -17,7 +17,7 @@ from atts.testing import ServerQuirks
 from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
-SHARES = (0.8, 0.75, 0.7)  # acceptance at each position, if all before it were accepted
+SHARES = (0.8, 0.75, 0.7)  # acceptance at each position, if all earlier positions were accepted
 
 
 def embedded() -> LocalEngine:

@@ -20,7 +20,7 @@ from tests.serving.test_clients import serve_embedded
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("torch", reason="needs the extra local")
 EXTRA = os.environ.get("ATTS_CLIENT_PACKAGES", "")
-"""Folders in which the packages are, joined as in PYTHONPATH, where they are not installed."""
+"""Folders with packages that are not installed, joined as in PYTHONPATH."""
 
 
 @pytest.fixture(scope="module")

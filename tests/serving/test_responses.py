@@ -366,7 +366,7 @@ def test_background_responses_survive_kill_9_and_finish_once(tmp_path: Path) -> 
     ends: dict[str, dict[str, Any]] = {}
     kills = 0
     for session in range(12):
-        # the first sessions are slow, so they are killed before anything ends
+        # the first sessions are slow, so they are killed before any response ends
         server, address = started_server(tmp_path, 0.4 if session < 4 else 0.02, 4)
         assert server.stdout is not None
         with server.stdout, httpx2.Client(base_url=address, timeout=60) as client:

@@ -78,7 +78,7 @@ OVERFLOWING = """[...document.querySelectorAll("body *")].filter(one => {
   return place.left < -0.5 || place.right > innerWidth + 0.5 || one.scrollWidth > one.clientWidth + 1
     && getComputedStyle(one).display !== "inline";
 }).map(one => one.tagName + " " + one.textContent.slice(0, 60))"""
-"""Elements that are cut, or reach over an edge of the window; a wide table may be scrolled."""
+"""Elements that are cut off, or wider than the window; a wide table may be scrolled."""
 
 
 def looked_at(page: Page, address: str, name: str) -> None:
@@ -246,7 +246,7 @@ def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
             seen = anyio.Event()
 
             async def ask() -> None:
-                while not seen.is_set():  # slow enough for a slow browser to see it
+                while not seen.is_set():  # slow enough for a slow browser to show the run
                     assert (await client.chat(model=f"{MODEL}:careful")).status_code == 200
 
             def unlock() -> None:

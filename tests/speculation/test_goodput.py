@@ -45,8 +45,8 @@ class Machine:
         self._random = np.random.default_rng(seed)
         self._new = count(1)
         self._keys: list[int] = []
-        self.expected = self.came = 0.0  # seconds of steps with a forecast
-        # seconds that as many tokens take without proposals; the same as reported
+        self.expected = self.came = 0.0  # seconds of the steps that have a forecast
+        # true and reported seconds of the same number of tokens without proposals
         self.plain = self.saved = 0.0
         self.looked: list[int] = []  # number of steps that each forecast represents
 

@@ -22,7 +22,7 @@ DRAFTS = {
     "weak": (0.67, 0.67),
     "useless": (0.2, 0.2),
 }
-"""How likely a proposal's first two tokens stand, and how likely the others do."""
+"""Acceptance of a proposal's first two tokens, and of its other tokens."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Text:
 class Machine:
     """A simulated machine that writes texts, with lengths that are chosen or fixed."""
 
-    looking = 4e-5  # seconds to measure a step; other steps take an eighth of it
+    looking = 4e-5  # seconds to measure a step; in other steps an eighth of this is spent
 
     def __init__(
         self, lengths: GoodputControl | int, draft: str, seed: int = 0, is_shared: bool = False
@@ -327,7 +327,7 @@ class Prompts(Machine):
         ("weaker", 8, 0.04, 0.97),
         ("embedded", 4, 0.04, 0.97),
         ("embedded", 4, 0.01, 0.97),  # proposals that nearly pay are decided on rarely
-        # the estimate of a plain step is wrong by as much as these lose
+        # the error of a plain step's estimate is as large as the loss of these proposals
         ("embedded", 4, 0.003, 0.96),
     ],
 )

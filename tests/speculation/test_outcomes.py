@@ -45,7 +45,7 @@ def test_outcomes_are_ranked_by_probability(
     )
     lost = [
         place.probabilities[token] == 1.0
-        and place.acceptance < 1  # no other token is considered there
+        and place.acceptance < 1  # no other token is considered at that position
         for place, token in zip(places, proposal, strict=False)
     ]
     if not any(lost):

@@ -140,7 +140,7 @@ def _shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]
 _STUDIES_OF = {
     "frontier": {"frontier", "field"},
     "serving": {"serve"},
-    "statistics": {"statistics", "small", "replay"},  # its live counterparts, run by themselves
+    "statistics": {"statistics", "small", "replay"},  # small, live runs and replays too
 }
 
 

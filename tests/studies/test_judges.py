@@ -253,7 +253,7 @@ def test_a_coin_is_given_the_tokens_that_the_cascade_spends() -> None:
     problems instead of 1/2.
     """
     rows = {(row[0], row[2]): row for row in judges.cascade_table(planted(30)).rows}
-    # all 0.5 of gain, less the coin's 0.75 of it
+    # the whole gain of 0.5, minus the coin's share of 0.75
     assert rows["cascade 8 + 4", 0.5][6].startswith("0.125")
 
 

@@ -383,7 +383,7 @@ def _arrival(engine: Rig) -> int:
 STRIPS_TEXT = answers(lambda _, done: replace(done, text=done.text.strip()))
 DROPS_THE_STOP = answers(drops_the_stop)
 IGNORES_TOP_K = ignores(top_k=0)
-# random numbers of all requests come from one stream, in order of arrival
+# the random numbers of all requests come from one stream, in order of arrival
 ONE_STREAM = seeded(_arrival)
 # pairs each token with the distribution after it
 OFF_BY_ONE = scores(lambda logprobs, _: (*logprobs[1:], logprobs[0]))

@@ -176,8 +176,8 @@ def test_cancelling_frees_the_slot_at_once(backend: Backend) -> None:
                     with anyio.move_on_after(after):
                         await engine.sample(request(engine))
 
-                group.start_soon(cut, 10.0)  # cancelled while it works
-                group.start_soon(cut, 5.0)  # cancelled while it waits
+                group.start_soon(cut, 10.0)  # the request is cancelled while it works
+                group.start_soon(cut, 5.0)  # the request is cancelled while it waits
                 await anyio.sleep(7)
                 assert engine.stats().cancelled == 1
                 assert engine.stats().in_flight == 1

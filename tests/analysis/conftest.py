@@ -32,7 +32,7 @@ _AS_3_AND_4 = "import os,sys; os.dup2(int(sys.argv[1]),3); os.dup2(int(sys.argv[
 
 
 class BrowserError(Exception):
-    """The browser refused a command or took too long."""
+    """The error raised if the browser refuses a command or takes too long."""
 
 
 @dataclass

@@ -119,8 +119,8 @@ def test_report_loads_nothing_but_itself(page: Any, report: str) -> None:
 
 @pytest.mark.parametrize("column", [0, 5, 9])
 def test_a_click_on_a_column_sorts_the_table(page: Any, report: str, column: int) -> None:
-    """The first click sorts upwards and the second downwards, numbers as numbers, and the column
-    says so to screen readers.
+    """The first click sorts upwards and the second downwards, numbers as numbers; screen readers
+    get the order.
     """
     page.open(report)
     table = "document.getElementById('problem-table')"

@@ -487,7 +487,7 @@ def test_a_small_run_is_reported_in_one_file(run: Path, tmp_path: Path) -> None:
 def test_the_table_of_times_says_how_many_calls_it_covers(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report times the first calls only, and says how many calls there were."""
+    """The report times only the first calls, and says how many calls there were in total."""
     whole = build_report(run).report.timing
     assert whole is not None
     assert whole.calls == whole.nodes

@@ -57,6 +57,6 @@ def test_costs_that_show_nothing_have_no_interval() -> None:
 
 
 def test_costs_in_a_single_problem_leave_the_ratio_unbounded() -> None:
-    """If one problem holds all costs of the second run, its ratio has no upper bound."""
+    """If one problem has all costs of the second run, the ratio has no upper bound."""
     low, high = ratio_interval(np.ones(30), np.eye(30)[0])
     assert (low, high) == (0, math.inf)

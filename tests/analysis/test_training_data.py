@@ -322,7 +322,7 @@ def test_reward_records_have_the_columns_of_verifiers(run_import: Import, tmp_pa
 def test_parquet_equals_json_lines(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: DataKind
 ) -> None:
-    """Both files hold equal records, also over several row groups."""
+    """Both files have the same records, also with several row groups."""
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr("atts.analysis.training_data._ROW_GROUP", 2)
     export_run(open_run(recorded), tmp_path / "data.parquet", ExportOptions(kind))

@@ -143,8 +143,8 @@ def test_an_adapter_scores_as_merged_weights(
 def test_models_of_a_zoo_run_in_stages(
     here: type[StageHere], base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """Two workers that hold half of the layers each give the same replies as one process, adapters
-    included.
+    """Two workers with half of the layers each give the same replies as one process, also with
+    adapters.
     """
     zoo = Zoo(tmp_path / "zoo")
     adapter = save_adapter(tmp_path / "lora", base, "q_proj", "down_proj")

@@ -206,7 +206,7 @@ def test_a_lossy_variant_opens_only_on_request(pair: Zoo, base: Path) -> None:
 
 
 def shallow(folder: Path, whole: Path, layers: int) -> Path:
-    """Make a folder that holds only a configuration with fewer layers."""
+    """Make a folder that contains only a configuration with fewer layers."""
     folder.mkdir()
     said = json.loads((whole / "config.json").read_text()) | {
         "num_hidden_layers": layers,

@@ -1,5 +1,5 @@
-"""Tests of folders that hold only a part of a model: a base completes them, and they draft on its
-layers.
+"""Tests of folders with only a part of a model: a base completes each part, and a part can draft on
+the base's layers.
 """
 
 # pyright: reportPrivateUsage=false
@@ -228,7 +228,7 @@ async def test_a_run_of_a_target_and_its_shallow_draft_shares_one_loop(tmp_path:
 
 @pytest.mark.anyio
 async def test_a_shallow_draft_adds_only_its_own_bytes(tmp_path: Path) -> None:
-    """The disk holds the target and the draft's own blocks, and a prompt's first layers are
+    """The disk has only the target and the draft's own blocks, and a prompt's first layers are
     computed once.
     """
     zoo = shipped(tmp_path)

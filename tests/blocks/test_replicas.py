@@ -1,5 +1,5 @@
-"""Tests of several processes with one zoo: a request goes to the cheapest process and survives the
-kill of a process.
+"""Tests of several processes with one zoo: a request goes to the cheapest process, and is still
+answered if a process is killed.
 """
 
 # pyright: reportPrivateUsage=false

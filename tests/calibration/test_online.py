@@ -113,7 +113,9 @@ def test_aci_bound_holds_for_any_sequence(scores: list[float], rate: float, seed
 
 
 def test_siblings_share_one_step_of_the_level() -> None:
-    """If each of 64 siblings took a whole step, a hard problem would close the gate for itself."""
+    """Siblings share one step, because 64 whole steps would make a hard problem close the gate for
+    itself.
+    """
     levels: list[float] = []
     for samples in (1, 8, 64):
         calibrator = Calibrator(0.2, "aci", tuning=Tuning.for_rollouts(samples))

@@ -214,9 +214,7 @@ def test_a_terminal_shows_a_table_that_is_redrawn(tmp_path: Path) -> None:
 
 
 def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
-    """Without a terminal nothing is redrawn, there are no escapes, and stdout holds only the
-    results.
-    """
+    """Without a terminal nothing is redrawn, there are no escapes, and stdout has only the results."""
     command = [
         sys.executable,
         "-m",

@@ -421,7 +421,9 @@ WRONG = (
 
 @pytest.mark.anyio
 async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its caller gets the error; requests in flight and later ones are answered as usual."""
+    """The caller of the bad request gets the error; requests in flight and later ones are answered
+    as usual.
+    """
 
     def failing(request_id: int, request: SampleRequest | ScoreRequest, *rest: Any) -> Any:
         if request.rollout == "unforeseen":

@@ -85,8 +85,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_group_computes_the_same_as_single_attentions(make_model: Make, family: str) -> None:
-    """This includes norms of inputs and heads, biases and shared keys; exact steps are equal to the
-    bit.
+    """States are the same with norms of inputs and heads, biases and shared keys; exact steps are
+    equal to the bit.
     """
     folder = make_model(family, **DEEP, **FAMILIES[family])
     kernels = [TorchModel, NativeModel] if family in ("llama", "qwen2", "qwen3") else [TorchModel]

@@ -254,8 +254,8 @@ def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
 
 @pytest.mark.parametrize("card", CARDS)
 def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
-    """The parts of each placement add up to at most the card's memory, hold a rollout, and are no
-    larger than 64 rollouts need.
+    """The parts of each placement fit into the card's memory with at least one rollout, and take no
+    more than 64 rollouts need.
     """
     opens = set[str]()
     for pair in known_pairs().values():

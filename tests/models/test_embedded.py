@@ -176,7 +176,9 @@ def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
 
 
 def test_the_target_solves_and_the_draft_often_fails(tokenizer: Any) -> None:
-    """This is a quick check through transformers; a study measures the documented accuracies."""
+    """The check of the two models through transformers is quick; a study measures the documented
+    accuracies.
+    """
     assert _solved("target", tokenizer, 5) >= 0.8
     assert _solved("draft", tokenizer, 5) >= 0.2
 

@@ -206,7 +206,7 @@ class Silent(EngineAround):
     """A hosted target that answers no question."""
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return other words if a question is asked."""
+        """Return other words if the request is a question."""
         if request.max_tokens <= 4:
             ids = self.tokenizer.encode("Hmm")
             return Completion(ids, "Hmm", "length", (0.0,) * len(ids))

@@ -38,8 +38,8 @@ def spared(problem: FinishedProblem) -> list[int]:
 
 
 def test_a_cancelled_rollout_is_never_wrong(run: RunResult) -> None:
-    """A cancelled rollout is not graded, and its verdict says so in the result, in the journal and
-    in JSON.
+    """A cancelled rollout is not graded; its verdict says so in the result, in the journal and in
+    JSON.
     """
     assert any(map(spared, run.problems))
     back = open_run(run.directory).state().finished if run.directory else {}

@@ -103,7 +103,7 @@ def test_forced_escalations_and_discarded_chunks_are_counted_separately() -> Non
 
 
 def test_a_gate_without_a_rate_shows_no_nominal_rate() -> None:
-    """Such a gate reports NaN."""
+    """A gate without a rate reports NaN as its nominal rate."""
     assert after([Decided(replace(DECISION, rate=math.nan))]).nominal is None
     assert after([Decided(DECISION), Decided(replace(DECISION, rate=math.nan))]).nominal == 0.25
 

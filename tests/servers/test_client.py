@@ -102,7 +102,7 @@ def test_refusals_that_keep_coming_slow_the_growth() -> None:
 
 
 def test_growth_waits_for_retry_after() -> None:
-    """If a server asks for a pause of ten seconds, the limit does not grow before."""
+    """If a server asks for a pause of ten seconds, the limit does not grow earlier."""
     clock = Hands()
     limit = filled(100, clock)
     limit.refused(clock.now, 10.0)

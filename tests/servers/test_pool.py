@@ -73,7 +73,7 @@ async def test_a_pool_passes_the_conformance_suite(serve: Serve, client: Connect
 
 @pytest.mark.anyio
 async def test_a_rollout_stays_where_its_cache_is(serve: Serve, client: Connect) -> None:
-    """A rollout always goes to the same replica, and many rollouts use both."""
+    """A rollout always goes to the same replica, and many rollouts use both replicas."""
     first = serve("vllm")
     second = serve("vllm")
     async with pool_of(client, first, second) as pool:

@@ -34,7 +34,7 @@ def shown_by_definition(text: str, stop: Sequence[str]) -> str:
     stop=st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=4),
 )
 def test_a_stream_shows_the_text_of_a_whole_reply(pieces: list[str], stop: list[str]) -> None:
-    """Neither a stop string is shown, nor the beginning of one that may still be completed."""
+    """A stop string is not shown, and neither is a beginning of one that may still be completed."""
     text = "".join(pieces)
     expected = shown_by_definition(text, stop)
     growing = StoppedText(stop)

@@ -56,7 +56,7 @@ ways = pytest.mark.parametrize("make", [inside, around])
 
 
 async def what_happens(engine: Engine, verb: Literal["sample", "score"]) -> tuple[str, float]:
-    """Return in one word how a call ends, and how long it took."""
+    """Return a word for the end of a call, and the seconds that the call took."""
     began = anyio.current_time()
     with anyio.move_on_after(1000) as patience:
         try:

@@ -176,7 +176,9 @@ def score_stream() -> list[dict[str, Any]]:
 
 
 def decided(mode: str, **options: Any) -> Any:
-    """Return which scores of the stream are escalated, the p-values, and the metrics of the rate."""
+    """Return the scores of the stream that are escalated, the p-values, and the metrics of the
+    rate.
+    """
     done = replay_scores(score_stream(), 0.2, mode, 3, **options)  # type: ignore[arg-type]
     return {
         "escalated": "".join("01"[decision.escalate] for decision in done.decisions),

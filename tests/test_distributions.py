@@ -80,7 +80,7 @@ def test_extreme_parameters_keep_their_digits(
 
 
 def test_binomials_of_probability_0_or_1() -> None:
-    """Probabilities of 0 and 1 leave one count."""
+    """For probabilities of 0 and 1 a single count is possible."""
     assert [binomial_quantile(0.3, 7, chance) for chance in (0.0, 1.0)] == [0, 7]
     assert binomial_cdf([0, 6, 7], 7, 1.0).tolist() == [0, 0, 1]
     assert binomial_pmf(0, [0, 7], 0.0).tolist() == [1, 1]

@@ -21,7 +21,7 @@ def test_generated_pages_are_current() -> None:
 
 
 def test_every_module_says_why_it_exists() -> None:
-    """One sentence opens each module, so the module map has no empty row."""
+    """Each module begins with a sentence, so no row of the module map is empty."""
     from scripts.studies.docs import module_page
 
     rows = [line for line in module_page().splitlines() if line.startswith("| `")]
@@ -67,7 +67,9 @@ def test_the_glossary_names_existing_code() -> None:
 
 
 def test_the_table_of_events_is_complete() -> None:
-    """docs/api.md names each type that a listener may receive, where it can be imported from, once."""
+    """docs/api.md lists each type that a listener may receive exactly once, with the place to
+    import it from.
+    """
     from atts.run import Notice
 
     rows = [

@@ -76,7 +76,9 @@ def test_a_changed_kernel_is_found(monkeypatch: pytest.MonkeyPatch, place: str) 
 
 
 def test_differences_are_named_by_their_position() -> None:
-    """Changed values, lengths and missing keys count; added keys and last digits do not."""
+    """Changed values, lengths and missing keys are differences; added keys and changed last digits
+    are not.
+    """
     recorded = {"a": [1, 2.0], "b": "x", "c": 0.1}
     assert not list(differences(recorded, {**recorded, "c": 0.1 + 1e-12, "d": 5}, 1e-6))
     now = {"a": [1, 2.1, 3], "b": "y"}

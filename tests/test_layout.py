@@ -128,7 +128,7 @@ def test_imports_point_to_lower_floors(name: str) -> None:
 
 
 def test_there_is_no_import_cycle() -> None:
-    """Modules can be ordered so that each imports earlier ones only, imports inside functions
+    """Modules can be ordered so that each imports only earlier ones, with imports inside functions
     included.
     """
     graph = {
@@ -215,7 +215,7 @@ def test_each_house_rule_holds(check: str) -> None:
 
 
 def test_every_unit_has_one_floor() -> None:
-    """A new unit must be added to `FLOORS`, and a removed one deleted."""
+    """A unit that is new must be added to `FLOORS`, and a removed unit deleted."""
     listed = [name for units in FLOORS for name in units]
     assert len(listed) == len(set(listed))
     assert set(listed) == {unit(name) for name in sources()}
@@ -223,7 +223,9 @@ def test_every_unit_has_one_floor() -> None:
 
 @pytest.mark.parametrize(("package", "folder"), MAPPING.items())
 def test_the_directory_is_the_package(package: str, folder: str) -> None:
-    """An import finds the folder's files, by mapping and by link."""
+    """Importing a package of the mapping and importing it through the link give files of the same
+    folder.
+    """
     found = importlib.import_module(package).__file__
     assert found is not None
     assert Path(found).resolve().parent == ROOT / folder
@@ -294,7 +296,7 @@ def test_plain_decoding_loads_no_accelerator() -> None:
 
 
 def test_nothing_imports_scipy() -> None:
-    """scipy would be a third of what pip has to download for a client of servers."""
+    """Nothing imports scipy, which would be a third of the download for a client of servers."""
     assert [
         name
         for name, path in sources().items()

@@ -132,8 +132,8 @@ async def test_a_repeated_question_is_answered_again() -> None:
 async def test_a_long_session_counts_few_questions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A forgotten question is not answered by a copy when it is asked again, and a recent one is
-    numbered from 1.
+    """A forgotten question gets a new answer when it is asked again, and the samples of a recent
+    one are numbered from 1.
     """
     monkeypatch.setattr("atts.api.evaluation._REMEMBERED", 2)
     async with Session(replace(SCRIPTED, method="draft-only")) as session:
@@ -324,7 +324,7 @@ class Missing(ScriptedEngine):
 
 
 def test_a_synchronous_session_that_cannot_open_leaves_no_thread() -> None:
-    """The engine's own error is raised where the session was to be opened."""
+    """The engine's own error is raised at the `with` statement, and no thread is left."""
     session = SyncSession(Setup(draft=Missing("draft"), method="draft-only"))
     with pytest.raises(EngineUnavailable, match="it is not there"), session:
         pass

@@ -107,8 +107,8 @@ def test_generation_stops_at_until_and_at_the_token_limit() -> None:
 
 
 def test_loglikelihood_is_the_targets() -> None:
-    """The target finds a correct continuation likelier than a wrong one, and a rolling
-    log-likelihood is the sum over the text's tokens.
+    """The target gives a correct continuation a higher probability than a wrong one, and a rolling
+    log-likelihood sums over the text's tokens.
     """
     from atts.adapters.lm_eval import ATTSLM
 

@@ -57,8 +57,8 @@ def test_unknown_and_impossible_options_are_refused(options: dict[str, object], 
 
 
 def test_harness_values_become_settings() -> None:
-    """Strings become numbers, engines given separately are used, and a conversation without a
-    question is refused.
+    """Settings given as text become numbers, separately given engines are used, and a conversation
+    without a question is refused.
     """
     setup = setup_of(
         "mine",

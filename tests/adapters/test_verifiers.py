@@ -34,8 +34,8 @@ def taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_problem_is_a_task(taskset: Any) -> None:
-    """Each task has the id, question and prompt of the problem in a run of atts, and survives
-    serialisation.
+    """Each task has the id, question and prompt of the problem in a run of atts, and is the same
+    after serialisation.
     """
     problems = load_dataset("arithmetic[:6]").problems
     tasks = list(taskset)

@@ -204,7 +204,9 @@ def test_a_run_of_a_coin_reports_no_score(tmp_path: Path) -> None:
 
 
 def test_a_missed_rate_is_reported_first(of_run: CalibrationReport) -> None:
-    """If a run escalated everything, the sentence, the verdict and the first caveat say so."""
+    """If a run escalated everything, the missed rate is in the sentence, the verdict and the first
+    caveat.
+    """
     found = of_run
     groups = tuple(replace(group, escalated=group.decisions) for group in found.control.by_question)
     left = replace(found.control, escalated=found.control.decisions, by_question=groups)

@@ -121,7 +121,7 @@ def _heights(picture: str) -> list[float]:
 
 
 def test_the_chart_spreads_high_accuracies() -> None:
-    """Accuracies from 0.94 to 1.0 take a third of the chart's height, even if a shortened run is at
+    """Accuracies from 0.94 to 1.0 fill a third of the chart's height, even if a shortened run is at
     0.
     """
     turns = _points(0.0, 0.3, kind="turns")
@@ -136,7 +136,9 @@ def test_the_chart_spreads_high_accuracies() -> None:
 
 
 def test_the_stretched_axis_keeps_the_order() -> None:
-    """On the stretched axis a higher accuracy is always higher, and the tick labels are accuracies."""
+    """A higher accuracy is always drawn higher on the stretched axis, whose tick labels are
+    accuracies.
+    """
     picture = frontier_chart(_points(*(n / 20 for n in range(21)))).picture
     heights = _heights(picture)
     assert heights == sorted(heights, reverse=True)

@@ -172,8 +172,8 @@ def test_the_audit_uses_the_runs_stored_scores(
 
 
 def test_a_run_of_known_size_states_a_narrow_guarantee(evaluate_into: Any, tmp_path: Path) -> None:
-    """If the number of problems is known, the guarantee is a few decisions wide instead of
-    hundreds, and the audit confirms it.
+    """If the number of problems is known, the guarantee allows a few decisions more or less instead
+    of hundreds, and the audit confirms it.
     """
     policy = replace(Setup().policy, samples=8)
     held = build_report(
@@ -216,7 +216,9 @@ def test_twice_the_nominal_rate_is_reported_first(run: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("keep", [1, 3, 40, 200])
 def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) -> None:
-    """A report of an unfinished run can be made at any time and says that the run is not finished."""
+    """An unfinished run can be reported at any time, and its report says that the run is not
+    finished.
+    """
     report = build_report(_rewrite(run, tmp_path / "run", lambda event: event, keep)).report
     standing: Standing = report.verdict.standing
     assert standing == "bad"
@@ -313,7 +315,9 @@ def _outcome(text: str, problem: str = "p") -> Outcome:
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=300), st.integers(0, 120))
 def test_long_texts_are_shortened_in_the_middle(text: str, limit: int) -> None:
-    """A shortened text keeps both ends and counts what was left out; a short text is unchanged."""
+    """A shortened text keeps its beginning and end and counts the characters left out; a short text
+    is unchanged.
+    """
     cut = shorten(text, limit)
     if len(text) <= limit:
         assert cut == text
@@ -537,7 +541,7 @@ def test_steps_come_back_from_their_columns(steps: list[GateStep]) -> None:
 
 
 def test_a_chart_of_many_questions_draws_some() -> None:
-    """With many questions the chart draws every n-th by rank, over the whole axis."""
+    """With many questions the chart draws every n-th question by rank, over the whole axis."""
     groups = tuple(GroupRate(f"q{n}", 10, n % 11, 0.0, 1.0) for n in range(4000))
     steps = [GateStep("observed", Decision("accept", 0.2, "q"), False)]
     few = rate_control(steps, StatedGuarantee("aci", "", "", ""), ())

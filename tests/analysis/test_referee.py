@@ -128,8 +128,8 @@ def test_deepconf_offline_counts_only_confident_rollouts() -> None:
 
 
 def test_deepconf_online_drops_rollouts_below_the_threshold() -> None:
-    """The first half sets a confidence threshold; later rollouts below it have no vote, and
-    agreement ends the problem.
+    """The first half of the rollouts sets a confidence threshold; later rollouts below it have no
+    vote, and agreement ends the problem.
     """
     labels = [0, 0, 1, 1, 0, 0]
     confident = {"c": [5.0, 5.0, 1.0, 1.0, 5.0, 5.0]}
@@ -155,7 +155,7 @@ def test_means_over_orders_equal_an_enumeration() -> None:
 
 
 def test_a_fixed_number_of_rollouts_gains_nothing_over_itself() -> None:
-    """A rule that always takes the same number of rollouts has no gain at equal samples."""
+    """A rule that always uses the same number of rollouts has no gain at equal samples."""
     always = StoppingRule("always 3", "", fixed(3).play)
     for unit in ("samples", "tokens"):
         options = RefereeOptions(orders=20, unit=unit)
@@ -193,7 +193,7 @@ def test_the_same_seed_gives_the_same_table() -> None:
 
 
 def test_fewer_rollouts_are_drawn_from_all() -> None:
-    """With `--samples` the rule sees random subsets of the rollouts instead of the first ones."""
+    """With `--samples` the rule gets random subsets of the rollouts instead of the first ones."""
     last = PlayedProblem("1", tuple(rollout(int(n > 3), n > 3) for n in range(8)))
     found = referee([last, last], RefereeOptions(samples=4, orders=400))
     assert found.most == 4
@@ -321,8 +321,8 @@ def test_recorded_rollouts_give_the_published_figures(
     """For 100 problems with 16 recorded rollouts each, the rules reach the figures of a separate
     computation.
 
-    That computation counted rollouts without an answer as votes for one common answer, and so does
-    this test.
+    The separate computation and this test both count rollouts without an answer as votes for one
+    common answer.
     """
     traces = shared_data / "traces" / "draft_target.jsonl.gz"
     with gzip.open(traces, "rt") as file:

@@ -126,7 +126,7 @@ def test_there_is_one_coin_per_takeover_and_rate(tmp_path: Path) -> None:
 
 
 def test_equal_requests_are_sent_once(made: SweepReport) -> None:
-    """First turns are shared by all runs, and the samples of a smaller run are the first of a
+    """All runs share first turns, and the samples of a smaller run are the first samples of a
     larger one.
     """
     shared = {point.name: point.shared for point in made.points}

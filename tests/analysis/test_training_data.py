@@ -208,7 +208,9 @@ def test_a_teacher_lists_its_likeliest_tokens(recorded: Path, tmp_path: Path) ->
 
 
 def test_a_vllm_teacher_lists_the_same_tokens(tmp_path: Path) -> None:
-    """vLLM returns the likeliest tokens with a prompt's scores; here they equal the local target's."""
+    """vLLM returns the likeliest tokens with a prompt's scores, and these tokens equal the local
+    target's.
+    """
     run = tmp_path / "run"
     policy = Policy(samples=1, max_tokens=12)
     setup = Setup(draft="scripted", target="scripted", rate=0.5, policy=policy)
@@ -359,8 +361,8 @@ def test_impossible_exports_are_refused(
 
 
 def test_models_with_different_tokenizers_are_refused(tmp_path: Path, recorded: Path) -> None:
-    """If the models have different tokenizers, the target has no log-probabilities of the draft's
-    tokens.
+    """The error is needed because a target with another tokenizer has no log-probabilities of the
+    draft's tokens.
     """
     run = open_run(recorded)
     other = tmp_path / "other"

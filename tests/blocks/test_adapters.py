@@ -232,7 +232,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(
 
 
 def test_an_adapter_alone_needs_its_base(base: Path, tmp_path: Path) -> None:
-    """Adding an adapter to an empty zoo names the base to add first; an adapter cannot be a base."""
+    """The error names the base to add first; an adapter cannot be a base."""
     zoo = Zoo(tmp_path / "zoo")
     adapter = save_adapter(tmp_path / "lora", base, "q_proj")
     with pytest.raises(OptionError, match="add it first"):

@@ -199,7 +199,7 @@ def test_a_batch_is_laid_out_once_while_its_members_stay(
 @pytest.mark.parametrize("most", [1, 7])
 def test_a_block_takes_no_more_rows_than_its_limit(most: int, family: Zoo) -> None:
     """Larger batches are split into several runs of a block with the same bits; a prompt longer
-    than the limit runs alone.
+    than the limit is a separate run.
     """
     asks = dict(enumerate(requests(random.Random(3), 16), 1))
     submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
@@ -326,7 +326,9 @@ def test_cancelling_requests_of_one_model_changes_no_other(family: Zoo) -> None:
 
 @pytest.mark.anyio
 async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
-    """Two engines share one loop but count separately, and one continues when the other is closed."""
+    """Two engines share one loop but have separate counters, and one continues when the other is
+    closed.
+    """
     alone = {name: await asked(family.folder(name), kernel="native") for name in ("base", "end")}
     request = SampleRequest((5, 6, 7), 12, Sampling(0.8), seed=Seed(1, "p", 0, 0, "target", 0))
     async with accelerated(family.folder("base"), options=SHARED) as first:

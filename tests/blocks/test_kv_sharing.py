@@ -84,8 +84,8 @@ def sample(ids: Iterable[int], count: int = 1) -> SampleRequest:
 
 
 def test_a_slot_without_kept_states_is_not_shared(relatives: Zoo) -> None:
-    """The last token of a known prompt is computed again for its logits, so its slot is not shared
-    with the decoded one.
+    """The last token of a known prompt is computed again for its logits, so its new slot is not
+    shared with the known one.
     """
     loop = Loop(relatives, "base", "end")
     loop.answer(0, sample(OTHERS[:9]), 1)

@@ -89,8 +89,9 @@ class Loop:
 
 
 def dispatch_of(*in_loop: int, seconds: float = 10.0) -> tuple[Dispatch, list[ReplicaLoad]]:
-    """Make a dispatcher over replicas with these queues, each of which served ten requests of a
-    hundred tokens in `seconds`.
+    """Make a dispatcher over replicas with these queues.
+
+    Each replica has served ten requests of a hundred tokens in `seconds`.
     """
     stats = EngineStats(requests=10, sampled_tokens=400, prefilled_tokens=600, busy_seconds=seconds)
     loops = [Loop(count, stats) for count in in_loop]
@@ -126,7 +127,7 @@ def test_a_request_goes_where_it_costs_least() -> None:
 
 
 def _with(dispatch: Dispatch, *in_loop: int) -> Dispatch:
-    """Return a dispatcher that knows the same caches but other loads."""
+    """Return a dispatcher with the same knowledge of caches but other loads."""
     found, _ = dispatch_of(*in_loop)
     found._cached.update({key: tokens for key, tokens in dispatch._cached.items() if key[0] == "0"})
     return found

@@ -152,7 +152,7 @@ def said(reply: Reply) -> tuple[object, ...]:
 
 
 def path_ids(node: PrefixNode | None) -> tuple[int, ...]:
-    """Return the kind and the tokens of the text that ends at a node."""
+    """Return the kind and the tokens of the text from the root of the tree to a node."""
     found: tuple[int, ...] = ()
     while node is not None:
         found = node.ids + found
@@ -200,8 +200,8 @@ def check_ledger(loop: StepLoop) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_layer_and_position_is_owned_once(seed: int, relatives: Zoo) -> None:
-    """The ledger is checked at every step of a random schedule with cancellations and a small
-    cache.
+    """At every step of a random schedule with cancellations and a small cache, each slot in the
+    ledger has one owner.
     """
     rng = random.Random(seed)
     replies = dict[int, Reply]()

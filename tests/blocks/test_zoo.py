@@ -238,7 +238,9 @@ def test_a_damaged_block_is_named_and_stops_only_its_models(
 
 
 def test_a_damaged_manifest_deletes_no_block(zoo: Zoo, base: Path, tune: Tune) -> None:
-    """The model is named, and blocks that may belong to it are kept until it is removed."""
+    """The error names the model, and blocks that may belong to it are kept until the model is
+    removed.
+    """
     zoo.add("base", base)
     zoo.add("tuned", tune("tuned", "lm_head"))
     before = blocks_of(zoo)

@@ -402,8 +402,8 @@ def test_thresholds_of_abstention_computed_by_hand() -> None:
 
 
 def test_too_few_correct_answers_certify_no_threshold() -> None:
-    """Twenty-eight correct answers do not certify a risk of a tenth, and the message says how many
-    problems would.
+    """Twenty-eight correct answers do not certify a risk of a tenth, and the message gives the
+    sufficient number of problems.
     """
     found = certify_abstention([1.0] * 28 + [math.nan] * 28, [False] * 56, 0.1)
     assert found.threshold is None

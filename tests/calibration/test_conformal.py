@@ -158,8 +158,8 @@ def test_effective_size_explains_the_spread_of_clustered_rates() -> None:
 
 
 def test_effective_sizes_of_published_arrays(array_of: Callable[..., StoredScores]) -> None:
-    """With a correlation of about 0.6 within questions, 1,600 scores of 100 questions are worth
-    about 160, and 240 of 15 about 22.
+    """With a correlation of about 0.6 within questions, 1,600 scores of 100 questions have an
+    effective size of about 160, and 240 scores of 15 about 22.
     """
     for part, icc, effective in (
         ("ec846181", (0.57, 0.61), (155, 170)),

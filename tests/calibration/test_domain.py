@@ -39,7 +39,7 @@ def stored(random: Random, questions: int) -> StoredScores:
 
 
 def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
-    """At most one question in twenty raises a doubt at every level, within a binomial tolerance
+    """At most one question in twenty raises a warning at every level, within a binomial tolerance
     over 1,000 draws.
     """
     random = Random(0)

@@ -223,7 +223,9 @@ def test_the_widen_policy_ends_after_500_decisions() -> None:
 
 
 def test_split_mode_learns_live_scores_after_an_alarm() -> None:
-    """While the stored scores are trusted, the threshold stays fixed."""
+    """The threshold stays fixed while the stored scores are trusted; after an alarm it depends on
+    live scores.
+    """
     calibrator = Calibrator(0.4, "split", stored=stored_around(4.0))
     assert sum(run(calibrator)[200:]) == pytest.approx(80, abs=25)
 
@@ -269,7 +271,7 @@ def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> T
 
 
 def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
-    """A tenth of clean runs has p <= 0.1, within four binomial deviations."""
+    """A tenth of the clean runs have p <= 0.1, within four binomial deviations."""
     draw = np.random.default_rng(0)
     stored = law(draw, 30)
     found = [
@@ -480,7 +482,9 @@ def test_repeats_in_a_file_alone_are_an_error_with_both_explanations() -> None:
 
 
 def test_scores_on_a_coarse_grid_are_not_called_repeats() -> None:
-    """Scores such as marks out of ten tie naturally, so ties are not taken for copies."""
+    """Scores such as marks out of ten are often equal by nature, so equal scores are not called
+    copies.
+    """
     marks = [1.0 + (k * 7 % 10) / 2 for k in range(400)]
     assert DuplicateScores.of(StoredScores.of(marks, 16)).within == 0
 

@@ -21,7 +21,7 @@ Records = list[dict[str, Any]]
 
 def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
     """Draw lengths and scores with a correlation of 0.54 in logarithms, as on a real pair; a limit
-    cuts some.
+    cuts some of the lengths.
     """
     found: list[tuple[float, float]] = []
     for _ in range(number):
@@ -167,7 +167,7 @@ def test_merging_counts_common_stored_scores_once() -> None:
 
 @pytest.mark.parametrize("length", [None, 0, -3.0, math.inf, math.nan])
 def test_an_impossible_length_is_refused_if_lengths_are_used(length: float | None) -> None:
-    """The error names the length; without ranking by length it is not needed."""
+    """The error names the impossible length; without ranking by length the same length is accepted."""
     with pytest.raises(CalibrationInputError, match="length"):
         Calibrator(0.2, "aci", by_length=True).decide(1.5, length=length)
     assert Calibrator(0.2, "aci").decide(1.5, length=length).length is None

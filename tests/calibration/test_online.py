@@ -221,7 +221,7 @@ def test_marginal_decisions_are_independent_coins_on_exchangeable_scores() -> No
 
 
 def test_a_new_question_is_ranked_among_all_questions() -> None:
-    """An extreme score escalates in a question without scores; before any score a coin decides."""
+    """In a question without scores an extreme score escalates; before any score a coin decides."""
     calibrator = Calibrator(0.4, "question-turn")
     firsts = [
         Calibrator(0.4, "question-turn", seed=s).decide(1.5, "q", 0, 0).escalate for s in range(400)
@@ -292,8 +292,8 @@ def test_scores_join_the_pools_in_order_of_issue() -> None:
 
 
 def test_completion_order_biases_pools_and_issue_order_does_not() -> None:
-    """If longer chunks score worse, the short ones that finish first bias the pools; the order of
-    requests does not.
+    """If longer chunks score worse, adding scores in the order of completion biases the pools;
+    adding them in the order of issue does not.
     """
     draw = np.random.default_rng(5)
     biased = list[float]()
@@ -319,8 +319,8 @@ def test_completion_order_biases_pools_and_issue_order_does_not() -> None:
 
 
 def test_a_missing_issue_is_skipped_or_given_up() -> None:
-    """A skipped issue releases the scores that waited for it; a lost one is given up after 64 later
-    scores.
+    """A skipped issue number releases the scores that waited for it; a lost number is given up
+    after 64 later scores.
     """
     calibrator = Calibrator(0.4, "marginal")
     decisions = [calibrator.decide(1.5, "q", 0, k, k) for k in range(80)]
@@ -362,7 +362,9 @@ def test_windows_and_fading_memories_recover_from_a_jump(
      (PERPLEXITY, None), (PERPLEXITY, True), (PERPLEXITY, [2.0]), (LOG_PROB, 0.5), (REAL, math.nan)],
 )  # fmt: skip
 def test_what_is_not_a_score_is_refused(scale: Scale, bad: Any) -> None:
-    """The methods decide, p_value and observe raise a clear error and store nothing."""
+    """The methods decide, p_value and observe raise a clear error for a value that is not a score,
+    and store nothing.
+    """
     calibrator = Calibrator(0.4, scale=scale)
     with pytest.raises(CalibrationInputError, match="score"):
         calibrator.decide(bad)

@@ -129,8 +129,8 @@ def test_a_rough_forecast_keeps_any_sequence_within_a_decision(
 def test_decisions_that_never_come_add_at_most_one_each(
     wishes: list[bool], rate: float, extra: int
 ) -> None:
-    """If `extra` decisions beyond twice the truth were forecast, errors sum to at most 1 + (1 -
-    rate) extra.
+    """With a forecast of twice the remaining decisions and `extra` more, the count is off by at
+    most 1 + max(rate, 1 - rate) extra.
     """
     controller = Adaptive(rate, 0.002)
     total = 0
@@ -153,7 +153,9 @@ def steps(calibrator: Calibrator, records: Records) -> Iterator[bool]:
 
 
 def test_a_restored_calibrator_keeps_its_pace() -> None:
-    """The pace depends on past decisions and the remaining share, so nothing else must be saved."""
+    """Nothing but past decisions and the remaining share decides the pace, so a saved calibrator
+    needs nothing else.
+    """
     records = arrivals(12, 8, "random", 4)
     whole = Calibrator(0.2, "aci")
     half = Calibrator(0.2, "aci")
@@ -179,7 +181,7 @@ def early(left: float | None, stored: int) -> float:
 
 
 def test_a_run_of_known_size_escalates_little_at_first() -> None:
-    """Ranks among a handful of scores are unreliable, so escalations are saved for later, unless
+    """Ranks among a handful of scores are unreliable, so escalations are saved for later unless
     there are stored scores.
     """
     assert early(left=0.99, stored=0) < 0.15
@@ -254,7 +256,9 @@ def test_a_cap_is_exact_at_every_moment(worst: str) -> None:
 
 @pytest.mark.parametrize("cap", [0.0, 0.1, 0.25])
 def test_the_audit_repeats_the_decisions_of_a_capped_run(cap: float, tmp_path: Path) -> None:
-    """The cap holds in the order of decisions, and gates without a cap refuse the option."""
+    """The decisions of the audit are within the cap in the recorded order; gates without a cap
+    refuse the option.
+    """
     setup = Setup(draft="scripted", target="scripted", rate=0.5, cap=cap)
     evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
     held = build_report(tmp_path / "run").report.calibration

@@ -65,7 +65,9 @@ def test_large_pools_split_and_shrink_correctly(kinds: int) -> None:
 
 
 def test_a_stored_score_takes_ten_bytes() -> None:
-    """A long run stores a score per chunk, so scores are kept as raw numbers instead of objects."""
+    """Scores are kept as raw numbers instead of objects, because a long run stores a score per
+    chunk.
+    """
     count = 30_000
     tracemalloc.start()
     pool = Ranks(place / count for place in range(count // 2))
@@ -141,7 +143,7 @@ def test_memories_are_rebuilt_from_their_scores(memory: ScoreHistory) -> None:
 
 
 def test_memory_of_a_fading_pool_is_bounded() -> None:
-    """However many scores pass, about 21 / (1 - decay) are kept."""
+    """However many scores are added, about 21 / (1 - decay) are kept."""
     memory = Fading(0.9)
     for step in range(20_000):
         memory.add(float(step % 7))

@@ -21,7 +21,7 @@ def runs(
 
 @pytest.mark.parametrize(("questions", "alike"), [(6, 3.0), (30, 3.0), (30, 1000.0), (200, 1.0)])
 def test_a_correct_rate_is_rarely_called_off_target(questions: int, alike: float) -> None:
-    """The test errs in about one run of a hundred, however strongly the decisions of a question
+    """The verdict errs in about one run of a hundred, however strongly the decisions of a question
     depend on each other.
     """
     draw = np.random.default_rng(0)

@@ -148,7 +148,9 @@ def test_bounds_that_exclude_no_rate_are_not_printed() -> None:
 def test_replay_command_prints_one_object_per_decision_then_a_summary(
     tmp_path: Path, atts: Atts
 ) -> None:
-    """Decisions and metrics equal those of the call, as strict JSON, from a file or from stdin."""
+    """Decisions and metrics equal those of the Python function, as strict JSON, from a file or from
+    stdin.
+    """
     path = tmp_path / "scores.jsonl"
     path.write_text(
         lines_of([*FEW, {"question": 9, "turn": 0, "score": math.inf}]).replace("Infinity", "1e999")

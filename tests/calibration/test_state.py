@@ -187,8 +187,8 @@ def test_scores_are_read_from_every_supported_file(tmp_path: Path, shared_data: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_ended_question_keeps_only_its_scores(mode: Mode) -> None:
-    """Decisions on other questions do not change, also after a save, and memory beyond the scores
-    does not grow.
+    """The decisions on other questions do not change, also after a save, and the ended question
+    uses memory only for its scores.
     """
     stored = [1.0 + number / 50 for number in range(100)]
     keeping, letting = (Calibrator(0.3, mode, stored=stored, seed=5) for _ in range(2))

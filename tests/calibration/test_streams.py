@@ -54,8 +54,8 @@ def test_metrics_equal_an_outside_definition(
 def test_question_names_and_sample_numbers_are_free(
     arrivals: dict[str, Records],
 ) -> None:
-    """Numbers and strings name questions equally well, and a missing sample number changes only the
-    coin.
+    """Numbers and strings can both name questions, and a missing sample number changes only the
+    decisions of a coin.
     """
     records = arrivals["lock"]
     named = [{**record, "question": str(record["question"])} for record in records]
@@ -68,7 +68,7 @@ def test_question_names_and_sample_numbers_are_free(
 
 
 def test_a_replay_depends_on_its_seed_alone(arrivals: dict[str, Records]) -> None:
-    """The same seed repeats all decisions; another seed changes only the few that a coin decides."""
+    """The same seed repeats all decisions; another seed changes only the few decisions of a coin."""
     records = arrivals["sim"][:1500]
     first, again, other = (
         replay_scores(records, rate=0.4, seed=seed).decisions for seed in (0, 0, 1)

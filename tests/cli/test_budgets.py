@@ -52,7 +52,7 @@ def test_lengths_follow_the_models(
     draft: str, target: str, tokens: int, chunk: int, tmp_path: Path
 ) -> None:
     """A reasoning model gets thousands of tokens and long chunks, and so does a model whose name
-    shows nothing.
+    does not show whether it reasons.
     """
     found = lengths({"draft": draft, "target": target}, folder=tmp_path)
     assert (found[0], found[2], found[3]) == (tokens, chunk, chunk)
@@ -337,7 +337,9 @@ def test_each_method_says_which_models_it_asks() -> None:
 
 
 def test_a_rollout_without_a_gate_is_one_request() -> None:
-    """If no gate looks at chunks, a rollout is requested whole, unless the user sets chunk lengths."""
+    """If no gate judges chunks, the whole rollout is one request, unless the user sets chunk
+    lengths.
+    """
     model = "openai:http://a/v1/{}"
     for name, request, chunk in (("o-large", 4096, 500), ("Small-Instruct", 4096, 128)):
         words = model.format(name)
@@ -430,8 +432,8 @@ def test_the_folder_of_a_servers_tokenizer_shows_whether_its_model_reasons(
 
 
 def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str, ...]) -> None:
-    """The warning names the setting to change, and a run with several chunks per rollout prints
-    none.
+    """The warning names the setting to change; a run with several chunks per rollout prints no
+    warning.
     """
     run = ("eval", "arithmetic[:6]", *scripted, "--samples", "2", "--set", "early_stop=none")
     long = ("--set", "chunking.draft_tokens=500", "--set", "chunking.stop=[]")

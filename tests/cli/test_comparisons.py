@@ -79,7 +79,9 @@ def test_a_cost_ratio_has_an_interval_over_problems(tmp_path: Path) -> None:
 
 
 def test_a_ratio_over_zero_cost_is_put_into_words(tmp_path: Path) -> None:
-    """The draft alone uses no target tokens, so a ratio over it is infinite and shown in words."""
+    """The draft alone uses no target tokens, so a ratio over its cost is infinite and is written in
+    words.
+    """
     a = results(
         tmp_path / "a.jsonl", [{"id": n, "correct": 1, "target_tokens": 0} for n in range(3)]
     )
@@ -92,7 +94,9 @@ def test_a_ratio_over_zero_cost_is_put_into_words(tmp_path: Path) -> None:
 def test_votes_without_a_verdict_are_shown_with_their_possible_effect(
     atts: Any, tmp_path: Path
 ) -> None:
-    """Unscored votes count as wrong, and the table adds the difference if they were correct."""
+    """Unscored votes count as wrong, and the table adds the difference that would result if they
+    were correct.
+    """
     verdicts = {
         "a": ["correct", "wrong", "unscored", "wrong"],
         "b": ["unscored", "unscored", "correct", "wrong"],
@@ -145,10 +149,10 @@ def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[
 
 
 def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path: Path) -> None:
-    """McNemar's test next to the interval could contradict it, so only its counts are printed.
+    """McNemar's test could contradict the interval, so only its counts are printed.
 
-    Six problems won and none lost of 12: the interval leaves out 0, and McNemar's p is 0.031; with
-    five it is 0.062.
+    If six of 12 problems are won and none is lost, the interval excludes 0 and McNemar's p is
+    0.031; with five won p is 0.062.
     """
     a = results(tmp_path / "a.jsonl", [{"id": n, "correct": False} for n in range(12)])
     b = results(tmp_path / "b.jsonl", [{"id": n, "correct": n < 5} for n in range(12)])
@@ -213,7 +217,7 @@ def test_a_comparison_names_both_runs_and_all_numbers(atts: Any, runs: Path) -> 
 def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
     atts: Any, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """Either run may be the coin's; a comparison without a coin has another name."""
+    """Either of the two runs may be a coin's; a comparison without a coin has another name."""
     coin = ("--method", "coin", "--out", "runs/coin")
     assert atts("eval", "arithmetic[:3]", "--samples", "3", *scripted, *coin).code == 0
     said = atts("compare", "runs/coin", "runs/atts").out
@@ -307,8 +311,8 @@ def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
 
 
 def test_each_option_reports_its_unscored_rollouts(record: PlanData) -> None:
-    """Unscored rollouts count as wrong, and the rate if they were correct is printed with each
-    option.
+    """Unscored rollouts count as wrong, and each option also has the rate that would result if they
+    were correct.
     """
     data = replace(record, cases=[_unscored(case) for case in record.cases])
     for option, known in zip(options(data), options(record), strict=True):
@@ -361,7 +365,7 @@ def test_a_plan_advises_the_best_option_below_a_cap(recorded: Path, record: Plan
 
 def test_the_frontier_is_pareto_optimal(record: PlanData) -> None:
     """Along the frontier cost and accuracy rise, and each option left out costs at least as much
-    for no more accuracy.
+    without being more accurate.
     """
     every = list(options(record))
     kept = frontier(every, "target_tokens")
@@ -400,7 +404,9 @@ def test_a_run_at_another_rate_ends_within_its_bounds(recorded: Path, tmp_path: 
 
 
 def test_a_plan_reports_the_gain_over_a_coin_and_the_power(recorded: Path, tmp_path: Path) -> None:
-    """Without a run of a coin the plan asks for one; with it the gain equals that of `compare`."""
+    """Without a run of a coin the plan suggests one; with such a run the gain equals that of
+    `compare`.
+    """
     alone = "\n".join(plan(recorded).notes)
     assert "plan with a run of --method coin --rate 0.3 as well" in alone
     assert "Power: " in alone
@@ -431,7 +437,7 @@ def test_a_plan_reads_runs_at_several_rates(recorded: Path, tmp_path: Path) -> N
 
 
 def test_other_chunk_limits_are_estimated_in_turns_only(recorded: Path) -> None:
-    """Twice the limit takes no more turns and half of it no fewer; no accuracy is claimed."""
+    """Twice the limit gives no more turns and half of it no fewer; no accuracy is claimed."""
     found = plan(recorded).chunks
     assert found is not None
     turns = [choice.turns for choice in found.choices]

@@ -46,7 +46,7 @@ def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
 
 
 def test_a_named_file_replaces_the_usual_one(tmp_path: Path) -> None:
-    """One file is read: that of `--config`, else of ATTS_CONFIG, else atts.toml."""
+    """Only one file is read: the one named by `--config`, or by ATTS_CONFIG, or else atts.toml."""
     for name, rate in (("atts.toml", 0.1), ("mine.toml", 0.2), ("theirs.toml", 0.3)):
         (tmp_path / name).write_text(f"rate = {rate}")
     variables = {"ATTS_CONFIG": str(tmp_path / "mine.toml")}
@@ -127,7 +127,7 @@ def test_a_value_means_the_same_in_file_variable_and_flag(data: st.DataObject) -
     ],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
-    """A value is never rounded, guessed or turned into text."""
+    """A value of the wrong type is refused instead of being rounded, guessed or turned into text."""
     with pytest.raises(OptionError):
         config_keys()[name].read(value, name)
 
@@ -148,7 +148,7 @@ def test_lists_and_none_can_be_written(tmp_path: Path) -> None:
 
 
 def test_a_target_with_some_sampling_of_its_own_shares_the_rest(tmp_path: Path) -> None:
-    """A single key of `target_sampling` can be set, and the others follow `sampling`."""
+    """A single key of `target_sampling` can be set, and its other keys follow `sampling`."""
     pairs = ["sampling.top_p=0.9", "target_sampling.temperature=0.1"]
     sampling = configure({}, pairs, environment={}, folder=tmp_path).setup().policy.target_sampling
     assert sampling is not None
@@ -206,7 +206,7 @@ def test_origins_are_in_the_manifest(atts: Any, scripted: tuple[str, ...], tmp_p
 
 
 def test_code_that_changes_a_setup_becomes_the_origin(tmp_path: Path) -> None:
-    """If a program changes a value, the old origin is no longer reported for it."""
+    """If a program changes a value, that value's old origin is no longer reported."""
     from dataclasses import replace
 
     made = configure({"rate": 0.3, "seed": 5}, environment={}, folder=tmp_path).setup()

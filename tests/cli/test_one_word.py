@@ -61,7 +61,7 @@ def shown(page: str) -> str:
 
 @pytest.fixture(scope="module")
 def surfaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return what each command prints on small runs of toy models, and the pages it writes."""
+    """Return the output of each command on small runs of toy models, and the pages that it writes."""
     folder = tmp_path_factory.mktemp("surfaces")
     patch = pytest.MonkeyPatch()
     patch.chdir(folder)
@@ -121,7 +121,9 @@ def _output(words: str) -> str:
 
 
 def test_no_surface_has_a_rival_word(surfaces: dict[str, str]) -> None:
-    """Commands, tables and reports speak of chunks that are escalated to the target."""
+    """Commands, tables and reports use the glossary's words, such as chunks that are escalated to
+    the target.
+    """
     assert len(surfaces) > 30
     faults = [f"{name}: {fault}" for name, text in surfaces.items() for fault in rivals(text)]
     assert faults == [], "\n".join(faults)

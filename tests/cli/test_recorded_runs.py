@@ -91,7 +91,9 @@ def test_a_replay_at_another_rate_flags_unrecorded_turns(atts: Atts, runs: Path)
 
 
 def test_columns_stay_separate_for_large_counts(runs: Path) -> None:
-    """The counts of a run with many problems may be wider than the first column of a small run."""
+    """The columns do not touch although the counts of a large run are wider than the first column
+    of a small run.
+    """
     found = replay(runs / "atts")
     wide = replace(found.recorded, rate=share_estimate([(148_597, 742_662)] * 2))
     rows = list(_replay_lines(replace(found, recorded=wide)))
@@ -116,7 +118,7 @@ def test_a_replay_never_exceeds_the_budget_per_problem(runs: Path) -> None:
 
 
 def test_a_replay_with_fewer_samples_costs_less(runs: Path) -> None:
-    """The replay takes the rollouts that ended first, and refuses more samples than were recorded."""
+    """The replay uses the rollouts that ended first, and refuses more samples than were recorded."""
     whole = replay(runs / "atts")
     less = replay(runs / "atts", samples=2)
     assert (less.replayed.draft_tokens or 0) < (whole.replayed.draft_tokens or 0)
@@ -146,7 +148,9 @@ def test_a_replay_prints_a_table_of_both_runs(atts: Atts, runs: Path) -> None:
 def test_a_list_of_runs_reports_unscored_problems(
     atts: Atts, tmp_path: Path, scripted: tuple[str, ...]
 ) -> None:
-    """The possible effect of unscored answers is printed next to the accuracy, also for a sweep."""
+    """The list prints the possible effect of unscored answers next to the accuracy, also for a
+    sweep.
+    """
     rows = [{"problem": "Start at 4. +3. What is the result?", "answer": "7 of whatever it may be"}]
     (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert atts("eval", "odd.jsonl", "--samples", "2", *scripted, "--out", "odd/run").code == 0
@@ -816,7 +820,7 @@ def test_imported_scores_are_read_everywhere(atts: Any, name: str) -> None:
 
 
 def test_a_record_without_a_score_is_quoted_briefly(atts: Any) -> None:
-    """The error lists the fields of the record and shortens long values."""
+    """The error lists the fields of the record without a score, and shortens long values."""
     with open("wrong.jsonl", "w") as file:
         file.write(json.dumps({"scores": list(range(5000)), "text": "x" * 5000}) + "\n")
     with open("long.jsonl", "w") as file:

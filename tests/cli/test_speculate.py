@@ -214,7 +214,7 @@ def test_a_dry_run_names_the_proposer(atts: Callable[..., Any]) -> None:
 
 
 def test_the_key_does_not_change_an_engine_object() -> None:
-    """An engine made by a program gets no drafter, and requesting one by the key is an error."""
+    """An engine that a program made gets no drafter, and requesting one with the key is an error."""
     from atts.errors import OptionError
     from atts.models import path
 

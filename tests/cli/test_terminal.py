@@ -290,8 +290,8 @@ class Clock:
 
 
 def test_progress_names_models_while_they_load() -> None:
-    """Loading models are named from the first second on, in lines and in the table, before any
-    problem is counted.
+    """The output names loading models from the first second on, in lines and in the table, before
+    any problem is counted.
     """
     clock = Clock()
     said = io.StringIO()
@@ -323,7 +323,7 @@ def test_the_summary_counts_finished_of_all_problems(atts: Any, runs: Path) -> N
 
 
 class Heavy(ScriptedEngine):
-    """A toy engine that claims 0.3 billion weights on this machine's processor."""
+    """A toy engine that reports 0.3 billion weights on this machine's processor."""
 
     kernel = "native, 2 threads"
 

@@ -83,7 +83,7 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
 def test_every_example_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
 ) -> None:
-    """The blocks of a page run in order, in one folder and one namespace, as a reader would type
+    """The blocks of a page run in order, in one folder and one namespace, as if a reader typed
     them.
     """
     if page.name == "two_servers.md":
@@ -195,7 +195,7 @@ NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
 
 
 def expect(promised: str, said: str, where: str) -> None:
-    """Compare what was printed with what the page shows, up to white space and `...`."""
+    """Compare the printed output with the page, up to white space and `...`."""
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert doctest.OutputChecker().check_output(promised, said, options), (
         f"{where} printed\n{said}\nnot\n{promised}"

@@ -45,7 +45,7 @@ EXCEPTIONS: dict[str, set[str]] = {
 
 
 def prose(text: str) -> str:
-    """Return a page without its code, its links' addresses and its comments."""
+    """Return a page's text without code, addresses of links and comments."""
     text = result_pages.MARK.sub(
         "", text
     )  # the text of a study, which changes when the study is run again
@@ -144,7 +144,7 @@ CODE_EXCEPTIONS: dict[str, set[str]] = {
 
 
 def python_files(folder: str) -> Iterator[Path]:
-    """Yield the Python files below a folder of the checkout; links are not followed."""
+    """Yield the Python files below a folder of the checkout, without following links."""
     for path in sorted((ROOT / folder).rglob("*.py")):
         if not any(parent.is_symlink() for parent in (path, *path.parents)):
             yield path

@@ -1,4 +1,4 @@
-"""Tests that the recipes of docs/servers.md start servers where `--pair` looks for them."""
+"""Tests that the recipes of docs/servers.md start servers on the ports that `--pair` expects."""
 
 from __future__ import annotations
 

@@ -100,7 +100,9 @@ def test_a_text_beyond_a_limit_is_unscored() -> None:
 
 
 def test_shared_adversarial_answers(shared_data: Path) -> None:
-    """No answer of the shared list passes for the reference, and all of them can be voted on."""
+    """No answer of the shared list is called equal to the reference, and grouping them for a vote
+    raises no error.
+    """
     lines = (shared_data / "equivalence/adversarial.jsonl").read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines if line]
     false_equal = [
@@ -121,7 +123,9 @@ PIECES = ["\\frac", "{", "}", "^", "_", "\\sqrt", "\\left(", "\\right)", "|", "1
 
 @pytest.mark.parametrize("inside", ["3", "3}", "frt{"])
 def test_nested_fractions_after_integers_are_read_once(inside: str) -> None:
-    """In 2 1/(2 1/(2 ...)), 25 deep, reading each level twice would take 2^25 steps."""
+    """In 2 1/(2 1/(2 ...)) with 25 levels, reading each level twice would take 2^25 steps, so each
+    is read once.
+    """
     nested = r"2\frac{1}{" * 25 + inside + "}" * 25
     assert equivalent(nested, "5").status == "different"
 

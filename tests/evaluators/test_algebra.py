@@ -78,7 +78,7 @@ def worker() -> Iterator[algebra.Worker]:
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL.values(), ids=EQUAL)
 def test_sympy_proves_answers_equal(gold: str, answer: str) -> None:
-    """Either side may be the reference, and a vote puts equal texts into one class."""
+    """The answers are equal whichever side is the reference, and a vote puts them into one class."""
     verdicts = [equivalent(gold, answer), equivalent(answer, gold)]
     assert [verdict.status for verdict in verdicts] == ["equal", "equal"]
     assert group([gold, answer]) == [0, 0]
@@ -132,7 +132,7 @@ def test_any_thread_may_ask() -> None:
 
 
 def test_the_worker_runs_inside_event_loops() -> None:
-    """The worker works inside asyncio and trio too."""
+    """The worker also works inside event loops of asyncio and trio."""
     trio = pytest.importorskip("trio")
 
     async def graded() -> str:

@@ -137,7 +137,9 @@ def test_a_judge_prompt_without_its_fields_is_refused(tmp_path: Path, text: str 
 def test_the_grade_command_can_ask_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The toy model states no verdict, so the record stays unscored and the summary says so."""
+    """The reply of the toy model has no verdict, so the record stays unscored and the summary says
+    so.
+    """
     file = tmp_path / "answers.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in (OPEN, {}, CLOSED)))
     assert run(["grade", str(file), "--json", "--judge", "scripted"]) == 0

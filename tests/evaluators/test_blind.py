@@ -56,7 +56,7 @@ def test_blind_pairs_are_graded_correctly(number: int) -> None:
 
 
 def test_verdicts_are_symmetric_and_group_agrees() -> None:
-    """Either side may be the reference, and a vote forms the same classes."""
+    """Verdicts do not change if either side is the reference, and a vote forms the same classes."""
     for row in rows("blind_pairs.jsonl"):
         gold = row["gold"]
         answer = row["answer"]
@@ -284,7 +284,9 @@ def test_kinds_of_mistakes_found_by_the_sets(gold: str, answer: str, equal: bool
     ],
 )
 def test_positions_of_answers_found_by_the_sets(text: str, answer: str | None) -> None:
-    """Answers are found where models put them; plans and unfinished thoughts are not answers."""
+    """Answers are found at the usual positions in texts of models; plans and unfinished thoughts
+    are not answers.
+    """
     assert extract(text) == answer
 
 

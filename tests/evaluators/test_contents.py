@@ -1,4 +1,4 @@
-"""Tests of the package's public names: they are complete, and nothing heavy is imported for them."""
+"""Tests of the package's public names: the list is complete, and using it imports no heavy library."""
 
 import ast
 import importlib

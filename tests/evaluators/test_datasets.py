@@ -80,7 +80,7 @@ Writer = Callable[[Path, list[dict[str, Any]]], Path]
 def test_every_kind_of_file_gives_the_same_problems(
     tmp_path: Path, name: str, write: Writer
 ) -> None:
-    """Content and digest do not depend on the kind of file; only ids carry the file's name."""
+    """Content and digest do not depend on the kind of file; only ids contain the file's name."""
     found = load_dataset(write(tmp_path / name, ROWS))
     assert [(it.text, it.answer, it.level, it.subject) for it in found] == [
         ("1 + 1?", "2", 1, "Addition"),
@@ -122,7 +122,7 @@ def test_a_column_mapping_reads_any_naming(tmp_path: Path) -> None:
     ("given_answer", "read"), [(27, "27"), (27.0, "27"), (0.5, "0.5"), (["1", "2"], "1, 2")]
 )
 def test_answers_of_any_type_become_text(tmp_path: Path, given_answer: object, read: str) -> None:
-    """Numbers lose an empty fraction, and lists are joined."""
+    """A float without a fraction becomes a whole number, and lists are joined."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "p", "answer": given_answer}])
     assert load_dataset(path).problems[0].answer == read
 
@@ -293,7 +293,9 @@ GPQA_ROWS: list[dict[str, Any]] = [
 
 
 def test_gpqa_shuffles_the_choices_by_seed(tmp_path: Path) -> None:
-    """The correct choice gets each letter about a quarter of the time, and moves with the seed."""
+    """Each letter is correct for about a quarter of the questions, and another seed gives another
+    letter.
+    """
     path = write_csv(tmp_path / "gpqa_diamond.csv", GPQA_ROWS)
     found = load_dataset("gpqa", options=LoadOptions(file=path))
     for problem in found:
@@ -426,7 +428,7 @@ def test_a_line_separator_inside_a_string_does_not_split_the_row(tmp_path: Path)
 def test_any_text_survives_the_way_through_a_file(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any]
 ) -> None:
-    """Any unicode text comes back unchanged."""
+    """Any unicode text is unchanged after being written and read."""
     path = write_jsonl(tmp_path_factory.mktemp("rows") / "x.jsonl", rows)
     assert [dict(row) for row in read_table([path], "x").rows] == rows
 

@@ -128,7 +128,7 @@ def test_undecided_pairs_are_unscored() -> None:
 
 
 def test_the_kind_decides_how_answers_are_compared() -> None:
-    """Texts are compared as text and choices by their letter; an unknown kind raises."""
+    """Texts are compared as text and choices by their letter; an unknown kind raises an error."""
     assert equivalent("an ellipse", "Ellipse.", "text").is_equal
     assert not equivalent("0.5", "1/2", "text").is_equal
     assert equivalent("B", "(B) 42", "choice").is_equal

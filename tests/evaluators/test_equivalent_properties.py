@@ -211,7 +211,9 @@ def test_intervals_keep_their_ends(low: Written, high: Written, one: str, two: s
 
 @pytest.mark.parametrize("index", range(12))
 def test_five_correct_digits_stand_for_an_endless_decimal(index: int) -> None:
-    """Five correct digits equal the value; four digits or a wrong last digit do not."""
+    """Five correct digits of an endless decimal equal the value; four digits or a wrong last digit
+    do not.
+    """
     text = "1.41421356237309504880"[: index + 2]
     verdict = equivalent(r"\sqrt{2}", text).is_equal
     assert verdict == (len(text.replace(".", "")) >= 5)

@@ -49,7 +49,9 @@ def test_effective_n_lies_between_problems_and_samples() -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=12))
 def test_every_interval_contains_its_value_within_0_and_1(right: list[int]) -> None:
-    """The interval has a width above 0 even if all answers agree."""
+    """Every interval is wider than 0, contains its value and lies within 0 and 1, even if all
+    answers agree.
+    """
     found = mean_estimate(np.array(right) / 8, 8 * len(right))
     assert 0 <= found.low <= found.value + 1e-12
     assert found.value - 1e-12 <= found.high <= 1

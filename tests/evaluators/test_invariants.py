@@ -34,7 +34,9 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_shared_pairs_are_symmetric_and_grouped_alike(shared_data: Path) -> None:
-    """Either side may be the reference, and a vote joins exactly the equal answers."""
+    """A shared pair has the same verdict whichever side is the reference, and a vote joins exactly
+    the equal answers.
+    """
     pairs = [
         (row["gold"], row["pred"])
         for name in ("cases", "adversarial")

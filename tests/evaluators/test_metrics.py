@@ -60,7 +60,9 @@ def test_pass_metrics_equal_brute_force(case: tuple[list[bool], int]) -> None:
 
 
 def test_g_pass_takes_its_share_exactly() -> None:
-    """0.28 of 25 is 7, although 0.28 * 25 is more than 7 in floating point."""
+    """The share 0.28 of 25 samples counts as 7, although 0.28 * 25 is more than 7 in floating
+    point.
+    """
     assert math.ceil(0.28 * 25) == 8
     assert g_pass_at_k([25], [7], 25, 0.28)[0] == 1
 
@@ -94,7 +96,7 @@ def test_fewer_samples_than_k_is_undefined() -> None:
 
 
 def test_large_counts_neither_overflow_nor_lose_digits() -> None:
-    """The values equal exact integers at sizes where binomials exceed the range of floats."""
+    """The metrics equal exact integers for counts whose binomials exceed the range of floats."""
     n = 3000
     c = 700
     k = 40
@@ -239,7 +241,7 @@ def test_problems_with_too_few_samples_make_a_rate_undefined() -> None:
 
 
 def test_500_problems_of_64_samples_are_one_call() -> None:
-    """All k of a usual report have the expected shapes; a study measures the time."""
+    """All values of k in a usual report have the expected shapes; a study measures the time."""
     rng = np.random.default_rng(0)
     chances = rng.beta(0.5, 0.5, 500)
     c = rng.binomial(64, chances)

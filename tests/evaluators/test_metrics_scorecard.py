@@ -67,7 +67,7 @@ def test_unusable_samples_are_counted_by_kind() -> None:
 
 
 def test_samples_without_an_answer_do_not_vote() -> None:
-    """Three samples without an answer do not outvote one answer."""
+    """Three samples without an answer do not outvote a single answer."""
     run = [Samples("p", (True, False, False, False), ("a", None, None, None))]
     assert score(run, ks=(4,)).estimates["maj@4"].value == 1
 

@@ -38,7 +38,9 @@ def test_interval_and_p_never_disagree(differences: list[int], level: float) -> 
     st.sampled_from([1e-300, 1e-17, 1e-3, 1e150, 1e300]),
 )
 def test_the_unit_of_the_values_does_not_matter(differences: list[int], unit: float) -> None:
-    """Squares of tiny and of huge differences leave the range of floats, but p does not change."""
+    """p does not change although squares of tiny and of huge differences exceed the range of
+    floats.
+    """
     delta = np.array(differences, dtype=float)
     one = compare_runs(np.zeros(delta.size), delta)
     other = compare_runs(np.zeros(delta.size), delta * unit)
@@ -63,7 +65,9 @@ def test_undefined_values_count_in_no_column() -> None:
 
 
 def test_small_gains_on_every_problem_are_noticed() -> None:
-    """The pseudo-problems added to the interval are as small as the differences themselves."""
+    """The interval adds pseudo-problems that are as small as the differences themselves, so small
+    gains are noticed.
+    """
     found = compare_runs([0.5] * 30, [0.55] * 30)
     assert 0.04 < found.difference.low < found.difference.high < 0.06
     assert found.p_value < 1e-9
@@ -82,7 +86,7 @@ def test_exchanging_the_runs_flips_the_interval() -> None:
 @pytest.mark.parametrize("samples", [1, 4, 16, 64])
 @pytest.mark.parametrize("problems", [15, 30, 100])
 def test_coverage_and_power(problems: int, samples: int) -> None:
-    """Coverage is near 95 % and power about that of Student's t, over 1,500 pairs of runs.
+    """Coverage is near 95 %, and power is about that of Student's t, over 1,500 pairs of runs.
 
     The interval is wider if there are few problems of one answer each, because hardly any of them
     may differ.

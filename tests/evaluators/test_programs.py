@@ -88,7 +88,7 @@ ESCAPES = {
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_programs_are_confined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program reaches nothing beyond its own process and Python's library."""
+    """A program can reach nothing outside its own process and Python's library."""
     monkeypatch.setenv("SECRET_KEY", "hunter2")
     [run] = run_program(ESCAPES[name], [""], STDIN)
     assert run.end == "error"

@@ -54,7 +54,7 @@ def test_scores_that_only_know_the_question_have_auroc_one_half() -> None:
 
 
 def test_a_perfect_score_catches_what_the_rate_allows() -> None:
-    """Rate 0.2 catches both wrong chunks of ten; a coin catches a fifth of them."""
+    """At rate 0.2 a perfect score finds both wrong chunks of ten; a coin finds a fifth of them."""
     made = [LabelledChunk(q, float(n), n > 7) for q in range(5) for n in range(10)]
     assert gain_over_coin(made, 0.2).value == pytest.approx(0.8)
     assert gain_over_coin(made, 0.1).value == pytest.approx(0.4)
@@ -90,7 +90,9 @@ def test_intervals_cover(count: int, shift: float) -> None:
 
 
 def test_holm_rejects_no_more_than_it_may() -> None:
-    """Corrected p-values keep their order, never shrink, and bound the chance of any error."""
+    """Corrected p-values keep their order, are never smaller, and limit the probability of any
+    error.
+    """
     draw = np.random.default_rng(0)
     errors = 0
     for _ in range(2_000):

@@ -30,7 +30,7 @@ from atts.evaluators.verdict import STRICT, changed
 
 
 def test_words_are_read_by_their_meaning() -> None:
-    """Spellings, numbers, dates and phrases are normalised."""
+    """Spellings, numbers, dates and phrases are normalised to their meaning."""
     assert spelled({"<=": "le leq"}) == {"le": "<=", "leq": "<="}
     assert number_in_words("two thousand and twenty-five") == 2025
     assert number_in_words("a dozen") == 12

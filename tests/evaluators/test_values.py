@@ -106,7 +106,7 @@ def approximation(node: Node, bits: int) -> Approx:
 @settings(max_examples=100, deadline=None)
 @given(TERMS)
 def test_error_bounds_hold(text: str) -> None:
-    """The value at 200 bits is within its own bound of the value at 1,500 bits."""
+    """The value at 200 bits differs from the value at 1,500 bits by at most its own error bound."""
     node = tree(text)
     try:
         coarse = approximation(node, 200)

@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="session")
 def example() -> Callable[[str], ModuleType]:
-    """Return an importer of examples by file name; their programs do not run."""
+    """Return a function that imports an example by file name without running its program."""
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")

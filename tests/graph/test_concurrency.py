@@ -58,7 +58,7 @@ async def test_one_of_several_errors_is_raised_with_notes_of_the_others() -> Non
 
 
 async def test_cancelling_from_outside_stays_a_cancellation() -> None:
-    """A task group inside a cancelled scope neither swallows nor replaces the cancellation."""
+    """A task group inside a cancelled scope neither hides nor replaces the cancellation."""
     with anyio.CancelScope() as scope:
         async with concurrency.task_group() as group:
             group.start_soon(anyio.sleep_forever)
@@ -186,7 +186,9 @@ def test_slots_and_tokens_in_use_are_counted() -> None:
 
 
 def test_a_slot_is_given_back_once() -> None:
-    """A second return would admit more calls than the limit, also after the limit was lowered."""
+    """A slot can be returned only once, because a second return would admit more calls than the
+    limit.
+    """
     queue = concurrency.SlotQueue(2)
     assert queue.take_nowait()
     queue.resize(1)

@@ -314,7 +314,9 @@ def test_calls_are_served_by_priority_then_in_order(virtually: Virtually[list[in
 def test_a_rollout_keeps_its_own_context_variables(
     virtually: Virtually[list[str]],
 ) -> None:
-    """A rollout that frees a slot does not pass its context variables to the rollout that takes it."""
+    """A rollout that frees a slot does not pass its context variables to the next rollout in the
+    slot.
+    """
     name: ContextVar[str] = ContextVar("name", default="")
 
     async def main() -> list[str]:
@@ -341,7 +343,7 @@ def test_a_rollout_keeps_its_own_context_variables(
 def test_memory_does_not_grow_with_the_number_of_problems(
     anyio_backend: Backend, tmp_path: Path
 ) -> None:
-    """If the sink writes to disk and results are not kept, more problems need no more memory."""
+    """If the sink writes to disk and results are not kept, memory is the same for more problems."""
     import tracemalloc
 
     def peak(count: int) -> int:

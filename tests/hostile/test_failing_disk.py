@@ -333,8 +333,8 @@ def test_any_journal_left_by_a_power_loss_can_be_resumed_or_salvaged(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any subset of unsynced writes may survive; the journal then resumes, or is refused and
-    salvaged.
+    """A loss of power may keep any subset of the unsynced writes; the journal then resumes, or is
+    refused and salvaged.
     """
     expected, _ = whole
     disk = Reordered()

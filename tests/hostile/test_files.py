@@ -239,7 +239,7 @@ def test_values_that_are_not_scores_are_refused(suffix: str, tmp_path: Path) -> 
 
 
 def test_a_saved_calibrator_with_wrong_types_is_refused(tmp_path: Path) -> None:
-    """Each field in turn is replaced by another type, or left out."""
+    """A calibrator in which any field has another type or is missing is refused."""
     state = StoredScores.of([1.5, 2.0], 2).state()
     assert StoredScores.restore(state).scores == (1.5, 2.0)
     for name in ("scale", "fingerprint", "scores", "questions", "turns"):

@@ -172,7 +172,9 @@ KEYS = sorted({key.name for key in keys_of(Setup, Setup())})
 
 
 def test_random_configurations_end_with_a_message(capsys: Said) -> None:
-    """Files, variables and `--set` give random keys random values; settings are shown and run dry."""
+    """Files, variables and `--set` give random keys random values; the settings are shown and used
+    in a dry run.
+    """
     counts = Counter[int]()
     for number, draws in cases():
         keys = draws.sample(KEYS, draws.choice((1, 1, 2, 4)))

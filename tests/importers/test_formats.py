@@ -68,7 +68,7 @@ SAMPLES = [
 
 
 def test_an_eval_archive_is_imported(tmp_path: Path, run_import: Import) -> None:
-    """Epochs are rollouts; answers, verdicts, tokens, seconds, costs and errors are taken over."""
+    """Epochs become rollouts; answers, verdicts, tokens, seconds, costs and errors are imported."""
     made = run_import("inspect", write_eval(tmp_path / "log.eval", SAMPLES))
     assert (made.problems, made.rollouts, made.with_seconds) == (2, 3, 3)
     assert made.dollars == pytest.approx(0.003)
@@ -76,7 +76,7 @@ def test_an_eval_archive_is_imported(tmp_path: Path, run_import: Import) -> None
 
 
 def test_an_inspect_log_in_json_is_imported(tmp_path: Path, run_import: Import) -> None:
-    """The log is one object, whose list of samples is read one by one."""
+    """The log is one object, and its list of samples is read one by one."""
     log = {"version": 2, "eval": {"samples": 3, "x": ["{", '"samples"', {}]}, "samples": SAMPLES}
     path = tmp_path / "log.json"
     path.write_text(json.dumps({**log, "reductions": [{"samples": [{"value": 1}]}]}, indent=2))
@@ -157,8 +157,8 @@ def test_an_inspect_score_can_be_chosen(tmp_path: Path, run_import: Import) -> N
 
 
 def test_inspect_attachments_and_choices_are_read(tmp_path: Path, run_import: Import) -> None:
-    """Long texts that a log keeps separately are put back, and choices make a problem multiple
-    choice.
+    """Long texts that a log stores separately are inserted again, and a problem with choices
+    becomes multiple choice.
     """
     sample = inspect_sample(
         1, 1, "B", "C", choices=["1", "2"], target="B", input="attachment://abc",
@@ -207,7 +207,7 @@ def test_lm_eval_samples_are_imported(tmp_path: Path, run_import: Import) -> Non
 
 
 def test_lm_eval_needs_one_filter(tmp_path: Path, run_import: Import) -> None:
-    """Replies under two filters are two sets of answers, so one must be chosen."""
+    """Replies under two filters are two sets of answers, so the user must choose one filter."""
     rows = [
         lm_eval_row(0, ["1 or 2"], answer, float(answer == "1"), filter)
         for filter, answer in (("strict", "1"), ("flexible", "2"))
@@ -220,7 +220,7 @@ def test_lm_eval_needs_one_filter(tmp_path: Path, run_import: Import) -> None:
 
 
 def test_lm_eval_likelihoods_are_refused(tmp_path: Path, run_import: Import) -> None:
-    """A task that compares likelihoods has no rollouts."""
+    """A task that compares likelihoods has no rollouts to import."""
     row = {**lm_eval_row(0, ["a"], "a", 1, ""), "resps": [[[-1.0, True]], [[-2.0, False]]]}
     with pytest.raises(DatasetError, match="line 1: the record has 2 requests; .* likelih"):
         run_import("lm-eval", write_lines(tmp_path / "samples_t.jsonl", [row]))
@@ -272,7 +272,9 @@ def arena_row(model: str, problem: int, sample: int, answer: str, **more: Any) -
 
 
 def test_matharena_rows_are_imported_by_model(tmp_path: Path, run_import: Import) -> None:
-    """One model's rows become a run with costs; several models need a choice."""
+    """The rows of one model become a run with costs; if there are several models, the user must
+    choose one.
+    """
     rows = [arena_row(model, 3, n, "7" if n else "None") for model in "ab" for n in range(2)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     with pytest.raises(
@@ -324,8 +326,8 @@ def test_monkey_business_samples_are_imported(tmp_path: Path, run_import: Import
 
 
 def test_deepconf_traces_are_imported(tmp_path: Path, run_import: Import) -> None:
-    """Confidences become scores, ids stay, and a trace that was stopped counts neither as correct
-    nor as wrong.
+    """Confidences become scores, ids are kept, and a stopped trace counts neither as correct nor as
+    wrong.
     """
     trace = {
         "text": "\\boxed{4}", "token_ids": [5, 6, 7], "num_tokens": 3, "confs": [1.0, 2.0, 6.0],
@@ -398,6 +400,6 @@ def test_a_missing_column_is_refused(
 
 
 def test_an_unknown_field_is_refused(run_import: Import, tmp_path: Path) -> None:
-    """The refusal comes before anything is read."""
+    """The unknown field is refused before anything is read."""
     with pytest.raises(OptionError, match="there is no field 'txt'; did you mean 'text'"):
         run_import("jsonl", tmp_path, columns={"txt": "a"})

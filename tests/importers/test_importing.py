@@ -94,7 +94,7 @@ def test_unreadable_kinds_of_files_are_refused(
 
 
 def test_a_folder_without_matching_files_is_refused(tmp_path: Path, run_import: Import) -> None:
-    """The error lists the names that were looked for."""
+    """The error lists the file names that the import looks for."""
     with pytest.raises(
         DatasetError, match=r"the directory has no file named output-rs\*.jsonl or output"
     ):
@@ -152,7 +152,9 @@ def peak_of_import(path: Path, out: Path) -> int:
 def test_memory_does_not_grow_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight times the bytes or eight times the rollouts take only a small part of the added size."""
+    """An import of eight times the bytes or rollouts adds only a small part of the additional size
+    to the memory.
+    """
     # a usual block would be larger than the smallest of these files
     monkeypatch.setattr("atts.importers.records._BLOCK", 1 << 14)
     sizes: list[int] = []
@@ -177,7 +179,7 @@ def facts(directory: Path) -> list[Any]:
 
 
 def test_an_interrupted_import_continues(tmp_path: Path, run_import: Import) -> None:
-    """After a cut at any line the same command writes the rest, and the run is the same."""
+    """After a cut at any line the same command imports the rest, and the run is the same."""
     path = write_lines(tmp_path / "mine.jsonl", rows(4, 3))
     whole = run_import("jsonl", path, tmp_path / "whole").directory
     expected = open_run(whole).state().finished
@@ -196,7 +198,7 @@ def test_an_interrupted_import_continues(tmp_path: Path, run_import: Import) -> 
 
 
 def test_an_import_that_ended_writes_nothing_again(tmp_path: Path, run_import: Import) -> None:
-    """A second import finds every problem in the run."""
+    """A second import finds every problem in the run, so it writes nothing."""
     path = write_lines(tmp_path / "mine.jsonl", rows(4, 3))
     before = facts(run_import("jsonl", path).directory)
     made = run_import("jsonl", path)
@@ -205,7 +207,7 @@ def test_an_import_that_ended_writes_nothing_again(tmp_path: Path, run_import: I
 
 
 def test_changed_files_are_another_run(tmp_path: Path, run_import: Import) -> None:
-    """Changed files or other options do not continue the first import."""
+    """If the files or options have changed, the first import is not continued."""
     path = write_lines(tmp_path / "mine.jsonl", rows(4, 3))
     run_import("jsonl", path)
     with pytest.raises(FingerprintError, match=r"configuration.imported.grades"):
@@ -242,7 +244,7 @@ def test_a_data_set_names_the_problems(tmp_path: Path, run_import: Import) -> No
 def test_many_files_are_imported(
     tmp_path: Path, run_import: Import, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of files may exceed the limit of open files."""
+    """More files can be imported than may be open at once."""
     monkeypatch.setattr("atts.importers.writing._MOST_OPEN", 2)
     for number, row in enumerate(rows(3, 4)):
         write_lines(tmp_path / "parts" / f"{number}.jsonl", [row])

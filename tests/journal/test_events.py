@@ -108,7 +108,9 @@ def any_of(kind: type[Event]) -> st.SearchStrategy[Event]:
 def test_every_event_survives_a_round_trip(
     kind: type[Event], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Any value of any kind of event is the same after being written as strict JSON and read."""
+    """Every event, of any kind and with any values, is the same after being written as strict JSON
+    and read.
+    """
     event = data.draw(any_of(kind))
     if isinstance(event, SessionOpened):
         event = msgspec.structs.replace(event, schema=SCHEMA)
@@ -141,7 +143,7 @@ def test_token_ids_are_exact(
 
 
 def test_ids_shared_by_both_models_stay_one_object(tmp_path: Path) -> None:
-    """Ids that draft and target share are one object again after reading, which saves memory."""
+    """Ids that draft and target share are a single object again after reading, which saves memory."""
     ids = tuple(range(50))
     [back] = through_file(tmp_path / "j", RolloutStarted("p", 0, Prompt(ids, ids)))
     assert isinstance(back, RolloutStarted)
@@ -235,7 +237,7 @@ def test_a_turn_is_stored_by_reference_to_its_calls(name: str, tmp_path: Path) -
 
 
 def test_references_end_with_a_turn_or_a_problem(tmp_path: Path) -> None:
-    """Writer and reader both forget calls of earlier turns and finished problems."""
+    """Writer and reader both forget calls of earlier turns and of finished problems."""
     turn = TurnFinished("p", 0, Turn(0, (chunk_of(DRAFTED),)))
     prompt = RolloutStarted("p", 0, Prompt(tuple(range(200)), tuple(range(200))))
     over = OutcomeReached("p", "answered", "4", (0,))

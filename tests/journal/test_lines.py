@@ -78,7 +78,7 @@ def test_reading_gives_what_was_written(tmp_path: Path, story: list[Event]) -> N
 
 
 def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
-    """Any JSON tool can read the file, and each checksum continues from the previous one."""
+    """Any JSON tool can read the file, and each line's checksum continues the previous one."""
     crc = 0
     for line in write(tmp_path / "j", story):
         crc = zlib.crc32(line[:-19], crc)

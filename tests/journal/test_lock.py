@@ -120,7 +120,7 @@ def test_the_lock_holds_within_one_process_too(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(tmp_path: Path) -> None:
-    """Neither the lock nor the journal follows a link."""
+    """Neither the lock nor the journal follows a link, so the link's target is not changed."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     for name in (LOCK, JOURNAL):

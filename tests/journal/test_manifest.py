@@ -35,7 +35,7 @@ MANIFEST = Manifest(
 
 
 def test_a_stored_manifest_matches_itself(tmp_path: Path) -> None:
-    """A loaded manifest is equal, origins and versions included."""
+    """A manifest is equal after being stored and loaded, origins and versions included."""
     save_manifest(tmp_path / "m", MANIFEST)
     stored = load_manifest(tmp_path / "m")
     assert stored is not None
@@ -88,7 +88,9 @@ def test_every_difference_is_named(
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
-    """A run resumes only with the same weights, and not if either side lacks their digest."""
+    """A run resumes only with the same weights; it is also refused if one side has no digest of
+    them.
+    """
     marked = replace(
         MANIFEST, engines={**MANIFEST.engines, "target": {"model": "big", "weights": "ab" * 16}}
     )

@@ -61,7 +61,7 @@ def test_a_finished_problem_is_whole(story: list[Event]) -> None:
 
 
 def test_every_prefix_is_a_state(story: list[Event]) -> None:
-    """After any number of events, an open problem's rollouts are those recorded so far."""
+    """After any number of events, the rollouts of an open problem are those recorded so far."""
     for count in range(1, len(story)):
         state = RunState()
         for entry in entries(story[:count]):
@@ -108,8 +108,8 @@ def open_problem(story: list[Event], steps: list[Event]) -> OpenProblem:
 
 
 def test_recorded_calls_are_found_by_key(story: list[Event]) -> None:
-    """Results are found by key and the gate's calls in order within their turn, without those of
-    other problems.
+    """Results are found by key, and the gate's calls in order within their turn; calls of other
+    problems are not included.
     """
     first, second = (Decision("accept", 0.4, "p0", turn=1, score=score) for score in (1.0, 2.0))
     scored = Scored("p0", "b", Scores((-2.0,)), rollout="p0/0")

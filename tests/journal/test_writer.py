@@ -109,7 +109,7 @@ async def test_recorded_events_are_written_at_once(tmp_path: Path) -> None:
 
 
 async def test_short_writes_are_completed(tmp_path: Path, small_disk: Callable[..., Any]) -> None:
-    """A file that takes seven bytes at a time gets all bytes."""
+    """A file that accepts seven bytes at a time receives all bytes."""
     _, opener = small_disk(bite=7)
     async with open_journal(tmp_path, SETTINGS, JournalOptions(opener=opener)) as journal:
         for number in range(20):
@@ -247,7 +247,7 @@ async def test_an_unknown_durability_is_refused() -> None:
 
 
 async def test_closing_twice_keeps_the_first_reason(tmp_path: Path) -> None:
-    """The second close changes nothing."""
+    """The second close changes nothing, so the first reason is kept."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         await journal.close(SessionClosed("interrupted", "asked to"))
         await journal.close(SessionClosed("finished"))
@@ -280,7 +280,7 @@ async def refused(directory: Path, kind: type[Exception], manifest: Manifest = S
 
 
 async def test_bad_directories_are_refused_untouched(tmp_path: Path, story: list[Event]) -> None:
-    """Other settings, damage, a newer schema and a lost manifest are errors, and nothing is
+    """Other settings, damage, a newer schema and a lost manifest are errors, and no file is
     overwritten.
     """
     async with open_journal(tmp_path, SETTINGS) as journal:

@@ -55,7 +55,7 @@ def test_siblings_share_one_prompt_in_time_and_memory(
 def test_a_rollouts_next_turn_feeds_only_new_tokens(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """All tokens come from the cache, except the last written one, which was never fed."""
+    """All earlier tokens come from the cache, except the last written one, which was never fed."""
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(2, 50)
     first = drive(folder, [[Submit(1, SampleRequest(prompt, 20, Sampling(0)))]]).replies[1].ids
@@ -215,7 +215,7 @@ def memory_for(tokens: int) -> MakeModel:
 def test_steps_shrink_until_they_fit_into_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Chunks and batches halve until they fit, and each answer is as usual."""
+    """Chunks and batches are halved until they fit, and each answer is as usual."""
     folder = make_model("llama", eos_token_id=None)
     orders: list[Command] = [
         Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 11)
@@ -442,7 +442,7 @@ def test_the_prefix_tree_agrees_with_a_dictionary(actions: list[tuple[str, list[
     )
 )
 def test_the_least_recently_used_entry_is_evicted_first(actions: list[tuple[str, int]]) -> None:
-    """A later use, lock or unlock counts as use, and locked entries stay."""
+    """A later use, lock or unlock makes an entry recent, and locked entries are not evicted."""
     tree = PrefixTree(max_logits=0)
     used = list[int]()
     locked = dict[int, PrefixNode]()
@@ -500,7 +500,7 @@ def test_scoring_continues_after_a_known_beginning(
 def test_draws_for_a_known_text_are_computed_again(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Draws need the distribution at each position, which stored log-probabilities lack."""
+    """A draw needs the distribution at each position, which is not stored with log-probabilities."""
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
     chunk = ids_of(4, 30)
@@ -515,8 +515,8 @@ def test_draws_for_a_known_text_are_computed_again(
 def test_scores_do_not_depend_on_what_was_scored_before(
     room: int, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Chunks with common beginnings score alike in any order, with plenty of cache and with
-    evictions.
+    """Chunks with common beginnings have the same scores in any order, with plenty of cache and
+    with evictions.
     """
     folder = make_model("llama", eos_token_id=None)
     numbers = np.random.default_rng(1)

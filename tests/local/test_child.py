@@ -91,7 +91,7 @@ def test_a_broken_pipe_to_a_child_is_an_engine_error(capsys: pytest.CaptureFixtu
 
 
 def test_only_a_closed_stdout_ends_a_command_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe that breaks elsewhere is an error with a message."""
+    """A pipe that breaks anywhere else is an error with a message."""
 
     def refuse(*_: object) -> int:
         raise BrokenPipeError(32, "Broken pipe")
@@ -158,7 +158,7 @@ def is_running(pid: int) -> bool:
 
 
 def worker_config(folder: Path, pieces: int = 0) -> WorkerConfig:
-    """Make the first message to a child; `pieces` empty pieces make it longer."""
+    """Make the first message to a child; `pieces` empty pieces make the message longer."""
     tokenizer = ModelTokenizer(folder, "tiny")
     options = LocalOptions(device="cpu", kernel="torch", kv_tokens=100_000, threads=1)
     parts = (*tokenizer.pieces, *(b"piece %d" % number for number in range(pieces)))

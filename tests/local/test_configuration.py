@@ -219,8 +219,8 @@ def loaded(folder: Path) -> str:
 def test_an_engine_with_a_mutated_configuration_samples_or_is_refused(
     seed: int, make_model: Make, tmp_path: Path
 ) -> None:
-    """Each of 300 mutations per seed opens with weights and cache and samples, or is refused with a
-    message.
+    """With each of 300 mutated configurations per seed, an engine opens with weights and cache and
+    samples, or is refused with a message.
     """
     rng = random.Random(100 + seed)
     count = {"open": 0, "refused": 0}

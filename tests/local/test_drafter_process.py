@@ -45,7 +45,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_drafter_in_another_process_changes_no_token(
     way: str, make_model: Make, near: Path
 ) -> None:
-    """Ids, ends and log-probabilities are equal to the bit."""
+    """Ids, ends and log-probabilities equal those of a drafter in the same process, to the bit."""
     folder = make_model("llama")
     orders = requests(4, 24)
     plain = run(folder, [orders])

@@ -115,8 +115,8 @@ async def test_cancelling_frees_the_work(make_model: Make) -> None:
 async def test_a_killed_process_engine_fails_only_its_own_callers(
     make_model: Make,
 ) -> None:
-    """Two engines with different settings run together and agree; killing one raises
-    EngineUnavailable for its callers.
+    """Two engines with different settings run together and agree; after a kill only the killed
+    engine's callers get EngineUnavailable.
     """
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     apart = LocalEngine(folder, name="apart", options=LocalOptions(kv_tokens=100_000))
@@ -145,7 +145,7 @@ def loop_process() -> int:
 async def test_a_process_that_cannot_be_started_is_an_error(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the system has no more processes, the message advises the other worker."""
+    """If the system has no more processes, the message suggests the worker in a thread."""
 
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -176,8 +176,8 @@ anyio.run(main)
 
 @pytest.mark.slow
 def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Path) -> None:
-    """No `__main__` guard is needed, and Ctrl-C, which reaches every process of a terminal, is
-    handled by the script alone.
+    """No `__main__` guard is needed; Ctrl-C reaches every process of the terminal, but only the
+    script handles it.
     """
     folder = make_model("llama", eos_token_id=None)
     script = tmp_path / "script.py"

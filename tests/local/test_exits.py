@@ -134,7 +134,9 @@ def trained(folder: Path, to: Path, **changes: Any) -> Path:
 
 
 def test_a_trained_exit_changes_no_token(make_model: Make, near: Path, tmp_path: Path) -> None:
-    """Without an adapter the exit is in the middle; with one it is where the adapter was trained."""
+    """An untrained exit is in the middle of the layers, and a trained one is where its adapter was
+    trained; neither changes a token.
+    """
     folder = make_model("llama", **DEEP)
     config, weights = loaded(folder, 4)
     assert ExitAdapter.read(folder, config, weights, "tiny").layers == 2

@@ -108,7 +108,7 @@ def test_captured_steps_write_the_same(
 def test_captured_speculation_changes_no_token(
     make_model: Any, near: Path, drive: Any, models: Any
 ) -> None:
-    """Rows of proposals and of the drafter are part of captured steps."""
+    """Captured steps include the rows of proposals and of the drafter, and no token changes."""
     folder = make_model("llama")
     orders = [
         [Submit(n, SampleRequest(ids_of(n, 12), 24, LAWS[n % 4], Seed(n))) for n in (1, 2, 3, 4)]
@@ -124,7 +124,9 @@ def test_captured_speculation_changes_no_token(
 def test_chunks_cut_into_kernel_blocks_write_the_same(
     make_model: Any, drive: Any, models: Any
 ) -> None:
-    """Long chunks are cut into blocks of as many rows as a kernel takes at once."""
+    """Texts do not change although long chunks are cut into blocks of as many rows as a kernel
+    takes at once.
+    """
     folder = make_model("qwen3")
     plain = drive(folder, mixed())
     models(most_rows=16)
@@ -188,7 +190,7 @@ def test_consecutive_rows_of_a_sequence_form_one_block() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 33, 255, 256])
 def test_padding_of_a_step_changes_nothing(count: int) -> None:
-    """Sizes are rounded to powers of two; padding rows write to an unused slot, which no block
+    """Steps are padded to powers of two; the padding rows write to an unused slot, which no block
     reads.
     """
     random = np.random.default_rng(count)
@@ -246,7 +248,9 @@ def test_draws_copied_at_once_or_separately_are_equal() -> None:
 
 
 def test_a_kernel_that_disagrees_is_not_used() -> None:
-    """The check before its use finds a wrong scale, a missing row, and values that are not numbers."""
+    """The check before a kernel is used notices a wrong scale, a missing row, and values that are
+    not numbers.
+    """
     config = read_model_config(path("target"), "target")
     cache = torch.zeros(1, 2, 4, 2, 64)
 
@@ -264,7 +268,7 @@ def test_a_kernel_that_disagrees_is_not_used() -> None:
 
 def test_a_kernel_that_misreads_grouped_caches_is_not_used() -> None:
     """Layers of a group share one cache, so a layer's keys are further apart than its heads; the
-    check tests this.
+    check covers this case.
     """
     config = read_model_config(path("target"), "target")
     cache = torch.zeros(1, 2, 4, 2, 64)

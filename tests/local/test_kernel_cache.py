@@ -206,7 +206,9 @@ def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds
 def test_kernels_run_although_the_cache_cannot_be_written(
     code: int, builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full, read-only or broken cache is reported."""
+    """Kernels run although the cache is full, read-only or broken, and the cache's state is
+    reported.
+    """
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -308,7 +310,7 @@ print(trouble)
 
 
 def test_simultaneous_builds_do_not_conflict(builds: Builds) -> None:
-    """All processes build before any stores its library, and one file stays."""
+    """All processes finish their builds before any stores its library, and a single file remains."""
     environment = {**os.environ, "TMPDIR": str(builds.temporary)}
     command = [sys.executable, "-c", LOAD, str(builds.log), builds.library]
     processes = [

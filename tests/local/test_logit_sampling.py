@@ -117,7 +117,9 @@ def test_fast_filters_equal_sorting_in_float64(ties: bool, monkeypatch: pytest.M
 
 
 def test_temperature_zero_takes_the_first_best_token() -> None:
-    """Greedy rows of a mixed batch ignore their uniform numbers; other rows do not."""
+    """At temperature 0 the first best token is chosen whatever the uniform number; other rows of
+    the batch use their numbers.
+    """
     logits = torch.tensor([[0.0, 3.0, 3.0], [0.0, 0.0, 0.0]])
     drawn = sample(
         logits, batch_sampling([Sampling(0.0), Sampling(1.0)], 3), torch.tensor([0.99, 0.99])

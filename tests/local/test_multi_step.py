@@ -47,8 +47,8 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
 def test_several_steps_per_call_change_no_token(
     count: int, laws: Any, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids, ends and log-probabilities are equal to the bit, and nearly all steps are taken in such
-    calls.
+    """Ids, ends and log-probabilities equal those of single steps to the bit, and nearly all steps
+    are in such calls.
     """
     folder = make_model("llama")
     watched = Watched(monkeypatch)

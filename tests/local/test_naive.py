@@ -128,7 +128,9 @@ def test_any_schedule_equals_the_naive_loop(
 def test_variants_of_a_family_equal_the_naive_loop(
     kernel: str, changes: dict[str, Any], make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Head counts, head sizes, tied embeddings, biases and rotary scalings are varied."""
+    """Variants with other head counts, head sizes, tied embeddings, biases and rotary scalings give
+    the same answers.
+    """
     compare_with_naive(make_model("llama", **changes), naive, drive, kernel)
 
 
@@ -228,7 +230,7 @@ def tuned(tuning: Tuning) -> MakeModel:
 def test_kernels_for_other_processors_equal_the_naive_loop(
     tuning: Tuning, make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Kernels built with fewer instructions have other vector widths, tiles and tails, and give the
+    """Kernels built for fewer instructions have other vector widths, tiles and tails, but give the
     same answers.
     """
     if tuning not in tunings():

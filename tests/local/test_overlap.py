@@ -191,7 +191,9 @@ def test_an_exit_that_knows_the_text_hits_always(
 def test_more_guesses_hit_more_often(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Additional guesses at every position gain more than their branches cost."""
+    """With more guesses at every position, more outcomes are guessed, which gains more than the
+    additional branches cost.
+    """
     Made(monkeypatch, InlineTransport)
     ways = ("pearl", "ssd")
     pearl, ssd = (

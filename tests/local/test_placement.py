@@ -230,7 +230,9 @@ def test_weights_are_ready_before_the_cache_is_made(
 
 
 def test_the_cache_comes_last(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the weights one cache of the computed size is allocated, without trying and halving."""
+    """After the weights one cache of the computed size is allocated, without trying larger sizes
+    first.
+    """
     folder = make_model("llama")
     size = _sizes(folder)
     gpus = FakeGpus(monkeypatch, size.weights + WORKSPACE + 100_000)

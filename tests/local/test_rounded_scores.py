@@ -101,7 +101,7 @@ async def test_sampled_rows_are_not_rounded() -> None:
 
 
 def test_the_option_is_refused_without_rounding_support() -> None:
-    """Other kernels, other types and stages refuse the option."""
+    """Other kernels, other data types and models in stages refuse the option."""
     scored = LocalOptions(scores="bfloat16")
     for options in (
         replace(scored, kernel="torch"),

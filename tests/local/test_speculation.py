@@ -109,8 +109,8 @@ def test_a_long_sweep_of_settings_changes_no_token(
 
 @pytest.mark.parametrize("way", ["draft", "suffix", "auto"])
 def test_no_proposer_changes_the_text(way: str, make_model: Make, near: Path) -> None:
-    """The proposers are a draft model, text lookup and the better of them, also with hints of
-    another run.
+    """A draft model, text lookup and the better of them as proposers change no text, also with
+    hints of another run.
     """
     folder = make_model("llama")
     orders = requests(9, 40)

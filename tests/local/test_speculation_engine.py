@@ -116,7 +116,9 @@ def test_impossible_speculation_options_are_refused(words: str, problem: str) ->
 
 
 def test_speculation_options_are_parsed() -> None:
-    """A drafter is named as engines are, and "auto" is a number of tokens too."""
+    """A drafter is named in the same way as an engine, and "auto" is accepted as a number of
+    tokens.
+    """
     engine: Any = build_engine(
         "embedded:target?drafter=embedded:draft&speculate=auto&k=auto", "target"
     )
@@ -220,7 +222,7 @@ def test_a_failed_step_is_repeated_without_proposals(
 
 
 def test_log_probabilities_do_not_depend_on_the_batch(make_model: Make) -> None:
-    """A request gets the same values alone and next to requests that filter tokens."""
+    """A request gets the same values alone and in a batch with requests that filter tokens."""
     order = Submit(1, SampleRequest(ids_of(1, 12), 20, Sampling(0.7), Seed(1)))
     other = Submit(2, SampleRequest(ids_of(2, 12), 20, Sampling(0.7, top_k=9, min_p=0.01), Seed(2)))
     alone = run(make_model("llama"), [[order]])
@@ -247,7 +249,9 @@ def test_texts_do_not_depend_on_how_steps_cut_them(make_model: Make, near: Path)
 def test_time_spent_on_choosing_lengths_is_not_step_time(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Choosing and learning are slow in the few steps that are measured, which represent all steps."""
+    """Only a few steps are measured, which represent all steps; their time for choosing and
+    learning is not counted.
+    """
     now = [0.0]
     told = list[tuple[float, float]]()
 

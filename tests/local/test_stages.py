@@ -343,8 +343,8 @@ def test_replicas_of_a_stage_give_the_same_bits(
 
 
 def test_recomputed_rows_are_equal_to_the_bit(make_model: Make) -> None:
-    """Missing rows are recomputed as they were fed: long runs, short ones, single rows, and parts
-    of runs.
+    """Missing rows are recomputed in the same groups in which they were fed: long runs, short runs,
+    single rows, and parts of runs.
     """
     setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5))
     one, two = (build_stage(setup) for _ in range(2))

@@ -35,7 +35,9 @@ def test_every_exercise_lies_in_the_split_its_operations_name(split: str) -> Non
 
 
 def test_wording_does_not_move_a_computation_to_another_split() -> None:
-    """Two exercises with the same operations share a canonical form, so they are in one split."""
+    """Two exercises with the same operations have the same canonical form, so they are in one
+    split.
+    """
     by_form: dict[str, set[str]] = {}
     for exercise in islice(stream("train", seed=5, levels=(1,)), 6000):
         by_form.setdefault(exercise.canonical, set()).add(exercise.text)

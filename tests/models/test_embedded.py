@@ -78,7 +78,9 @@ def test_tokenizers_encode_as_transformers_does(name: Embedded) -> None:
 
 
 def test_a_parent_of_engines_loads_no_torch() -> None:
-    """Importing torch takes seconds, and only the child processes that compute need it."""
+    """A parent process does not import torch, which takes seconds and is needed only by child
+    processes that compute.
+    """
     code = (
         "import sys, atts; from atts.local.model_config import check_model; from atts.models import path;"
         "check_model(path('draft'), 'it'); print(sys.modules.keys() & {'torch', 'sympy', 'pandas', "

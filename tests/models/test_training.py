@@ -101,7 +101,9 @@ def test_a_cursor_gives_the_rest_of_the_data(encoder: Any) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, encoder: Any) -> None:
-    """A kill after any saved step leads to the same weights, to the last bit."""
+    """A training killed after any saved step and resumed ends with the same weights, to the last
+    bit.
+    """
     recipe = train.Recipe(
         train.ModelConfig(64, 2, 1, 1, 64),
         steps=4,
@@ -147,7 +149,9 @@ def test_the_trained_model_scores_as_in_transformers(tmp_path: Path, encoder: An
 
 
 def test_texts_come_in_the_order_of_their_prompts() -> None:
-    """Each text is what the saved model writes after its own prompt."""
+    """The texts are in the order of the prompts, each as the saved model writes it after its own
+    prompt.
+    """
     tests = exercises("test", 5, seed=8)
     texts = train.generate(
         path("target"), [train.prompt(item.text) for item in tests], temperature=0.0, seed=0

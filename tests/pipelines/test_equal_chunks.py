@@ -64,8 +64,8 @@ def turns(outcomes: list[Outcome]) -> list[tuple[Rollout, Turn]]:
 
 @pytest.mark.parametrize("latency", [0.0, 2.0])
 def test_equal_chunks_are_scored_once(attempt: Solve, latency: float) -> None:
-    """No equal chunk is scored twice, even while the first score is computed, and each chunk gets a
-    decision.
+    """No equal chunk is scored twice, not even while the first score is being computed, and each
+    chunk gets a decision.
     """
     target = Heedful(latency=latency)
     outcomes = attempt(GREEDY, GATE, target=target)
@@ -125,7 +125,7 @@ def test_an_escalated_chunk_with_a_recalled_score_is_read_again(attempt: Solve) 
 
 
 def test_a_replay_counts_only_requested_scores(attempt: Solve, answers: Answers) -> None:
-    """The scored tokens of shortened rollouts are those of scores that were requested."""
+    """The number of scored tokens of shortened rollouts counts only scores that were requested."""
     outcomes = attempt(GREEDY, KEEP, target=Heedful())
     again = replay_policy(outcomes, KEEP, replace(GREEDY, turns=1), answers.group)
     first = [line.turns[0] for line in lines(outcomes)]

@@ -63,7 +63,7 @@ def test_the_conformal_gate_returns_the_calibrators_decision() -> None:
 
 @pytest.mark.parametrize("score", [math.nan, 0.5, -1.0])
 def test_a_value_that_is_not_a_perplexity_is_refused(score: float) -> None:
-    """The calibrator raises an error, which the pipeline turns into an escalation."""
+    """The calibrator raises an error for such a value, which the pipeline turns into an escalation."""
     with pytest.raises(CalibrationInputError):
         ConformalGate(Calibrator(0.5, "marginal")).decide(Features("q"), score)
 
@@ -120,7 +120,9 @@ def test_the_coin_depends_on_the_chunk_and_meets_the_rate() -> None:
 
 
 def test_missing_log_probabilities_give_nan() -> None:
-    """Under each score rule, both numbers of the draft are NaN instead of certainty."""
+    """Under each score rule, both of the draft's numbers are NaN, so that missing values do not
+    look like certainty.
+    """
     bare = Chunk("draft", "x", (1,), (1,), "end")
     for kind in SCORE_KINDS:
         assert math.isnan(evidence(ScoreRule(kind), bare))
@@ -130,8 +132,8 @@ def test_missing_log_probabilities_give_nan() -> None:
 
 
 def test_the_mean_and_the_lowest_log_probability_are_separate() -> None:
-    """Under the speculative rule the gate's evidence is the lowest log-probability, while the mean
-    stays.
+    """Under the speculative rule the gate's evidence is the lowest log-probability; the mean is
+    unchanged.
     """
     chunk = Chunk("draft", "xy", (1, 2), (1, 2), "end", (-1.0, -3.0))
     assert mean_logprob(chunk) == -2.0
@@ -334,7 +336,7 @@ def test_impossible_budgets_are_refused() -> None:
 
 
 def test_a_rollout_is_compared_with_its_siblings_only() -> None:
-    """A rollout's own earlier answer does not count as a sibling's."""
+    """A rollout's own earlier answer does not count as the answer of a sibling."""
     siblings = Siblings(toy_groups)
     for sample, answer in enumerate(["7", "7", "8", None]):
         siblings.rollouts[sample] = Rollout(

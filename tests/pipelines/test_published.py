@@ -126,7 +126,9 @@ def test_only_first_turns_are_stored_and_unknown_questions_accepted() -> None:
 
 
 def test_an_answer_is_judged_before_it_ends_its_rollout() -> None:
-    """A chunk with the answer may escalate and then stays, as in the published loop."""
+    """A chunk with the answer may be escalated, and the text of the answer is kept, as in the
+    published loop.
+    """
     base = Policy(samples=2, turns=1)
     first = Setup(draft="scripted", target="scripted", rate=0.0, policy=base)
     stored = scores_of(evaluate_sync(toy_problems(6), first))

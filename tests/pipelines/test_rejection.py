@@ -120,7 +120,9 @@ def test_repair_keeps_the_part_before_the_first_rejected_token(
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 11, 12, 13, 24, 25])
 @pytest.mark.parametrize("small", ["neither", "draft", "target"])
 def test_repair_respects_the_remaining_tokens(attempt: Solve, max_tokens: int, small: str) -> None:
-    """If the token limit or the context ends in the middle of a turn, nothing fails or gets longer."""
+    """If the token limit or the context ends in the middle of a turn, repair raises no error and
+    exceeds no limit.
+    """
     policy = Policy(
         samples=3,
         max_tokens=max_tokens,
@@ -223,7 +225,7 @@ def test_a_finished_text_gets_the_fallback_extraction(attempt: Solve) -> None:
 
 
 def test_a_cut_text_gets_no_fallback_extraction(attempt: Solve) -> None:
-    """A cut text may end in a part of an answer."""
+    """The fallback does not search a cut text, which may end in a part of an answer."""
     eager = Answers(lambda text: None, toy_groups, extract_finished=lambda text: "1")
     for limits in ({"turns": 1}, {"max_tokens": 10}):
         cut = lines(attempt(replace(POLICY, **limits), FixedGate("accept"), answers=eager))  # type: ignore[arg-type]
@@ -244,7 +246,7 @@ def test_a_marked_answer_is_never_guessed(attempt: Solve, answers: Answers) -> N
 
 
 def test_text_without_an_answer_is_searched_once(attempt: Solve) -> None:
-    """However long a rollout grows, each chunk causes a search of the latest text only, with the
+    """However long a rollout grows, each chunk causes a search of only the latest text, with the
     same result.
     """
     looked: list[int] = []
@@ -295,7 +297,9 @@ def test_budget_forcing_extends_a_rollout(attempt: Solve) -> None:
 
 
 def test_drafting_ahead_changes_nothing_but_time(attempt: Solve) -> None:
-    """The same seeds give the same texts, because a discard depends only on the earlier chunk."""
+    """The texts are the same for the same seeds, because a chunk drafted ahead is discarded only if
+    the earlier chunk escalates.
+    """
     gate = CoinGate(0.4, seed=3)
     plain = attempt(POLICY, _scoring(gate))
     ahead = attempt(replace(POLICY, optimistic=True), _scoring(gate))
@@ -343,7 +347,9 @@ def _scoring(gate: Gate) -> Gate:
 
 
 def test_a_seed_repeats_a_run_under_any_schedule(attempt: Solve) -> None:
-    """With a gate that does not learn, latencies change nothing, but another seed does."""
+    """With a gate that does not learn, other latencies do not change the run, but another seed
+    does.
+    """
     gate = CoinGate(0.3)
     quick = attempt(POLICY, gate)
     slow = attempt(
@@ -405,8 +411,8 @@ def test_the_usage_adds_up(attempt: Solve) -> None:
 
 
 def test_different_tokenizers_read_the_same_text(attempt: Solve) -> None:
-    """Each side keeps its own ids, both decode to the rollout's text, and nothing is tokenised
-    twice.
+    """Draft and target each keep their own ids, both decode to the rollout's text, and no text is
+    tokenised twice.
     """
     other = ToyTokenizer("other")
     outcomes = attempt(
@@ -422,7 +428,7 @@ def test_different_tokenizers_read_the_same_text(attempt: Solve) -> None:
 
 
 def test_one_model_can_be_draft_and_target(attempt: Solve) -> None:
-    """The draft scores its own chunks, so the scores are its own log-probabilities."""
+    """If the draft scores its own chunks, the scores are its own log-probabilities."""
     one = ScriptedEngine("draft")
     outcomes = attempt(
         replace(POLICY, takeover="continue", score=ScoreRule("mean")),

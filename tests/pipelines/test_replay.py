@@ -84,7 +84,7 @@ def test_tokens_of_cancelled_calls_are_counted(attempt: Solve, answers: Answers)
 def test_an_online_gate_replays_exactly_in_the_recorded_order(
     attempt: Solve, answers: Answers
 ) -> None:
-    """In the recorded order of decisions, a learning gate repeats them."""
+    """A learning gate repeats its decisions if they are replayed in the recorded order."""
     decided: dict[TurnKey, Decided] = {}
 
     class Noting(ConformalGate):
@@ -148,7 +148,7 @@ def test_inserted_tokens_are_not_counted_as_written(attempt: Solve, answers: Ans
 
 
 def test_a_round_gate_replays_over_whole_rounds(attempt: Solve, answers: Answers) -> None:
-    """The round gate takes its share of each problem's scored chunks."""
+    """The round gate escalates its share of each problem's scored chunks."""
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     again = replay_policy(outcomes, TopGate.of(0.25), POLICY, answers.group)
     assert abs(again.rate - 0.25) < 0.05
@@ -162,7 +162,7 @@ def run_of(problems: int, samples: int, directory: Path) -> None:
 
 
 def test_a_replay_keeps_numbers_and_no_texts(tmp_path: Path) -> None:
-    """After a journal is read, only numbers of each chunk and its decisions stay in memory."""
+    """After a journal is read, memory keeps only numbers of each chunk and its decisions."""
     run_of(24, 4, tmp_path)
     atts.replay(tmp_path, rate=0.4)  # the first replay imports modules and fills caches
     tracemalloc.start()

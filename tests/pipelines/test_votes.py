@@ -59,8 +59,8 @@ def test_the_count_does_not_depend_on_spelling_or_on_order(
 @settings(max_examples=60, deadline=None)
 @given(BALLOTS, st.integers(0, 4))
 def test_a_settled_vote_cannot_change(numbers: list[int], remaining: int) -> None:
-    """If a vote is called settled, no way to cast the remaining votes changes the winner, by
-    enumeration.
+    """For every vote called settled, an enumeration shows that the remaining votes cannot change
+    the winner.
     """
     count = tally([Ballot(str(n)) for n in numbers], modulo)
     if cannot_change(count, remaining):

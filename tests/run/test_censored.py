@@ -58,7 +58,7 @@ def test_a_cancelled_rollout_is_never_wrong(run: RunResult) -> None:
 
 
 def test_old_verdicts_on_cancelled_rollouts_are_ignored() -> None:
-    """Older journals have verdicts on cancelled rollouts, which readers must ignore."""
+    """Readers ignore the verdicts on cancelled rollouts that older journals have."""
     prompt = Prompt((1,), (1,))
     cut = tuple(Rollout("p", sample, prompt, finish="cancelled") for sample in range(2))
     outcome = Outcome(toy_problems(1)[0], cut, None, status="unanswered")
@@ -110,7 +110,7 @@ def test_a_comparison_leaves_cancelled_rollouts_out(run: RunResult, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["run", None])
 def test_a_cancelled_problem_without_an_answer_is_not_graded(world: Any, name: str | None) -> None:
-    """In a run that is out of time such problems count in no accuracy."""
+    """A problem that a run out of time cancelled before any answer counts in no accuracy."""
     result = world.run(world.plan(timeout_seconds=2.5), world.session(name), problems=8)
     assert result.status == "stopped"
     cut = [one for one in result.problems if one.answer is None]

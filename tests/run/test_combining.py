@@ -280,8 +280,8 @@ def test_the_threshold_is_the_quantile_of_what_could_be_won() -> None:
 
 
 def test_half_votes_replace_missing_references() -> None:
-    """Without grades the threshold comes from votes of half the rollouts that all rollouts
-    overruled.
+    """Without grades the threshold comes from votes of half the rollouts that the vote of all
+    rollouts overruled.
     """
     combiner = Combiner()
     for number in range(9):

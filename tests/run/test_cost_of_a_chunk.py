@@ -60,8 +60,8 @@ def in_project(code: CodeType) -> bool:
 
 
 def is_by_the_clock(frame: FrameType) -> bool:
-    """Return whether a worker only reports its counters, as it does a few times a second in any
-    case.
+    """Return whether a worker only reports its counters, which happens a few times a second at any
+    load.
     """
     report = (
         frame.f_locals.get("report") if frame.f_code.co_name in ("_hand_over", "_deliver") else None

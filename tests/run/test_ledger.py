@@ -286,7 +286,7 @@ def test_a_run_stops_at_its_cap_and_resumes_with_a_higher_one(
 
 
 def test_a_request_at_its_cap_answers_from_finished_rollouts(world: World) -> None:
-    """A served request answers with the rollouts that the cap allowed."""
+    """A served request that reaches its cap is answered from the rollouts that the cap allowed."""
     account = Account(Caps(max_total_tokens=3_000), prices=PRICES)
 
     async def main() -> Any:
@@ -402,7 +402,9 @@ def test_a_named_account_survives_restarts(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
-    """The engine may have done the work although no reply came."""
+    """A cancelled call is charged in full, because the engine may have done the work although no
+    reply came.
+    """
     account = Account(prices=PRICES)
 
     async def main() -> SampleRequest:
@@ -504,6 +506,6 @@ def test_a_wrong_price_file_is_refused_with_a_message(
 
 @pytest.mark.parametrize("name", ["max_calls", "max_target_tokens", "max_total_tokens", "max_cost"])
 def test_an_impossible_cap_is_refused(name: str) -> None:
-    """A cap of 0 is a mistake, because nothing could run."""
+    """A cap of 0 is refused as a mistake, because nothing could run."""
     with pytest.raises(OptionError, match=name):
         Caps(**{name: 0})

@@ -105,7 +105,7 @@ def test_an_outage_at_any_point_changes_no_outcome(
 
 
 def test_finished_rollouts_of_an_open_problem_are_not_repeated(world: Any) -> None:
-    """The next session makes only calls that never succeeded."""
+    """The next session makes only calls that have never succeeded."""
     outage(world, "target", 25, "run")
     made = {e.key for e in world.events() if isinstance(e, Sampled | Scored)}
     asked: list[str] = []

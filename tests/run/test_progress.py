@@ -117,7 +117,7 @@ def test_the_rate_of_a_run_is_shown_without_an_interval() -> None:
 
 
 def test_speed_counts_only_the_last_minute_of_this_session() -> None:
-    """Older tokens are counted but do not raise the speed."""
+    """Older tokens are counted, but do not raise the speed."""
     clock = Clock()
     progress = Progress(clock)
     sampled = Sampled("p", "k", Completion((1,) * 300, "x", "end", ()), "draft")
@@ -194,7 +194,7 @@ def test_the_remaining_time_ignores_earlier_sessions() -> None:
 
 
 def test_trouble_is_shown() -> None:
-    """Alarms, failed calls, failed problems and a request to end are shown."""
+    """Progress shows alarms, failed calls, failed problems and a request to end."""
     found = after(
         [
             Drifted("exchangeability", 0.001, 80),

@@ -246,7 +246,9 @@ def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(10, 16))
 def test_a_hard_cap_is_carried_over(world: Any, seed: int) -> None:
-    """Escalations before a crash count against the cap, and the recorded remainder is used again."""
+    """Escalations before a crash count against the cap, and the recorded remainder of the cap is
+    used again.
+    """
 
     def plan() -> Any:
         wishes = count()
@@ -328,7 +330,9 @@ def facts(world: Any) -> list[str]:
 
 
 def test_failed_calls_are_remembered(world: Any) -> None:
-    """Bad scores that forced decisions stay bad after a crash, although the engine works again."""
+    """Bad scores that forced decisions are recalled as bad after a crash, although the engine works
+    again.
+    """
     ill = ScriptedEngine(
         "target", latency=QUICK, faults=Faults({"refused": 0.3, "nan": 0.2}, seed=4, only="score")
     )

@@ -342,7 +342,7 @@ def open_files() -> list[str]:
 
 
 def test_a_stop_request_after_the_last_problem_changes_nothing(world: Any) -> None:
-    """All work is done, so the run counts as finished."""
+    """The stop request comes after all work is done, so the run counts as finished."""
     stop = Stop()
 
     class Late(Diary):
@@ -397,7 +397,7 @@ class Queue(ScriptedEngine):
 def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
     world: Any, works: float, failed: bool
 ) -> None:
-    """The deadline of 6 s counts from the newest step of an engine that counts steps."""
+    """The deadline of 6 s restarts with each step of an engine that counts its steps."""
     plan = world.plan(
         draft=Queue("draft", works),
         policy=replace(POLICY, timeout_seconds=6.0),
@@ -571,7 +571,9 @@ def test_accuracy_of_samples_leaves_cancelled_ones_out() -> None:
 
 
 def test_alarms_are_recorded_once(world: Any) -> None:
-    """If scores are unlike the stored ones, the journal has one alarm with its time and reaction."""
+    """If live scores are unlike the stored ones, the journal has a single alarm with its time and
+    reaction.
+    """
 
     def plan() -> Any:
         stored = [1.0 + number / 1000 for number in range(400)]

@@ -88,7 +88,7 @@ def test_the_diagnosis_says_if_the_target_scores_other_texts() -> None:
 
 
 def test_the_run_resumes_once_the_target_works(tmp_path: Path) -> None:
-    """Earlier failures do not count against the working target."""
+    """Failures of earlier sessions do not count against the working target."""
     directory = tmp_path / "run"
     with pytest.raises(UnusableScores):
         solved(toy_problems(6), setup(Overflowing("nan")), directory=directory)

@@ -63,7 +63,7 @@ def test_a_burst_of_refusals_shrinks_the_limit_once() -> None:
 
 
 def test_a_stray_refusal_is_forgotten_within_seconds() -> None:
-    """After one refusal with few requests in flight, the limit doubles each second."""
+    """After a single refusal with few requests in flight, the limit doubles each second."""
     clock = Hands()
     limit = AdaptiveLimit(4096, clock)
     for _ in range(74):

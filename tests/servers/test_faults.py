@@ -177,7 +177,9 @@ async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(
 
 @pytest.mark.anyio
 async def test_a_request_the_server_refuses_is_not_repeated(serve: Serve, client: Connect) -> None:
-    """Status 400 is final, and an overflow that only the server notices is a ContextOverflow."""
+    """A reply with status 400 is final, and an overflow that only the server notices is a
+    ContextOverflow.
+    """
     server = serve("vllm")
     async with client(server.url) as remote:
         remote._spec = replace(remote.spec, context_length=4096)  # pyright: ignore[reportPrivateUsage]
@@ -323,7 +325,7 @@ async def test_other_weights_under_the_same_name_are_noticed_after_some_replies(
 async def test_replies_do_not_wait_for_the_check_of_the_model(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request at a time checks the model while others are answered."""
+    """Only one request at a time checks the model, and other requests are answered meanwhile."""
     look = ServerProbe.glance
     goes_on = anyio.Event()
     looks = list[int]()
@@ -441,7 +443,7 @@ async def test_other_weights_after_a_reconnection_are_refused(
 async def test_replicas_with_other_weights_under_one_name_are_refused(
     serve: Serve, client: Connect
 ) -> None:
-    """A pool mixes the replies of its replicas, so they must be one model."""
+    """A pool mixes the replies of its replicas, so replicas with different weights are refused."""
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -497,7 +499,7 @@ async def test_steady_calls_cause_no_identity_check(serve: Serve, client: Connec
 async def test_a_loading_server_is_waited_for_with_a_message(
     serve: Serve, client: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Status 503 while loading is not a failure, unless loading never ends."""
+    """A status 503 while the server loads is not a failure, unless loading never ends."""
     server = serve("llamacpp", loading_seconds=0.5)
     with caplog.at_level(logging.WARNING, logger="atts.servers"):
         async with client(server.url) as remote:

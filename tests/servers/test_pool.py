@@ -90,7 +90,9 @@ async def test_a_rollout_stays_where_its_cache_is(serve: Serve, client: Connect)
 
 @pytest.mark.anyio
 async def test_a_busy_replica_spills_over(serve: Serve, client: Connect) -> None:
-    """Many requests of one rollout do not wait at one server while the other is idle."""
+    """With many requests of one rollout, the idle server takes some of them instead of leaving all
+    to the busy one.
+    """
 
     def slow() -> ScriptedEngine:
         return ScriptedEngine(context_length=1024, latency=Latency(per_sample=0.05))
@@ -161,7 +163,7 @@ async def test_a_killed_replica_is_used_again_after_it_returned(
 async def test_a_replica_that_returns_changed_is_not_used_again(
     serve: Serve, client: Connect
 ) -> None:
-    """After an upgrade that changes its log-probabilities, the other replicas do the work."""
+    """If an upgrade changed the log-probabilities of a replica, the other replicas do its work."""
     steady = serve("sglang")
     upgraded = serve("sglang")
     async with pool_of(client, steady, upgraded) as pool:
@@ -289,7 +291,7 @@ def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: An
 
 @pytest.mark.anyio
 async def test_replicas_must_be_alike(serve: Serve, client: Connect) -> None:
-    """Servers of different versions are refused as one pool, and so is an empty list."""
+    """Servers of different versions are refused as a pool, and so is an empty list of servers."""
     servers: Any = serve("vllm"), serve("vllm", quirks=ServerQuirks(version="0.34.0"))
     with pytest.raises(FingerprintError, match="vllm 0.34"):
         await pool_of(client, *servers).__aenter__()

@@ -161,7 +161,9 @@ async def test_a_run_is_not_resumed_on_other_weights_under_the_same_name(
 async def test_every_problem_ends_once_while_servers_fail_and_restart(
     plan: tuple[RunSpec, list[DialectServer]], tmp_path: Path
 ) -> None:
-    """A third of the calls fails and a replica is killed and returns; each problem has one outcome."""
+    """A third of the calls fails, and a replica is killed and returns; each problem has one
+    outcome.
+    """
     todo, servers = plan
 
     def fail() -> None:

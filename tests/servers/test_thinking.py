@@ -174,8 +174,8 @@ async def test_a_chat_service_gets_the_budget_in_its_own_field() -> None:
 
 
 def test_earlier_problems_have_priority_at_the_server() -> None:
-    """The order of arrival is the priority, also of scoring requests; SGLang uses the opposite
-    sign.
+    """Requests, also for scores, have a priority by the order in which problems arrived; SGLang
+    uses the opposite sign.
     """
     send = replace(QUICK, priorities="send")
     for dialect, sign in ((VllmDialect(send), 1), (SglangDialect(send), -1)):

@@ -146,7 +146,9 @@ def test_the_order_of_timings_does_not_matter() -> None:
 def test_a_server_is_tuned_by_its_counters(
     serve: Serve, speculation: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over HTTP, only the server's counts from the beginning of the command are used."""
+    """Only the counts since the beginning of the command are used, as read from the server over
+    HTTP.
+    """
     quirks = ServerQuirks(speculation=speculation, acceptance=SHARES)
     server = serve("vllm", embedded, model="owner/draft", quirks=quirks)
     words = f"vllm:{server.url}/owner/draft?tokenizer={path('draft')}"
@@ -168,7 +170,7 @@ def test_a_server_is_tuned_by_its_counters(
 def test_loads_that_do_not_rise_are_refused(
     serve: Serve, load: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error names the flag, with exit code 2."""
+    """The error names the flag, and the exit code is 2."""
     server = serve("vllm", embedded, model="owner/draft")
     words = f"vllm:{server.url}/owner/draft?tokenizer={path('draft')}"
     assert command(["tune", words, "--load", load]) == 2

@@ -61,7 +61,9 @@ def test_a_late_user_does_not_wait_behind_a_flood() -> None:
 
 @pytest.mark.parametrize(("cost", "expected"), [(1.0, 30), (2.0, 22.5)])
 def test_shares_hold_by_what_requests_cost(cost: float, expected: float) -> None:
-    """A user with twice the share gets twice as much, counted in cost instead of requests."""
+    """A user with twice the share gets twice as much, measured by the cost of requests instead of
+    their number.
+    """
 
     async def main() -> None:
         slots = FairSlots(1, 200, {"large": 2.0})
@@ -166,14 +168,14 @@ def test_users_that_come_and_go_are_forgotten() -> None:
 
 
 def test_a_share_of_nothing_is_refused() -> None:
-    """A user with a share of 0 would starve."""
+    """A share of 0 is refused, because its user would never be served."""
     with pytest.raises(OptionError, match="not a share above 0"):
         ServeOptions(shares={"a": 0.0}, keys={"k": "a"})
 
 
 @pytest.mark.parametrize("keys", [{}, {"k": ""}, {"k": "b"}])
 def test_a_share_needs_a_key(keys: dict[str, str]) -> None:
-    """Without keys, any client could take the name with the share."""
+    """A share is refused without keys, because any client could use the name with the share."""
     with pytest.raises(OptionError, match="'a' has no key"):
         ServeOptions(shares={"a": 2.0}, keys=keys)
 

@@ -167,7 +167,7 @@ def test_a_reader_that_stops_fills_a_bounded_buffer(monkeypatch: pytest.MonkeyPa
     create = socket.create_server
 
     def small_buffers(*given: Any, **named: Any) -> socket.socket:
-        """Listen with sockets that buffer little, so that less than megabytes fills them."""
+        """Listen with sockets of small buffers, so that far less than a megabyte fills them."""
         listener = create(*given, **named)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
         return listener

@@ -142,8 +142,8 @@ def test_no_secret_is_in_a_reply_a_log_or_a_file(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The server has two engines behind one key file, keeps journals, and logs at the most detailed
-    level.
+    """No reply, log or file has a secret, with two engines behind one key file, journals, and the
+    most detailed log level.
     """
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(responses, "_remove", _keep)
@@ -183,8 +183,8 @@ def test_no_secret_is_in_a_reply_a_log_or_a_file(
 
 
 def test_no_secret_is_printed_by_the_command(tmp_path: Path) -> None:
-    """The upstream key is OPENAI_API_KEY, the clients' keys are in a file, and all printed text is
-    searched.
+    """The output has neither the upstream key, which is OPENAI_API_KEY, nor the clients' keys,
+    which are in a file.
     """
     keys = tmp_path / "keys"
     keys.write_text(f"alice {ALICE}\nbob {BOB}\n")

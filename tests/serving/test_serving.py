@@ -249,7 +249,7 @@ def test_a_cap_ends_a_request_and_is_never_exceeded(caps: dict[str, Any], limit:
 
 
 def test_the_caps_of_the_server_win() -> None:
-    """Neither body nor headers of a request can raise the caps of --request-*."""
+    """A request cannot raise the caps of --request-*, neither by its body nor by its headers."""
     asked = parse_chat(
         body(atts={"max_calls": 900, "max_total_tokens": 50}),
         {"x-atts-max-seconds": "3"},
@@ -423,7 +423,7 @@ def test_a_run_can_be_seen_and_cancelled(stream: bool) -> None:
 
 
 def test_a_finished_run_shows_its_facts_and_no_text() -> None:
-    """Votes and spending are listed, but not the client's question."""
+    """The finished run lists votes and spending, but not the client's question."""
 
     async def main() -> None:
         async with serving() as client:

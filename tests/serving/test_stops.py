@@ -107,7 +107,9 @@ def test_a_single_model_stops_at_the_stop_string(model: str, stop: str | list[st
 
 
 def test_a_stop_string_across_calls_is_found() -> None:
-    """With chunks of two tokens, a stop string may begin in one chunk and end in another."""
+    """With chunks of two tokens, a stop string is found although it begins in one chunk and ends in
+    another.
+    """
 
     async def main() -> None:
         setup = toy_setup(policy=Policy(chunking=Chunking(draft_tokens=2)))
@@ -210,7 +212,7 @@ def test_null_and_no_stop_strings_change_nothing() -> None:
 
 
 def test_responses_refuse_stop_strings() -> None:
-    """The Responses API has no such field, and ignoring it would mislead the client."""
+    """The Responses API has no stop strings, and ignoring the field would mislead the client."""
 
     async def main() -> None:
         async with serving() as client:

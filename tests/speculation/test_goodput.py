@@ -164,7 +164,7 @@ def test_chosen_lengths_are_near_the_best_on_random_step_times(
 
 
 def test_a_drafter_with_a_high_fixed_cost_gets_long_requests() -> None:
-    """The cost of one token does not predict the cost of eight, so both are learned."""
+    """The cost of proposing one token does not predict the cost of eight, so both are learned."""
     machine = Machine(straight(1e-3, 2e-5), 2e-5, once=1e-3)
     machine.rate(400, 2, 0.9)
     fixed = [machine.fixed(length, 2, 0.9) for length in range(MOST + 1)]

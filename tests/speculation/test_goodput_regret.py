@@ -52,9 +52,7 @@ class Machine:
         self._slowness = 1.0
 
     def rate(self, steps: int, sequences: int) -> float:
-        """Return the tokens per second over this many steps, without the slowness of a shared
-        machine.
-        """
+        """Return the tokens per second over this many steps, as on a machine that is not shared."""
         each = [self._step(sequences) for _ in range(steps)]
         return sum(tokens for tokens, _ in each) / sum(seconds for _, seconds in each)
 
@@ -111,7 +109,9 @@ class Machine:
         return length if stands.all() else int(stands.argmin())
 
     def _noisy(self, seconds: float) -> float:
-        """Add a tenth to some times, a half to one in fifty, and much more on a shared machine."""
+        """Add a tenth to some times, a half to one time in fifty, and much more on a shared
+        machine.
+        """
         if self._is_shared:
             if self._random.random() < 0.01:
                 self._slowness = float(np.exp(0.35 * self._random.normal()))

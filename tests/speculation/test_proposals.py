@@ -24,8 +24,8 @@ def ask(
 
 
 def test_a_hint_is_followed_and_found_again_after_a_difference() -> None:
-    """Proposals follow the hint from its start, after accepted tokens, and where the text meets it
-    again.
+    """Proposals follow the hint from its start, after accepted tokens, and wherever the text agrees
+    with the hint again.
     """
     hints = HintProposer()
     hint = tuple(range(10, 30))

@@ -66,7 +66,7 @@ def test_a_change_of_the_fastest_scheme_is_noticed() -> None:
 
 
 def test_each_load_has_its_own_best_scheme() -> None:
-    """The best scheme for one sequence need not be the best for sixteen."""
+    """The best scheme is learned separately for one sequence and for sixteen sequences."""
     control = SchemeControl(2)
     used(control, lambda step: (1.0, 2.0), 1000, sequences=1)
     assert used(control, lambda step: (2.0, 1.0), 2000, sequences=16)[0] >= 1700
@@ -150,7 +150,7 @@ def test_a_useful_early_exit_is_found() -> None:
 
 
 def test_an_early_exit_that_cannot_pay_is_not_tried() -> None:
-    """With a cheap and correct draft hardly any outcome is missed, so drafts before the step are
+    """With a cheap and accurate draft hardly any outcome is missed, so drafting before the step is
     the fastest.
     """
     machine = Machine(0.98, (1.0, 0.9, 0.95, 0.99), (8, 8, 8, 8), (1.3, 1.8, 2.5, 1.6))

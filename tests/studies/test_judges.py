@@ -43,7 +43,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_problem_has_its_rollouts_and_one_experiment(recorded: Path) -> None:
-    """Chunks cover the rollout without a gap, and both models have a number for every token."""
+    """The chunks of each rollout are contiguous, and both models have a number for every token."""
     problems = judges.load(recorded)
     assert len(problems) == 6
     for problem in problems:

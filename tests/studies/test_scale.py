@@ -84,7 +84,7 @@ def test_a_step_serves_the_whole_batch(law: Any) -> None:
 
 
 def test_requests_queue_when_the_token_budget_is_full(law: Any) -> None:
-    """With room for one, the second starts when the first has ended."""
+    """If there is room for one request, the second starts when the first has ended."""
     room = (15 + 4) * law.grain
     ends, load = run_virtual(_timed, law, [(0.0, 15, 4), (0.0, 15, 4)], room)
     alone, _ = run_virtual(_timed, law, [(0.0, 15, 4)])

@@ -26,7 +26,7 @@ def backend(request: pytest.FixtureRequest) -> Literal["asyncio", "trio"]:
 
 
 def test_a_day_passes_at_once(backend: Backend) -> None:
-    """Sleeps cost no real time and end exactly when they should."""
+    """Sleeps for a day take no real time and end exactly when they should."""
 
     async def main() -> float:
         await anyio.sleep(86_400 * 3 + 0.125)
@@ -50,7 +50,7 @@ def test_arguments_and_errors_pass_through(backend: Backend) -> None:
 
 
 def test_sleepers_wake_in_the_order_of_their_deadlines(backend: Backend) -> None:
-    """Nested waits interleave as on a real clock."""
+    """Nested waits wake in the same order as on a real clock."""
     log: Log = []
 
     async def walk(name: str, steps: tuple[float, ...]) -> None:
@@ -86,7 +86,7 @@ def test_deadlines_are_virtual(backend: Backend) -> None:
 
 
 def test_work_does_not_move_the_clock(backend: Backend) -> None:
-    """However long tasks compute or yield, time stays until all of them wait."""
+    """Time does not advance while tasks compute or yield, but only when all of them wait."""
 
     async def main() -> float:
         for _ in range(1000):
@@ -169,7 +169,7 @@ def test_a_thread_that_needs_the_clock_does_not_deadlock(backend: Backend) -> No
 
 
 def test_a_hung_thread_can_be_abandoned(backend: Backend) -> None:
-    """A deadline over a thread that never ends still fires."""
+    """A deadline over a thread that never ends still takes effect."""
     release = threading.Event()
 
     async def main() -> bool:
@@ -196,7 +196,7 @@ def test_ready_input_is_read_before_time_jumps(backend: Backend) -> None:
 
 
 def test_patience_waits_for_input_that_is_on_its_way(backend: Backend) -> None:
-    """The clock waits for a socket that an unknown thread answers."""
+    """The clock waits for a socket although it does not know the thread that will write to it."""
     ours, theirs = socket.socketpair()
     helper = threading.Timer(0.02, theirs.sendall, (b"x",))
 

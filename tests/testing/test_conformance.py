@@ -203,7 +203,7 @@ class LogprobsDriftInCompany(Rig):
 
 
 class TrustsHints(Rig):
-    """An engine that takes a rollout's earlier text for the beginning of any later one."""
+    """An engine that treats a rollout's earlier text as the beginning of any later text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class ScoresAfterAll(ScriptedEngine):
 
 
 class MixesUpAnswers(Rig):
-    """An engine whose replies go to the caller that asked last, under load."""
+    """An engine that, under load, gives its replies to the caller that asked last."""
 
     last: SampleRequest | None = None
 

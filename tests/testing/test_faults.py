@@ -143,7 +143,7 @@ def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults]
 
 @ways
 def test_a_repeated_score_request_may_succeed(make: Callable[[Faults], Engine]) -> None:
-    """Scores have no seed, so equal requests are distinguished by their count."""
+    """Scores have no seed, so repeated equal requests are distinguished by their count."""
 
     async def main() -> set[str]:
         async with make(Faults({"refused": 0.5})) as engine:
@@ -153,7 +153,9 @@ def test_a_repeated_score_request_may_succeed(make: Callable[[Faults], Engine]) 
 
 
 def test_faults_can_be_limited_to_sampling_or_scoring() -> None:
-    """A target that scores badly may still sample well."""
+    """Faults may affect only sampling or only scoring: a target that scores badly may still sample
+    well.
+    """
 
     async def main() -> tuple[str, str]:
         async with inside(Faults({"nan": 1.0}, only="score")) as engine:

@@ -50,7 +50,7 @@ def answer(text: str) -> str | None:
     | st.from_regex(r"(So| we|: 17| plus|\.|\n|,| 8|\\boxed\{){0,20}", fullmatch=True)
 )
 def test_any_text_goes_to_ids_and_back(text: str) -> None:
-    """Encoding and decoding return the text, in both dialects and any script."""
+    """Any text is the same after encoding and decoding, in both dialects and any script."""
     for tokenizer in TOKENIZERS.values():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -101,7 +101,9 @@ def test_the_template_opens_the_assistants_turn_once() -> None:
 
 
 def test_dialects_have_different_digests() -> None:
-    """Equal digests mean equal ids, and an unknown dialect is an error."""
+    """Dialects with the same ids have equal digests, other dialects do not, and an unknown dialect
+    is an error.
+    """
     assert PLAIN.digest == ToyTokenizer().digest != TOKENIZERS["other"].digest
     assert PLAIN.encode("So we") != TOKENIZERS["other"].encode("So we")
     with pytest.raises(OptionError, match="known: plain, other"):
@@ -241,8 +243,8 @@ def test_distributions_that_were_forgotten_are_made_again(monkeypatch: pytest.Mo
 
 
 def test_problems_are_seeded_and_their_answers_correct() -> None:
-    """The same seed gives the same problems, another seed others, and the answer is the chain's
-    sum.
+    """The same seed gives the same problems, another seed gives others, and each answer is the sum
+    of the chain.
     """
     problems = toy_problems(200, seed=4)
     assert problems == toy_problems(200, seed=4)
@@ -362,7 +364,7 @@ def test_slips_raise_the_targets_perplexity_by_a_margin_one_can_set() -> None:
 
 
 def test_scores_cluster_by_question() -> None:
-    """A third to four fifths of the variance lies between questions, as in real traces."""
+    """A third to four fifths of the variance of scores is between questions, as in real traces."""
     scores = step_scores(TARGET, tokens=60)
     by_question: dict[str, list[float]] = {}
     for problem, score, _ in scores:

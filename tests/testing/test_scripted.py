@@ -88,7 +88,7 @@ def test_jitter_spreads_times_the_same_way_every_time() -> None:
 
 
 def test_real_latency_is_real() -> None:
-    """Outside virtual time the same engine really waits."""
+    """Outside virtual time the engine really waits for its latency."""
 
     async def main() -> float:
         async with ScriptedEngine(latency=Latency(per_sample=0.05)) as engine:
@@ -268,7 +268,7 @@ async def test_an_engine_serves_between_opening_and_closing_only() -> None:
 
 @pytest.mark.anyio
 async def test_a_draft_need_not_score() -> None:
-    """A capability that is not listed is refused as unsupported."""
+    """Scoring with an engine that does not list this capability is refused as unsupported."""
     async with ScriptedEngine(capabilities=frozenset({"sample"})) as engine:
         with pytest.raises(UnsupportedByEngine, match="cannot score"):
             await engine.score(ScoreRequest((3,), (4,)))

@@ -573,9 +573,9 @@ def _table(where: str, clock: Literal["seconds", "processor"], found: Mapping[st
     return Table.of(
         f"Methods side by side: {where}, {len(alone.solved)} problems x 8 samples, nominal rate "
         f"{RATE:g}",
-        f"method | vote right | speed-up, {by} | target tokens, of target-only | draft and scored "
-        f"tokens | "
-        "realised rate | turn RMS | question RMS | worst 500 in a row",
+        f"method | accuracy | speed-up, {by} | target tokens, share of target-only's | "
+        "draft and scored tokens | realised rate | RMS error by turn | RMS error by question | "
+        "largest error in 500 decisions",
         [_method_row(name, clock, one, alone) for name, one in found.items()],
         "Live: both engines share two cores. Processor time is compared, because wall time depends on"
         " how busy the machine was."
@@ -645,9 +645,8 @@ def study_ablations(options: Options) -> list[Table]:
     return [
         Table.of(
             "Ablations of the default policy",
-            "choice | option | vote right | minus default, points | target tokens | arithmetic | "
-            "time | "
-            "realised rate | rate error by question",
+            "choice | option | accuracy | minus the default's, points | target tokens | "
+            "arithmetic | time | realised rate | rate error by question",
             [_ablation_row(*each, default) for each in [("default", "atts", default), *found]],
             f"{count} problems x {SAMPLES} samples, rate {RATE:g}; arithmetic and time are those "
             f"of the option over "
@@ -806,9 +805,9 @@ def frontier_table(found: Mapping[str, Sum]) -> Table:
     return Table.of(
         f"The frontier: votes against arithmetic, {len(next(iter(found.values())).solved)} "
         f"problems, live",
-        "run | method | vote right | 95 % | target tokens | GFLOPs | on the frontier",
+        "run | method | accuracy | 95 % | target tokens | GFLOPs | Pareto-optimal",
         rows,
-        chart=Chart("GFLOPs", "vote right", "method", "log"),
+        chart=Chart("GFLOPs", "accuracy", "method", "log"),
     )
 
 

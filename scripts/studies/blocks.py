@@ -325,9 +325,9 @@ def study_simulated(options: Options) -> list[Table]:
             _row((servers, load, kind, name), one, found["models"]) for name, one in found.items()
         ]
     header = (
-        "GPUs | load | arrivals | served as | p50 s | p95 s | p95 to models | busy share | tokens "
-        "a busy second | "
-        "to models | weights GB | each once"
+        "GPUs | load | arrivals | served as | p50 s | p95 s | p95 relative to models | "
+        "busy share | tokens per busy second | relative to models | weights GB | "
+        "without replicas"
     )
     title = f"{VIRTUAL_TENANTS} tenants of {BASES} bases that share 80 % of their layers, {count} requests"
     first = Table.of(
@@ -379,8 +379,11 @@ def _published(options: Options, count: int) -> Table:
                     reached[1],
                 )
             )
-    header = "shared | skew | load | compared with | p95 | -33.5 % reached | tokens a busy second | +20.1 % reached"
-    return Table.of("What the published figures need, 12 GPUs", header, rows)
+    header = (
+        "share of layers shared | skew | load | compared with | change of p95 | -33.5 % "
+        "reached | change of tokens per busy second | +20.1 % reached"
+    )
+    return Table.of("Conditions for the published figures, 12 GPUs", header, rows)
 
 
 TENANTS = ("base", "adapter-1", "adapter-2", "tuned")
@@ -616,14 +619,15 @@ def study(options: Options) -> list[Table]:
             )
     title = f"{PROMPT} tokens in, {LENGTH} out, {count} requests, clock: processor time of one core"
     header = (
-        "layers shared | prompts | load of four engines | arm | p50 s | p95 s | tokens/s | rows of blocks"
-        " | in caches"
+        "layers shared | prompts | load of four engines | arm | p50 s | p95 s | "
+        "tokens/s | block rows | cached tokens"
     )
     once = f"One and four requests of each of four tenants at once, median of {rounds} rounds"
     return [
         Table.of(
             once,
-            "layers shared | requests of each | arm | tokens/s | to four engines | weights MB",
+            "layers shared | requests of each tenant | arm | tokens/s | relative to four "
+            "engines | weights MB",
             together_rows,
         ),
         Table.of(
@@ -703,7 +707,13 @@ def memory(options: Options) -> list[Table]:
         f"Memory of a family's processes, MB, most of {rounds} rounds; {_REQUESTS} requests of {_TOKENS} "
         "tokens to each"
     )
-    return [Table.of(title, "models | engines | one loop | a process each | to these", rows)]
+    return [
+        Table.of(
+            title,
+            "models | engines | one loop | separate processes | one loop relative to processes",
+            rows,
+        )
+    ]
 
 
 def family(folder: Path) -> Zoo:
@@ -821,7 +831,7 @@ def study_real(options: Options) -> list[Table]:
         learnt,
         Table.of(
             f"Relatives of {name} at once, in one loop and apart",
-            "requests of each | arm | tokens/s | to four engines | weights MB",
+            "requests of each tenant | arm | tokens/s | relative to four engines | weights MB",
             speeds,
             f"{', '.join(TENANTS)}; {PROMPT} prompt tokens, {LENGTH} written tokens; processor "
             "time of one core. The zoo "
@@ -861,8 +871,8 @@ def relatives(base: Path, scratch: Path, zoo: Zoo, steps: int) -> Table:
         rows.append((name, lesson.what, count / 1e6, before, after, round(seconds)))
     return Table.of(
         "Relatives trained here",
-        "model | what it is | million weights of its own | loss before, nats a token | after | "
-        "processor seconds",
+        "model | kind | own weights, millions | loss before, nats per token | loss "
+        "after | processor seconds",
         rows,
         f"{steps} steps of {BATCH} generated problems; adapters of rank {RANK}. The loss is "
         f"measured on {HELD_OUT * BATCH} problems of another split.",

@@ -127,9 +127,9 @@ def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> 
     )
     return Table.of(
         f"Every mode on the real stream at rate {rate:g}",
-        "order | rule | overall error | turn RMS | question RMS | worst rolling 500 | AUROC in "
-        "(question, turn) | "
-        "like the sort",
+        "order | rule | overall error | RMS error by turn | RMS error by question | "
+        "largest error in 500 decisions | AUROC in (question, turn) | agreement with "
+        "the sort",
         rows,
         headline=f"by turn the published rule is off by {by_turn}, by question by {by_question}; "
         f"ours by "
@@ -221,13 +221,12 @@ def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
         )
     return Table.of(
         f"Share of {runs} runs of {own} that notice another array within 300 scores",
-        "loaded calibration | scores | repeats | difference of question levels (SD) | noticed | "
-        "the other way | "
-        "best possible",
+        "loaded scores | number | repeats | difference of question levels (SD) | "
+        "noticed | noticed if swapped | best possible",
         rows,
         "The two MATH arrays of the same models, and the one published under another name, are the "
         "same law: nothing "
-        "to notice. The other way: runs of that array against this one. Best possible: the "
+        "to notice. Swapped: runs of the other array against this one. Best possible: the "
         "likelihood-ratio test of "
         "question levels and spreads at 19 questions and a false-alarm rate of 0.5 %, for a test "
         "that knows both laws "
@@ -349,8 +348,8 @@ def coverage(problems: int, options: Options) -> Table:
         coverage = fmean(_holds(ratio_interval(*costs(draw, problems)), known) for _ in range(runs))
         rows.append((f"ratio of costs, {law}", known, coverage, None, None))
     return Table.of(
-        f"What a nominal 95 % covers with {problems} problems of {SAMPLES} samples",
-        " | ".join(["what", "true value", *FORMULAS]),
+        f"Coverage of nominal 95 % intervals with {problems} problems of {SAMPLES} samples",
+        " | ".join(["quantity", "true value", *FORMULAS]),
         rows,
         f"{many:,} simulated benchmarks a row, {runs:,} for differences and ratios, and a "
         "quarter as many for maj@5, where wrong answers have three values; "
@@ -401,8 +400,8 @@ def paired_averages(options: Options) -> Table:
             rows.append((law, gain, problems, samples, *cells))
     return Table.of(
         "Paired differences of averages: coverage and power",
-        "accuracies | gain | problems | samples | covered | shown | covered by plain t | shown | "
-        "covered by the bootstrap | shown",
+        "accuracies | gain | problems | samples | coverage | power | coverage of plain "
+        "t | power | coverage of the bootstrap | power",
         rows,
         f"{runs:,} simulated pairs of runs per row. The table shows how often the interval "
         "excludes 0 (p below 0.05); at gain 0 this is a false positive. Accuracies are Beta(1, 1), "
@@ -444,7 +443,7 @@ def rankings(options: Options) -> Table:
             rows.append((skill, questions, known[0], covered[0], known[1], covered[1]))
     return Table.of(
         "Within questions: AUROC and gain over a coin",
-        "skill of the score | questions | AUROC | covered | gain at rate 0.2 | covered",
+        "skill of the score | questions | AUROC | coverage | gain at rate 0.2 | coverage",
         rows,
         f"{runs:,} simulated runs a row: 8 rollouts a question, 2 to 6 chunks a rollout, "
         "whose scores have a common part for the question and one for the rollout. "
@@ -480,7 +479,7 @@ def _around(values: Floats, reach: float) -> Ends:
 
 
 FORMULAS: Mapping[str, Callable[[Floats], Ends]] = {
-    "ours": _ours,
+    "atts": _ours,
     "inspect_ai": lambda values: _around(values, float(stats.t.ppf(0.975, values.size - 1))),
     "lm_eval": lambda values: _around(values, 1.96),
 }
@@ -707,14 +706,14 @@ def small_runs(folder: Path, options: Options) -> Table:
                     cells += [math.sqrt(fmean(error**2 for error in errors)), fmean(caught)]
                 rows.append((f"{problems} x {samples}", order, rate, *cells))
     return Table.of(
-        "How far the default mode ends from its rate (root mean square)",
-        "problems x samples | order | rate | problems counted | worst caught | streaming in | "
-        "worst caught | coin | worst caught",
+        "Error of the default mode's realised rate (root mean square)",
+        "problems x samples | order | rate | error, size known | worst escalated | "
+        "error, size unknown | worst escalated | error, coin | worst escalated",
         rows,
         f"{runs} runs a row, problems of a recorded run drawn with replacement, 64 rollouts in "
         f"flight; times follow "
-        "lengths. *Worst caught* is the escalated share of the chunks with the highest scores, "
-        "of which it counts as many as the rate allows.",
+        "lengths. *Worst escalated* is the escalated share of the chunks with the highest "
+        "scores, as many chunks as the rate allows.",
     )
 
 
@@ -907,8 +906,8 @@ def study_replay(options: Options) -> list[Table]:
     return [
         Table.of(
             "Replays compared with live runs",
-            "changed | runs | decisions that differ | votes left unknown | bounds of the accuracy | "
-            "live accuracy | bounds that hold it",
+            "changed setting | runs | decisions that differ | unknown votes | bounds of the "
+            "accuracy | live accuracy | bounds that contain it",
             rows,
             "Recorded runs of the embedded pair on 20 problems of 8 samples at rate 0.2, and for each "
             "change a live run of the same problems with another seed. Bounds: means of their ends. "
@@ -989,13 +988,11 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
             )
         )
     return Table.of(
-        "Small runs, live: how far they end from their rate, and what of the worst chunks went "
-        "over",
-        "problems x samples | order | rate | runs | RMS error, counted | worst caught | RMS error, "
-        "streaming in | worst caught | RMS error, coin | worst caught | "
-        "answers right more often than with the coin | "
-        "chunks escalated, streaming in over counted | answers right more often, counted | "
-        "the same, where streaming in escalated as many",
+        "Small runs, live: error of the realised rate, escalated worst chunks, accuracy",
+        "problems x samples | order | rate | runs | error, size known | worst escalated "
+        "| error, size unknown | worst escalated | error, coin | worst escalated | "
+        "accuracy minus the coin's | chunks escalated, size unknown / known | accuracy, "
+        "size known minus unknown | the same at equal numbers of escalated chunks",
         rows,
         "Runs of the embedded pair on arithmetic problems, sorted by level or not, with 64 "
         "rollouts in flight, each with the size of the "

@@ -868,7 +868,7 @@ def _kernel(lab: Lab) -> Table:
     rows: list[Row] = [tuple(one[name] for name in names) for one in lab.parts.get("kernel", [])]
     return Table.of(
         "The attention kernel compared with gathered slots in float32",
-        "heads of | type | largest difference | state",
+        "model | type | largest difference | kernel",
         rows,
         "Random keys in scattered slots: blocks of 1 to 16 rows, contexts up to 616 tokens; for "
         "the embedded target a "
@@ -890,8 +890,8 @@ def _exactness(lab: Lab) -> Table:
     ]
     return Table.of(
         "The embedded target on the device compared with float32 on a CPU",
-        "computed as | texts | equal texts | tokens up to a first difference | log-prob off, mean "
-        "| largest",
+        "computed as | texts | equal texts | tokens before the first difference | error "
+        "of log-probs, mean | largest",
         rows,
         "Texts under four laws (greedy, .7, top-p, top-k with min-p) with the same random numbers; "
         "the log-probs are "
@@ -904,9 +904,8 @@ def _decoding(lab: Lab) -> Table:
     rows = [row for size in sizes for row in _rows_of(lab, size)]
     return Table.of(
         "Writing: models of random weights",
-        "shape | rollouts | tokens/s | ms a step | least ms | share of the limit | without graphs, "
-        "ms | "
-        "transformers.generate, tokens/s | ratio",
+        "shape | rollouts | tokens/s | ms per step | least ms | share of the limit | "
+        "without graphs, ms | transformers.generate, tokens/s | ratio",
         rows,
         f"Prompts of {lab.sizes.prompt} tokens, {lab.sizes.tokens} written by each rollout, "
         f"temperature .7, the whole "
@@ -946,7 +945,7 @@ def _scoring(lab: Lab) -> Table:
     return Table.of(
         f"Scoring {lab.sizes.chunk} new tokens on each of several rollouts of {lab.sizes.prefix} "
         f"known ones",
-        "shape | rollouts | scored tokens/s | to tokens written a second",
+        "shape | rollouts | scored tokens/s | relative to written tokens/s",
         sorted(rows, key=lambda row: (str(row[0]), row[1])),
         "All chunks at once, whole step loop, the better of two rounds.",
     )
@@ -964,9 +963,9 @@ def _pairs(lab: Lab) -> Table:
                 rows.append(row)
     return Table.of(
         "Padded pairs: a question at a time, its rollouts side by side",
-        "draft/target | rollouts | method | questions | s a question | times target-only | right "
-        "by vote | difference "
-        "to target-only, points | right of rollouts | tokens a question: draft, scored, target",
+        "draft/target | rollouts | method | questions | s per question | speed-up over "
+        "target-only | accuracy | minus target-only's, points | pass@1 | tokens per "
+        "question: draft, scored, target",
         rows,
         f"Padded: the embedded models' words and answers at the cost of models of that size, "
         f"computed for real; "
@@ -1040,8 +1039,8 @@ def _speculation(lab: Lab) -> Table:
         )
     return Table.of(
         "The target alone, with and without speculation",
-        "drafter/target | rollouts | proposals | tokens/s | to none | share of proposed tokens "
-        "that stood",
+        "drafter/target | rollouts | proposals | tokens/s | relative to none | accepted "
+        "share of proposed tokens",
         sorted(rows, key=lambda row: (str(row[0]), int(str(row[1])))),
         "Padded, temperature .7; three rounds of one question's rollouts after two that are not "
         "counted. `auto` takes "

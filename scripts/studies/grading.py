@@ -224,7 +224,8 @@ def beside(name: str, pairs: Sequence[Pair]) -> Table:
     )
     return Table.of(
         f"{name}: {len(pairs)} pairs",
-        "checker | right | false equal | raised | median ms | p99 ms | × atts' median",
+        "checker | correct verdicts | false equal | exceptions | median ms | p99 ms | × "
+        "atts' median",
         rows,
         headline=f"right verdicts on {len(pairs)} pairs: {shares}",
     )
@@ -497,7 +498,7 @@ def sympy_questions(sets: dict[str, list[Pair]]) -> Table:
         rows.append((name, len(pairs), len(seconds), share, decided, middle))
     return Table.of(
         "The share of sympy",
-        "set | pairs | put to sympy | share | decided | median ms of these",
+        "set | pairs | passed to sympy | share | decided | median ms in sympy",
         rows,
         "Wall time of one question to sympy in a running worker process. The medians "
         "above exclude this time, because few pairs need sympy.",

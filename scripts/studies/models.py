@@ -215,7 +215,7 @@ def _evidence(target: Llama, encoder: Encoder, drafts: Sampled, limit: int) -> T
     )
     return Table.of(
         "Chunk scores as evidence",
-        "right chunks | wrong chunks | area",
+        "correct chunks | wrong chunks | AUROC",
         [(len(right), len(wrong), better)],
         "Area under the curve: the chance that a right chunk scores better than a wrong one.",
     )
@@ -366,7 +366,7 @@ def study_distillation(options: Options) -> list[Table]:
     return [
         Table.of(
             ROUND_TRIP,
-            "draft | seeds | KL a token | change | chunks escalated, % | change, points | "
+            "draft | seeds | KL per token | change | chunks escalated, % | change, points | "
             "rollouts correct, % | change, points",
             rows,
             f"{count // 2} problems left out of the training, 4 rollouts each, {epochs} epochs; 95 % "

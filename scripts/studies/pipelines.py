@@ -213,19 +213,19 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
     rows: list[Row] = [
         ("problems x samples", f"{total['problems']} x {EXACT_SAMPLES}"),
         (
-            "rollouts identical to the target's alone",
+            "rollouts identical to those of the target alone",
             f"{total['rollouts'] - len(flips)} of {total['rollouts']}",
         ),
         ("rollouts that differ", interval(differing)),
         (
-            f"of these, first at a draw within {NEAR:g} of the border of both tokens",
+            f"rollouts that first differ at a draw within {NEAR:g} of the border of both tokens",
             f"{near} of {len(flips)}",
         ),
         ("votes identical", f"{total['same_votes']} of {total['problems']}"),
-        ("tokens of the target", f"{total['target_tokens']:,}"),
-        ("of these drawn while it scored", f"{total['drawn_tokens']:,}"),
-        ("tokens of the draft", f"{total['draft_tokens']:,}"),
-        ("of these thrown away", f"{total['wasted_tokens']:,}"),
+        ("target tokens", f"{total['target_tokens']:,}"),
+        ("target tokens drawn while scoring", f"{total['drawn_tokens']:,}"),
+        ("draft tokens", f"{total['draft_tokens']:,}"),
+        ("draft tokens discarded", f"{total['wasted_tokens']:,}"),
     ]
     rows += [
         (f"flip: {one.problem}/{one.sample} at token {one.place}", f"{one.margin:.2g}")
@@ -233,7 +233,7 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
     ]
     return Table.of(
         "Method exact compared with target-only: the same seed, engines of its own for each",
-        "what | number",
+        "quantity | value",
         rows,
         "A draw takes the token whose probability interval contains a uniform random "
         "number. Scoring computes a chunk at once and decoding one token at a time, so "
@@ -307,9 +307,9 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
     return Table.of(
         f"Time, {how}, {count * TIMED_ROUNDS} problems x {TIMED_SAMPLES} samples, the same vote and early stop "
         f"everywhere",
-        "method | right | seconds | speed-up | processor time | d | s | g | bound d + s + g | "
-        "measured part | "
-        "deviation | draft tokens | scored | target tokens | of these drawn while scoring",
+        "method | accuracy | seconds | speed-up | processor time | d | s | g | bound d "
+        "+ s + g | measured | deviation | draft tokens | scored | target tokens | drawn "
+        "while scoring",
         [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
         "All methods were measured in interleaved blocks of one run. The base is the "
         "faster target-only without speculation. Processor time is that of this "
@@ -658,9 +658,8 @@ def methods(
     seeds = {piece.seed for piece in alone.pieces}
     return Table.of(
         f"{title}: {len(problems)} problems x {samples} samples x {len(seeds)} seeds",
-        f"method | vote right | minus {base}, points | pass@1 | pass@1 minus, points | draft "
-        f"tokens | scored | "
-        f"target tokens | of {base} | GFLOPs | seconds | speed-up | escalated",
+        f"method | accuracy | minus {base}'s, points | pass@1 | minus {base}'s, points | draft tokens | "
+        f"scored | target tokens | share of {base}'s | GFLOPs | seconds | speed-up | escalated",
         [_method(name, one, alone) for name, one in found.items() if one.pieces],
         f"Speed-up: {base}'s seconds over the method's, block by block, interleaved in one run; "
         f"median and range; "
@@ -714,8 +713,8 @@ def scores_asked(
         )
     return Table.of(
         f"{title}: {len(alone.by_problem(right))} problems x {samples} samples",
-        f"gate | drafted tokens | of chunks decided on by a score | asked of the target | change | "
-        f"vote minus {base}, points",
+        "gate | drafted tokens | in chunks decided by a score | scored by the target | change | "
+        f"accuracy minus {base}'s, points",
         rows,
         f"Change: tokens that the target scored, compared with scoring every chunk that {base} decides"
         " on by a score. Equal chunks after equal prefixes are scored once; an escalated chunk is "
@@ -746,7 +745,7 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
     coins = math.sqrt(fmean(nominal * (1 - nominal) / n for n in asked)) if asked else math.nan
     return Table.of(
         f"Rate control of {arm} in the live pipeline, nominal {nominal:g}, {samples} samples",
-        "group | decisions | realised rate | minus nominal",
+        "group | decisions | realised rate | minus nominal rate",
         rows,
         f"By question ({len(asked)} of them), the root mean square of realised minus nominal rate is "
         f"{found.rate_error(nominal):.3f}; independent coins at the nominal rate would "
@@ -764,13 +763,13 @@ def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
     single = found.minus(alone, share)
     part = found.each("target") / alone.each("target")
     rows: list[tuple[str, str, bool]] = [
-        ("vote not below target-only: lower end above -1 point", points(vote), vote.low > -0.01),
+        ("accuracy not below target-only's: lower end above -1 point", points(vote), vote.low > -0.01),
         ("target tokens at most 20 % of target-only's", f"{100 * part:.1f} %", part <= 0.2),
         ("pass@1 at least target-only's", points(single), single.value >= 0),
     ]
     return Table.of(
         f"The claim for {arm}, {samples} samples",
-        "what | measured | met",
+        "requirement | measured | met",
         [(what, measured, "yes" if is_met else "no") for what, measured, is_met in rows],
     )
 
@@ -795,11 +794,11 @@ def curve(title: str, found: Mapping[tuple[str, int], Sum], *notes: str) -> Tabl
     problems = len(next(iter(found.values())).solved)
     return Table.of(
         f"{title}: {problems} problems, live",
-        "method | at most | vote right | 95 % | pass@1 | target tokens | all tokens | GFLOPs | "
-        "seconds per problem",
+        "method | limit | accuracy | 95 % | pass@1 | target tokens | all tokens | "
+        "GFLOPs | seconds per problem",
         rows,
         *notes,
-        chart=Chart("at most", "vote right", "method", x_scaling="log"),
+        chart=Chart("limit", "accuracy", "method", x_scaling="log"),
     )
 
 
@@ -1125,7 +1124,7 @@ def _map(groups: Sequence[Group], drafts: str, load: str) -> Table:
             rows.append((*place, *cells))
         rows += [(panel, _target(size), "GPU", None, NOT_YET, "-") for size in SIZES]
     return Table.of(
-        "Where it pays: time of the best alternative over that of atts",
+        "Gain: time of the best alternative divided by the time of atts",
         "setting | target | rollouts | atts is faster by | best alternative | median and range",
         rows,
         "A number above 1 means that atts is faster. The alternatives have the "
@@ -1145,7 +1144,7 @@ def _advice(groups: Sequence[Group]) -> Table:
         (*lead, sentence([(one.cell.samples, one.medians()) for one in own]))
         for lead, own in groupby(groups, lambda group: group.lead)
     ]
-    return Table.of("What to take", "setting | target | take", rows)
+    return Table.of("Fastest methods", "setting | target | fastest method", rows)
 
 
 def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
@@ -1224,8 +1223,8 @@ def _arms(groups: Sequence[Group]) -> Table:
                 rows.append((*group.lead, group.cell.samples, method, str(times), right, *tokens))
     return Table.of(
         "Every arm: time in units of the target alone",
-        "setting | target | rollouts | method | time, median and range | right | draft tokens | "
-        "scored | target tokens",
+        "setting | target | rollouts | method | time, median and range | correct | "
+        "draft tokens | scored | target tokens",
         rows,
     )
 

@@ -547,7 +547,7 @@ CLAIMS = tuple(
          "(next but one)"),
         ("At which accuracy?", "pipelines", ("The claim: ",), "./scripts/bench pipelines --full",
          "embedded models, graded arithmetic"),
-        ("And where each engine has GPUs of its own?", "scale", ("What is gained",), "./scripts/scale",
+        ("And where each engine has GPUs of its own?", "scale", ("Gains: ",), "./scripts/scale",
          "virtual time with published costs; all methods write equally much; accuracy is not "
          "simulated"),
         ("How exact is the rate, compared with the published rule?", "calibration",

@@ -569,9 +569,9 @@ def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
         rows.append((role, *coefficients, 1e6 * cost.request, *shares, error))
     return costs, Table.of(
         "The embedded pair's costs on this machine",
-        "engine | a, ms a step | b, us a sequence | c, ns a KV token | d, us a fed token | us a "
-        "request | "
-        "next to the other, processor | next to the other, wall | fit's relative error",
+        "engine | a, ms per step | b, us per sequence | c, ns per KV token | d, us per "
+        "fed token | us per request | next to the other, processor | next to the other, "
+        "wall | fit's relative error",
         rows,
         f"Least squares over {len(pieces_of('draft'))} and {len(pieces_of('target'))} kinds of "
         f"work (decoding at "
@@ -659,9 +659,9 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
     )
     return Table.of(
         "Predicted and measured times on this machine",
-        "live run on the embedded pair | runs | calls | processor s | predicted | draft | target | "
-        "event loop | "
-        "wall s | predicted wall | waited for a processor",
+        "live run on the embedded pair | runs | calls | processor s | error | of the "
+        "draft | of the target | of the event loop | wall s | error of wall | waited "
+        "for a processor",
         rows,
         summary,
         f"Embedded pair: {pair_mark()}. {next(iter(seen.runs)).problems} problems a run, none "
@@ -950,9 +950,8 @@ def costs_table(law: TraceLaw) -> Table:
 
     return Table.of(
         "The modelled engines",
-        "engine | a, ms a step | b, us a sequence | c, ns a KV token | d, us a prefilled token | "
-        "KV tokens | "
-        "tokens/s at batch 1 | at batch 128 | origin",
+        "engine | a, ms per step | b, us per sequence | c, ns per KV token | d, us per "
+        "prefilled token | KV tokens | tokens/s at batch 1 | at batch 128 | origin",
         [
             row("70B target", EIGHT.target, EIGHT.target_kv),
             row("8B draft", EIGHT.draft, EIGHT.draft_kv),
@@ -1006,8 +1005,8 @@ class _Grids:
         return Table.of(
             f"Samples per question, {pair.name}: 1 replica, 256 rollouts in flight, rate 0.2, up "
             f"to 15 turns",
-            "samples | method | s a question | tokens/s | r | draft busy | target busy | realised "
-            "rate",
+            "samples | method | s per question | tokens/s | r | draft busy | target busy | "
+            "realised rate",
             rows,
             chart=Chart("samples", "tokens/s", "method", "log", "log"),
         )
@@ -1041,10 +1040,9 @@ class _Grids:
                             f"{times(gains[4])} question by question"
                         )
         return Table.of(
-            "What is gained: the same work and the same share of target tokens",
-            "pair | samples | rate | over target-only | votes settle | chunks replaced | over "
-            "top-b rounds | "
-            "over question by question",
+            "Gains: the same work and the same share of target tokens",
+            "pair | samples | rate | over target-only | with early stop | with chunks "
+            "replaced | over top-b rounds | over question by question",
             rows,
             headline="with a 70B target, 16 samples, rate 0.2: " + "; ".join(parts),
         )
@@ -1066,10 +1064,10 @@ class _Grids:
                 )
         return Table.of(
             "Turns: 8B/70B, rate 0.2",
-            "samples | turns at most | over target-only | over top-b | Ts share of top-b | r of "
-            "atts | r of top-b",
+            "samples | limit of turns | over target-only | over top-b | Ts share of top-b | "
+            "r of atts | r of top-b",
             rows,
-            chart=Chart("turns at most", "Ts share of top-b", "samples"),
+            chart=Chart("limit of turns", "Ts share of top-b", "samples"),
         )
 
     def rates(self) -> Table:

@@ -109,7 +109,7 @@ def study_remote(options: Options) -> list[Table]:
     ours = [row for row in rows if row[1] == "atts"][-1]
     table = Table.of(
         "Throughput of servers",
-        "in flight | client | requests/s | of aiohttp | client CPU ms/request",
+        "in flight | client | requests/s | relative to aiohttp | client CPU ms/request",
         rows,
         f"A server in another process answers completions of {TOKENS} tokens after "
         f"{DELAY_SECONDS * 1000:g} ms. "
@@ -545,9 +545,9 @@ def _table(
     each = sum(live.processor for live in lives) / max(1, sum(live.calls for live in lives))
     return Table.of(
         "Paced servers: every method over HTTP on real clocks",
-        "pair | rollouts | method | seconds | speed-up | speed-up in virtual time | time over "
-        "virtual time | "
-        "waits for siblings | in virtual time | right",
+        "pair | rollouts | method | seconds | speed-up | speed-up in virtual time | "
+        "time relative to virtual time | waiting for siblings | waiting in virtual time "
+        "| correct",
         rows,
         f"Problems: {problems}. Both servers run {faster:g} times as fast as the GPUs whose published step "
         "times they imitate (8B: one H100, 70B: four). A token of the embedded pair "
@@ -685,8 +685,8 @@ async def _hosted_table(
         )
     return Table.of(
         f"Scores over a chat API without log-probabilities: {title}",
-        "score | escalated | pass@1 | vote | pass@1 above its coin, points | "
-        "target tokens written, a problem | scored | calls",
+        "score | escalated | pass@1 | accuracy | pass@1 minus the coin's, points | "
+        "target tokens written per problem | scored | calls",
         rows,
         f"{len(problems)} problems, {HOSTED_SAMPLES} rollouts each, nominal rate {HOSTED_RATE}; 95 % "
         "intervals over problems. Each score is compared with the coin that escalates the same "

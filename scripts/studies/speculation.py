@@ -150,9 +150,9 @@ def study(options: Options) -> list[Table]:
                     places[name] = _positions(name, arms["k=auto"].speculation)
         theirs = _beside_transformers(lab)
     choices = (
-        "draft | sequences | best fixed | k=auto, ratio to it | to plain decoding | in its first "
-        "round | "
-        "mean k chosen | seconds expected over come"
+        "draft | sequences | best fixed length | k=auto over best fixed | k=auto over "
+        "plain | over plain, first round | mean k chosen | expected over measured "
+        "seconds"
     )
     header = "draft | " + " | ".join(str(place) for place in range(1, 9))
     return [
@@ -166,7 +166,9 @@ def study(options: Options) -> list[Table]:
             "before the compared ones; in the first round, with n=1, it has learned "
             "nothing yet.",
         ),
-        Table.of("How often a place stands when all before it do", header, places.values()),
+        Table.of(
+            "Acceptance by position, if all earlier tokens are accepted", header, places.values()
+        ),
         theirs,
     ]
 
@@ -285,8 +287,8 @@ def _beside_transformers(lab: Lab) -> Table:
         measures["assisted"] = partial(theirs, assistant_model=draft)
         seen = interleaved(measures, lab.options.pick(2, 4, 9))
     return Table.of(
-        "Beside assisted generation of `transformers`, one text after another",
-        "`generate` | its tokens a processor second | k=auto, ratio of tokens a processor second",
+        "Compared with assisted generation of `transformers`, one text after another",
+        "`generate` | tokens per processor second | k=auto over `generate`",
         [
             (name, 1 / Spread.of(seen[name]).median, str(ratio(seen, name, "k=auto")))
             for name in ("generate", "assisted")
@@ -299,10 +301,10 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
     firsts = [row for row in rows if row[0] == "embedded" and row[2] == "k=auto"]
     figures = ", ".join(f"{row[3]} at {row[1]}" for row in firsts)
     return Table.of(
-        "Beside plain decoding",
-        "draft | sequences | arm | ratio of tokens a processor second | of tokens a second | "
-        "tokens a step and sequence | proposed tokens that stood | share of time spent on "
-        "proposing",
+        "Compared with plain decoding",
+        "draft | sequences | arm | speed-up in processor time | in wall time | tokens "
+        "per step and sequence | accepted share of proposals | share of time spent on "
+        "proposals",
         rows,
         f"Embedded target on arithmetic problems, {SAMPLES} texts each, temperature "
         f"{LAW.temperature}; one thread. "
@@ -692,7 +694,10 @@ def closed_forms(options: Options) -> Table:
             (accepted, cost_ratio, name, line.rate, formula, line.rate / formula - 1)
             for name, line, formula in found
         ]
-    header = "acceptance | draft steps a target step | scheme | devices | closed form | difference"
+    header = (
+        "acceptance | draft steps per target step | scheme | simulated devices | closed "
+        "formula | difference"
+    )
     return Table.of("Speed-up over plain decoding, independent acceptances", header, rows)
 
 
@@ -826,17 +831,20 @@ def published(options: Options) -> Table:
             )
         )
     header = (
-        "system | published | costs | at acceptance 1 | needs acceptance | devices there | over best "
-        "serial | verdict"
+        "system | published | costs | at acceptance 1 | acceptance needed | simulated "
+        "with it | published over best serial | verdict"
     )
     note = (
-        "The column *needs* has the acceptance rate at which the closed formula gives "
+        "*Acceptance needed* is the acceptance rate at which the closed formula gives "
         "the published figure, if all tokens have the same one. The acceptance rates "
         "of these settings were not published, so agreement shows consistency with the "
         "costs and is no confirmation."
     )
     return Table.of(
-        "Published speed-ups over plain decoding, and what they need", header, rows, note
+        "Published speed-ups over plain decoding, and the acceptance that they need",
+        header,
+        rows,
+        note,
     )
 
 
@@ -952,8 +960,11 @@ def recorded(options: Options, texts: Recorded) -> list[Table]:
         for name, ranks in drafts.items()
         for row in _replayed(name, _flat(ranks), _flat(trained))
     ]
-    header = "draft | acceptance | costs | scheme | speed-up | tokens a target step | hit rate | wasted branches a step"
-    guesses = f"who guesses | n | first | first {_FAN} | first {_TOP} | outcome among them, windows of {_WINDOW}"
+    header = (
+        "draft | acceptance | costs | scheme | speed-up | tokens per target step | hit "
+        "rate | wasted branches per step"
+    )
+    guesses = f"guesses by | n | first | first {_FAN} | first {_TOP} | outcome guessed, windows of {_WINDOW}"
     return [
         Table.of("The target's next token among guesses", guesses, hits),
         Table.of("Recorded acceptances at the costs of larger models, virtual time", header, rows),
@@ -1247,7 +1258,10 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
                 )
             )
     title = f"One sequence at a time, over plain decoding, embedded target{pad and f' at the cost of {pad} weights'}"
-    header = "arm | same texts | speed-up | tokens a step | hit rate | late | wasted a step | draft passes a token"
+    header = (
+        "arm | same texts | speed-up | tokens per step | hit rate | late | wasted per "
+        "step | draft passes per token"
+    )
     return Table.of(
         title, header, rows, f"{count} texts, {rounds} interleaved rounds.", spent.disturbance()
     )

@@ -20,7 +20,7 @@ def test_the_processor_time_of_live_runs_is_predicted() -> None:
     """
     costs, predicted = scale.local_validation(Options("quick"))
     assert [row[0] for row in costs.rows] == ["draft", "target"]
-    column = predicted.columns.index("predicted")
+    column = predicted.columns.index("error")
     errors: list[Any] = [float(str(row[column]).rstrip("%")) / 100 for row in predicted.rows]
     assert len(errors) == 4
     assert max(map(abs, errors)) < 1 / 3, predicted.markdown()

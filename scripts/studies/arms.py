@@ -67,8 +67,7 @@ Watch = Callable[[str, Sequence[Outcome]], Awaitable[None]]
 class Arm:
     """A row of a comparison: a name, and the setup of its runs.
 
-    `Pair.plan` derives the seed of the runs' random numbers from the session's seed and the arm's
-    name.
+    `Pair.plan` derives the seed of the arm's random numbers from the study's seed and the arm's name.
     """
 
     name: str
@@ -582,7 +581,7 @@ def _table(where: str, clock: Literal["seconds", "processor"], found: Mapping[st
         if clock == "processor"
         else "A toy model with true log-probabilities. At most 16 draft and 4 target requests run at once;"
         " a draft token takes 12 ms, a target token 45 ms, about as in the published runs.",
-        headline=f"asked for {RATE:g}, the published rule takes over {rates[0]}, ours under the "
+        headline=f"at nominal rate {RATE:g}, the published rule escalates {rates[0]}, ours under the "
         f"same policy {rates[1]}"
         f". Our default spends where it helps and promises less: {rates[2]}",
     )
@@ -648,9 +647,8 @@ def study_ablations(options: Options) -> list[Table]:
             "choice | option | accuracy | minus the default's, points | target tokens | "
             "arithmetic | time | realised rate | rate error by question",
             [_ablation_row(*each, default) for each in [("default", "atts", default), *found]],
-            f"{count} problems x {SAMPLES} samples, rate {RATE:g}; arithmetic and time are those "
-            f"of the option over "
-            "the default's; 95 % intervals, paired by problem.",
+            f"{count} problems x {SAMPLES} samples, rate {RATE:g}. Arithmetic and time are the "
+            "option's divided by the default's. Intervals are at 95 %, paired by problem.",
         ),
         Table.of(
             "Which defaults would change",
@@ -952,9 +950,9 @@ def field_table(prices: Prices, found: Sequence[tuple[str, Sum]]) -> Table:
         "method | accuracy | 95 % | low | high | target tokens decoded | target tokens read | "
         "draft tokens | TFLOPs | GPU seconds | Pareto-optimal",
         rows,
-        f"Per problem. The accuracies are the embedded pair's; the prices are those of {prices.name}: "
-        f"{prices.draft_gpus} GPU for the draft and {prices.target_gpus} for the target, steps of "
-        f"{PRICED_BATCH} sequences with {PRICED_CONTEXT:,} tokens each.",
+        "Costs are per problem. The accuracies are the embedded pair's. The prices are those of "
+        f"{prices.name}: {prices.draft_gpus} GPU for the draft and {prices.target_gpus} for the target, "
+        f"steps of {PRICED_BATCH} sequences with {PRICED_CONTEXT:,} tokens each.",
         chart=Chart("GPU seconds", "accuracy", "method", "log", low="low", high="high"),
     )
 

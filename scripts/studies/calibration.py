@@ -174,7 +174,7 @@ def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
         runs = clean if name == own or options.effort == "full" else clean // 4
         kinds = {
             "clean": [stored] * runs,
-            "clean, and itself a sample": [_sampled(stored, n) for n in range(runs // 4)],
+            "clean, loaded scores drawn too": [_sampled(stored, n) for n in range(runs // 4)],
         }
         kinds |= {kind: [array] * broken for kind, array in _broken(stored).items()}
         for kind, loaded in kinds.items():
@@ -188,11 +188,9 @@ def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
         "Alarms within 300 scores of whole questions drawn from the array",
         "array | loaded calibration | runs | alarms | median score of the alarm | latest",
         rows,
-        "Clean runs draw questions with replacement from the array they are compared with: alarms "
-        "there are false. "
-        "In the second kind what was loaded is as many questions drawn in the same way, for each "
-        "run anew. "
-        "Made-up arrays: 60 questions of 16 scores whose levels are skewed, have heavy tails, or "
+        "Clean runs draw questions with replacement from the loaded array, so their alarms are false. "
+        "In the second kind of run, the loaded scores are also drawn in this way, separately for each run. "
+        "Made-up arrays have 60 questions of 16 scores, whose levels are skewed, have heavy tails, or "
         "are of two kinds.",
     )
 
@@ -224,14 +222,11 @@ def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
         "loaded scores | number | repeats | difference of question levels (SD) | "
         "noticed | noticed if swapped | best possible",
         rows,
-        "The two MATH arrays of the same models, and the one published under another name, are the "
-        "same law: nothing "
-        "to notice. Swapped: runs of the other array against this one. Best possible: the "
-        "likelihood-ratio test of "
-        "question levels and spreads at 19 questions and a false-alarm rate of 0.5 %, for a test "
-        "that knows both laws "
-        "(normal ones of the same moments); a monitor knows only one of them, and that from a "
-        "sample.",
+        "The two MATH arrays of the same models, and the array published under another name, have the "
+        "same distribution, so there is no difference to notice. Swapped: runs of the other array "
+        "against this one. Best possible: the likelihood-ratio test of question levels and spreads at "
+        "19 questions and a false-alarm rate of 0.5 %. This test knows both distributions (normal, "
+        "with the same moments), but a monitor knows only a sample of one.",
     )
 
 
@@ -351,11 +346,10 @@ def coverage(problems: int, options: Options) -> Table:
         f"Coverage of nominal 95 % intervals with {problems} problems of {SAMPLES} samples",
         " | ".join(["quantity", "true value", *FORMULAS]),
         rows,
-        f"{many:,} simulated benchmarks a row, {runs:,} for differences and ratios, and a "
-        "quarter as many for maj@5, where wrong answers have three values; "
-        "difficulties follow Beta distributions. The formulas of inspect_ai and "
-        "lm_eval were computed by this study: inspect_ai has none for differences and "
-        "ratios, and lm_eval treats two runs as independent.",
+        f"Each row has {many:,} simulated benchmarks; differences and ratios have {runs:,}. maj@5 has a "
+        "quarter of the benchmarks, with three values of wrong answers. Difficulties follow Beta "
+        "distributions. This study computed the formulas of inspect_ai, which has none for "
+        "differences and ratios, and of lm_eval, which treats two runs as independent.",
     )
 
 
@@ -445,8 +439,8 @@ def rankings(options: Options) -> Table:
         "Within questions: AUROC and gain over a coin",
         "skill of the score | questions | AUROC | coverage | gain at rate 0.2 | coverage",
         rows,
-        f"{runs:,} simulated runs a row: 8 rollouts a question, 2 to 6 chunks a rollout, "
-        "whose scores have a common part for the question and one for the rollout. "
+        f"{runs:,} simulated runs per row, with 8 rollouts per question and 2 to 6 chunks per "
+        "rollout. Scores have a common part for the question and one for the rollout. "
         "Skill is the number of standard deviations by which the chunks of wrong "
         "rollouts score worse.",
     )
@@ -710,9 +704,9 @@ def small_runs(folder: Path, options: Options) -> Table:
         "problems x samples | order | rate | error, size known | worst escalated | "
         "error, size unknown | worst escalated | error, coin | worst escalated",
         rows,
-        f"{runs} runs a row, problems of a recorded run drawn with replacement, 64 rollouts in "
-        f"flight; times follow "
-        "lengths. *Worst escalated* is the escalated share of the chunks with the highest "
+        f"{runs} runs per row. Problems are drawn from a recorded run with replacement, 64 rollouts are "
+        "in flight, and durations are proportional to lengths. "
+        "*Worst escalated* is the escalated share of the chunks with the highest "
         "scores, as many chunks as the rate allows.",
     )
 
@@ -909,9 +903,9 @@ def study_replay(options: Options) -> list[Table]:
             "changed setting | runs | decisions that differ | unknown votes | bounds of the "
             "accuracy | live accuracy | bounds that contain it",
             rows,
-            "Recorded runs of the embedded pair on 20 problems of 8 samples at rate 0.2, and for each "
-            "change a live run of the same problems with another seed. Bounds: means of their ends. "
-            "Live accuracy: all live runs together.",
+            "Recorded runs of the embedded pair on 20 problems of 8 samples at rate 0.2. Each "
+            "changed setting also has a live run on the same problems with another seed. Bounds are "
+            "means over runs, and the live accuracy is that of all live runs.",
         )
     ]
 
@@ -995,9 +989,8 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
         "size known minus unknown | the same at equal numbers of escalated chunks",
         rows,
         "Runs of the embedded pair on arithmetic problems, sorted by level or not, with 64 "
-        "rollouts in flight, each with the size of the "
-        "run known and unknown. *Worst* are the chunks with the highest scores, as "
-        "many as the rate allows. The last column interpolates linearly between the "
+        "rollouts in flight. Each run is made with its size known and unknown. *Worst* are "
+        "the chunks with the highest scores, as many as the rate allows. The last column interpolates linearly between the "
         "runs of the same seed at the two nearest rates.",
     )
 

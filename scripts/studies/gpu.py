@@ -947,7 +947,7 @@ def _scoring(lab: Lab) -> Table:
         f"known ones",
         "shape | rollouts | scored tokens/s | relative to written tokens/s",
         sorted(rows, key=lambda row: (str(row[0]), row[1])),
-        "All chunks at once, whole step loop, the better of two rounds.",
+        "All chunks are scored at once in the whole step loop; the faster of two rounds.",
     )
 
 
@@ -962,18 +962,15 @@ def _pairs(lab: Lab) -> Table:
             if row is not None:
                 rows.append(row)
     return Table.of(
-        "Padded pairs: a question at a time, its rollouts side by side",
+        "Padded pairs: one question at a time, its rollouts in parallel",
         "draft/target | rollouts | method | questions | s per question | speed-up over "
         "target-only | accuracy | minus target-only's, points | pass@1 | tokens per "
         "question: draft, scored, target",
         rows,
-        f"Padded: the embedded models' words and answers at the cost of models of that size, "
-        f"computed for real; "
-        f"temperature .7, rate {RATE}, early stop, methods in turn on each question. The embedded "
-        f"draft agrees with "
-        "its target on .98 of tokens, which flatters `exact` and speculation. Only questions that "
-        "both methods "
-        "finished are compared; intervals at 95 %, by question.",
+        "Padded models write the embedded models' texts, and compute as much as models of that size. "
+        f"Temperature 0.7, rate {RATE}, early stop, methods in turn on each question. The embedded "
+        "draft agrees with its target on 0.98 of tokens, which flatters `exact` and speculation. Only "
+        "questions that both methods finished are compared, with 95 % intervals over questions.",
     )
 
 
@@ -1042,11 +1039,10 @@ def _speculation(lab: Lab) -> Table:
         "drafter/target | rollouts | proposals | tokens/s | relative to none | accepted "
         "share of proposed tokens",
         sorted(rows, key=lambda row: (str(row[0]), int(str(row[1])))),
-        "Padded, temperature .7; three rounds of one question's rollouts after two that are not "
-        "counted. `auto` takes "
-        "what earlier texts and the drafter propose, as many tokens as pay. The embedded drafter "
-        "agrees with its "
-        "target on .98 of tokens, more than real ones do.",
+        "Padded models, temperature 0.7. Two uncounted rounds of one question's rollouts come before "
+        "the three counted rounds. `auto` proposes tokens from earlier texts and from the drafter, as "
+        "many as save time. The embedded drafter agrees with its target on 0.98 of tokens, more than "
+        "real drafters.",
     )
 
 
@@ -1057,7 +1053,7 @@ def _troubles(lab: Lab) -> Table:
         for (size,), shape in _found(lab, "shape")
         if shape["trouble"]
     ]
-    return Table.of("What failed", "part | reason", failed)
+    return Table.of("Failed parts", "part | reason", failed)
 
 
 Job = Callable[[Lab], None]

@@ -500,8 +500,8 @@ def sympy_questions(sets: dict[str, list[Pair]]) -> Table:
         "The share of sympy",
         "set | pairs | passed to sympy | share | decided | median ms in sympy",
         rows,
-        "Wall time of one question to sympy in a running worker process. The medians "
-        "above exclude this time, because few pairs need sympy.",
+        "*Median ms in sympy* is the wall time of one question in a running worker process. The "
+        "medians above exclude this time, because few pairs need sympy.",
     )
 
 

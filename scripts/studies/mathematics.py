@@ -319,11 +319,10 @@ def _paper(job: Job, arms: Mapping[str, Measured]) -> Table:
         f"{'s' * (repeats > 1)}; 95 % intervals over problems. Answers are graded here, by "
         f"equivalence.",
         "The presets of the paper take their scores from one first chunk per sample of the test "
-        "questions, as the published code does; that pass is in no time and no number of tokens here.",
+        "questions, as the published code does. Times and tokens here leave out this pass.",
         "Departures from the published code: " + "; ".join(PAPER_DEPARTURES) + ".",
-        f"Speed-up: seconds of the target alone over seconds of the arm, {how}. Arms run one after "
-        f"another on the same "
-        "engines, whose caches stay warm.",
+        f"Speed-up: seconds of the target alone divided by seconds of the arm, {how}. Arms run one "
+        "after another on the same engines, whose caches stay warm.",
     ]
     if known := job.published:
         published = (
@@ -337,10 +336,9 @@ def _paper(job: Job, arms: Mapping[str, Measured]) -> Table:
         )
         rows.append(("published, any of 16", *published))
         notes.append(
-            "The published row is the authors' own: answers judged by a model, their hardware, the "
-            "first 15 problems "
-            f"of AIME, another 50 for AMC. {job.pair.name} was not run by this project, which had "
-            f"no GPUs for it."
+            "The published row has the authors' numbers. A model judged the answers, on the authors' "
+            "hardware, for the first 15 problems of AIME and another 50 of AMC. This project had no "
+            f"GPUs to run {job.pair.name}."
         )
     return Table.of(
         f"{job.dataset.name}: {job.pair.draft} drafts, {job.pair.target} is the target",

@@ -243,7 +243,7 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
         "have no common border.",
         headline=f"method exact wrote {total['rollouts'] - len(flips):,} of {total['rollouts']:,} "
         f"rollouts token for "
-        f"token as the target alone; the others part at a draw on a border ({near} of "
+        f"token as the target alone; the others first differ at a draw on a border ({near} of "
         f"{len(flips)})",
     )
 
@@ -313,10 +313,10 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
         "All methods were measured in interleaved blocks of one run. The base is the "
         "faster target-only without speculation. Processor time is that of this "
-        f"process and its engines, compared with target-only on one thread. {written * 1e6:.0f} us per "
-        f"target token, "
+        f"process and its engines, compared with target-only on one thread. Measured alone in this "
+        f"run: {written * 1e6:.0f} us per target token, "
         f"{scored * 1e6:.0f} us per scored token ({scored / written:.2f} of it), "
-        f"{drafted * 1e6:.0f} us per draft token ({drafted / written:.2f}), each measured alone in this run.",
+        f"{drafted * 1e6:.0f} us per draft token ({drafted / written:.2f}).",
         headline=f"**{found['atts'].speed_up(base)}** times its speed, {words.split(',')[0]}",
     )
 
@@ -459,9 +459,8 @@ def _headline(ledger: Ledger, m: int) -> str:
     alone = ledger.of("target-only", m)
     seeds = len({piece.seed for piece in alone.pieces})
     return (
-        f"votes **{points(ours.minus(alone, right))}** points compared with the target alone, which "
-        f"writes "
-        f"{100 * ours.each('target') / alone.each('target'):.1f} % of the tokens it would write "
+        f"accuracy **{points(ours.minus(alone, right))}** points compared with the target alone, with "
+        f"{100 * ours.each('target') / alone.each('target'):.1f} % of its target tokens "
         f"({len(alone.by_problem(right))} problems x {m} samples x {seeds} seeds)"
     )
 
@@ -661,9 +660,8 @@ def methods(
         f"method | accuracy | minus {base}'s, points | pass@1 | minus {base}'s, points | draft tokens | "
         f"scored | target tokens | share of {base}'s | GFLOPs | seconds | speed-up | escalated",
         [_method(name, one, alone) for name, one in found.items() if one.pieces],
-        f"Speed-up: {base}'s seconds over the method's, block by block, interleaved in one run; "
-        f"median and range; "
-        "none where they ran at different times.",
+        f"Speed-up: seconds of {base} divided by the method's, block by block in one interleaved run "
+        "(median and range); none if both ran at different times.",
         *words,
     )
 
@@ -763,7 +761,11 @@ def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
     single = found.minus(alone, share)
     part = found.each("target") / alone.each("target")
     rows: list[tuple[str, str, bool]] = [
-        ("accuracy not below target-only's: lower end above -1 point", points(vote), vote.low > -0.01),
+        (
+            "accuracy not below target-only's: lower end above -1 point",
+            points(vote),
+            vote.low > -0.01,
+        ),
         ("target tokens at most 20 % of target-only's", f"{100 * part:.1f} %", part <= 0.2),
         ("pass@1 at least target-only's", points(single), single.value >= 0),
     ]
@@ -1200,9 +1202,9 @@ def _bounds(groups: Sequence[Group]) -> Table:
         "Time over the bound d + s + g",
         "setting | target | rollouts | method | time over the bound, median and range",
         rows,
-        "The bound adds the times of the method's tokens that the draft writes (d), "
-        "and that the target scores (s) and writes (g), each at the speed of the model "
-        "alone in this cell. A ratio below 1 means that the engines work at the same "
+        "The bound adds the times of the tokens that the draft writes (d), and that the "
+        "target scores (s) and writes (g). Each is at the speed of the model alone in this "
+        "cell. A ratio below 1 means that the engines work at the same "
         "time.",
     )
 

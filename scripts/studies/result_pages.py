@@ -543,29 +543,26 @@ CLAIMS = tuple(
     for fields in (
         ("How much faster than target-only?", "pipelines", ("Time, throughput", "Time, latency"),
          "./scripts/bench pipelines-time",
-         "embedded models on two shared cores; reading is cheap compared with writing on a GPU, not here "
-         "(next but one)"),
+         "embedded models on two shared cores; on GPUs, scoring is cheaper relative to writing (third row)"),
         ("At which accuracy?", "pipelines", ("The claim: ",), "./scripts/bench pipelines --full",
          "embedded models, graded arithmetic"),
-        ("And where each engine has GPUs of its own?", "scale", ("Gains: ",), "./scripts/scale",
-         "virtual time with published costs; all methods write equally much; accuracy is not "
+        ("How much faster on separate GPUs?", "scale", ("Gains: ",), "./scripts/scale",
+         "virtual time with published costs; all methods write the same amount; accuracy is not "
          "simulated"),
         ("How exact is the rate, compared with the published rule?", "calibration",
          ("Every mode on the real stream at rate 0.4",), "./scripts/bench calibration",
-         "recorded scores of one pair on 100 questions; what other decisions would have led to is "
-         "not replayed"),
-        ("And in a live run?", "against", ("Methods side by side: embedded pair",), "./scripts/bench against",
-         "by question: each has few decisions: coins at the nominal rate would err as well, by "
-         "less"),
+         "recorded scores of one pair on 100 questions; decisions do not change later scores"),
+        ("How exact in a live run?", "against", ("Methods side by side: embedded pair",), "./scripts/bench against",
+         "questions have few decisions, so coins also miss the rate by question, but by less"),
         ("Would another default be better?", "ablations", ("Which defaults would change",), "./scripts/bench ablations",
-         "the embedded pair; narrow wins are not looked for on so few problems"),
+         "the embedded pair; too few problems to find small gains"),
         ("What does the scheduler cost?", "graph", ("CPU microseconds per rollout of 12 nodes",),
          "./scripts/bench graph", "asyncio, this machine"),
-        ("What does one client send to a server?", "remote", ("Throughput",), "./scripts/bench remote",
+        ("How many requests does one client send?", "remote", ("Throughput",), "./scripts/bench remote",
          "server and client share the machine's cores"),
         ("How fast is the local engine?", "local", ("Decoding",), "./scripts/bench local --full",
          "this machine, float32, one thread on each side"),
-        ("Where does it saturate at cluster scale?", "scale", ("Replicas of both engines", "Work that grows"),
+        ("Where does atts saturate on clusters?", "scale", ("Replicas of both engines", "Work that grows"),
          "./scripts/scale",
          "virtual time; a fixed evaluation is bounded by its longest rollout; no networks, no load "
          "balancers"),
@@ -573,11 +570,11 @@ CLAIMS = tuple(
          "validated on this machine's embedded pair only; GPU costs are published fits"),
         ("Are the paper's 56.7x and 4.14x reachable?", "scale", ("The published headline figures",), "./scripts/scale",
          "the paper does not state its baselines; ours are named"),
-        ("How right are verdicts on answers?", "grading", ("model answers",), "./scripts/bench grading",
+        ("How often are verdicts correct?", "grading", ("model answers",), "./scripts/bench grading",
          "pairs judged by one reader; every checker with its own defaults"),
         ("Does a killed run lose anything?", "crash", ("Runs killed",), "./scripts/bench crash --full",
          "scripted engines, a frozen gate"),
-        ("Does it run for ever?", "soak", ("Soak: what the process holds",), "./scripts/bench soak --full",
+        ("Can atts run for ever?", "soak", ("Soak: what the process holds",), "./scripts/bench soak --full",
          "an hour, not a month"),
     )
 )  # fmt: skip

@@ -574,10 +574,9 @@ def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
         "wall | fit's relative error",
         rows,
         f"Least squares over {len(pieces_of('draft'))} and {len(pieces_of('target'))} kinds of "
-        f"work (decoding at "
-        "several batches and lengths, rollouts that come and go, for the target scoring, too), "
-        "processor seconds of "
-        "the engine's thread, median of all rounds; no coefficient below 0.",
+        "work: decoding at several batches and lengths, rollouts that come and go, and scoring by the "
+        "target. Seconds are processor time of the engine's thread, median of all rounds. No "
+        "coefficient is below 0.",
         f"Passing a request to an engine takes {1e6 * _handing(seen):.0f} us of the "
         "event loop. The columns *next to the other* have the factor by which the "
         "same work takes longer while the other engine is always busy.",
@@ -664,17 +663,13 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
         "for a processor",
         rows,
         summary,
-        f"Embedded pair: {pair_mark()}. {next(iter(seen.runs)).problems} problems a run, none "
-        f"twice; seconds are means "
-        "of the runs, errors those of the totals: predicted over measured, less one. Draft, "
-        "target, event loop: the "
-        "same error of each thread. Waited: how long one of the threads was ready and had no "
-        "processor, of the wall.",
-        "Fitted to processor seconds of pieces of work: no run was used, but for what the same "
-        "pipelines cost the "
-        "event loop on engines that answer at once. The gate of atts is frozen, so that the "
-        "simulated run asks for "
-        "what the live one said.",
+        f"Embedded pair: {pair_mark()}. {next(iter(seen.runs)).problems} new problems per "
+        "run. Seconds are means over runs. An error is the predicted total divided by the measured "
+        "one, minus 1; three columns have the errors of single threads. *Waited for a processor*: the "
+        "longest time that one thread was ready to run but had no processor, as a share of wall time.",
+        "The costs were fitted to pieces of work, not to runs. Only the event loop's time was measured "
+        "with the same pipelines, on engines that answer at once. The gate of atts is frozen, so the "
+        "simulated run requests the same chunks as the live run.",
         headline=summary,
     )
 
@@ -957,8 +952,8 @@ def costs_table(law: TraceLaw) -> Table:
             row("8B draft", EIGHT.draft, EIGHT.draft_kv),
             row("1.5B draft", SMALL.draft, SMALL.draft_kv),
         ],
-        f"Work: {law.library.origin}; prompts of 150 tokens, chunks of up to 500, all methods "
-        f"write equally much.",
+        f"Work: {law.library.origin}; prompts of 150 tokens, chunks of up to 500. All methods "
+        f"write the same amount.",
     )
 
 

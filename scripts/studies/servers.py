@@ -744,8 +744,8 @@ def study_serve(options: Options) -> list[Table]:
         "request | server CPU ms/request | requests/s | engine calls/request",
         rows,
         f"Scripted engines in the server's process, {CONNECTIONS} connections, {count} requests a round, "
-        f"{repeats} rounds measured in turn. Processor time is the server's alone, from /proc, the "
-        "scripted engine's included. Client and servers share the machine's cores.",
+        f"{repeats} rounds measured in turn. Processor time is that of the server's "
+        "process, with its scripted engine. Client and servers share the machine's cores.",
         headline=f"{rows[1][1]} ms CPU for one rollout; a bare echo takes {rows[0][1]} ms",
     )
     return [table]

@@ -162,9 +162,8 @@ def study(options: Options) -> list[Table]:
             choices,
             chosen,
             "The best fixed length is chosen on every second round and compared on the "
-            "others, and then the other way round. The controller learns in ten rounds "
-            "before the compared ones; in the first round, with n=1, it has learned "
-            "nothing yet.",
+            "other rounds; then both halves are swapped. The controller learns in ten rounds "
+            "before the compared rounds. In the first round (n=1) it has learned nothing yet.",
         ),
         Table.of(
             "Acceptance by position, if all earlier tokens are accepted", header, places.values()
@@ -836,7 +835,7 @@ def published(options: Options) -> Table:
     )
     note = (
         "*Acceptance needed* is the acceptance rate at which the closed formula gives "
-        "the published figure, if all tokens have the same one. The acceptance rates "
+        "the published figure, if all tokens have the same rate. The acceptance rates "
         "of these settings were not published, so agreement shows consistency with the "
         "costs and is no confirmation."
     )

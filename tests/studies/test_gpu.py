@@ -135,7 +135,7 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
     assert done == ["one", "half", "four"]
     assert "illegal memory" in first.parts["trouble | two"]
     assert len(pages) >= 3
-    (troubles,) = [table for table in gpu.tables(first) if table.title == "What failed"]
+    (troubles,) = [table for table in gpu.tables(first) if table.title == "Failed parts"]
     assert troubles.rows[0][0] == "two"
     again = lab(tmp_path)
     found = gpu.run(again, {**work, "two": job("half"), "three": job("three")}, [], lambda: None)
@@ -243,7 +243,7 @@ def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
     assert rows["atts"][5] == "2.00 [2.00, 2.00]"
     assert str(rows["atts"][7]).startswith("-33.3 [")
     assert (rows["target-only"][3], rows["atts"][3]) == (4, 3)
-    assert tables["What failed"].rows == (("kernel, 8M", "slots are gathered"),)
+    assert tables["Failed parts"].rows == (("kernel, 8M", "slots are gathered"),)
 
 
 def test_random_models_write_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def build_accelerated(
         return _build(plan, config, send, make_model)
     except (ModelLoadError, OutOfMemory, UnsupportedByEngine) as error:
         loop, ready = _build(*alone, send, make_model)
-        trouble = f"{config.name}: the draft proposes nothing to it ({error})"
+        trouble = f"{config.name}: this model gets no proposals from the draft ({error})"
         return loop, replace(ready, trouble=" ".join(filter(None, (ready.trouble, trouble))))
 
 

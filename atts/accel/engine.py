@@ -152,7 +152,7 @@ def _find_drafter(target: WorkerConfig, words: str, tokenizer: ModelTokenizer) -
     pieces = ModelTokenizer(folder, name).pieces
     shared = min(len(pieces), len(tokenizer.pieces))
     if pieces[:shared] != tokenizer.pieces[:shared]:
-        problem = f"{words} has another tokenizer than {target.name}'s model: its proposals would mean nothing"
-        raise OptionError("drafter", f"{problem}. Name a smaller model of the same family")
+        problem = f"{words} cannot propose tokens to {target.name}'s model: their tokenizers differ"
+        raise OptionError("drafter", f"{problem}. Name a smaller model of the target's family")
     model = read_model_config(folder, name)
     return WorkerConfig(name, folder, model, pieces, target.options)

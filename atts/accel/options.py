@@ -58,7 +58,7 @@ class SpeculationOptions:
         if self.k is not None and not 0 <= self.k <= MOST_PROPOSED:
             raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
         if self.fuzzy < 1:
-            raise OptionError("fuzzy", f"is {self.fuzzy}, expected a number from 1 on")
+            raise OptionError("fuzzy", f"is {self.fuzzy}, expected a number of at least 1")
         if not fullmatch(r"(cpu|cuda(:\d+)?)?", self.drafter_device, ASCII):
             known = ("cpu", "cuda", "cuda:1")
             raise OptionError(self.drafter_device, "no such drafter_device", known)
@@ -67,7 +67,7 @@ class SpeculationOptions:
             if not is_given or option.name in ("speculate", *_BELONGS[self.way]):
                 continue
             ways = ", ".join(way for way in SPECULATE if option.name in _BELONGS[way])
-            problem = f"is not a setting of speculate={self.way}, but of {ways}"
+            problem = f"does not apply to speculate={self.way}, only to {ways}"
             raise OptionError(option.name, problem)
         if self.drafter:
             return
@@ -148,10 +148,10 @@ class StageOptions:
         :raises OptionError: it cannot.
         """
         if self.stages > 1 and speculation.speculate == "mirror":
-            raise OptionError("stages", "have no early exit (mirror)")
+            raise OptionError("stages", "cannot be combined with speculate=mirror, which needs an early exit")
         if self.stages > 1 and options.scores != "float32":
             raise OptionError(
-                "scores", "bfloat16 is for the native kernels in one process, in float32 otherwise"
+                "scores", "bfloat16 scores need a model in float32 on the native kernels of one process"
             )
 
     @property

@@ -59,7 +59,7 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
                 "atts solves problems without tools; use a solver that does not offer any"
             )
         if (config.num_choices or 1) > 1:
-            raise UsageError("atts votes itself and returns one choice; use --epochs for more")
+            raise UsageError("atts returns one voted choice; use --epochs for several answers")
         system, question = question_of([(message.role, message.text) for message in input])
         changes = policy_changes(self._setup.policy, system, config.temperature, config.max_tokens)
         outcome = await self._session.solve(question, policy=changes)

@@ -35,7 +35,7 @@ class Reply:
         if not outcome.is_complete:
             errors = (rollout.error for rollout in outcome.rollouts if rollout.error)
             raise EngineError(
-                "atts", next(errors, outcome.why), "The message names the engines of the run"
+                "atts", next(errors, outcome.why), "The message above names the engine that failed"
             )
         text = (outcome.answer or "") if kind == "answer" else _speaker(outcome).text
         return cls(text, outcome.answer, outcome.usage, _facts(outcome))

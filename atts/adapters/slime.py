@@ -138,7 +138,7 @@ def _worker_of(args: Any) -> _Worker:
     options = getattr(args, "atts", None)
     if not isinstance(options, Mapping) or not {"draft", "target"} <= options.keys():
         raise OptionError(
-            "--custom-config-path", "its file needs a table 'atts' with 'draft' and 'target'"
+            "--custom-config-path", "the file needs a table 'atts' with 'draft' and 'target'"
         )
     given: dict[str, object] = {str(name): value for name, value in options.items()}
     key = current_token(), repr(sorted(given.items(), key=lambda item: item[0]))

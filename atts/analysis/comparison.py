@@ -289,7 +289,7 @@ def compare(
         example = next(iter(first.problems)), next(iter(second.problems))
         raise DatasetError(
             f"{first.name} and {second.name}",
-            f"the two have no problem in common; their ids look like {example[0]!r} and "
+            f"these results have no problem in common; an id of each: {example[0]!r}, "
             f"{example[1]!r}",
             "Compare runs on the same problems",
         )

@@ -602,7 +602,7 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
     runs = [read_plan_data(directory) for directory in directories]
     if len({data.run.manifest.dataset for data in runs}) > 1:
         raise OptionError(
-            "runs", "they have different problems; plan from runs of the same dataset"
+            "runs", "the runs have different problems; plan from runs of the same dataset"
         )
     candidates = [option for data in runs for option in options(data)]
     if cap.dollars is not None:
@@ -678,12 +678,12 @@ def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         )
     samples = max(len(case.rollouts) for case in first.cases)
     power = paired_power(split, len(first.cases), samples, spread or 0.0)
-    basis = "the spread of the difference is taken from the first two runs"
+    basis = "the first two runs show how the difference varies over problems"
     if spread is None:
-        basis = "at least, because one run does not show how the difference varies over problems"
+        basis = "a lower bound, because a single run does not show how differences vary over problems"
     yield f"Power: {power}; {basis}."
     yield (
-        "With the same number of tokens, more problems show more than more samples per problem: "
+        "With the same number of tokens, more problems detect smaller differences than more samples: "
         "use all problems, then as many samples as the tokens allow."
     )
 
@@ -700,10 +700,10 @@ def _shares(data: PlanData) -> dict[str, float]:
 
 def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | None) -> list[str]:
     notes = [
-        "Accuracies are of these problems and samples, counted over all subsets of the recorded "
-        f"rollouts; the best of {len(found)} options looks slightly better than it is.",
-        "Costs include rollouts that settled votes would cancel, so a run costs at most that "
-        "much; seconds are at the recorded load.",
+        "Accuracies are averages over all subsets of the recorded "
+        f"rollouts; the accuracy of the best of {len(found)} options is slightly overestimated.",
+        "Costs include rollouts that a settled vote would cancel, so they are upper bounds; "
+        "seconds are those at the load of the recorded runs.",
     ]
     if censored := sum(data.censored for data in runs):
         notes.append(
@@ -716,7 +716,7 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
         wide = best.accuracy.high - best.accuracy.low
         if wide > 0.15:
             notes.append(
-                f"The interval is {wide:.2f} wide: more problems would distinguish the "
+                f"The 95 % interval of the accuracy is {wide:.2f} wide: more problems would distinguish the "
                 "options better."
             )
     return notes
@@ -873,7 +873,7 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     if not headroom.low > 0:
         if headroom.high < _SMALL:
             return "draft-only", draft, f"the target is not better than the draft: {whole}"
-        more = f"{whole}; it may be up to {headroom.high:.2f}, which more problems would show"
+        more = f"{whole}; more problems may show a headroom of up to {headroom.high:.2f}"
         return "draft-only", draft, f"the pilot does not show that the target is better: {more}"
     alone: Take = "target-only"
     whole_target = target
@@ -884,7 +884,7 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     helpful = [row for row in rows if row.helps]
     if not helpful:
         tried = sum(row.gain is not None for row in rows)
-        known = f"none of {tried} gates was shown to be better than a coin of its rate"
+        known = f"none of {tried} gates is shown to be better than a coin of the same rate"
         return alone, whole_target, f"{known}, and the target is better: {whole}"
     best = min(helpful, key=lambda row: (row.cost_per_point, -row.accuracy.value))
     gain = f"gain over a coin {best.gain.signed()}" if best.gain is not None else ""
@@ -894,7 +894,7 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     )
     if best.cost_per_point < whole_target.cost_per_point:
         return "gate", best, f"{best.arm.name} escalates better than a coin ({gain}); {prices}"
-    return alone, whole_target, f"the gate helps ({gain}), but not enough: {prices}"
+    return alone, whole_target, f"the gate helps ({gain}), but {alone} is cheaper per point: {prices}"
 
 
 def pilot_lines(report: PilotReport) -> list[str]:
@@ -931,7 +931,7 @@ def pilot_lines(report: PilotReport) -> list[str]:
         "Accuracy is of single rollouts; brackets are 95 % intervals over problems. Gains are "
         "over a coin of the same policy and rate;",
         f"p is corrected by Holm's method for {tried} gates. The best of several methods looks "
-        "slightly better than it is.",
-        "Cost: tokens per problem that the target decodes, plus a tenth of those that it scores "
-        "or draws while it scores, and a tenth of the draft's.",
+        "slightly better than its true accuracy.",
+        "Cost: tokens per problem that the target decodes, plus a tenth of those that the target scores "
+        "or draws while scoring, plus a tenth of the draft's tokens.",
     ]

@@ -202,7 +202,7 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
     ),
     StoppingRule(
         "beta", f"stops when the leading answer beats the second with probability {SURE:g}",
-        _one_by_one(_is_beta_sure), "Adaptive-Consistency; Beta in its_hub",
+        _one_by_one(_is_beta_sure), "Adaptive-Consistency; named Beta in its_hub",
     ),
     StoppingRule(
         "doubling", f"checks after 2, 4, 8, ...; stops at {100 * _DOUBLING_SHARE:g} % equal answers",
@@ -214,7 +214,7 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
     ),
     StoppingRule(
         "certaindex",
-        f"stops when 1 - entropy / log n of n answers is at least {_CERTAINDEX:g}, n at least {_CERTAINDEX_FROM}",
+        f"stops after {_CERTAINDEX_FROM} or more (n) answers if 1 - entropy / log n is at least {_CERTAINDEX:g}",
         _one_by_one(_certaindex), "Dynasor",
     ),
 )  # fmt: skip
@@ -299,8 +299,8 @@ def deepconf_online(score: str) -> StoppingRule:
         return Taken(len(arrivals), heaviest(arrivals.labels, weights))
 
     about = (
-        f"drops rollouts less confident than {100 * _KEPT_ONLINE:g} % of the first; stops if "
-        f"{100 * SURE:g} % of the weight agrees"
+        f"drops rollouts less confident than {100 * _KEPT_ONLINE:g} % of the first rollouts; stops if "
+        f"one answer has {100 * SURE:g} % of the weight"
     )
     return StoppingRule("deepconf online", about, play, "DeepConf")
 

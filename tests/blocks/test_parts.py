@@ -130,7 +130,7 @@ BAD: dict[str, tuple[Change, dict[str, Any], str, str, type[ATTSError]]] = {
         "its tokenizer has ids up to",
         ModelLoadError,
     ),
-    "no such base": (dict, {}, "else", "holds no model 'else'", ZooError),
+    "no such base": (dict, {}, "else", "the zoo has no model 'else'", ZooError),
     "an adapter's model": (dict, {}, "narrow", "name its base, 'base'", OptionError),
     "no base": (dict, {}, "", "tokenizer|lacks the weight", ModelLoadError),
 }

@@ -410,7 +410,7 @@ def test_a_plan_reports_the_gain_over_a_coin_and_the_power(recorded: Path, tmp_p
     alone = "\n".join(plan(recorded).notes)
     assert "plan with a run of --method coin --rate 0.3 as well" in alone
     assert "Power: " in alone
-    assert "one run does not show how the difference varies" in alone
+    assert "does not show how differences vary" in alone
     policy = Policy(samples=5, turns=8, max_tokens=300, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy, rate=0.3, method="coin")
     evaluate_sync(toy_problems(PROBLEMS), setup, directory=tmp_path / "coin")
@@ -418,7 +418,7 @@ def test_a_plan_reports_the_gain_over_a_coin_and_the_power(recorded: Path, tmp_p
     gain = compare(tmp_path / "coin", recorded).single
     assert gain is not None
     assert f"over a coin at rate 0.3: {gain.difference.signed()}" in both
-    assert "the spread of the difference is taken from the first two runs" in both
+    assert "the first two runs show how the difference varies over problems" in both
 
 
 def test_a_plan_reads_runs_at_several_rates(recorded: Path, tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def test_a_plan_prints_flags_to_copy_and_its_basis(atts: Any, runs: Path) -> Non
         f"--method atts --rate {best['rate']:g} --samples {best['samples']} --turns {best['turns']}"
         in said.out
     )
-    assert "counted over all subsets" in said.out
+    assert "averages over all subsets" in said.out
     assert "no recorded setting stays below" in atts("plan", "runs/atts", "--tokens", "1").out
 
 

@@ -145,7 +145,7 @@ async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_p
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     assert AutoTokenizer.from_pretrained(tmp_path) is not None
-    with pytest.raises(OptionError, match="has another tokenizer"):
+    with pytest.raises(OptionError, match="their tokenizers differ"):
         async with engine_of(source, **HERE, drafter=str(tmp_path)):
             pass
 

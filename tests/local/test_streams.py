@@ -79,7 +79,7 @@ def test_streaming_heads_change_no_token(
 def test_heads_of_another_model_are_refused(changes: dict[str, Any], make_model: Make) -> None:
     """The error has the file's name and a remedy."""
     folder = make_model("llama", num_hidden_layers=2, vocab_size=321)
-    with pytest.raises(ModelLoadError, match="made for another model") as raised:
+    with pytest.raises(ModelLoadError, match="shapes that do not fit") as raised:
         run(folder, [requests(1)], None, 4, with_heads(folder, **changes), speculate="mirror")
     assert STREAM_FILE in str(raised.value)
     (folder / STREAM_FILE).write_bytes(b"nothing")

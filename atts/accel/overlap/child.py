@@ -109,7 +109,7 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # other output of this process must not get between the answers
     setup = pickle.load(orders)
-    assert isinstance(setup, DraftSetup), "the first message says what is to be loaded"
+    assert isinstance(setup, DraftSetup), "the first message must name the model to load"
     rows = RemoteRows(setup.slots, setup.rows, setup.width)
     target = ToldTarget()
     try:

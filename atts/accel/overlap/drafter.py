@@ -121,7 +121,7 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
 
     def put(self, accepted: int, token: int, branch: Branch) -> None:
         """Store the branch that continues this outcome."""
-        assert (accepted, token) not in self, "an outcome is continued once"
+        assert (accepted, token) not in self, "an outcome may be continued only once"
         self[accepted, token] = branch
 
     def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:
@@ -460,7 +460,7 @@ class OverlappedDrafter(ModelDrafter):
         if self._job is not None:
             self._job.is_enough = True
             if not self._transport.wait(PATIENCE):
-                raise RuntimeError("it does not end what it began")
+                raise RuntimeError("the draft does not finish its current job")
             self._is_late = False
             self._collect([])
         self._guess(guessing)
@@ -608,7 +608,7 @@ class OverlappedDrafter(ModelDrafter):
         """
         job = self._job
         self._began = perf_counter()
-        assert job is not None, "it listens while a job is under way"
+        assert job is not None, "the drafter reads messages only during a job"
         if isinstance(told, Exception):
             job.error = told  # the caller raises this error when it collects the step's results
         else:

@@ -90,7 +90,7 @@ class ExitAdapter:
         width = config.hidden_size
         shapes = [tuple(part.shape) for part in (norm, down, up)]
         if shapes != [(width,), (rank, width), (width, rank)] or not 0 < layers < config.num_layers:
-            raise unusable_heads(name, file, "was made for another model")
+            raise unusable_heads(name, file, "has shapes that do not fit this model")
         return cls(layers, norm, down, up)
 
     def __call__(self, x: Tensor, eps: float) -> Tensor:
@@ -210,7 +210,7 @@ class StreamHeads:
                 or down.shape != (up.shape[1], width * (2 + at))
                 or len(up) != width
             ):
-                raise unusable_heads(name, file, "was made for another model")
+                raise unusable_heads(name, file, "has shapes that do not fit this model")
             heads.append(StreamHead(down, up))
         return cls(weights.embedding, heads)
 

@@ -107,7 +107,7 @@ class DrafterProcess(Proposer):
             if not isinstance(error, GONE):
                 raise
             name = setup.config.name
-            problem = "its drafter's process died while loading"
+            problem = "the drafter's process died while loading"
             raise EngineError(name, problem, "Write speculate=draft") from error
         weakref.finalize(self, _end, process, self._orders)
         Thread(target=_pass_on, args=(self._orders, process.stdin), daemon=True).start()
@@ -157,7 +157,7 @@ class DrafterProcess(Proposer):
         :raises RuntimeError: the other process does not answer, or is gone.
         """
         if self._is_open and not self._is_answered(PATIENCE):
-            raise RuntimeError("it does not end what it began")
+            raise RuntimeError("the drafter's process does not finish its current job")
         if self._exits is not None:
             self._exits.listen(None)
         self._lines = {}

@@ -164,7 +164,7 @@ class ModelDrafter(Proposer):
         if self._num_beyond:
             return f"no text fits into the draft's context of {self._context:,} tokens"
         if self._num_unknown:
-            return f"the draft knows {self._vocabulary:,} tokens, and every text has others"
+            return f"every text has tokens outside the draft's vocabulary of {self._vocabulary:,}"
         return super().silence()
 
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
@@ -191,7 +191,7 @@ class ModelDrafter(Proposer):
         """Draw each request's tokens in one call of the kernels, as many as it has random numbers;
         the longest come first.
         """
-        assert self._native is not None, "it draws for itself"
+        assert self._native is not None, "only a drafter with native kernels draws its own tokens"
         rows, following = places
         counts = np.array([len(row_uniforms) for row_uniforms in uniforms])
         numbers = np.zeros((counts[0], len(counts)))

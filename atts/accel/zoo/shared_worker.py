@@ -78,7 +78,7 @@ class SharedWorker:
             except OSError as error:
                 advice = "End other processes, or write ?worker=thread behind the engine's name"
                 raise EngineUnavailable(
-                    config.name, f"its process cannot be started ({error})", advice
+                    config.name, f"the engine's process cannot be started ({error})", advice
                 ) from error
             host.members.append(self)
         try:
@@ -120,7 +120,7 @@ class SharedWorker:
         if self._own is not None:
             self._own.send(command)
             return
-        assert self._host is not None, "opened before it is asked"
+        assert self._host is not None, "the engine must be open before it gets commands"
         match command:
             case Submit(request_id, request):
                 self._stats.requests += 1
@@ -134,7 +134,7 @@ class SharedWorker:
                 self._stats.cancelled += self._host.cancel(self, request_id)
             case _:
                 # the only other message is `close`
-                raise AssertionError("an engine samples, scores and cancels")
+                raise AssertionError("unknown command: an engine can only sample, score and cancel")
 
     @property
     def in_loop(self) -> int | None:

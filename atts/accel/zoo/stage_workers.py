@@ -100,7 +100,7 @@ class StageProcess:
         except OSError as error:
             self._pipe.close()
             raise EngineUnavailable(
-                self._name, f"the worker processes of its stages cannot be started ({error})"
+                self._name, f"the worker processes of the model's stages cannot be started ({error})"
             ) from error
         finally:
             theirs.close()
@@ -228,8 +228,8 @@ class RayStage:
 def _ray(name: str) -> Any:
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
-        problem = "stages are actors of an engine that is one"
-        advice = "Write ray: before its name"
+        problem = "stages can be Ray actors only if their engine is a Ray actor too"
+        advice = "Write ray: before the engine's name"
         raise UnsupportedByEngine(name, problem, advice)
     return ray
 

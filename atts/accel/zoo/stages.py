@@ -249,7 +249,7 @@ def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup
     stages = options.stages
     replicas = options.replicas
     if stages > model.num_layers:
-        problem = f"its {model.num_layers} layers make no {stages} stages"
+        problem = f"a model of {model.num_layers} layers cannot have {stages} stages"
         raise UnsupportedByEngine(config.name, problem, f"Write stages={model.num_layers} or less")
     words = model.vocabulary * model.hidden_size
     layer = (model.matrix_weights - words) / model.num_layers

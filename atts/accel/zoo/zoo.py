@@ -219,7 +219,7 @@ def check_name(name: str, taken: Collection[str] = ()) -> None:
         )
     if name in taken:
         raise OptionError(
-            "NAME", f"{name!r} is taken; take another, or remove that model first (atts zoo remove)"
+            "NAME", f"{name!r} is already the name of a model; choose another name, or remove this model (atts zoo remove)"
         )
 
 
@@ -469,8 +469,8 @@ class Zoo:
         if name not in known:
             raise ZooError(
                 self.directory,
-                f"it holds no model {name!r}",
-                f"It holds {', '.join(known) or 'none'}",
+                f"the zoo has no model {name!r}",
+                f"Models of the zoo: {', '.join(known) or 'none'}",
             )
         return self._models / name
 
@@ -592,8 +592,8 @@ class Zoo:
         for model in known:
             if model.source in places or model.name == said:
                 return model
-        names = ", ".join(model.name for model in known) or "none yet: add it first"
-        problem = f"the base of {folder} is {said or 'not named'}, and no model of the zoo was added from there"
+        names = ", ".join(model.name for model in known) or "the zoo is empty, so add the base first"
+        problem = f"the base of {folder} is {said or 'not named'}, and the zoo has no model from this source"
         raise OptionError("--base", f"{problem}; name one: {names}")
 
     def remove(self, name: str) -> int:
@@ -706,11 +706,11 @@ class Zoo:
             return kept[max(fits)]
         known = (
             ", ".join(f"{one.name} diverges by {nats:.3g}" for nats, one in kept.items())
-            or "nothing was kept yet"
+            or "the zoo has no stand-in of this model"
         )
         advice = f"make one: atts zoo compare {name} --zoo {self.directory} --lossy {bound:g} --keep NAME"
         raise OptionError(
-            "lossy", f"no stand-in for {name!r} within {bound:g} nats a token ({known}); {advice}"
+            "lossy", f"no stand-in for {name!r} diverges by at most {bound:g} nats a token ({known}); {advice}"
         )
 
     def _known(self) -> list[StoredModel]:

@@ -591,7 +591,7 @@ def _check_scored(record: _Record) -> None:
     if not record.turns:
         raise OptionError(
             "replay",
-            "no chunk of the run has a score, so nothing can be decided again. Replay a run that "
+            "no chunk of the run has a score, so a gate cannot decide again. Replay a run that "
             "scored its chunks; --samples, --turns and --vote need no scores",
         )
 
@@ -693,7 +693,7 @@ def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
         if wanted is not None and wanted > most:
             raise OptionError(
                 name,
-                f"{wanted} is more than the {most} that were recorded; a replay cannot add any",
+                f"{wanted} is more than the recorded {most} {name}; a replay cannot add {name}",
             )
     return Policy(
         samples=samples if change.samples is None else change.samples,
@@ -711,7 +711,7 @@ def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
     if isinstance(gate, RoundGate):
         raise OptionError(
             "budget",
-            "a gate that ranks whole rounds has its budget in its rate; leave one of them out",
+            "a gate that ranks whole rounds takes its budget from the rate; leave budget or rate out",
         )
     spent = Counter[str]()
 
@@ -797,7 +797,7 @@ def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecide
         return recorded.accuracy({})
     low = mean_estimate([worst for worst, _ in bounds], len(bounds))
     high = mean_estimate([best for _, best in bounds], len(bounds))
-    note = f"{undecided:,} votes cannot be known from the record"
+    note = f"the record does not determine {undecided:,} votes"
     return replace(low, value=math.nan, high=high.high, method="bounds", note=note)
 
 

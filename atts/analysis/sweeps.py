@@ -226,7 +226,7 @@ def load_run_set(directory: Path) -> RunSet:
     with storage(path):
         if not path.exists():
             raise JournalError(
-                directory, "there is no sweep here", "Give the directory of `atts sweep --out`"
+                directory, "this directory has no sweep", "Give the directory of `atts sweep --out`"
             )
         text = read_ordinary(path)
     try:
@@ -235,13 +235,13 @@ def load_run_set(directory: Path) -> RunSet:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise JournalCorrupt(
             path,
-            f"it does not describe a set of runs ({error})",
-            "Its runs are not damaged; restore the file from a copy",
+            f"the file does not describe a sweep ({error})",
+            "The runs are not damaged; restore the file from a copy",
         ) from error
     outside = [point.folder for point in stored.points if Path(point.folder).name != point.folder]
     if outside:
         raise JournalCorrupt(
-            path, f"the run {outside[0]!r} would not be in this directory", "Restore a copy"
+            path, f"the run {outside[0]!r} is outside this directory", "Restore a copy"
         )
     return RunSet(
         {name: tuple(values) for name, values in stored.over.items()},
@@ -524,9 +524,9 @@ def sweep_lines(report: SweepReport) -> Iterator[str]:
 def sweep_notes(report: SweepReport) -> Iterator[str]:
     """Return notes that explain the numbers."""
     yield (
-        "Brackets are 95 % intervals over problems. Differences are from the target alone, in "
-        "accuracy of the vote. Gains are over a coin of the same policy and rate, in accuracy of "
-        "single rollouts. Both compare problem by problem."
+        "Brackets are 95 % intervals over problems. Differences are from method target-only, in "
+        "accuracy of the vote. Gains are over a coin with the same policy and rate, in accuracy of "
+        "single rollouts. Differences and gains are paired by problem."
     )
     compared = (("differences", "difference"), ("gains", "gain"))
     counts = {
@@ -537,16 +537,16 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
     if several:
         yield f"p-values are corrected by Holm's method, for {' and for '.join(several)}."
     yield (
-        "Best of all: the share of problems that any rollout solved, which no vote can exceed; "
-        "for this share, rollouts that a settled vote cancelled count as not correct."
+        "Best of all: share of problems that any rollout solved, an upper bound for every vote. "
+        "Rollouts that a settled vote cancelled count as not correct for this share."
     )
     calls, shared = (
         sum(getattr(point, name) for point in report.points) for name in ("calls", "shared")
     )
     if shared:
         yield (
-            f"{shared:,} of {calls:,} engine calls were taken from another run of the set instead "
-            "of made again; tokens and seconds are the cost of each run if made alone."
+            f"{shared:,} of {calls:,} engine calls reused the result of another run of the sweep; "
+            "tokens and seconds of each run include reused calls."
         )
 
 
@@ -571,9 +571,9 @@ def _table(report: SweepReport) -> Iterator[str]:
             f"{_number(point.target_tokens, ',.0f'):>8}  {_number(point.seconds, ',.2f'):>8}"
             f"{_dollars_column(point) if has_prices else ''}"
         ).rstrip()
-    yield "  target: tokens that the target wrote per problem; seconds: of engine calls per problem, added up."
+    yield "  target: tokens that the target wrote per problem; seconds: sum over the engine calls of a problem."
     if has_prices:
-        yield "  dollars: per problem, by the prices of the models."
+        yield "  dollars: cost per problem, by the prices of the models."
 
 
 def _dollars_column(point: ScalingPoint) -> str:
@@ -657,7 +657,7 @@ def headline(report: SweepReport) -> str:
     """Name the cheapest run whose accuracy does not differ from the best one's by the intervals."""
     drawn = [point for point in report.grid if point.is_drawn]
     if not drawn:
-        return "Nothing was graded yet"
+        return "No answer is graded yet"
     best = max(drawn, key=lambda point: (point.accuracy.value, -point.target_tokens))
     target = next(
         (

@@ -196,7 +196,7 @@ def _check_tokenizers(run: RecordedRun, teacher: Teacher | None) -> None:
     if teacher is not None and teacher.tokenizer != draft:
         raise OptionError(
             "--teacher",
-            "its tokenizer differs from that of the run's models; name the run's target",
+            "the teacher's tokenizer differs from that of the run's models; name the run's target",
         )
 
 
@@ -213,13 +213,15 @@ def _records(run: RecordedRun, options: ExportOptions, made: Exported) -> Iterat
         made.problems += made.records > before
     if not has_problem:
         raise JournalError(
-            run.directory, "no problem is finished, so there is nothing to export", "Let it run"
+            run.directory,
+            "no problem is finished, so there is nothing to export",
+            "Finish the run first",
         )
     if not made.records:
         reasons = ", ".join(f"{reason}: {count:,}" for reason, count in made.skipped.items())
         raise UsageError(
             f"{run.directory}: this run gives no records of kind {options.kind} "
-            f"({reasons or 'it is empty'})"
+            f"({reasons or 'the run is empty'})"
         )
 
 
@@ -587,8 +589,8 @@ def takeover_examples(run: RecordedRun) -> Examples:
     method = "" if setting is None else str(setting.value)
     if method != TRIAL:
         raise UsageError(
-            f"method {method or '(none)'} chose its chunks by their scores, so escalated chunks "
-            f"differ in more than the takeover; make a run with --method {TRIAL}"
+            f"method {method or '(none)'} escalates chunks by their scores, so escalated chunks "
+            f"differ from accepted ones; make a run with --method {TRIAL}"
         )
     agreements: dict[tuple[str, int, int], float | None] = {}
     for event in run.decisions():
@@ -616,7 +618,7 @@ def takeover_examples(run: RecordedRun) -> Examples:
                 rate = decision.rate
                 if not 0 < rate < 1:
                     raise UsageError(
-                        f"rate {rate:g} leaves nothing to chance; give a coin's rate between 0 and 1"
+                        f"rate {rate:g} makes every decision the same; make a run with a rate between 0 and 1"
                     )
                 row = judge_features(
                     teacher.get((rollout.sample, turn.index), ()),

@@ -101,8 +101,8 @@ def test_drift_and_a_missed_rate_are_reported() -> None:
     assert drift.peak >= drift.alarm
     assert found.headline.numbers[4].value == "1"
     doubts = " ".join(text for _, text in found.points)
-    assert "the drift statistic passed its alarm level" in doubts
-    assert "if the scores are decided in their order, 5" in doubts
+    assert "the drift statistic passed the alarm level" in doubts
+    assert "if a calibrator decides the scores in file order, 5" in doubts
     assert "off target" in doubts
     assert found.standing == "care"
 
@@ -155,7 +155,7 @@ def test_labels_show_whether_scores_predict_wrong_answers(tmp_path: Path) -> Non
     assert some.labelled == 80
     assert calibration_report(_labelled(tmp_path / "d.jsonl", [None] * 30)).labelled is None
     alike = calibration_report(_labelled(tmp_path / "e.jsonl", [True] * 30))
-    assert "cannot tell whether the score finds" in render_calibration(alike, "html")
+    assert "do not show whether the score finds" in render_calibration(alike, "html")
 
 
 def test_the_labels_of_a_run_are_its_verdicts(run: Path, of_run: CalibrationReport) -> None:
@@ -173,7 +173,7 @@ def test_gain_over_a_coin_is_the_first_number(tmp_path: Path) -> None:
     gain, auroc = report.headline.numbers[:2]
     assert gain.value == report.labelled.gain.signed()
     assert gain.what.startswith("gain over a coin")
-    assert gain.note.endswith("by verdicts on their rollouts")
+    assert gain.note.endswith("by verdicts on the rollouts of the chunks")
     assert auroc.value == report.labelled.auroc.brief()
     alike = calibration_report(_labelled(tmp_path / "b.jsonl", [True] * 30))
     assert alike.headline.numbers[0].value == "cannot tell"
@@ -192,7 +192,7 @@ def test_without_verdicts_the_votes_are_the_labels(tmp_path: Path) -> None:
     report = calibration_report(tmp_path / "run")
     assert report.labelled is not None
     assert report.labelled.labels == "votes"
-    assert "agreement of their rollouts with the vote" in report.headline.numbers[0].note
+    assert "agreement of the chunks' rollouts with the vote" in report.headline.numbers[0].note
 
 
 def test_a_run_of_a_coin_reports_no_score(tmp_path: Path) -> None:

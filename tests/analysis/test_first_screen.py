@@ -42,11 +42,11 @@ def test_the_sentence_gives_counts_share_and_comparison(run: Path, other_run: Pa
     assert report.headline.sentence == (
         f"the vote is correct on {right} of 12 problems, and the target wrote "
         f"{percent(report.spend.target_share)} "
-        f"of the text; the vote of target alone is correct on {there} of 12, and its target wrote "
+        f"of the text; the vote of target alone is correct on {there} of 12, and the target of target alone wrote "
         f"{times} times as many tokens"
     )
     assert _again(report, accuracy=()).startswith(
-        "12 problems finished, none of them graded, and the target"
+        "12 problems finished, but no answer is graded, and the target"
     )
     assert "wrote all of the text" in _again(report, cost=replace(report.spend, target_share=1.0))
     for ratio, said in (

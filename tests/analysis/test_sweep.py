@@ -288,7 +288,7 @@ def test_the_terminal_shows_a_table_and_a_chart(made: SweepReport) -> None:
     assert "- - -" in text
     assert "along samples; a: rate 0.2; b: rate 0.5" in text
     assert "corrected by Holm's method, for 7 differences and for 4 gains" in text
-    assert "were taken from another run" in text
+    assert "reused the result of another run" in text
 
 
 @pytest.mark.parametrize(
@@ -307,5 +307,5 @@ def test_a_sweep_names_no_run_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(
         f'{{"over": {{}}, "settings": {{}}, "points": [{point}], "schema": 1}}'
     )
-    with pytest.raises(JournalCorrupt, match="would not be in this directory"):
+    with pytest.raises(JournalCorrupt, match="is outside this directory"):
         load_run_set(tmp_path)

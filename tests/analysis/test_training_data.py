@@ -253,7 +253,9 @@ def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> Non
     """The error states why the teacher cannot be used, before a file is written."""
     stranger: Teacher = Stranger()
     out = tmp_path / "data.jsonl"
-    with pytest.raises(OptionError, match="its tokenizer differs from that of the run's models"):
+    with pytest.raises(
+        OptionError, match="the teacher's tokenizer differs from that of the run's models"
+    ):
         export_run(open_run(recorded), out, ExportOptions("opd"), stranger)
     with pytest.raises(OptionError, match="only opd does"):
         export_run(open_run(recorded), out, ExportOptions("sft"), stranger)

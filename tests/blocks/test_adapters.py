@@ -239,7 +239,7 @@ def test_an_adapter_alone_needs_its_base(base: Path, tmp_path: Path) -> None:
         zoo.add("tuned", adapter)
     zoo.add("base", base)
     zoo.add("tuned", adapter)
-    with pytest.raises(OptionError, match="name its base, 'base'"):
+    with pytest.raises(OptionError, match="such as 'base'"):
         zoo.add("more", adapter, "tuned")
 
 

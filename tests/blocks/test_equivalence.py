@@ -89,7 +89,7 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
     assert len(wide) == 2 * 6
     assert len({(one.place, one.digest) for one in wide}) == len(wide)
     pair.add("narrow", save_adapter(base.parent / "narrow-likeness", base, "q_proj"), "base")
-    with pytest.raises(OptionError, match="name its base, 'base'"):
+    with pytest.raises(OptionError, match="such as 'base'"):
         pair.likenesses("narrow")
 
 

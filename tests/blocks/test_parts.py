@@ -131,7 +131,7 @@ BAD: dict[str, tuple[Change, dict[str, Any], str, str, type[ATTSError]]] = {
         ModelLoadError,
     ),
     "no such base": (dict, {}, "else", "the zoo has no model 'else'", ZooError),
-    "an adapter's model": (dict, {}, "narrow", "name its base, 'base'", OptionError),
+    "an adapter's model": (dict, {}, "narrow", "such as 'base'", OptionError),
     "no base": (dict, {}, "", "tokenizer|lacks the weight", ModelLoadError),
 }
 

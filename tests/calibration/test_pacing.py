@@ -264,7 +264,7 @@ def test_the_audit_repeats_the_decisions_of_a_capped_run(cap: float, tmp_path: P
     held = build_report(tmp_path / "run").report.calibration
     assert held is not None
     assert held.escalated - held.forced <= math.ceil(cap * held.decisions)
-    assert "came out the same" in held.promise.audit
+    assert "had the recorded result" in held.promise.audit
     assert "; 0 did not" not in held.promise.audit
     with pytest.raises(OptionError, match="cap"):
         replace(setup, method="coin").decider()

@@ -713,7 +713,7 @@ CASES = [
         "sweep onto a damaged set",
         "sweep --draft scripted --target scripted --out set",
         DISK,
-        ("sweep.json", "does not describe a set of runs"),
+        ("sweep.json", "does not describe a sweep"),
         text("set/sweep.json", "{"),
     ),
     Case("following no run", "report nope --follow", DISK, ("nope", "no run")),

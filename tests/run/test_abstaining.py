@@ -92,7 +92,7 @@ def test_too_few_labelled_problems_are_refused_with_the_number_needed(
     """The error gives the number needed; unfinished runs, runs that withheld answers, and one
     setting without the other are refused too.
     """
-    with pytest.raises(OptionError, match="about .* labelled problems like these are needed"):
+    with pytest.raises(OptionError, match="about .* similar labelled problems are needed"):
         evaluate_sync(NEW, abstaining(labelled, ".02@.9"))
     half: dict[str, Any] = {"directory": tmp_path / "half"}
     evaluate_sync(NEW, SETUP, **half)

@@ -219,7 +219,8 @@ def check_name(name: str, taken: Collection[str] = ()) -> None:
         )
     if name in taken:
         raise OptionError(
-            "NAME", f"{name!r} is already the name of a model; choose another name, or remove this model (atts zoo remove)"
+            "NAME",
+            f"{name!r} is already the name of a model; choose another name, or remove this model (atts zoo remove)",
         )
 
 
@@ -292,7 +293,7 @@ def unadapted(model: StoredModel, option: str) -> StoredModel:
     """
     if model.base:
         raise OptionError(
-            option, f"{model.name!r} is an adapter's model itself; name its base, {model.base!r}"
+            option, f"{model.name!r} is an adapter; name a base model, such as {model.base!r}"
         )
     return model
 
@@ -592,7 +593,9 @@ class Zoo:
         for model in known:
             if model.source in places or model.name == said:
                 return model
-        names = ", ".join(model.name for model in known) or "the zoo is empty, so add the base first"
+        names = (
+            ", ".join(model.name for model in known) or "the zoo is empty, so add the base first"
+        )
         problem = f"the base of {folder} is {said or 'not named'}, and the zoo has no model from this source"
         raise OptionError("--base", f"{problem}; name one: {names}")
 
@@ -710,7 +713,8 @@ class Zoo:
         )
         advice = f"make one: atts zoo compare {name} --zoo {self.directory} --lossy {bound:g} --keep NAME"
         raise OptionError(
-            "lossy", f"no stand-in for {name!r} diverges by at most {bound:g} nats a token ({known}); {advice}"
+            "lossy",
+            f"no stand-in for {name!r} diverges by at most {bound:g} nats a token ({known}); {advice}",
         )
 
     def _known(self) -> list[StoredModel]:

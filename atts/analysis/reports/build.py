@@ -340,7 +340,12 @@ def _verdict(
             ("good", f"accuracy of the vote {accuracy[0].estimate.brief()} over {of}{problems}")
         )
     else:
-        points.append(("care", f"{problems}, none graded: there is no reference answer"))
+        points.append(
+            (
+                "care",
+                f"{problems}, but no answer is graded, because no problem has a reference answer",
+            )
+        )
     if not math.isnan(cost.target_share):
         points.append(
             (

@@ -64,7 +64,7 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
     if kind == "run" and check is not None and check.standing != "held":
         points.append(("bad" if check.standing == "left" else "care", str(check)))
     elif check is not None and check.standing == "left":
-        points.append(("care", f"if the scores are decided in their order, {check}"))
+        points.append(("care", f"if a calibrator decides the scores in file order, {check}"))
     points.extend(
         ("bad", f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}")
         for alarm in control.alarms
@@ -73,8 +73,8 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
         points.append(
             (
                 "care",
-                "the drift statistic passed its alarm level: scores of later questions differ from those of earlier "
-                "ones",
+                "the drift statistic passed the alarm level: later questions score differently from earlier "
+                "questions",
             )
         )
     if control.forced:
@@ -97,13 +97,13 @@ def _sentence(kind: str, health: Health, control: RateControl) -> str:
         asked = percent(check.nominal)
         ends = {
             "held": "on target",
-            "unclear": "too few questions to show whether the difference is chance",
+            "unclear": "too few questions to say whether the difference is chance",
             "left": "off target",
         }
         return f"{counts} at a nominal rate of {asked}: {ends[check.standing]}"
     low, high = health.long_run_clustered
     return (
-        f"at a nominal rate of {percent(health.rate)}, a threshold from these {health.scores:,} scores "
+        f"at a nominal rate of {percent(health.rate)}, a threshold from the {health.scores:,} stored scores "
         f"would escalate {_SPAN.format(percent(low).removesuffix(' %'), percent(high))} of new chunks"
     )
 
@@ -121,7 +121,7 @@ def _share(kind: str, control: RateControl) -> ShownNumber:
         note = f"{counts} chunks; {asked}"
         return ShownNumber(share, "of the chunks were escalated", note)
     asked = "" if nominal is None else f"; nominal rate {percent(nominal)}"
-    what = "of these chunks would have been escalated, if decided in their order"
+    what = "of the stored chunks would be escalated, if a calibrator decides them in file order"
     return ShownNumber(share, what, f"{counts}, rate scope {control.promise.mode}{asked}")
 
 
@@ -132,7 +132,7 @@ def _worth(health: Health) -> ShownNumber:
         return ShownNumber(
             f"{clusters.effective:,.0f}",
             what,
-            "an upper bound, because their questions are not known",
+            "an upper bound, because the questions of the scores are not known",
         )
     alike = (
         ""
@@ -147,16 +147,16 @@ def _worth(health: Health) -> ShownNumber:
 
 
 _LABELS: Mapping[LabelSource, str] = {
-    "verdicts": "verdicts on their rollouts",
-    "votes": "agreement of their rollouts with the vote, as there are no verdicts",
+    "verdicts": "verdicts on the rollouts of the chunks",
+    "votes": "agreement of the chunks' rollouts with the vote, because no verdicts are known",
 }
 
 
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
     """Return the first number of the report: whether the score is better than a coin."""
     what = (
-        "gain over a coin: additional share of the wrong rollouts' chunks that the score escalates "
-        "at the same rate"
+        "gain over a coin: share of chunks of wrong rollouts that the score escalates, minus the share "
+        "that a coin of the same rate escalates"
     )
     if labelled is None:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
@@ -174,7 +174,7 @@ def _auroc(labelled: LabelledScores | None) -> ShownNumber:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
     if math.isnan(labelled.auroc.value):
         return ShownNumber("cannot tell", what, labelled.auroc.note)
-    note = "escalated chunks are left out: the target's text replaced them or followed them"
+    note = "without escalated chunks, because the target's text replaced or followed these chunks"
     return ShownNumber(labelled.auroc.brief(), what, note)
 
 

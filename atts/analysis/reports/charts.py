@@ -281,8 +281,10 @@ def _by_question(control: RateControl) -> Chart:
         )
         for n, group in enumerate(ordered)
     ]
-    dots = "Each dot is a question" if step == 1 else f"Each dot is one of {step} questions"
-    words = f"{dots}. Root mean square distance from the nominal rate {control.question_rms:.3f}"
+    dots = (
+        "Each dot is a question" if step == 1 else f"Only one of every {step} questions has a dot"
+    )
+    words = f"{dots}. Root mean square distance of the questions from the nominal rate: {control.question_rms:.3f}"
     words += (
         f"; fair coins would give {control.coin_rms:.3f}." if control.nominal is not None else "."
     )
@@ -331,7 +333,7 @@ def over_time_chart(control: RateControl) -> Chart:
 
 def reliability_chart(found: Uniformity) -> Chart:
     """Draw the rate that the p-values give at each nominal rate."""
-    plot = Plot(Axis(0, 1, "nominal rate"), Axis(0, 1, "rate these p-values give"))
+    plot = Plot(Axis(0, 1, "nominal rate"), Axis(0, 1, "rate by the p-values"))
     curve = [(1 - p, 1 - share) for p, share in reversed(found.curve)]
     grid = [asked for asked, _ in curve]
     marks = [
@@ -343,13 +345,13 @@ def reliability_chart(found: Uniformity) -> Chart:
     ]
     words = (
         "On the dashed line the realised rate equals the nominal rate: the p-values are uniform. "
-        f"Largest distance from it {found.distance:.3f}, "
-        f"{'inside' if found.inside else 'OUTSIDE'} the simultaneous 95 % band ±{found.band:.3f}, "
+        f"The largest distance of the curve from this line is {found.distance:.3f}, "
+        f"{'inside' if found.inside else 'OUTSIDE'} the simultaneous 95 % band of ±{found.band:.3f} "
         f"for {found.n:,} p-values (effective sample size {found.effective:,.0f}). Feedback "
         "corrects the rate if the p-values are not uniform, so for a mode with feedback the "
         "guarantee does not depend on this chart."
     )
-    data = ("nominal rate", "rate these p-values give"), curve[::5]
+    data = ("nominal rate", "rate by the p-values"), curve[::5]
     return Chart.of(
         "Reliability",
         words,
@@ -377,9 +379,9 @@ def _p_histogram(found: Uniformity) -> Chart:
     ]  # fmt: skip
     marks.append(plot.line([(0, found.n / bins), (1, found.n / bins)], "nominal"))
     words = (
-        "A p-value near 1 belongs to a chunk that is worse than the scores before it. Uniform "
-        "p-values would give the dashed line; with 95 % probability all their bars are inside "
-        f"the grey band, for {found.effective:,.0f} independent ones."
+        "A p-value near 1 belongs to a chunk with a worse score than most earlier chunks. Uniform "
+        "p-values would give the dashed line; with 95 % probability all bars would be inside "
+        f"the grey band, if {found.effective:,.0f} p-values are independent."
     )
     rows = [(n / bins, (n + 1) / bins, count, low, high) for n, count in enumerate(found.counts)]
     columns = ("from", "to", "decisions", "band from", "band to")
@@ -396,14 +398,14 @@ def labelled_chart(found: LabelledScores) -> Chart:
     marks.append(plot.line([(place, right.value) for place, right in places], "thin"))
     marks += [plot.dot(place, right.value, "plain", right.brief()) for place, right in places]
     words = (
-        f"Fewer than two questions have both wrong and correct rollouts, so these "
-        f"{found.labelled:,} chunks cannot tell whether the score finds the wrong ones."
+        f"Fewer than two questions have both wrong and correct rollouts, so the "
+        f"{found.labelled:,} chunks do not show whether the score finds wrong rollouts."
     )
     if not math.isnan(found.auroc.value):
         words = (
-            "If scores find wrong rollouts, chunks with larger p-values come from fewer correct "
-            "ones. For a chunk of a wrong and one of a correct rollout of the same question, the "
-            f"first has the worse score with probability {found.auroc.brief()} (0.5 is a coin), "
+            "If scores find wrong rollouts, chunks with larger p-values belong to fewer correct "
+            "rollouts. Compare a chunk of a wrong and a chunk of a correct rollout of one question: the "
+            f"chunk of the wrong rollout has the worse score with probability {found.auroc.brief()} (coin: 0.5), "
             f"over {found.labelled:,} chunks. Whiskers are 95 % intervals over questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
@@ -426,12 +428,12 @@ def _drift(found: DriftTest) -> Chart:
             [(0, 0.0), *((n + 1, found.path[n]) for n in range(0, len(found.path), thin))], "main"
         ),
     ]
-    said = "reached it" if found.peak >= found.alarm else "stayed below it"
+    said = "reached" if found.peak >= found.alarm else "stayed below"
     words = (
-        "A martingale bets that later questions score differently from earlier ones. If the "
-        "questions were exchangeable, its capital would ever reach the upper line "
-        f"({10**found.alarm:,.0f} times the first) with probability 1 %. It {said}: "
-        f"{10 ** min(found.peak, 9):,.1f} times at its peak."
+        "A martingale bets that later questions score differently from earlier questions. If the "
+        "questions are exchangeable, the capital of the martingale ever reaches the upper line "
+        f"({10**found.alarm:,.0f} times the initial capital) with probability at most 1 %. The capital {said} the line: "
+        f"at its peak it was {10 ** min(found.peak, 9):,.1f} times the initial capital."
     )
     step = max(1, len(found.path) // 20)
     rows = [(n + 1, found.path[n]) for n in range(0, len(found.path), step)]
@@ -454,9 +456,9 @@ def timeline_chart(found: TimeBreakdown) -> Chart:
     ]
     return Chart(
         "Engines over time",
-        "Filled: calls in flight; line: calls waiting for a slot; gaps are bubbles. Below each, "
-        "the first lanes: one "
-        "row per call at a time, coloured by stage.",
+        "Filled area: calls in flight. Line: calls waiting for a slot. Gap: idle engine (bubble). "
+        "Rows below: the first "
+        "calls in flight, one call per row at any time, coloured by stage.",
         "",
         ReportTable.of("", columns, rows),
         wide=True,
@@ -531,9 +533,9 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
     turns.
     """
     caption = (
-        "Whiskers are 95 % intervals over problems. Votes of fewer rollouts are averages over all "
-        "choices among the recorded ones, with the mean cost of that many complete rollouts. "
-        "Whole runs have their real cost, including votes that ended early. The axis is stretched "
+        "Whiskers are 95 % intervals over problems. Points for fewer rollouts are averages over all "
+        "subsets of the recorded rollouts, with the mean cost of as many complete rollouts. "
+        "Points for whole runs have the recorded cost, so votes that ended early cost less. The axis is stretched "
         "towards 1, where runs differ by few answers."
     )
     kinds = {"own" if point.label == THIS_RUN else point.kind for point in points}
@@ -549,7 +551,8 @@ def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
     if not runs:
         return None
     caption = (
-        "Further up is better, further left is cheaper. Whiskers are 95 % intervals over problems."
+        "Higher points are more accurate, and points further left are cheaper. Whiskers are 95 % "
+        "intervals over problems."
     )
     return _drawn(
         "Accuracy against the tokens that the target wrote", caption, runs, PlainAxis, WIDTH

@@ -71,7 +71,9 @@ def answered(data: RunData) -> tuple[NamedRate, ...]:
     share = share_estimate((one.answer is not None, 1) for one in problems)
     words = f"{promise['guarantee']}. Voided by: {promise['voided_by']}"
     return (
-        NamedRate("answered", share, "problems with an answer; the others count as wrong"),
+        NamedRate(
+            "answered", share, "problems with an answer; problems without one count as wrong"
+        ),
         NamedRate("wrong if answered", share_estimate(given), words),
     )
 
@@ -80,7 +82,7 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     """Return the accuracies, starting with the run's vote, and a sentence on their basis."""
     with_verdict = [one for one in problems if one.brief.verdict is not None]
     if not with_verdict:
-        return (), "nothing was graded: no problem has a reference answer"
+        return (), "no answer is graded, because no problem has a reference answer"
     own = NamedRate("vote", _accuracy(with_verdict), "the answer that each problem's vote chose")
     samples = graded(with_verdict)
     if not samples:
@@ -92,7 +94,7 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     counts = (
         (
             left_out["spared"],
-            "that settled votes cancelled are left out, which favours fast rollouts",
+            "that a settled vote cancelled are left out, so the accuracy favours fast rollouts",
         ),
         (left_out["lost"], "that failed are left out"),
     )
@@ -326,8 +328,8 @@ def _session(data: RunData) -> Iterator[Caveat]:
     is_decided = COMPARED in data.state.said and not data.state.open
     if planned is not None and done < planned and not is_decided:
         text = (
-            f"of {planned:,} problems are not finished: every number is about the {done:,} "
-            "finished ones, which favours fast problems"
+            f"of {planned:,} problems are not finished: all numbers are those of the {done:,} "
+            "finished problems, which are the fast ones"
         )
         yield Caveat("unfinished", "bad", planned - done, text)
     killed = data.state.killed + (data.state.ended is None)
@@ -404,7 +406,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
             "drift",
             "bad",
             alarm.scores,
-            f"scores after the start, an alarm reported drift: {alarm.text}{acted}",
+            f"scores after the start of the run, an alarm reported drift: {alarm.text}{acted}",
         )
     outside = [group.name for group in calibration.turns if not group.inside]
     if outside:
@@ -412,7 +414,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
             "turns",
             "care",
             len(outside),
-            f"turns left the band of the nominal rate: {', '.join(outside)}",
+            f"turns have a rate outside the band of the nominal rate: {', '.join(outside)}",
         )
 
 
@@ -432,7 +434,11 @@ def _own(data: RunData) -> Iterator[Caveat]:
         )
 
 
-_STANDINGS = {"held": "on target", "unclear": "too few questions to tell", "left": "OFF target"}
+_STANDINGS = {
+    "held": "on target",
+    "unclear": "too few questions to say whether the rate is on target",
+    "left": "OFF target",
+}
 
 
 def headline(
@@ -489,7 +495,7 @@ def span(estimate: Estimate) -> str:
 def _answers(vote: Estimate | None, count: int) -> str:
     problems = f"{count:,} problem{'s' * (count != 1)}"
     if vote is None:
-        return f"{problems} finished, none of them graded"
+        return f"{problems} finished, but no answer is graded"
     return f"the vote is correct on {right_of(vote)} problem{'s' * (vote.n_problems != 1)}"
 
 
@@ -511,12 +517,16 @@ def _beside(other: Baseline) -> str:
         much = f"{other.target_tokens_per_problem:,.0f} tokens per problem"
     if 0.95 < ratio < 1.05:
         much = "as many tokens"
-    return f"{said}, and its target wrote {much}"
+    return f"{said}, and the target of {other.name} wrote {much}"
 
 
 def _right(vote: Estimate | None, count: int) -> ShownNumber:
     if vote is None:
-        return ShownNumber(f"{count:,}", "problems", "none graded: there is no reference answer")
+        return ShownNumber(
+            f"{count:,}",
+            "problems",
+            "no answer is graded, because no problem has a reference answer",
+        )
     problems = "problem" if vote.n_problems == 1 else "problems"
     note = f"{right_of(vote)} {problems}, each by the vote of its rollouts; {span(vote)}"
     return ShownNumber(percent(vote.value), "of the answers are correct", note)
@@ -540,7 +550,7 @@ def _escalated(cost: Spend, calibration: RateControl | None) -> ShownNumber:
         per_second = (
             ""
             if math.isnan(cost.tokens_per_second)
-            else f"{cost.tokens_per_second:,.0f} tokens a second"
+            else f"{cost.tokens_per_second:,.0f} tokens per second"
         )
         if not cost.seconds:
             return ShownNumber("unknown", "seconds", "the run was imported")

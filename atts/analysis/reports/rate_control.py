@@ -153,8 +153,8 @@ def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
     if not rounding:
         return ""
     return (
-        f"the same seed gives the same text only up to near-ties: {' and '.join(rounding)} computed "
-        f"in bfloat16 (?dtype=float32 behind a local engine's name is exact)"
+        f"the same seed may give another text where tokens almost tie: {' and '.join(rounding)} computed "
+        f"in bfloat16 (?dtype=float32 behind a local engine's name avoids this)"
     )
 
 
@@ -174,26 +174,26 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
     if match is None and not _has_ranks(data):
         return StatedGuarantee(
             gate,
-            f"none is stated: {gate} is not a gate of atts, and has no `promise`",
-            "nothing was promised",
+            f"no guarantee is stated: {gate} is not a gate of atts, and has no `promise`",
+            "nothing, because the gate promises nothing",
             "",
         )
     if match is None:
         return StatedGuarantee(
             str(named or "unknown"),
-            "not known: the run directory does not say in which mode its gate ran, and no mode "
+            "not known: the run directory does not name the mode of the gate, and no mode "
             "without stored scores "
-            "takes these decisions",
-            "not known either",
+            "takes the recorded decisions",
+            "not known, because the mode of the gate is not known",
             "no mode reproduces the recorded p-values; a calibrator cannot be rebuilt if the "
             "manifest does not name its stored scores",
         )
     missing = match.checked - match.same
     audit = (
-        f"{match.same:,} of {match.checked:,} recorded decisions were taken again from the "
-        "journal alone and came out the same"
-        + (f"; {missing:,} did not" if missing else "")
-        + ("" if named else "; this is how the mode was recognised")
+        f"atts repeated {match.checked:,} recorded decisions from the journal alone, and {match.same:,} "
+        "had the recorded result"
+        + (f"; {missing:,} had another result" if missing else "")
+        + ("" if named else "; this repetition identified the mode of the gate")
     )
     return StatedGuarantee(
         match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit
@@ -423,7 +423,7 @@ def _moments(flags: bytearray, nominal: float | None, window: int) -> tuple[Rate
 
 
 def _nonconformity(decision: Decision, scale: Scale | None) -> float:
-    assert decision.score is not None, "this is only called for decisions with a score"
+    assert decision.score is not None, "the decision has no score"
     likely = PERPLEXITY if decision.score >= 1 else REAL  # perplexities are never below 1
     return (scale or likely).nonconformity(decision.score)
 

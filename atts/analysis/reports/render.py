@@ -194,7 +194,7 @@ def standalone(chart: Chart) -> str:
 
 def _size(picture: str) -> tuple[int, int]:
     size = _SIZE.search(picture)
-    assert size is not None, "every chart says how large it is"
+    assert size is not None, "every chart states its size"
     return int(size[1]), int(size[2])
 
 
@@ -277,7 +277,7 @@ def sharing_chart(rows: Rows) -> Chart:
     across = Axis(
         -0.5,
         most - 0.5,
-        "blocks in the order in which a token passes them (red: only in this model)",
+        "blocks in the order of computation (red: in no other model)",
         values="whole",
     )
     plot = Plot(
@@ -288,7 +288,9 @@ def sharing_chart(rows: Rows) -> Chart:
         [(name, *part) for name, parts in rows for part in parts.items()],
     )
     return replace(
-        Chart.of("Blocks of a zoo", "Who shares which block.", plot, _marks(plot, rows), data),
+        Chart.of(
+            "Blocks of a zoo", "Models that share each block.", plot, _marks(plot, rows), data
+        ),
         wide=True,
     )
 

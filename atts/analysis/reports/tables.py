@@ -151,8 +151,11 @@ def combination_table(report: RunReport) -> ReportTable:
         rows = [
             ("what combined", " and ".join(combined.actions) or "the vote on every problem"),
             ("problems whose votes split", f"{combined.split:,} of {combined.problems:,}"),
-            ("largest leading share that counts as split, at the end", cell(combined.below)),
-            ("of these, trials that kept the vote", cell(combined.trials)),
+            (
+                "a vote counts as split if its leading share is at most (end of the run)",
+                cell(combined.below),
+            ),
+            ("trials among the split votes, which keep the vote", cell(combined.trials)),
             ("answers changed", cell(combined.changed)),
             ("changed from wrong to correct", cell(combined.gained)),
             ("changed from correct to wrong", cell(combined.lost)),
@@ -164,7 +167,7 @@ def combination_table(report: RunReport) -> ReportTable:
                 "prompt tokens read for selection or synthesis",
                 cell(combined.usage.target_prefill_tokens),
             ),
-            ("calls for it", cell(combined.usage.calls)),
+            ("calls for selection or synthesis", cell(combined.usage.calls)),
         ]
     return ReportTable.of(
         "Where votes split: selection and synthesis", ("what", "how much"), rows, "facts"
@@ -178,14 +181,14 @@ def speculation_table(report: RunReport) -> ReportTable:
     speculated = report.speculated
     drawn = report.spend.usage.drawn_tokens
     rows: list[tuple[object, object]] = (
-        [("target tokens drawn while it scored", cell(drawn))] if drawn else []
+        [("tokens that the target drew while scoring", cell(drawn))] if drawn else []
     )
     if speculated is not None:
         rows += [
             ("tokens proposed to the target", cell(speculated.proposed)),
             *([("why no token was proposed", speculated.silence)] if speculated.silence else []),
             (
-                "of these, accepted",
+                "proposed tokens that the target accepted",
                 f"{speculated.accepted:,} ({100 * speculated.accepted / max(1, speculated.proposed):.1f} %)",
             ),
             (
@@ -230,7 +233,7 @@ def baseline_table(report: RunReport) -> ReportTable:
         for b in report.baselines
     ]  # fmt: skip
     return ReportTable.of(
-        "This run compared with others, on the problems that both have", columns, rows
+        "This run compared with other runs, on their common problems", columns, rows
     )
 
 
@@ -254,13 +257,13 @@ def calibration_table(control: RateControl) -> ReportTable:
             "questions",
             control.questions
             if control.questions < control.decisions
-            else "one for each chunk, or not known",
+            else "a question for each chunk, or not known",
         ),
         ("forced without a score", control.forced),
         ("effective sample size", control.effective),
         ("rate scope", control.promise.mode),
         ("distance from nominal by question (RMS)", control.question_rms),
-        ("the same for fair coins", control.coin_rms),
+        ("distance from nominal by question for fair coins (RMS)", control.coin_rms),
     ]
     if control.p_values is not None:
         p_values = control.p_values
@@ -310,7 +313,7 @@ def health_table(health: Health) -> ReportTable:
             _range(health.long_run_clustered),
         ),
         (
-            "SD of the rate when one half of the questions sets the threshold for the other",
+            "SD of the rate on one half of the questions, with the threshold from the other half",
             health.half_split,
         ),
     ]
@@ -351,7 +354,7 @@ def conditions_table(conditions: Mapping[str, object]) -> ReportTable:
         for name, value in conditions.items()
     ]
     return ReportTable.of(
-        "Conditions the scores were made under", ("condition", "value"), rows, "facts"
+        "Conditions under which the scores were made", ("condition", "value"), rows, "facts"
     )
 
 
@@ -381,24 +384,24 @@ def time_table(found: TimeBreakdown) -> ReportTable:
         (
             "critical path",
             found.critical_path,
-            "lower bound: no schedule or number of slots ends sooner",
+            "lower bound of the run's time, for any schedule and number of slots",
         ),
         ("Tc, arithmetic", found.arithmetic_seconds, "scoring, summed over calls"),
         ("Tm, memory", found.memory_seconds, "decoding, summed over calls"),
         (
             "Ts, waiting for siblings",
             found.sibling_seconds,
-            "rounds, and equal chunks that wait for the same score",
+            "waits of whole rounds, and of equal chunks for the same score",
         ),
         (
             "edges between siblings",
             found.sibling_edges,
-            "waits for another rollout of the problem, those for equal chunks' scores included",
+            "waits for another rollout of the same problem, including waits for the score of an equal chunk",
         ),
         ("r = Tc / (Tm + Ts)", found.intensity, "asynchronous arithmetic intensity"),
     ]
     if found.calls > found.nodes:
-        meaning = f"the first of {found.calls:,} calls; this table is about them only"
+        meaning = f"this table counts only the first {found.nodes:,} of {found.calls:,} calls"
         rows.append(("calls", found.nodes, meaning))
     rows += [
         (f"{engine.engine}: share of time busy", engine.busy_share,
@@ -497,7 +500,7 @@ def run_table(report: RunReport) -> ReportTable:
 def settings_table(report: RunReport) -> ReportTable:
     """Return every setting with its origin."""
     return ReportTable.of(
-        "Settings, and where each came from",
+        "Settings and their origins",
         ("setting", "value", "origin"),
         report.run.configuration,
     )

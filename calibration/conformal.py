@@ -86,18 +86,18 @@ class RateCheck:
             f"({100 * self.share:.1f} %), nominal rate {100 * self.nominal:g} %"
         )
         if self.standing == "left":
-            return f"{share}: off target, outside the band {_interval_text(self.band)}"
+            return f"{share}: off target, because the share is outside the band {_interval_text(self.band)}"
         if self.standing == "unclear":
             return (
-                f"{share}: too few questions to tell; independent coins would stay in "
-                f"{_interval_text(self.coin)}, {self.questions:,} questions that vary like these "
+                f"{share}: too few questions to say whether the rate is on target. Independent coins stay in "
+                f"{_interval_text(self.coin)}; {self.questions:,} questions with this variance stay "
                 f"in {_interval_text(self.band)}"
             )
         low, high = self.coin
         # With few decisions the interval is so wide that being inside it says little, so the text
         # names it.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
-        width = f", so few allow {_interval_text(self.coin)}" if is_wide else ""
+        width = f"; with so few decisions, the rate of a coin would be in {_interval_text(self.coin)}" if is_wide else ""
         return f"{share}{width}: on target"
 
 

@@ -276,7 +276,7 @@ def build_mode(
     :raises OptionError: for an unknown mode, or both a window and a decay.
     """
     if window is not None and decay is not None:
-        raise OptionError("window and decay", "given together; use only one of them")
+        raise OptionError("window and decay", "cannot be combined; use only one of these settings")
 
     def remember() -> ScoreHistory:
         return Window(window) if decay is None else Fading(decay)

@@ -94,11 +94,11 @@ class DuplicateScores:
                 "but different chunks have different scores: scores were copied"
             )
         if self.within > FEW and not self.clustered:
-            return f"{within} equal another stored score, and their questions are not known"
+            return f"{within} equal another stored score, and the questions of the scores are not known"
         if self.within > FEW and self.distinct >= 0.5:
             few = f"{100 * (1 - self.distinct):.0f} % of the questions"
             return (
-                f"{within} equal another score of their question, all in {few}: scores were copied"
+                f"{within} equal another score of the same question, but only in {few}: scores were copied"
             )
         return ""
 
@@ -111,7 +111,7 @@ class DuplicateScores:
         if self.fault or self.within <= FEW:
             return ""
         return (
-            f"{100 * self.within:.0f} % of the scores equal another score of their question: "
+            f"{100 * self.within:.0f} % of the scores equal another score of the same question: "
             "either rollouts wrote the same chunk, which is not a fault, or scores were copied"
         )
 
@@ -485,9 +485,9 @@ class DomainCheck:
         if p > LEVEL:
             return ""
         return (
-            f"out of domain: its {len(scores)} chunks score worse than those of {100 * (1 - p):.1f} % of the "
-            f"{len(self.means)} questions that the stored scores come from; gate and models may "
-            "know nothing of such text"
+            f"out of domain: the {len(scores)} chunks of this problem score worse than {100 * (1 - p):.1f} % of the "
+            f"{len(self.means)} questions behind the stored scores; gate and models may "
+            "be unsuitable for this problem"
         )
 
 
@@ -689,7 +689,7 @@ class DriftMonitor(Persisted):
             self._alarm(
                 "duplicates",
                 1.0,
-                f"{self._repeats.doubt}; compare them with the scores of a run (--live)",
+                f"{self._repeats.doubt}; compare the stored scores with the scores of a run (--live)",
             )
 
     def _bet(self, mean: float, theta: float) -> None:
@@ -701,7 +701,7 @@ class DriftMonitor(Persisted):
         if self._martingale.alarm(self.significance * _MARTINGALE):
             p = math.exp(-self._martingale.log_peak)
             self._alarm(
-                "martingale", p, "the scores of later questions differ from those of earlier ones"
+                "martingale", p, "later questions score differently from earlier questions"
             )
 
     def _look(self, significance: float) -> None:
@@ -709,8 +709,8 @@ class DriftMonitor(Persisted):
         p = copied_p_value(self._reference, live) if self._repeats.doubt else 1.0
         if p <= self.significance * _COPIED:
             message = (
-                f"{100 * self._repeats.within:.0f} % of the stored scores equal another score of "
-                "their question, but the run's scores do not: stored scores were copied"
+                f"{100 * self._repeats.within:.0f} % of the stored scores equal another score of the same "
+                "question, but the run's scores do not: stored scores were copied"
             )
             self._alarm("duplicates", p, message)
             return
@@ -776,28 +776,28 @@ class Health:
             warnings.append(self.repeats.fault)
         if self.repeats.doubt:
             warnings.append(
-                f"{self.repeats.doubt}; compare them with a run's scores by `atts calibration "
+                f"{self.repeats.doubt}; compare the stored scores with a run's scores by `atts calibration "
                 "check --live RUN`"
             )
         if not self.repeats.clustered:
             warnings.append(
-                "the questions of the scores are not known, so the scores count as independent, "
-                "which they rarely are"
+                "the questions of the scores are not known, so atts treats the scores as independent, "
+                "although scores of one question rarely are"
             )
         if self.infinite:
             warnings.append(f"infinite scores: {self.infinite}")
         if math.isinf(self.threshold) and self.rate:
             warnings.append(
-                f"too few scores ({self.scores}) for rate {self.rate:g}: nothing would escalate"
+                f"too few scores ({self.scores}) for rate {self.rate:g}: no chunk would escalate"
             )
         if self.clusters.effective < 0.5 * self.scores:
             warnings.append(
-                f"{self.clusters}: the threshold is far less certain than {self.scores} scores "
-                "suggest"
+                f"{self.clusters}: the threshold is far less certain than {self.scores} independent "
+                "scores would make it"
             )
         if len(self.turns) == 1 and self.scores:
             warnings.append(
-                f"all scores are of turn {self.turns[0].turn}, but other turns score differently; "
+                f"all scores are of turn {self.turns[0].turn}, but chunks of other turns score differently; "
                 "use mode question-turn"
             )
         return tuple(warnings)

@@ -93,13 +93,13 @@ class Facts:
         side = max(self.rate, 1 - self.rate)
         if math.isfinite(self.left):
             return (
-                f"({SLACK:g} W + 1 + {side:g} E) / T of {self.rate:g} when the run ends. W is the "
-                "largest number of decisions that the run ever expected. E is the largest excess, "
-                "at any moment, of half the expected remaining decisions over the actual ones"
+                f"({SLACK:g} W + 1 + {side:g} E) / T of the nominal rate when the run ends. W is the "
+                "largest number of decisions that the run ever expected. E is the largest amount by "
+                "which half the expected number of remaining decisions ever exceeded the actual number"
             )
         if self.decided * side <= bound:
             return ""
-        return f"{bound:.2f} / T of {self.rate:g}, so here within {bound / self.decided:.4f}"
+        return f"{bound:.2f} / T of the nominal rate, so after {self.decided:,} decisions within {bound / self.decided:.4f}"
 
     @property
     def aci_likely(self) -> str:
@@ -116,15 +116,15 @@ class Facts:
             variance = max(whole / _LAST, 2.0) / 12 + 0.25
             reach = SLACK + _sub_gaussian_reach(variance) / whole
             return (
-                f"{reach:.4f} of {self.rate:g} over the whole run (about {whole:,.0f} decisions), "
-                f"even if the run ends while it still expected one in {_LAST} of them"
+                f"{reach:.4f} of the nominal rate over the whole run (about {whole:,.0f} decisions), "
+                f"even if the run ends 1 / {_LAST} of its decisions earlier than expected"
             )
         step = self.tuning.aci_step
         fixed_point = 1 / (4 * step * (2 - step)) if step < 1 else math.inf
         reach = _sub_gaussian_reach(min(self.decisions / 4, fixed_point)) / self.decisions
         if reach >= max(self.rate, 1 - self.rate):
             return ""
-        return f"{reach:.4f} of {self.rate:g} over {self.decisions:,} decisions"
+        return f"{reach:.4f} of the nominal rate over {self.decisions:,} decisions"
 
     @property
     def aci_promise(self) -> str:
@@ -132,7 +132,7 @@ class Facts:
         parts: list[str] = []
         if self.aci_likely:
             parts.append(
-                "with probability 0.95 over exchangeable scores the realised rate is within "
+                "if scores are exchangeable, with probability 0.95 the realised rate is within "
                 f"{self.aci_likely}"
             )
         if self.aci_now:
@@ -141,8 +141,8 @@ class Facts:
             )
         if not parts:
             return (
-                f"the realised rate approaches {self.rate:g} for ANY sequence of scores; after so few "
-                "decisions there is no bound yet"
+                f"the realised rate approaches {self.rate:g} for ANY sequence of scores; so few decisions "
+                "do not give a bound yet"
             )
         return ". ".join(part[:1].upper() + part[1:] for part in parts)
 
@@ -166,7 +166,7 @@ class Facts:
         summary = self._clusters()
         effective = max(1, int(summary.effective if summary else self.count))
         low, high = long_run(effective, self.rate)
-        size = f"{effective:,}" if summary else f"{effective:,} if they are independent"
+        size = f"{effective:,}" if summary else f"{effective:,} if the scores are independent"
         return (
             f"with these stored scores (effective sample size {size}) the long-run rate is in "
             f"[{low:.3f}, {high:.3f}] (90 %)"
@@ -201,7 +201,7 @@ def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[s
     texts = [TEXTS[name] for name in (*names, *additions)]
     guarantee = "".join(text["guarantee"] for text in texts).format(facts=facts)
     voided_by = "".join(text["voided_by"] for text in texts).format(facts=facts)
-    realised = f"No chunk has been decided on yet; the nominal rate is {100 * facts.rate:g} %."
+    realised = f"The gate has not decided on a chunk yet; the nominal rate is {100 * facts.rate:g} %."
     if facts.decided:
         share = f"{100 * facts.escalated / facts.decided:.1f} %"
         realised = (
@@ -210,5 +210,5 @@ def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[s
         )
     for event in facts.events:
         # an alarm has already voided the promise
-        voided_by += f"; ALREADY after {event.scores} scores: {event.message} ({event.action})"
+        voided_by += f"; ALREADY VOID after {event.scores} scores: {event.message} ({event.action})"
     return f"{realised} {guarantee[:1].upper()}{guarantee[1:]}", voided_by

@@ -101,7 +101,7 @@ class ReorderBuffer:
         :raises CalibrationInputError: for a negative issue.
         """
         if issue < 0:
-            raise CalibrationInputError("issue", issue, "a number from 0")
+            raise CalibrationInputError("issue", issue, "a number of at least 0")
         if issue < self._next or issue in self._waiting:
             return [score]
         self._waiting[issue] = score
@@ -305,7 +305,7 @@ class Calibrator(Persisted):
         if wants_target and self._is_cap_reached():
             action = "accept"
             origin = "budget"
-            why = f"{why}; the hard cap allows no further escalation now"
+            why = f"{why}; the hard cap currently allows no escalation"
         counted_length = None
         if length is not None and self._strata is not None:
             counted_length = float(length)
@@ -496,7 +496,7 @@ class Calibrator(Persisted):
             return nonconformity
         if length is None or not 0 < length < math.inf:
             raise CalibrationInputError(
-                "length", length, "the chunk's length, above 0, as ranks are by length"
+                "length", length, "the chunk's length, above 0, because scores are ranked by length"
             )
         if math.isinf(nonconformity):
             return nonconformity
@@ -589,11 +589,11 @@ class Calibrator(Persisted):
         except _UNREADABLE as error:
             problem = f"{type(error).__name__}: {error}"
             raise CalibrationInputError(
-                "calibrator state", problem, "what a calibrator saved"
+                "calibrator state", problem, "the saved state of a calibrator"
             ) from error
         if not is_whole:
             raise CalibrationInputError(
-                "calibrator state", "changed by hand", "what a calibrator saved"
+                "calibrator state", "changed by hand", "the saved state of a calibrator"
             )
         return calibrator
 
@@ -653,11 +653,11 @@ class Calibrator(Persisted):
         for name in ("kind", "version", "rate", "mode", "options", "tuning", "stored"):
             if theirs.get(name) != mine[name]:
                 raise CalibrationInputError(
-                    f"{name} of the calibrator to merge", "another", "the same as here"
+                    f"{name} of the calibrator to merge", "another", "the same value as in this calibrator"
                 )
         if theirs["order"]["held"]:
             raise CalibrationInputError(
-                "calibrator to merge", "scores waiting for their issue", "a finished one"
+                "calibrator to merge", "scores that wait for an issue number", "a finished one"
             )
         super().merge(theirs)
         if self._strata is not None:

@@ -281,7 +281,7 @@ class StoredScores:
             saved = convert(dict(state), _State)
         except ValidationError as error:
             raise CalibrationInputError(
-                "stored scores", str(error), "what `atts calibration import` writes"
+                "stored scores", str(error), "a file written by `atts calibration import`"
             ) from None
         if saved.scale not in scales:
             raise CalibrationInputError("scale", saved.scale, f"one of {', '.join(sorted(scales))}")
@@ -322,7 +322,7 @@ def whole_number(what: str, value: object) -> int:
     :raises CalibrationInputError: naming the value as `what`, if it is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-        raise CalibrationInputError(what, value, "a whole number from 0")
+        raise CalibrationInputError(what, value, "a whole number of at least 0")
     return int(value)
 
 
@@ -353,7 +353,7 @@ def check_stored(
     """
     if not len(stored) and mode == "split":
         raise CalibrationInputError(
-            "stored scores", 0, 'at least one for mode "split", which learns nothing live'
+            "stored scores", 0, 'at least one score for mode "split", which does not learn from the run'
         )
     if len(stored):
         check_fingerprint("the calibration", stored.fingerprint, now)
@@ -361,7 +361,7 @@ def check_stored(
             raise CalibrationInputError(
                 "stored scores",
                 "without lengths",
-                "the length of every chunk, because of by_length",
+                "the length of every chunk, because by_length is set",
             )
 
 
@@ -428,7 +428,7 @@ def _read_array(path: Path) -> Sequence[float]:
     header = _HEADER.match(data)
     if header is None:
         raise CalibrationInputError(
-            str(path), "another kind of file", "an array with one row of plain numbers"
+            str(path), "a file of another kind", "an array with one row of plain numbers"
         )
     kind = np.dtype(header[1].decode())
     count = int(header[2])

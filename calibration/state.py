@@ -121,9 +121,9 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
         reason = "there is no memory left"
         if isinstance(problem, OSError):
             reason = str(problem.strerror)
-        advice = "Free space, or name another"
+        advice = "Free some space, or name another file"
         if not path.parent.is_dir():
-            advice = "Make its folder first, or name another"
+            advice = "Create the folder of the file, or name another file"
         raise StorageError(path, f"the calibration cannot be written ({reason})", advice) from None
 
 
@@ -142,16 +142,16 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CalibrationInputError(
             f"calibration file {path}",
             f"not whole ({problem})",
-            "a complete file; this one was cut short or edited",
+            "a complete file, but the file was cut short or edited",
         ) from None
     if not isinstance(content, dict) or "digest" not in content:
         raise CalibrationInputError(
-            f"calibration file {path}", type(content).__name__, "a state with its digest"
+            f"calibration file {path}", type(content).__name__, "a state with a digest"
         )
     state = cast(dict[str, Any], content)
     if state.pop("digest") != _digest(state):
         raise CalibrationInputError(
-            f"calibration file {path}", "altered", "content that matches its digest"
+            f"calibration file {path}", "altered", "content that matches the digest"
         )
     return state
 

@@ -181,7 +181,7 @@ def test_a_run_of_known_size_states_a_narrow_guarantee(evaluate_into: Any, tmp_p
     ).report.calibration
     assert held is not None
     assert (
-        "With probability 0.95 over exchangeable scores the realised rate is within 0.0"
+        "If scores are exchangeable, with probability 0.95 the realised rate is within 0.0"
         in held.promise.guarantee
     )
     assert "within (0.006 W + 1 + 0.7 E) / T of 0.3 when the run ends" in held.promise.guarantee

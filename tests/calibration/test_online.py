@@ -403,7 +403,7 @@ def test_scales_say_which_scores_are_worse() -> None:
         (lambda: Calibrator(0.4).decide(1.5, turn=-1), CalibrationInputError, "turn"),
         (lambda: Calibrator(0.4).decide(1.5, sample=-1), CalibrationInputError, "sample"),
         (lambda: Calibrator(0.4, decay=1.0), CalibrationInputError, "decay"),
-        (lambda: Calibrator(0.4, window=9, decay=0.5), OptionError, "given together"),
+        (lambda: Calibrator(0.4, window=9, decay=0.5), OptionError, "cannot be combined"),
         (lambda: Calibrator(0.4, drift="panic"), OptionError, "drift"),  # type: ignore[arg-type]
         (lambda: StoredScores.of([1.5] * 7, per_question=2), CalibrationInputError, "per_question"),
     ],

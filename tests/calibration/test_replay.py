@@ -126,7 +126,7 @@ def test_every_mode_states_its_guarantee_with_numbers(mode: Mode) -> None:
         assert " / T" not in done.guarantee  # the bound exceeds 1 for 40 decisions
         many = replay_scores([*FEW] * 20, rate=0.35, mode=mode, stored=stored, drift="report")
         bound = (0.65 + DEFAULTS.aci_step) / DEFAULTS.aci_step
-        assert f"{bound:.2f} / T of 0.35, so here within {bound / 800:.4f}" in many.guarantee
+        assert f"/ T of the nominal rate, so after 800 decisions within {bound / 800:.4f}" in many.guarantee
     if mode in ("question", "question-turn"):
         assert f"{DEFAULTS.limit_at(0.35) + 1:g} / n" in done.guarantee
 
@@ -136,7 +136,7 @@ def test_bounds_that_exclude_no_rate_are_not_printed() -> None:
     printed once it excludes a rate.
     """
     calibrator = Calibrator(0.2, "aci")
-    assert "there is no bound yet" in calibrator.guarantee
+    assert "do not give a bound yet" in calibrator.guarantee
     assert "within" not in calibrator.guarantee
     facts = Calibrator(0.2, "question").guarantee
     bound = DEFAULTS.limit_at(0.2) + 1
@@ -239,7 +239,7 @@ def test_files_without_scores_are_refused(tmp_path: Path, atts: Atts) -> None:
         "report empty.jsonl": "number of scores",
         "report binary.jsonl": "not text",
         "report broken.npy": "an array with one row of plain numbers",
-        "report calibrator.json": "a state with its digest",
+        "report calibrator.json": "a state with a digest",
         "import good.jsonl --out absent/scores.json": "Make its folder",
     }.items():
         command, name, *more = words.split()

@@ -246,7 +246,9 @@ def _answer(
         return extraction(text, "math" if kind == "text" else kind, fallback=fallback)
     if "answer" not in record:
         raise DatasetError(
-            where, "has neither `answer` nor `text`", "Name one of them; `gold` is the reference"
+            where,
+            "has neither `answer` nor `text`",
+            "Add one of the two fields; `gold` is the reference",
         )
     if record["answer"] is None:
         return Extraction(None, "none")

@@ -188,7 +188,7 @@ def check_confinement() -> None:
     """
     [run] = run_program("print(1)", [""], ProgramTests(()))
     if run.end != "done":
-        raise UsageError(f"code tasks need a system that can confine programs: {run.detail}")
+        raise UsageError(f"code tasks need a machine that can confine programs: {run.detail}")
 
 
 def tests_of_row(row: Mapping[str, object]) -> tuple[ProgramTests, str]:

@@ -503,7 +503,7 @@ class CombineSummary:
         kind = " and ".join(self.actions) or "select"
         words = f"{kind} on {self.split:,} of {self.problems:,} problems with split votes"
         if self.trials:
-            words += f"  (of these, {self.trials:,} were trials that kept the vote)"
+            words += f"  ({self.trials:,} of these problems were trials and kept the vote)"
         words += f": {self.changed:,} answers changed"
         if not math.isnan(self.gain.value):
             points = [100 * value for value in (self.gain.value, self.gain.low, self.gain.high)]
@@ -516,11 +516,9 @@ class CombineSummary:
                 f"; {self.consistent:,} of {self.pairs:,} verdicts were the same in both orders"
             )
         if self.unusable:
-            words += f"; the target could not be asked on {self.unusable:,}"
+            words += f"; on {self.unusable:,} problems no request to the target was possible"
         usage = self.usage
-        return (
-            f"{words}; cost {usage.target_tokens:,} tokens by the target in {usage.calls:,} calls"
-        )
+        return f"{words}; the target wrote {usage.target_tokens:,} tokens for it in {usage.calls:,} calls"
 
 
 def summarise_combinations(problems: Iterable[FinishedProblem]) -> CombineSummary | None:

@@ -206,7 +206,7 @@ class TrialGate(NonLearningGate):
     def decide(self, features: Features, score: float) -> Decision:
         """Toss the coin of this chunk."""
         action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
-        return features.decision(action, self.rate, "coin, whatever the score", score=score)
+        return features.decision(action, self.rate, "coin that ignores the score", score=score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class StaticRankGate(NonLearningGate):
         if not scores:
             raise OptionError(
                 "calibration scores",
-                "there are none, but the published rule needs them before the run",
+                "no scores are given, but the published rule needs calibration scores before the run",
             )
         return cls({"": tuple(sorted(scores))}, 1 - rate)
 
@@ -260,7 +260,7 @@ class StaticRankGate(NonLearningGate):
         if not pools:
             raise OptionError(
                 "calibration scores",
-                "none of them names its question, but the published rule by question needs scores "
+                "no score names a question, but the published rule by question needs scores "
                 "of the run's questions",
             )
         return cls({name: tuple(sorted(pool)) for name, pool in pools.items()}, 1 - rate)

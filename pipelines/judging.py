@@ -41,7 +41,7 @@ Round = Mapping[int, tuple[Features, float]]
 
 # "verify" is refused as a final decision, because a chunk that is not escalated would be accepted
 NOT_FINAL = (
-    "the gate decided 'verify' on a chunk that already has its score; its methods decide and "
+    "the gate decided 'verify' on a chunk that already has a score; the gate's methods decide and "
     "decide_round must return 'accept' or 'escalate'"
 )
 
@@ -302,7 +302,7 @@ def _learned_score(builder: RolloutBuilder, proposal: Proposal, logprobs: Sequen
     """
     judge = builder.context.judge
     if judge is None:
-        raise UsageError("score.kind learned needs a judge: set score.judge to its file")
+        raise UsageError("score.kind learned needs a judge: set score.judge to the judge's file")
     answered, share, _ = builder.siblings.agreement(builder.rollout.sample, proposal.answer)
     known = judge_features(
         logprobs, proposal.chunk.logprobs, builder.turn, share if answered else None

@@ -149,7 +149,8 @@ class ConfidenceStop:
     """
 
     warmup: Annotated[
-        int, "rollouts that run to their end before less confident ones are ended"
+        int,
+        "rollouts that run to their end first; later rollouts may end early if they are less confident",
     ] = 16
     keep: Annotated[float, "share of the warm-up rollouts that the threshold would keep"] = 0.9
     window: Annotated[int, "tokens over which confidence is averaged"] = 64
@@ -210,29 +211,33 @@ class Policy:
     ] = "draft"
     exact: Annotated[
         bool,
-        "the draft proposes tokens, and only those that the target draws as well stay, so the "
-        "text is the target's",
+        "keep a token of the draft only if the target draws the same token, so the text is the "
+        "target's",
     ] = False
     escalates: Annotated[
         Escalates,
-        "what is escalated: a chunk, a chunk and the rest of its rollout, the whole rollout, which "
-        "the target writes again from the prompt, or a problem on which the draft's rollouts disagree",
+        "unit of escalation: a chunk, a chunk and all later ones of the rollout, the whole "
+        "rollout (the target writes it again from the prompt), or a problem on which the "
+        "draft's rollouts disagree",
     ] = "chunk"
     escalated_vote: Annotated[
         EscalatedVote,
-        "whose rollouts vote on an escalated problem: all of them, or the target's alone",
+        "voters on an escalated problem: all rollouts, or the target's rollouts alone",
     ] = "all"
-    takeover: Annotated[Takeover, "what becomes of an escalated chunk"] = "replace"
+    takeover: Annotated[Takeover, "way in which the target takes over an escalated chunk"] = (
+        "replace"
+    )
     answers: Annotated[
-        AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"
+        AnswerCheck,
+        "whether a rollout ends at its answer, or only after the chunk of the answer was accepted",
     ] = "verify"
     budget_forcing: Annotated[
-        int, "how often `wait_text` is inserted after an answer instead of ending the rollout"
+        int, "how many times `wait_text` is inserted after an answer before the rollout may end"
     ] = 0
-    wait_text: Annotated[str, "the text that is inserted"] = "Wait"
+    wait_text: Annotated[str, "text that `budget_forcing` inserts after an answer"] = "Wait"
     thinking_tokens: Annotated[
         int | None,
-        "most tokens of a rollout before its think block is closed and it must answer; none: "
+        "most tokens of a rollout before atts closes the think block and asks for the answer; none: "
         "no limit",
     ] = None
     thinking_end: Annotated[
@@ -240,7 +245,7 @@ class Policy:
     ] = THINKING_END
     optimistic: Annotated[
         bool,
-        "draft the next chunk while this one is scored; the distribution of results does not "
+        "draft the next chunk while the current chunk is scored; the distribution of results does not "
         "change",
     ] = False
     sampling: Annotated[
@@ -261,20 +266,19 @@ class Policy:
     score: ScoreRule = ScoreRule()
     vote: Annotated[VoteKind, "how answers are counted"] = "majority"
     early_stop: Annotated[
-        Stop, "whether to cancel rollouts when they cannot change the vote, or are unlikely to"
+        Stop,
+        "whether to cancel rollouts that cannot change the vote, or that are unlikely to change it",
     ] = "certain"
     confidence: Annotated[float, "the probability that early_stop=likely needs"] = 0.95
     first_wave: Annotated[
         int,
-        "rollouts that start first; more start only if these do not agree; 0: all at once, or "
-        "half of them if escalates=problem",
+        "rollouts that start first; more start only if the first disagree; 0: all start at once, "
+        "or half of them if escalates=problem",
     ] = 0
     growth: Annotated[
         float, "factor by which each wave increases the number of rollouts so far"
     ] = math.inf
-    agreement: Annotated[float, "the share of equal answers after which no further wave starts"] = (
-        1.0
-    )
+    agreement: Annotated[float, "share of equal answers at which no further wave starts"] = 1.0
     barrier: Annotated[
         bool, "every turn waits for all rollouts of the problem, as in synchronous methods"
     ] = False
@@ -290,20 +294,21 @@ class Policy:
     confidence_stop: ConfidenceStop | None = None
     timeout_seconds: Annotated[
         float,
-        "time limit of one engine call, including its queue at a server; it does not apply while "
-        "a local engine makes progress",
+        "time limit of an engine call in seconds, including the wait at a server; a local engine "
+        "that makes progress has no limit",
     ] = 600.0
     repeats: Annotated[
         int, "a rollout ends when it writes the same chunk this many times in a row"
     ] = 3
     combine: Annotated[
         Combine,
-        "how a problem gets its answer: by vote, or if votes split by the target, which selects a "
-        "finalist or synthesizes a solution; auto: select once that is known to help",
+        "how a problem gets its answer: vote; or, if votes split, select (the target selects a "
+        "finalist) or synthesize (the target writes a new solution); auto: select once "
+        "selection is known to help",
     ] = "vote"
     finalists: Annotated[int, "most answers that the target compares if votes split"] = 3
     combine_tokens: Annotated[
-        int | None, "most tokens of a comparison or a synthesis; none: the same as max_tokens"
+        int | None, "most tokens of a comparison or a synthesis; none: max_tokens"
     ] = None
     select_prompt: Annotated[
         str | None,
@@ -349,8 +354,8 @@ class Policy:
         if judges_votes != (self.escalates == "problem") and self.drafter == "draft":
             raise OptionError(
                 "score",
-                "kind disagreement belongs to escalates=problem, and no other kind does; method "
-                "cascade sets both",
+                "score.kind disagreement and escalates=problem need each other; method cascade "
+                "sets both",
             )
         for name in ("select_prompt", "synthesis_prompt"):
             text = getattr(self, name)
@@ -362,11 +367,13 @@ class Policy:
                 raise OptionError(name, problem)
         if not self.timeout_seconds > 0:
             raise OptionError(
-                "timeout_seconds", f"{self.timeout_seconds} seconds leave no time; give more than 0"
+                "timeout_seconds",
+                f"{self.timeout_seconds} is not a time limit; give more than 0 seconds",
             )
         if not self.growth > 1:
             raise OptionError(
-                "growth", f"with {self.growth} the next wave would never start; give more than 1"
+                "growth",
+                f"with a growth of {self.growth} the next wave never starts; give more than 1",
             )
         for name in ("confidence", "agreement"):
             value = getattr(self, name)
@@ -383,8 +390,8 @@ class Policy:
         if self.max_tokens is not None and self.thinking_tokens >= self.max_tokens:
             raise OptionError(
                 "thinking_tokens",
-                f"{self.thinking_tokens} of {self.max_tokens} tokens leave none for the answer; "
-                "give fewer, or more max_tokens",
+                f"a thinking budget of {self.thinking_tokens} of {self.max_tokens} tokens leaves "
+                f"none for the answer; lower thinking_tokens, or raise max_tokens",
             )
         if not self.thinking_end.strip():
             raise OptionError("thinking_end", "an empty text cannot end the thinking; give a text")
@@ -631,13 +638,17 @@ def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:
         )
     if target.rounds_scores:
         problem = (
-            "it rounds its scores, but method exact uses the tokens that the target draws "
-            "while it scores"
+            "the target rounds scores, but method exact needs the tokens that the target draws "
+            "while scoring"
         )
         raise UnsupportedByEngine(target.name, problem, "Leave scores=bfloat16 out")
     if draft.tokenizer != target.tokenizer:
-        problem = "its tokenizer is not the target's, but method exact compares token by token"
-        raise UnsupportedByEngine(draft.name, problem, "Use a draft of the target's family")
+        problem = (
+            "draft and target have different tokenizers, but method exact compares token by token"
+        )
+        raise UnsupportedByEngine(
+            draft.name, problem, "Use a draft of the same model family as the target"
+        )
     if "draw" not in draft.capabilities:
         problem = (
             f"{draft.engine} cannot continue the target's stream of random draws, which method "
@@ -650,7 +661,7 @@ def _check_logprobs(spec: EngineSpec, role: Role, wants: str) -> None:
     if spec.logprobs == "none":
         advice = f"Choose another {wants.split(' ')[0]}, or a {role} on vLLM, SGLang or llama.cpp"
         raise UnsupportedByEngine(
-            spec.name, f"it sends no log-probabilities, which {wants} needs", advice
+            spec.name, f"the engine sends no log-probabilities, which {wants} needs", advice
         )
 
 

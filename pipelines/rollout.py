@@ -253,7 +253,7 @@ async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
         builder.enter([proposal.chunk])
         return
     if proposal.answer is not None and policy.answers == "stop":
-        builder.enter([proposal.chunk], note="not judged: it holds the answer")
+        builder.enter([proposal.chunk], note="not judged, because the chunk contains the answer")
         return
     if policy.optimistic and isinstance(judge, ChunkJudge):
         decision, proposal = await _judge_while_drafting(builder, proposal, judge)
@@ -297,7 +297,7 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         # the chunk stays and the target writes after it: the paper's mode
         kept = [chunk] if chunk.text or chunk.draft_ids or chunk.target_ids else []
         if not builder.may_write(kept):
-            note = proposal.flaw or "no room left for the target"
+            note = proposal.flaw or "the context has no room for the target's text"
             builder.enter(kept, (), decision, score, note)
             return
         written = await builder.write("target", kept)

@@ -109,7 +109,7 @@ class ScoreRule:
         "reward model of kind prm: vllm:http://HOST:PORT/MODEL, or sglang: in the place of vllm:",
     ] = ""
     separator: Annotated[
-        str, "text after each step of a solution, for a reward model on vLLM that rewards each"
+        str, "text after each step of a solution, for a reward model on vLLM that rewards each step"
     ] = "<extra_0>"
     judge: Annotated[
         str, "file of the judge of kind learned, which atts calibration judge writes"

@@ -186,24 +186,26 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
         return here
     if options.network == "never":
         raise _absent(
-            repo, revision, "it is not in the local cache, and use of the network is turned off"
+            repo,
+            revision,
+            "the dataset is not in the local cache, and use of the network is turned off",
         )
     try:
         here = _download(repo, revision, patterns, options.cache, fetch=True)
     except GatedRepoError:
-        problem = f"it is gated; accept its terms at https://huggingface.co/datasets/{repo} and run: hf auth login"
+        problem = f"the dataset is gated; accept the terms at https://huggingface.co/datasets/{repo} and run: hf auth login"
         raise _absent(repo, revision, problem) from None
     except RevisionNotFoundError:
         problem = f"the hub does not have revision {revision!r} of this dataset"
         raise DatasetError(repo, problem, "Name a branch, tag or commit") from None
     except (OSError, EntryNotFoundError, HfHubHTTPError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise _absent(repo, revision, f"it could not be fetched ({reason})") from error
+        raise _absent(repo, revision, f"the dataset could not be fetched ({reason})") from error
     if not here.files(patterns):
         raise DatasetError(
             repo,
             f"commit {here.folder.name} has no files {', '.join(patterns)}",
-            "Its layout has changed",
+            "The layout of the dataset has changed",
         )
     return here
 
@@ -220,7 +222,7 @@ def cached_snapshot(
         return None
     except HFValidationError as error:
         raise DatasetError(
-            repo, f"this is not the name of a hub dataset ({error})", "Names are owner/name"
+            repo, f"not the name of a hub dataset ({error})", "Names are owner/name"
         ) from None
     return here if here.files(patterns) else None
 
@@ -261,14 +263,17 @@ def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
     if len({Path(name).parent for name in chosen}) != 1:
         problem = f"{'no' if not chosen else 'more than one'} set of files is split {split!r}"
         raise DatasetError(
-            here.repo, problem, f"Name split and config; its data files are {', '.join(names[:12])}"
+            here.repo, problem, f"Name split and config; the data files are {', '.join(names[:12])}"
         )
     return [here.folder / name for name in sorted(chosen)]
 
 
 def _absent(repo: str, revision: str, problem: str) -> DatasetError:
     at = "" if revision == "main" else f" --revision {revision}"
-    advice = f"On a machine with network: hf download --repo-type dataset {repo}{at}; or name a file of it with --file"
+    advice = (
+        f"On a machine with network: hf download --repo-type dataset {repo}{at}; or name a file of "
+        "the dataset with --file"
+    )
     return DatasetError(f"{repo}@{revision}", problem, advice)
 
 
@@ -390,7 +395,9 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
         kept = [index for index, row in enumerate(table.rows) if part in cell(row.get(column))]
         if not kept:
             raise DatasetError(
-                table.source, f"no row has {part!r} in column {column!r}", "Its layout has changed"
+                table.source,
+                f"no row has {part!r} in column {column!r}",
+                "The layout of the dataset has changed",
             )
         table = replace(
             table,
@@ -406,7 +413,7 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
     }
     columns = replace(copy.columns, **dict.fromkeys(gone, ""), distractors=copy.columns.distractors)
     dataset = _dataset(benchmark, table, columns, options)
-    losses = [f"this copy does not have column {name!r} any more" for name in gone.values()]
+    losses = [f"this copy of the dataset no longer has column {name!r}" for name in gone.values()]
     notes = (*dataset.notes, *losses)
     return replace(dataset, source=f"hub:{copy.repo}", revision=here.folder.name, notes=notes)
 

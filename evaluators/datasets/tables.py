@@ -205,7 +205,7 @@ def read_table(paths: Sequence[Path], source: str) -> RowTable:
             file = "" if path.name in source else f"{path.name} "
             places.append(f"{source}: {file}{word} {number}")
     if not rows:
-        raise DatasetError(source, "it holds no rows", "Check that this is the file you meant")
+        raise DatasetError(source, "the file has no rows", "Check the file name")
     return RowTable(source, tuple(rows), tuple(places), digest.hexdigest())
 
 
@@ -242,11 +242,11 @@ def _bytes(path: Path, source: str) -> bytes:
             data = (gzip.open(file) if path.suffix == ".gz" else file).read(_MOST_BYTES + 1)
     except FileNotFoundError:
         near = sorted(other.name for other in path.parent.glob("*") if kind_of(other))
-        hint = f"Its folder holds {', '.join(near[:8])}" if near else "Check the path"
+        hint = f"The folder holds {', '.join(near[:8])}" if near else "Check the path"
         raise DatasetError(source, f"there is no file {path}", hint) from None
     except (OSError, EOFError, zlib.error) as error:
         problem = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise DatasetError(source, problem, "Check the path and its permissions") from error
+        raise DatasetError(source, problem, "Check the path and the permissions") from error
     if len(data) > _MOST_BYTES:
         raise _too_large(path, source)
     return data
@@ -518,7 +518,7 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
         ]
         detail = f"{' and '.join(places[:2])} have the same id {repeated[0]!r} ({len(repeated)} ids are not unique)"
         raise DatasetError(
-            table.source, detail, "Map another column to 'id', or drop the repeated rows"
+            table.source, detail, "Map another column to 'id', or delete the repeated rows"
         )
     return problems, _notes(reader, problems)
 
@@ -542,11 +542,11 @@ def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
             table,
             "no column holds the problem's text",
             "problem",
-            "Say which one with --column text=NAME",
+            "Name the column with --column text=NAME",
         )
     if not named["answer"] and answers == "required":
         advice = (
-            "Say which one with --column answer=NAME, or accept problems without an answer with "
+            "Name the column with --column answer=NAME, or accept problems without an answer with "
             "--answers optional"
         )
         raise _missing(table, "no column holds the reference answer", "answer", advice)

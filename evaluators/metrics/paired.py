@@ -389,8 +389,8 @@ class VarianceSplit:
     def __str__(self) -> str:
         if math.isnan(self.share_between):
             return (
-                f"all rollouts of {self.problems:,} problems ended alike; without variance the "
-                "power is not known"
+                f"all rollouts of {self.problems:,} problems had the same result; without "
+                f"variance the power is not known"
             )
         return (
             f"{100 * self.share_between:.0f} % of the variance of single rollouts lies between "
@@ -461,8 +461,8 @@ def paired_power(split: VarianceSplit, problems: int, samples: int, spread: floa
     if not spread >= 0 or not variance > 0:
         raise OptionError(
             "variance",
-            f"the variance between paired samples is {variance:g}; power needs rollouts that "
-            "differ",
+            f"the variance between paired samples is {variance:g}; to compute a power, give "
+            f"rollouts that differ",
         )
     deviation = math.sqrt(variance)
     freedom = problems - 1

@@ -378,7 +378,7 @@ def test_the_text_that_ends_the_thinking_may_be_in_a_file(tmp_path: Path) -> Non
     assert found.setup().policy.thinking_tokens == 50
     with pytest.raises(OptionError, match=r"thinking_end: .*absent\.txt cannot be read"):
         configure({}, [f"thinking_end=@{tmp_path}/absent.txt"], environment={})
-    with pytest.raises(OptionError, match="leave none for the answer"):
+    with pytest.raises(OptionError, match="leaves none for the answer"):
         configure({"thinking_tokens": 50, "max_tokens": 40}, environment={})
 
 

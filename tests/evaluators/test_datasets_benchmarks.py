@@ -359,7 +359,7 @@ def test_a_copy_without_an_optional_column_loads_with_a_note(tmp_path: Path) -> 
     hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "answer": "1"}])})
     found = cached("aime25", tmp_path)
     assert found.problems[0].id == "aime25/0"
-    assert "this copy does not have column 'id' any more" in found.notes
+    assert "this copy of the dataset no longer has column 'id'" in found.notes
     hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "id": "1"}])})
     with pytest.raises(
         DatasetError, match="there is no column 'answer'. Columns found: problem, id"
@@ -575,7 +575,7 @@ def test_a_missing_dataset_is_fetched_once(tmp_path: Path, hub: list[str]) -> No
         (
             "gpqa",
             "main",
-            "gated; accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa",
+            "gated; accept the terms at https://huggingface.co/datasets/Idavidrein/gpqa",
         ),
         (
             "hub:math-ai/aime25",

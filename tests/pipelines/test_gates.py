@@ -205,7 +205,7 @@ def test_misspelt_options_are_errors_with_a_suggestion() -> None:
         Policy(samples=0)
     with pytest.raises(OptionError, match="mean"):
         ScoreRule("meen")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="needs them before the run"):
+    with pytest.raises(OptionError, match="needs calibration scores before the run"):
         preset("paper-marginal").gate(GateInputs(Calibrator(0.2)))
 
 

@@ -125,7 +125,7 @@ def test_a_stopped_rollout_is_not_asked_to_wait(attempt: Solve) -> None:
 
 def test_an_impossible_budget_is_refused() -> None:
     """The budget must leave room for the answer, and the end of the thinking must be a text."""
-    with pytest.raises(OptionError, match="leave none for the answer"):
+    with pytest.raises(OptionError, match="leaves none for the answer"):
         Policy(thinking_tokens=100, max_tokens=100)
     with pytest.raises(OptionError, match="0 is below 1"):
         Policy(thinking_tokens=0)

@@ -97,7 +97,11 @@ class RateCheck:
         # With few decisions the interval is so wide that being inside it says little, so the text
         # names it.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
-        width = f"; with so few decisions, the rate of a coin would be in {_interval_text(self.coin)}" if is_wide else ""
+        width = (
+            f"; with so few decisions, the rate of a coin would be in {_interval_text(self.coin)}"
+            if is_wide
+            else ""
+        )
         return f"{share}{width}: on target"
 
 

@@ -97,9 +97,7 @@ class DuplicateScores:
             return f"{within} equal another stored score, and the questions of the scores are not known"
         if self.within > FEW and self.distinct >= 0.5:
             few = f"{100 * (1 - self.distinct):.0f} % of the questions"
-            return (
-                f"{within} equal another score of the same question, but only in {few}: scores were copied"
-            )
+            return f"{within} equal another score of the same question, but only in {few}: scores were copied"
         return ""
 
     @property
@@ -700,9 +698,7 @@ class DriftMonitor(Persisted):
         self._ranked.add(mean)
         if self._martingale.alarm(self.significance * _MARTINGALE):
             p = math.exp(-self._martingale.log_peak)
-            self._alarm(
-                "martingale", p, "later questions score differently from earlier questions"
-            )
+            self._alarm("martingale", p, "later questions score differently from earlier questions")
 
     def _look(self, significance: float) -> None:
         live = list(self._live.values())

@@ -201,7 +201,9 @@ def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[s
     texts = [TEXTS[name] for name in (*names, *additions)]
     guarantee = "".join(text["guarantee"] for text in texts).format(facts=facts)
     voided_by = "".join(text["voided_by"] for text in texts).format(facts=facts)
-    realised = f"The gate has not decided on a chunk yet; the nominal rate is {100 * facts.rate:g} %."
+    realised = (
+        f"The gate has not decided on a chunk yet; the nominal rate is {100 * facts.rate:g} %."
+    )
     if facts.decided:
         share = f"{100 * facts.escalated / facts.decided:.1f} %"
         realised = (

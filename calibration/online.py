@@ -653,7 +653,9 @@ class Calibrator(Persisted):
         for name in ("kind", "version", "rate", "mode", "options", "tuning", "stored"):
             if theirs.get(name) != mine[name]:
                 raise CalibrationInputError(
-                    f"{name} of the calibrator to merge", "another", "the same value as in this calibrator"
+                    f"{name} of the calibrator to merge",
+                    "another",
+                    "the same value as in this calibrator",
                 )
         if theirs["order"]["held"]:
             raise CalibrationInputError(

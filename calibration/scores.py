@@ -353,7 +353,9 @@ def check_stored(
     """
     if not len(stored) and mode == "split":
         raise CalibrationInputError(
-            "stored scores", 0, 'at least one score for mode "split", which does not learn from the run'
+            "stored scores",
+            0,
+            'at least one score for mode "split", which does not learn from the run',
         )
     if len(stored):
         check_fingerprint("the calibration", stored.fingerprint, now)

@@ -148,10 +148,13 @@ class StageOptions:
         :raises OptionError: it cannot.
         """
         if self.stages > 1 and speculation.speculate == "mirror":
-            raise OptionError("stages", "cannot be combined with speculate=mirror, which needs an early exit")
+            raise OptionError(
+                "stages", "cannot be combined with speculate=mirror, which needs an early exit"
+            )
         if self.stages > 1 and options.scores != "float32":
             raise OptionError(
-                "scores", "bfloat16 scores need a model in float32 on the native kernels of one process"
+                "scores",
+                "bfloat16 scores need a model in float32 on the native kernels of one process",
             )
 
     @property

@@ -680,7 +680,9 @@ def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
     power = paired_power(split, len(first.cases), samples, spread or 0.0)
     basis = "the first two runs show how the difference varies over problems"
     if spread is None:
-        basis = "a lower bound, because a single run does not show how differences vary over problems"
+        basis = (
+            "a lower bound, because a single run does not show how differences vary over problems"
+        )
     yield f"Power: {power}; {basis}."
     yield (
         "With the same number of tokens, more problems detect smaller differences than more samples: "
@@ -894,7 +896,11 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     )
     if best.cost_per_point < whole_target.cost_per_point:
         return "gate", best, f"{best.arm.name} escalates better than a coin ({gain}); {prices}"
-    return alone, whole_target, f"the gate helps ({gain}), but {alone} is cheaper per point: {prices}"
+    return (
+        alone,
+        whole_target,
+        f"the gate helps ({gain}), but {alone} is cheaper per point: {prices}",
+    )
 
 
 def pilot_lines(report: PilotReport) -> list[str]:

@@ -64,7 +64,8 @@ class LocalOptions:
         is_native = self.dtype != "bfloat16" and self.kernel != "torch"
         if self.scores != "float32" and not is_native:
             raise OptionError(
-                "scores", "bfloat16 scores need a model in float32 on the native kernels of one process"
+                "scores",
+                "bfloat16 scores need a model in float32 on the native kernels of one process",
             )
 
 

@@ -232,8 +232,9 @@ class SequentialComparison:
         if self._rule is None:
             return ""
         words = (
-            f"against {self._rule.against}: {self.answer}; problems came in an order drawn by "
-            "seed. This interval is valid after every problem, unlike those of other numbers"
+            f"against {self._rule.against}: {self.answer}; the seed draws the order of problems. "
+            "The interval of this difference is valid after every problem; other intervals are "
+            "not"
         )
         if COMPARED not in self._state.said:
             self._state.said.add(COMPARED)
@@ -395,8 +396,7 @@ class Background:
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._fail(
-                f"was still busy {seconds:g} s after the end; the data that it had not sent are "
-                "lost"
+                f"was still busy {seconds:g} s after the end of the run; unsent data are lost"
             )
 
     def later(self, job: Callable[[], None]) -> None:
@@ -912,7 +912,7 @@ IN_A_ROW = 12
 _PROBE_TEXT = "2 + 2 = 4, so the answer is 4."
 _ADVICE = (
     "Look at the target's log: overflow in float16 gives such numbers. All work is kept, and the "
-    "same command continues. With --on-unscored escalate the target rewrites every chunk without "
+    "same command continues the run. With --on-unscored escalate the target rewrites every chunk without "
     "a score"
 )
 
@@ -1342,7 +1342,7 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
             spec.name, f"{len(ids)} tokens came back, but only {request.max_tokens} were allowed"
         )
     if ids and not 0 <= min(ids) <= max(ids) < spec.vocabulary:
-        raise BadReply(spec.name, "an id outside the vocabulary came back")
+        raise BadReply(spec.name, "the reply contains an id outside the vocabulary")
     if any(map(math.isnan, logprobs)):
         raise BadReply(spec.name, "a log-probability is not a number")
 
@@ -1378,13 +1378,14 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     follows = ids[:-1] == request.suffix[: len(ids) - 1]
     if draw is None or not follows or not 0 < len(ids) == len(begun.logprobs):
         raise BadReply(
-            spec.name, "the tokens that it drew while scoring do not begin like the scored text"
+            spec.name,
+            "the tokens that the engine drew while scoring do not begin like the scored text",
         )
     most = draw.max_tokens - (begun.ended is None)  # a completion that has not ended continues
     if len(ids) > most or not 0 <= ids[-1] < spec.vocabulary:
         raise BadReply(
             spec.name,
-            "the tokens that it drew while scoring are not the beginning of the requested "
+            "the tokens that the engine drew while scoring are not the beginning of the requested "
             "completion",
         )
 
@@ -1509,5 +1510,5 @@ async def _diagnosed(engine: Engine) -> str:
             check_scores(await engine.score(request), request, engine.spec)
     except (EngineError, TimeoutError) as error:
         reason = error.problem if isinstance(error, EngineError) else "no answer within 60 s"
-        return f"a fixed sentence is not scored either ({reason})"
-    return "a fixed sentence is scored, so the cause is in these chunks or in the load"
+        return f"the engine does not score a fixed sentence either ({reason})"
+    return "the engine scores a fixed sentence, so the cause is in the chunks or in the load"

@@ -336,7 +336,10 @@ def _short_contexts(run: RunSpec) -> Iterator[tuple[str, str]]:
         yield "context", f"{_holds(shortest)}: rollouts get {most:,} tokens instead of {usual:,}"
     for spec in specs:
         if spec.context_length <= most:
-            yield "context", f"{_holds(spec)}: rollouts end there, not at max_tokens {most:,}"
+            yield (
+                "context",
+                (f"{_holds(spec)}: rollouts end at this length, not at max_tokens {most:,}"),
+            )
 
 
 def _holds(spec: EngineSpec) -> str:
@@ -356,7 +359,10 @@ def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
             f"{spec.model} computes on this machine's processor: {problems} problems x "
             f"{run.policy.samples} rollouts of full length would take about {hours:,.0f} hours"
         )
-        yield "speed", f"{slow}; reduce them with --limit and --samples, or use a server with a GPU"
+        yield (
+            "speed",
+            (f"{slow}; reduce both numbers with --limit and --samples, or use a server with a GPU"),
+        )
 
 
 Keep = Literal["lines", "nothing"]

@@ -119,14 +119,16 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise UsageError(
-            f"the problem {min(twice)!r} is in two of these runs; their problems must differ"
+            f"the problem {min(twice)!r} is in two of the given runs; each problem may be in one "
+            "run only"
         )
     with storage(out):
         out.mkdir(parents=True, exist_ok=True)
     with locked(out / LOCK, out):
         if (out / JOURNAL).exists() or (out / MANIFEST).exists():
             raise UsageError(
-                f"{out}: there is a run here already; choose another directory for the merged run"
+                f"{out}: this directory already has a run; choose another directory for the "
+                "merged run"
             )
         _write(parts, problems, out)
         save_manifest(out / MANIFEST, _manifest(parts, problems))
@@ -163,7 +165,8 @@ def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
     counts = {shard.of for shard in shards}
     if len(shards) < len(parts) or len(counts) > 1:
         raise UsageError(
-            "these are not shards of one evaluation: " + ", ".join(_named(part) for part in parts)
+            "the given runs are not shards of one evaluation: "
+            + ", ".join(_named(part) for part in parts)
         )
     numbers = [shard.number for shard in shards]
     (count,) = counts
@@ -187,7 +190,7 @@ def _check_same(first: MergedPart, other: MergedPart) -> None:
     try:
         _neutral(other.run.manifest).check(_neutral(first.run.manifest), first.run.directory)
     except FingerprintError as error:
-        what = f"the run in {other.run.directory}, beside that in {first.run.directory},"
+        what = f"the run in {other.run.directory}, compared with the run in {first.run.directory},"
         raise FingerprintError(
             what, error.differences, "Merge only runs with the same configuration"
         ) from None

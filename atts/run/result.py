@@ -43,10 +43,14 @@ _SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs", "weights")
 _POLICY: Mapping[str, type] = MappingProxyType(
     {"sampling": Sampling, "target_sampling": Sampling, "chunking": Chunking, "score": ScoreRule}
 )
-_ADVICE = "Make them again under these conditions, or use them anyway with --set conditions=ignore"
+_ADVICE = (
+    "Make scores under the conditions of this run, or use the stored scores anyway with "
+    "--set conditions=ignore"
+)
 
 _ADVICE_TO_FIT = (
-    "Fit it again on a run under these conditions, or take it as it is with --set conditions=ignore"
+    "Fit the judge again on a run under the conditions of this run, or use the judge anyway with "
+    "--set conditions=ignore"
 )
 
 
@@ -114,10 +118,7 @@ def check_conditions(
     if not recorded and is_judge:
         return "the judge does not say under which conditions it was fitted"
     if not recorded:
-        return (
-            "the stored scores do not record their conditions, so it is not known whether they "
-            "suit this run"
-        )
+        return "the stored scores do not record their conditions, so they may not suit this run"
     try:
         check_fingerprint("scores", recorded, {name: now[name] for name in recorded if name in now})
     except FingerprintError as error:
@@ -141,7 +142,10 @@ _OWN = (
     *(f"configuration.{name}" for name in ("abstain", "until", "shard", MERGED)),
 )
 """Settings that do not change the distribution of votes."""
-_ADVICE_TO_LABEL = "Label problems by a run with the same settings, or restore those settings"
+_ADVICE_TO_LABEL = (
+    "Label problems by a run with the settings of this run, or restore the "
+    "settings of the labelled run"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +329,11 @@ class IncompleteTally:
 
     def words(self, problems: int) -> str:
         """Return a sentence on the missing parts of `problems` problems, with the reason."""
-        rollouts = f": {self.rollouts} of their rollouts failed" if self.rollouts else ""
-        return f"{self.problems} of {problems} problems are not complete{rollouts}, first by {self.first}"
+        rollouts = f": {self.rollouts} rollouts failed" if self.rollouts else ""
+        return (
+            f"{self.problems} of {problems} problems are not complete{rollouts}; first error: "
+            f"{self.first}"
+        )
 
 
 @dataclass(frozen=True)
@@ -364,8 +371,9 @@ class RunResult:
         if self.manifest.judged_unit != "chunks" or not 0 < judged <= _COARSE * rollouts:
             return ""
         return (
-            f"{judged / rollouts:.1f} per rollout were judged: a takeover rewrites most of a "
-            "solution. Shorter ones need --set chunking.draft_tokens=N, or a text that ends them: "
+            f"{judged / rollouts:.1f} chunks per rollout were judged, so a takeover rewrites most "
+            "of a solution. For shorter chunks use --set chunking.draft_tokens=N, or a text "
+            "that ends a chunk: "
             "--set 'chunking.stop=[\"\\n\\n\"]'"
         )
 

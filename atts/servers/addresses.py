@@ -157,7 +157,8 @@ def _openai_model(rest: str, defaults: RemoteOptions) -> ServerAddress:
     parts = urlsplit(url)
     if not is_url(url) or parts.username or parts.password or parts.query:
         raise OptionError(
-            OPENAI_URL_VARIABLE, f"it must be a URL such as {OPENAI_URL}, without a password"
+            OPENAI_URL_VARIABLE,
+            f"the address must be a URL such as {OPENAI_URL}, without a password",
         )
     return _server(url.rstrip("/"), ChatDialect.name, model, settings, defaults)
 
@@ -166,7 +167,10 @@ def _settings(query: str) -> dict[str, str]:
     settings = dict(parse_qsl(query, keep_blank_values=True))
     for key in settings:
         if key in ("drafter", "speculate", "k"):
-            problem = f"{key!r} is for models of this machine: whether a server speculates is set where it is started"
+            problem = (
+                f"{key!r} applies only to models of this machine; a server's speculation is "
+                "set when the server is started"
+            )
             raise OptionError("engine", f"{problem} (docs/servers.md)")
         if key not in _SETTINGS:
             raise OptionError("engine", f"{key!r} is not a setting of a server", _SETTINGS, key)

@@ -359,7 +359,7 @@ class ChatDialect(TextDialect, Rater):
             body["top_p"] = sampling.top_p
         if sampling.top_k or sampling.min_p:
             if self._options.extras != "send":
-                advice = "Leave them out, or say extras=send if this server knows them"
+                advice = "Leave both out, or write extras=send if the server accepts them"
                 raise UnsupportedByEngine(
                     self._model, "the chat API has neither top_k nor min_p", advice
                 )
@@ -386,7 +386,7 @@ class ChatDialect(TextDialect, Rater):
         finish = finish_of(choice.finish_reason)
         is_silent = message.content is None and not reasoning and not usage.reasoning
         if is_silent and finish == "length":
-            raise ValueError("neither text nor reasoning came")
+            raise ValueError("the reply has neither text nor reasoning")
         return self._written(
             request,
             reasoning,

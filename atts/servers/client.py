@@ -125,7 +125,7 @@ def finish_of(word: str | None) -> Literal["stop", "length"]:
         return "stop"
     if word == "length":
         return "length"
-    raise ValueError(f"it ended because of {word!r:.80}")
+    raise ValueError(f"the text ended because of {word!r:.80}")
 
 
 class ModelRow(Struct):
@@ -391,7 +391,7 @@ async def _whole(
     encoding = headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise ReplyRejected(
-            f"its reply is encoded as {encoding[:40]!r}, which atts did not request"
+            f"the reply is encoded as {encoding[:40]!r}, which atts did not request"
         )
     body = _Body(
         most if status == 200 else ERROR_BYTES,
@@ -422,9 +422,9 @@ class _Body:
             room = self.most + 1 - len(self.text)
             self.text += chunk if self._inflater is None else self._inflater.decompress(chunk, room)
         except zlib.error as error:
-            self.flaw = f"is not compressed as it says ({error})"
+            self.flaw = f"is not compressed as its header states ({error})"
         if max(self._came, len(self.text)) > self.most:
-            self.flaw = f"is longer than {self.most:,} bytes: what was asked for takes less"
+            self.flaw = f"is longer than {self.most:,} bytes, more than the request can need"
         return not self.flaw
 
 
@@ -440,8 +440,14 @@ def proxy_hint(url: str, options: RemoteOptions) -> str:
     if not names:
         return ""
     if options.proxy == "never":
-        return f"{names[0]} is set and was not used; ?proxy=environment at the end of its address uses it"
-    return f"The connection went by the proxy of {names[0]}; ?proxy=never at the end of its address goes straight"
+        return (
+            f"{names[0]} is set but was not used; to use this proxy, add ?proxy=environment to "
+            "the end of the engine's address"
+        )
+    return (
+        f"The connection used the proxy of {names[0]}; to connect without it, add ?proxy=never "
+        "to the end of the engine's address"
+    )
 
 
 def _certificates(options: RemoteOptions) -> Any:
@@ -522,7 +528,7 @@ class Refused(EngineUnavailable):
     """
 
     def __init__(self, engine: str, problem: str, wait: float) -> None:
-        super().__init__(engine, problem, "Try again later, or with fewer requests at once")
+        super().__init__(engine, problem, "Try again later, or with fewer requests in flight")
         self.wait = wait
 
 
@@ -700,7 +706,7 @@ class Client:
                     if not error.retryable or attempt == self.options.attempts:
                         raise
                     asked_wait = error.wait if isinstance(error, Refused) else 0.0
-                    last = f"; the attempt before failed: {error.problem}"
+                    last = f"; the previous attempt failed: {error.problem}"
                 self.traffic.retries += 1
                 salt = int(self._prefix, 16) + self._made
                 own_wait = backoff(attempt, self.options.delay_seconds, salt=salt)
@@ -818,11 +824,15 @@ class Client:
             return UnsupportedByEngine(
                 self.name, f"not found: {words}", "Check the URL, the dialect and the model name"
             )
-        return EngineError(self.name, f"it refused the request (status {reply.status}: {words})")
+        return EngineError(
+            self.name, f"the server refused the request (status {reply.status}: {words})"
+        )
 
     def _key_refused(self, status: int, words: str) -> EngineError:
         source = self.options.key
-        problem = "it refused the API key" if self._has_key else "it wants an API key"
+        problem = (
+            "the server refused the API key" if self._has_key else ("the server needs an API key")
+        )
         if source.file:
             advice = f"Put a valid key into {source.file}"
         else:

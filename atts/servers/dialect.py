@@ -75,7 +75,7 @@ class NoVisibleText(EngineError):
         super().__init__(
             engine,
             f"all {tokens} tokens were spent on reasoning that the server does not show",
-            "Let a chunk have more tokens, or use a server that shows its reasoning",
+            "Allow more tokens per chunk, or use a server that shows its reasoning",
         )
 
 
@@ -289,7 +289,9 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
             if wanted in (row.id, row.root):
                 return row
         raise UnsupportedByEngine(
-            client.name, f"{client.url} has no model {wanted!r}", f"It has {', '.join(names)}"
+            client.name,
+            f"{client.url} has no model {wanted!r}",
+            f"Models of the server: {', '.join(names)}",
         )
     # Rows of adapters have their base model as parent.
     base = [row for row in models if not row.parent]
@@ -526,7 +528,7 @@ class DialectClient:
             return (await self.score(scored)).logprobs
         if is_processed or not isinstance(self.dialect, Forcer):
             raise UnsupportedByEngine(
-                self._name, "it sends no raw log-probabilities", "Sample at temperature 1"
+                self._name, "the server sends no raw log-probabilities", "Sample at temperature 1"
             )
         known = [value for value in sent if value is not None]
         force = partial(self._force, self.dialect)
@@ -584,7 +586,7 @@ class DialectClient:
     async def _rated(self, request: ScoreRequest) -> Scores:
         if len(request.suffix) != 1:
             advice = "Use a method that rates (spec-reason), or a target on vLLM or SGLang"
-            problem = f"it can rate by one token, not score {len(request.suffix)}"
+            problem = f"the server can rate one token, but not score {len(request.suffix)} tokens"
             raise UnsupportedByEngine(self._name, problem, advice)
         word = self.tokenizer.decode(request.suffix).strip()
         ratings = await self.ratings(request.prefix)
@@ -598,7 +600,7 @@ class DialectClient:
         def read(reply: bytes) -> dict[str, float]:
             words = self._read(rater.read_ratings, reply)
             if not words:
-                raise BadReply(self._name, "it names no likely tokens")
+                raise BadReply(self._name, "the reply names no likely tokens")
             return words
 
         make = partial(rater.rating_call, ids)
@@ -608,7 +610,7 @@ class DialectClient:
         try:
             return reading(*args)
         except ValueError as error:
-            problem = f"the reply has another shape than {self.dialect.name}'s ({error})"
+            problem = f"the reply does not have the form of {self.dialect.name} ({error})"
             raise BadReply(self._name, problem) from error
 
 
@@ -648,10 +650,10 @@ def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec
     if not ids:
         raise BadReply(spec.name, "it wrote nothing")
     if len(ids) > request.max_tokens:
-        problem = f"it wrote {len(ids)} tokens, {request.max_tokens} were allowed"
+        problem = f"the server wrote {len(ids)} tokens, but only {request.max_tokens} were allowed"
         raise BadReply(spec.name, problem)
     if min(ids) < 0 or max(ids) >= spec.vocabulary:
-        raise BadReply(spec.name, f"an id outside 0..{spec.vocabulary - 1} came back")
+        raise BadReply(spec.name, f"the reply contains an id outside 0..{spec.vocabulary - 1}")
     if len(logprobs) != len(ids) and (logprobs or spec.logprobs != "none"):
         problem = f"{len(logprobs)} log-probabilities came with {len(ids)} ids"
         raise BadReply(spec.name, problem)
@@ -686,11 +688,14 @@ def find_end(
     is_full = len(ids) == request.max_tokens or spec.logprobs == "none"
     if sampled.finish == "length" and is_full:
         return len(ids), "length"
-    problem = f"it stopped after {len(ids)} of {request.max_tokens} tokens without a stop or an end among them"
+    problem = (
+        f"the server stopped after {len(ids)} of {request.max_tokens} tokens without a stop "
+        "string or an end token"
+    )
     raise BadReply(
         spec.name,
         f"{problem} (the last id is {ids[-1]})",
-        "Is it an end id that the tokenizer lacks?",
+        "Check whether this id is an end token that the tokenizer lacks",
     )
 
 

@@ -303,7 +303,7 @@ class RemoteEngine(BaseEngine):
     async def _find_tokenizer(self, dialect: Dialect, identity: Identity) -> Tokenizer:
         if dialect.speaks == "text":
             if self._wanted_tokenizer is not None:
-                problem = f"{identity.engine} takes text: its tokens are its own affair"
+                problem = f"{identity.engine} takes text and needs no tokenizer"
                 raise OptionError("tokenizer", f"{problem}; leave the setting out")
             return TextTokenizer()
         return await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
@@ -412,7 +412,7 @@ class Watch:
         """Return the error of a call after the server was given up."""
         patience = self._client.options.give_up_after
         problem = f"{self._client.url} did not come back within {patience:g} s ({error.problem})"
-        advice = "Start it again and repeat the command: a run continues where it was"
+        advice = "Start the server again and repeat the command, which continues the run"
         return EngineUnavailable(self._client.name, problem, advice)
 
     async def comes_back(self) -> bool:
@@ -479,7 +479,7 @@ async def find_dialect(client: Client, name: str) -> Dialect:
             refused = refused or reply
     if refused is not None:
         raise client.refusal(refused)
-    advice = f"Is the URL right? Or say which dialect it speaks: {', '.join(DIALECTS)}"
+    advice = f"Check the URL, or name the dialect of the server: {', '.join(DIALECTS)}"
     raise UnsupportedByEngine(
         client.name, f"atts does not recognise the server at {client.url}", advice
     )
@@ -496,14 +496,14 @@ async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
         raise UnsupportedByEngine(
             client.name,
             f"{client.url} does not speak {dialect.name}",
-            "Is it another kind of server?",
+            "Check whether the server is of another kind",
         ) from error
 
 
 def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokenizer) -> EngineSpec:
     """Describe the server as an engine, before its claims are tested.
 
-    :raises UnsupportedByEngine: it does not report its context length.
+    :raises UnsupportedByEngine: the server does not report its context length.
     """
     if identity.context_length <= dialect.spare:
         raise UnsupportedByEngine(name, "it does not report its context length")

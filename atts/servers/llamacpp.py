@@ -102,7 +102,7 @@ class LlamaCppDialect(Forcer):
         """See `Dialect`; after the first log-prob that the server left out, all are None."""
         completion: _Completion = decode(reply, _Completion)
         if completion.truncated:
-            raise ValueError("it cut the prompt")
+            raise ValueError("the server cut the prompt")
         logprobs = _matched(completion.tokens, completion.completion_probabilities)
         finish: Literal["stop", "length"] = "length" if completion.stop_type == "limit" else "stop"
         cached = completion.timings.cache_n if completion.timings else None
@@ -118,7 +118,7 @@ class LlamaCppDialect(Forcer):
         completion: _Completion = decode(reply, _Completion)
         (row,) = completion.completion_probabilities
         if row.id != token or completion.tokens != (token,):
-            raise ValueError(f"it was forced to write token {token}, but wrote {row.id}")
+            raise ValueError(f"the server was forced to write token {token}, but wrote {row.id}")
         return row.logprob
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:

@@ -113,9 +113,9 @@ class OllamaDialect(TextDialect):
         """
         answer: _Answer = decode(reply, _Answer)
         if not answer.done:
-            raise ValueError("the reply breaks off")
+            raise ValueError("the reply is incomplete")
         if (answer.prompt_eval_count or 0) >= self._context:
-            raise ValueError("it cut the prompt to its context")
+            raise ValueError("the server cut the prompt to the length of its context")
         message = answer.message
         return self._written(
             request,

@@ -46,11 +46,12 @@ class ApiKey:
     def __post_init__(self) -> None:
         if self.variable not in os.environ and not _VARIABLE.fullmatch(self.variable):
             problem = (
-                "it names the variable that holds the API key, and what is given looks like a key"
+                "this setting takes the name of the variable with the API key, but the given "
+                "value looks like a key"
             )
             raise OptionError(
                 "key",
-                f"{problem} (not shown). Put the key into a variable or a file, and name that",
+                f"{problem} (not shown). Put the key into a variable or a file, and give its name",
             )
 
     def read(self) -> str:
@@ -70,15 +71,16 @@ class ApiKey:
             if self.variable == OPENAI_KEY_VARIABLE:
                 # atts may have chosen this variable, so the advice must not mention `key`, which
                 # the user did not type.
-                advice = f"set it, or {KEY_VARIABLE}, to the API key"
+                advice = f"set this variable, or {KEY_VARIABLE}, to the API key"
             else:
-                advice = "set it to the API key, or leave `key` out"
+                advice = "write the API key there, or leave `key` out"
             raise OptionError("key", f"{problem}; {advice}")
         if not re.fullmatch(r"[!-~]*", key):
             where = self.file or self.variable
             raise OptionError(
                 "key",
-                f"the one in {where} contains a space, a control character or a letter beyond ASCII",
+                f"the API key in {where} contains a space, a control character or a letter beyond "
+                f"ASCII",
             )
         return key
 

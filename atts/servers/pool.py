@@ -122,7 +122,7 @@ class ReplicaPool:
         prefer: Prefer | None = None,
     ) -> None:
         if not replicas:
-            raise OptionError("replicas", "a pool needs at least one")
+            raise OptionError("replicas", "a pool needs at least one replica")
         self._name = name
         self._prefer = prefer
         self._members = [_Member(label, engine) for label, engine in replicas]
@@ -329,7 +329,7 @@ class ReplicaPool:
             await member.engine.recheck()
             if self._first is None:
                 self._first = member.engine
-            advice = "Serve the same model the same way everywhere"
+            advice = "Serve the same model with the same settings on every replica"
             require_alike(f"replica {member.name}", self._first.spec, member.engine.spec, advice)
         except (EngineUnavailable, EngineTimeout, BadReply) as error:
             # `_fail` doubles the waiting time only for a replica that is up.

@@ -55,11 +55,14 @@ class OtherTokenizer(FingerprintError):
 
     def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
-        seen = f"of {text[:24]!r} the server makes {_first_ids(theirs)}, the tokenizer {_first_ids(ours)}"
-        problem = f"the tokenizer is not that of the model served: {seen}"
+        seen = (
+            f"for {text[:24]!r} the server has the ids {_first_ids(theirs)}, and the tokenizer "
+            f"has {_first_ids(ours)}"
+        )
+        problem = f"the tokenizer is not that of the served model: {seen}"
         self.args = (
-            f"engine {engine}: {problem}. Name that model's: "
-            f"?tokenizer=FOLDER at the end of its address",
+            f"engine {engine}: {problem}. Name the tokenizer of the served model: "
+            "?tokenizer=FOLDER at the end of its address",
         )
 
 
@@ -254,19 +257,30 @@ class ServerProbe:
                 if theirs != ours:
                     raise OtherTokenizer(self._client.name, text, theirs, ours)
         except (EngineError, ValueError) as error:
-            return Finding("tokenizer", "unknown", f"the server does not tokenize for us ({error})")
-        return Finding("tokenizer", "yes", f"the server's ids of {len(_TEXTS)} texts equal ours")
+            return Finding(
+                "tokenizer", "unknown", f"the server does not return ids of a text ({error})"
+            )
+        return Finding(
+            "tokenizer", "yes", f"server and tokenizer have the same ids for {len(_TEXTS)} texts"
+        )
 
     async def _see_stop(self, ids: TokenIds) -> Finding:
         """Request the greedy text again, with a stop string in the middle of it."""
         middle = len(ids) // 2
         stop = self._tokenizer.decode(ids[middle : middle + 1])
         if not stop or "\ufffd" in stop:
-            return Finding("stop", "unknown", "the text has no place to stop at")
+            return Finding(
+                "stop", "unknown", "the text has no part that can serve as a stop string"
+            )
         cut = await self._requests.sample_raw(replace(self._request(_GREEDY), stop=(stop,)))
         if len(cut.ids) < len(ids) or cut.finish == "stop":
-            return Finding("stop", "yes", f"it stopped at {stop!r} after {len(cut.ids)} tokens")
-        seen = f"it wrote {len(cut.ids)} tokens, also after {stop!r}; atts cuts these off, but you pay for them"
+            return Finding(
+                "stop", "yes", f"the server stopped at {stop!r} after {len(cut.ids)} tokens"
+            )
+        seen = (
+            f"the server wrote {len(cut.ids)} tokens and did not stop at {stop!r}; atts "
+            "discards the later tokens, but you pay for them"
+        )
         return Finding("stop", "no", seen)
 
     async def _see_seeds(self) -> Finding:
@@ -295,7 +309,10 @@ class ServerProbe:
         seen = f"an unlikely token in place of the greedy one changes the score by {gain:+.2f} nats"
         findings.append(Finding("planted", "yes" if gain < 0 else "no", seen, "score"))
         later = max(again.cached_tokens, spoilt.cached_tokens)
-        seen = f"the first score reused {first.cached_tokens} cached tokens, a later one {later}"
+        seen = (
+            f"the first score reused {first.cached_tokens} cached tokens, and a later score "
+            f"reused {later}"
+        )
         findings.append(Finding("cache", "yes" if later else "unknown", seen))
         return findings, first.logprobs
 
@@ -306,10 +323,13 @@ class ServerProbe:
         except EngineError as error:
             if error.retryable and not isinstance(error, BadReply):
                 raise
-            seen = f"it does not return the likeliest tokens ({error})"
+            seen = f"the server does not return the likeliest tokens ({error})"
             return Finding("rating", "no", seen, "rate")
         return Finding(
-            "rating", "yes", f"it returned {len(words)} likely words with log-probabilities", "rate"
+            "rating",
+            "yes",
+            f"the server returned {len(words)} likely words with log-probabilities",
+            "rate",
         )
 
     async def _see_speculation(self, greedy: TokenIds) -> Finding:
@@ -321,7 +341,7 @@ class ServerProbe:
             test = await check_losslessness(self._requests, self._prompt, greedy)
         except (BadReply, UnsupportedByEngine) as error:
             return Finding("speculation", "unknown", str(error))
-        seen = f"{speculation or 'it does not report whether it speculates'}; {test}"
+        seen = f"{speculation or 'the server does not report whether it speculates'}; {test}"
         return Finding("speculation", "no" if test.trouble else "yes", seen, "sample")
 
     def _strange_token(self, token: int) -> int:
@@ -387,7 +407,9 @@ class ServerProbe:
             while (await self._dialect.running(self._client) or 0) >= most:  # noqa: ASYNC110  # it can only be polled
                 await anyio.sleep(0.02)
             seconds = anyio.current_time() - cancelled_at
-            return Finding("abort", "yes", f"the slot was free {seconds:.2f} s after the cancel")
+            return Finding(
+                "abort", "yes", f"the slot was free {seconds:.2f} s after the request was cancelled"
+            )
         seen = "a cancelled request still ran after 5 s, so cancelled rollouts keep the server busy"
         return Finding("abort", "no", seen)
 
@@ -437,7 +459,7 @@ def require_unchanged(
         old = first_values(known.fingerprint)
         compare("log-probs of a fixed text", old, first_values(seen.fingerprint))
     if changes:
-        advice = "Serve the old one again, or start a run of its own on the new one"
+        advice = "Serve the old model again, or start a new run on the new model"
         raise UnsupportedByEngine(
             name, f"the server changed while in use ({'; '.join(changes)})", advice
         )
@@ -512,7 +534,8 @@ class Lossless(NamedTuple):
             )
         if self.greedy_gap > _TIE:
             problems.append(
-                f"its greedy text has a token {self.greedy_gap:.2f} nats less likely than the likeliest"
+                f"the greedy text has a token that is {self.greedy_gap:.2f} nats less likely than "
+                f"the likeliest token"
             )
         return " and ".join(problems)
 
@@ -523,8 +546,8 @@ class Lossless(NamedTuple):
                 f"{self.trouble}; serve it without speculation"
             )
         return (
-            f"{self.tokens} sampled tokens follow the model's distribution "
-            f"({self.deviation:+.1f} deviations), and greedy ones are the likeliest"
+            f"{self.tokens} sampled tokens follow the model's distribution ({self.deviation:+.1f} "
+            f"deviations), and greedy tokens are the likeliest"
         )
 
 

@@ -143,7 +143,8 @@ def _join(name: str, address: str) -> Literal["leave it", "end it"]:
     except (ConnectionError, ValueError) as error:
         if address:
             advice = (
-                "Start it with `ray start --head`, or leave the address out for one in this machine"
+                "Start a cluster with `ray start --head`, or leave the address out to use a "
+                "cluster on this machine"
             )
             raise EngineUnavailable(
                 name, f"there is no Ray cluster at {address!r} ({error})", advice
@@ -159,7 +160,8 @@ def _begin(name: str, quiet: dict[str, Any]) -> None:
     except Exception as error:  # Ray raises no more specific error
         _ray().shutdown()
         advice = (
-            "A busy machine may be slower than Ray's 30 s: start it first with `ray start --head`"
+            "Ray waits only 30 s, which may be too short on a busy machine: start the cluster "
+            "first with `ray start --head`"
         )
         problem = f"no Ray cluster could be started here ({str(error).splitlines()[0][:200]})"
         raise EngineUnavailable(name, problem, advice) from error
@@ -216,9 +218,9 @@ class ActorReplica(BaseEngine):
         with anyio.move_on_after(patience):
             return await self._reopen()
         wanted = f"{self._options.cpus:g} cores and {self._options.gpus:g} GPUs"
-        advice = f"Has the cluster {wanted} free for each actor? See `ray status`"
+        advice = f"Check with `ray status` that the cluster has {wanted} free for each actor"
         raise EngineUnavailable(
-            self._name, f"its actor did not start within {patience:g} s", advice
+            self._name, f"the engine's actor did not start within {patience:g} s", advice
         )
 
     async def comes_back(self) -> bool:
@@ -254,9 +256,9 @@ class ActorReplica(BaseEngine):
             reply = await _result(self._opening if is_new else self._handle.open.remote())
         except _ray(".exceptions").RayError as error:
             self.start()
-            advice = "Another is started and waited for"
+            advice = "atts starts another actor and waits for it"
             raise EngineUnavailable(
-                self._name, f"its actor died ({_short(error)})", advice
+                self._name, f"the engine's actor died ({_short(error)})", advice
             ) from error
         if isinstance(reply, Failure):
             raise reply.error(self._name)
@@ -287,7 +289,7 @@ class ActorReplica(BaseEngine):
         except _ray(".exceptions").RayActorError as error:
             raise EngineUnavailable(self._name, f"its actor died ({_short(error)})") from error
         except _ray(".exceptions").RayError as error:
-            raise EngineError(self._name, f"its actor failed ({_short(error)})") from error
+            raise EngineError(self._name, f"the engine's actor failed ({_short(error)})") from error
         finally:
             self._slots.give()
         if isinstance(reply, Failure):

@@ -110,7 +110,7 @@ class RemoteRewardModel:
             raise UnsupportedByEngine(
                 _NAME,
                 f"{client.url} serves {', '.join(names)}, not {self._model}",
-                "Name one of these after the URL in score.reward",
+                "Name one of these models after the URL in score.reward",
             )
         if self._address.dialect == "sglang":
             self._tokenizer = await open_tokenizer(self._address.tokenizer, self._model, _NAME)
@@ -122,7 +122,8 @@ class RemoteRewardModel:
         if reply.status == 404:
             raise UnsupportedByEngine(
                 _NAME,
-                f"{client.url} has no route {self._route}, so it serves a model that writes text",
+                f"{client.url} has no route {self._route}, so the server has a model that writes "
+                "text",
                 "Start vLLM with --runner pooling, or SGLang with --is-embedding",
             )
         if reply.status != 200:
@@ -181,10 +182,7 @@ class RemoteRewardModel:
         return chance_of(values)
 
 
-_ADVICE = (
-    "Serve a process reward model, and set score.separator to the token that stands after each of "
-    "its steps"
-)
+_ADVICE = "Serve a process reward model, and set score.separator to the token that ends each step"
 
 
 def chance_of(values: Sequence[float]) -> float:
@@ -201,7 +199,8 @@ def chance_of(values: Sequence[float]) -> float:
     if not 1 <= len(values) <= 2:
         raise BadReply(
             _NAME,
-            f"a row has {len(values)} numbers instead of one or two, so it is an embedding, not a reward",
+            f"a row has {len(values)} numbers instead of one or two, so the server returns "
+            f"embeddings, not rewards",
         )
     if not all(map(math.isfinite, values)):
         raise BadReply(_NAME, "a reward is not a number")

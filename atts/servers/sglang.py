@@ -72,7 +72,7 @@ class SglangDialect(Scorer):
         info: _ServerInfo = await json_at(client, "/server_info", _ServerInfo)
         row = await served_model(client, model)
         if info.speculative_algorithm:
-            self._speculates = f"it speculates by {info.speculative_algorithm}"
+            self._speculates = f"the server speculates by {info.speculative_algorithm}"
         else:
             self._speculates = ""
         context = row.max_model_len or info.context_length or 0
@@ -137,7 +137,8 @@ class SglangDialect(Scorer):
         are_asked_for = tuple([row[1] for row in rows]) == request.prefix[-1:] + request.suffix
         if not are_asked_for or len(values) != len(request.suffix):
             raise ValueError(
-                f"it scored {len(values)} other ids than the {len(request.suffix)} asked for"
+                f"the server scored {len(values)} ids that are not the {len(request.suffix)} "
+                f"requested ids"
             )
         return Scores(tuple(values), meta.cached_tokens or 0)
 
@@ -146,7 +147,7 @@ class SglangDialect(Scorer):
 
         The server aborts every request whose id begins with `rid`, so all ids have the same length.
         """
-        assert len(rid) == 32, "an id of another length might abort others' requests"
+        assert len(rid) == 32, "a request id must have 32 characters, or its abort could end others"
         return Call("/abort_request", {"rid": rid, "abort_all": False})
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:

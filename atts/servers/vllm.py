@@ -145,7 +145,7 @@ class VllmDialect(TopScorer):
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         if choice.token_ids is None:
-            raise ValueError(f"it returns no token ids; vLLM does from {dotted(LEAST)} on")
+            raise ValueError(f"the server returns no token ids; use vLLM {dotted(LEAST)} or newer")
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else ()
         return RawCompletion(
             choice.token_ids, logprobs, finish_of(choice.finish_reason), completion.cached
@@ -211,9 +211,12 @@ class VllmDialect(TopScorer):
         proposed = metric(text, f"{_SPECULATED}_num_draft_tokens_total")
         accepted = metric(text, f"{_SPECULATED}_num_accepted_tokens_total") or 0
         if not proposed:
-            return "it speculates"
+            return "the server speculates"
         share = accepted / proposed
-        return f"it speculates, {100 * share:.0f} % of {proposed:,} proposed tokens accepted so far"
+        return (
+            f"the server speculates; so far the target accepted {100 * share:.0f} % of "
+            f"{proposed:,} proposed tokens"
+        )
 
     async def drafted(self, client: Client) -> DraftCounts | None:
         """See `Dialect`."""
@@ -349,20 +352,26 @@ FEATURES = (
     VllmFeature(
         (0, 10, 2),
         "--enable-prompt-tokens-details",
-        "replies count cached tokens, which is the only way to see that the cache works",
+        "replies count cached tokens, so atts sees whether the cache works",
         "the server cannot be used",
     ),
     VllmFeature(
-        (0, 11), "", "speculation by a draft model (`draft_model`)", "other methods can be used"
+        (0, 11),
+        "",
+        "speculation by a draft model (`draft_model`)",
+        "only other methods of speculation can be used",
     ),
     VllmFeature(
         (0, 14),
         "",
         "speculation also for requests with log-probs, such as all requests of atts",
-        "no speculation for these requests, without a message",
+        "vLLM does not speculate for these requests, and does not report it",
     ),
     VllmFeature(
-        (0, 16), "", "speculation together with pipeline parallelism", "only one of the two at once"
+        (0, 16),
+        "",
+        "speculation together with pipeline parallelism",
+        "only speculation or pipeline parallelism, not both",
     ),
     VllmFeature(
         _THINKING_BUDGET,
@@ -404,7 +413,7 @@ def read_version(text: str) -> VllmVersion:
     version = tuple(int(part) for part in form[1].split("."))
     # 0.10 means the newest of its patches, so it is not refused for being older than 0.10.2.
     if version < LEAST[: len(version)]:
-        problem = f"vLLM {text} cannot be used: it returns no token ids"
+        problem = f"vLLM {text} returns no token ids, so atts cannot use it"
         raise OptionError("--server-version", f"{problem}; use {dotted(LEAST)} or newer")
     return version
 

@@ -291,7 +291,7 @@ async def _body(request: Request, most: int) -> Any:
     async for part in request.stream():
         data += part
         if len(data) > most:
-            raise RequestError(f"the body is larger than {most} bytes", status=413)
+            raise RequestError(f"the request body is larger than {most} bytes", status=413)
     try:
         return from_json(data.decode())
     except ValueError as error:

@@ -251,7 +251,9 @@ class CalibratorFolder:
             return plan
         is_same = calibrator.settings == fresh.settings and saved.get("models") == self._models
         if not is_same:
-            _log.warning("%s is left out: it belongs to other models or settings", path)
+            _log.warning(
+                "the saved calibrator %s is left out: it belongs to other models or settings", path
+            )
             return plan
         calibrator.settle()  # scores that were in flight will never arrive
         gate.continue_with(calibrator, calibrator.next_issue)
@@ -330,7 +332,7 @@ class ServeOptions:
             raise OptionError("queue", f"{self.queue} is below 0")
         if not 0 < self.response_seconds < math.inf:
             raise OptionError(
-                "response_days", "background responses must be kept for a time above 0"
+                "response_days", "background responses must be kept for more than 0 days"
             )
         for user, share in self.shares.items():
             if not 0 < share < 1e9:
@@ -338,7 +340,7 @@ class ServeOptions:
             if user not in self.keys.values():
                 raise OptionError(
                     "share",
-                    f"{user!r} has no key, so any client could claim this name; add a line "
+                    f"{user!r} has no key, so any client could claim this name; add the line "
                     f"`{user} KEY` to --api-key-file",
                 )
 
@@ -488,7 +490,7 @@ class Service:
         """
         if not self.is_ready:
             raise RequestError(
-                "the server is ending; use another one",
+                "the server is shutting down; use another server",
                 status=503,
                 kind="server_error",
                 retry_after=_RETRY_SECONDS,

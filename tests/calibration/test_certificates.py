@@ -203,7 +203,7 @@ def test_a_failed_certificate_says_how_many_problems_it_needs() -> None:
     assert "no policy can be certified with 30 problems" in short.guarantee
     assert "about 45 are needed" in short.guarantee
     hopeless = certify([Candidate("g", 1.0, [1] * 10 + [0] * 20, 1)], 0.05, 0.1)
-    assert "nor with more" in hopeless.guarantee
+    assert "with 30 or more problems" in hopeless.guarantee
     good = certify([Candidate("g", 0.4, [0] * 400, 1)], 0.02, 0.1)
     assert "at least 0.9" in good.guarantee
     assert "2.0 %" in good.guarantee

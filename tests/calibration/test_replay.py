@@ -126,7 +126,10 @@ def test_every_mode_states_its_guarantee_with_numbers(mode: Mode) -> None:
         assert " / T" not in done.guarantee  # the bound exceeds 1 for 40 decisions
         many = replay_scores([*FEW] * 20, rate=0.35, mode=mode, stored=stored, drift="report")
         bound = (0.65 + DEFAULTS.aci_step) / DEFAULTS.aci_step
-        assert f"/ T of the nominal rate, so after 800 decisions within {bound / 800:.4f}" in many.guarantee
+        assert (
+            f"/ T of the nominal rate, so after 800 decisions within {bound / 800:.4f}"
+            in many.guarantee
+        )
     if mode in ("question", "question-turn"):
         assert f"{DEFAULTS.limit_at(0.35) + 1:g} / n" in done.guarantee
 
@@ -240,7 +243,7 @@ def test_files_without_scores_are_refused(tmp_path: Path, atts: Atts) -> None:
         "report binary.jsonl": "not text",
         "report broken.npy": "an array with one row of plain numbers",
         "report calibrator.json": "a state with a digest",
-        "import good.jsonl --out absent/scores.json": "Make its folder",
+        "import good.jsonl --out absent/scores.json": "Create the folder",
     }.items():
         command, name, *more = words.split()
         more = [str(tmp_path / word) if "/" in word else word for word in more]

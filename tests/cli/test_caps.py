@@ -105,4 +105,4 @@ def test_runs_with_prices_print_dollars(atts: Any, tmp_path: Path, prices: str) 
     assert atts("plan", "priced", "--dollars", "1").code == 0
 
     swept = ("sweep", "arithmetic[:2]", *words[:-2], "--over", "rate=.1,.3", "--set", prices)
-    assert "dollars: per problem" in atts(*swept, "--out", "set").out
+    assert "dollars: cost per problem" in atts(*swept, "--out", "set").out

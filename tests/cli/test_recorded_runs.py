@@ -544,7 +544,7 @@ def test_shards_that_do_not_fit_together_are_refused(shards: Path, tmp_path: Pat
         merge([one, two, two], out)
     with pytest.raises(UsageError, match="not shards of one evaluation"):
         merge([one, shards / "whole"], out)
-    with pytest.raises(UsageError, match="a run here already"):
+    with pytest.raises(UsageError, match="already has a run"):
         merge([one, two, three], shards / "whole")
     with pytest.raises(OptionError, match="2/3"):
         evaluate_sync(toy_problems(7), FROZEN, shard="4/3")

@@ -189,9 +189,9 @@ def test_engines_that_cannot_draw_while_scoring_are_refused() -> None:
     check_engines(policy, gate, able, able)
     refusals = {
         "cannot draw tokens while it scores": (able, blind),
-        "rounds its scores": (able, replace(able, rounds_scores=True)),
+        "the target rounds scores": (able, replace(able, rounds_scores=True)),
         "cannot continue the target's stream of random draws": (blind, able),
-        "its tokenizer is not the target's": (replace(able, tokenizer="other"), able),
+        "draft and target have different tokenizers": (replace(able, tokenizer="other"), able),
     }
     for words, (draft, target) in refusals.items():
         with pytest.raises(UnsupportedByEngine, match=words):

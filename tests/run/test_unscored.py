@@ -71,7 +71,7 @@ def setup(target: EngineAround, reaction: OnUnscored = "stop") -> Setup:
 def test_a_target_without_usable_scores_ends_the_run(fault: Fault, tmp_path: Path) -> None:
     """The run ends soon with exit code 3 and a diagnosis, and keeps everything that was recorded."""
     target = Overflowing(fault)
-    with pytest.raises(UnusableScores, match="fixed sentence is not scored either") as raised:
+    with pytest.raises(UnusableScores, match="does not score a fixed sentence either") as raised:
         solved(toy_problems(12), setup(target), directory=tmp_path / "run")
     assert raised.value.exit_code == 3
     assert "--on-unscored escalate" in str(raised.value)
@@ -83,7 +83,7 @@ def test_the_diagnosis_says_if_the_target_scores_other_texts() -> None:
     """If the sentence of the probe is still scored, the diagnosis names the chunks or the load as
     the cause.
     """
-    with pytest.raises(UnusableScores, match="a fixed sentence is scored"):
+    with pytest.raises(UnusableScores, match="scores a fixed sentence"):
         solved(toy_problems(12), setup(Overflowing("nan", spared="the answer is 4.")))
 
 

@@ -392,7 +392,7 @@ async def test_a_rejected_key_and_a_missing_model_are_named(
 ) -> None:
     """The message names the place for a key, or the existing models, and never the key."""
     server = serve("chat", key="good")
-    with pytest.raises(UnsupportedByEngine, match="wants an API key.*ATTS_API_KEY"):
+    with pytest.raises(UnsupportedByEngine, match="needs an API key.*ATTS_API_KEY"):
         await chat(server).__aenter__()
     monkeypatch.setenv("OTHER_KEY", "secret-expired")
     with pytest.raises(UnsupportedByEngine, match="refused the API key.*OTHER_KEY") as refused:

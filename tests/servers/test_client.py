@@ -271,7 +271,7 @@ async def test_a_missed_deadline_reports_the_last_refusal(
     )
     one = Client("remote", server.url, options)
     with pytest.raises(
-        EngineTimeout, match="no answer within 5 s; the attempt before failed: status 429"
+        EngineTimeout, match="no answer within 5 s; the previous attempt failed: status 429"
     ):
         await one.ask(lambda rid: Call("/generate", {"rid": rid}), bytes, lambda rid: None, 1)
     await one.aclose()

@@ -544,7 +544,7 @@ async def test_keys_are_used_and_never_shown(
     """
     caplog.set_level(logging.DEBUG)
     server = serve("vllm", key="secret-good")
-    with pytest.raises(UnsupportedByEngine, match="wants an API key.*ATTS_API_KEY"):
+    with pytest.raises(UnsupportedByEngine, match="needs an API key.*ATTS_API_KEY"):
         await client(server.url).__aenter__()
     monkeypatch.setenv("ATTS_API_KEY", "secret-expired")
     with pytest.raises(UnsupportedByEngine, match="refused the API key") as refused:

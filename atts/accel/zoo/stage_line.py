@@ -272,7 +272,9 @@ class LayerRange:
         options = setup.config.options
         self.kept: KvResidency | None = None
         if setup.replicas > 1 or setup.is_shared:
-            assert options.kv_tokens is not None, "the first stage must know the number of KV tokens"
+            assert options.kv_tokens is not None, (
+                "the first stage must know the number of KV tokens"
+            )
             self.kept = KvResidency(
                 nodes, options.kv_tokens + SPARE_SLOTS, setup.config.model.hidden_size
             )

@@ -100,7 +100,8 @@ class StageProcess:
         except OSError as error:
             self._pipe.close()
             raise EngineUnavailable(
-                self._name, f"the worker processes of the model's stages cannot be started ({error})"
+                self._name,
+                f"the worker processes of the model's stages cannot be started ({error})",
             ) from error
         finally:
             theirs.close()

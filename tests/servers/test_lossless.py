@@ -34,7 +34,7 @@ def told(engine: RemoteEngine) -> tuple[str, str]:
     ("dialect", "words"),
     [
         ("vllm", "75 % of 1,200,"),
-        ("sglang", "it speculates by STANDALONE"),
+        ("sglang", "the server speculates by STANDALONE"),
     ],
 )
 async def test_a_lossless_server_is_accepted_with_its_speculation_reported(

@@ -254,8 +254,8 @@ def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
         if name not in _SAME_ROLLOUTS and was != wanted:
             raise OptionError(
                 "method",
-                f"{method} changes more than which chunks escalate: its {name} differs from that "
-                "of the run, so its text is not in the record. Run it instead",
+                f"{method} has another {name} than the run, so the record lacks the texts of "
+                f"{method}. Run {method} instead",
             )
 
 
@@ -499,7 +499,7 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
             whole = calibrator
         else:
             whole.merge(calibrator.state())
-    assert whole is not None, "a run has at least one part"
+    assert whole is not None, "a merged run has at least one part"
     return whole
 
 

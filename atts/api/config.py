@@ -166,7 +166,9 @@ class Job:
     dataset: Annotated[
         str, "benchmark, file or hub:owner/name; a slice may follow: math500[:50]"
     ] = "arithmetic[:40]"
-    limit: Annotated[int | None, "number of problems to run, from the first on; none: all"] = None
+    limit: Annotated[
+        int | None, "number of problems to run, starting with the first; none: all problems"
+    ] = None
     file: Annotated[str | None, "read the benchmark from this file instead of the hub"] = None
     column: Annotated[
         tuple[str, ...], "columns of the file for fields, FIELD=COLUMN, such as text=Question"
@@ -218,8 +220,8 @@ class Job:
     compare_to: Annotated[str | None, "earlier run to compare with, for stop_when"] = None
     stop_when: Annotated[
         str | None,
-        "stop early if the run is shown to differ from compare_to (decided), or also if both are "
-        "shown to be within 2 points (decided=2)",
+        "stop early when the run is shown to differ from compare_to (decided); with decided=2, "
+        "also when the difference is shown to be at most 2 points",
     ] = None
 
     def __post_init__(self) -> None:
@@ -274,7 +276,7 @@ class Job:
         )
         dataset = load_dataset(self.dataset, options=options)
         if not dataset.problems:
-            raise DatasetError(self.dataset, "it holds no problem")
+            raise DatasetError(self.dataset, "the dataset has no problem")
         return replace(dataset, problems=dataset.problems[: self.limit])
 
 
@@ -515,8 +517,8 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
             if settings[name].origin != "default":
                 raise OptionError(
                     name,
-                    f"the method {method} sets it to {value!r}; leave it out, or use another "
-                    "method",
+                    f"the method {method} sets this key to {value!r}; leave the key out, or use "
+                    f"another method",
                 )
             settled[name] = Setting(value, f"method {method}")
     return settled

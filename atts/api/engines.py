@@ -211,18 +211,21 @@ def speculation_words(
     :raises OptionError: if these engines cannot do what `speculate` requests.
 
     >>> speculation_words("embedded", "vllm:http://a:8000/M")
-    'nothing: only a draft and a target on this machine speculate'
+    'nothing: atts speculates only if draft and target run on this machine'
     """
     speculation, lent = _speculation(draft, target, speculate)
     _, _, settings = str(target).partition("?")
     if {name for name, _ in parse_qsl(settings)} & {"drafter", "speculate", "k"}:
-        return "as the target's address says"
+        return "the drafter named in the target's address"
     if speculation is not None:
         return "earlier texts on the same problem" if speculate == "suffix" else "the draft"
     if lent:
         return "the draft, if both models share a tokenizer and the target is computed on a CPU"
     if speculate == "auto" and _is_one_loop(draft, target):
-        return "nothing: draft and target share the blocks of a zoo, and a step loop"
+        return (
+            "nothing: draft and target share blocks of a zoo and a step loop, so they do not "
+            "speculate"
+        )
     if speculate == "auto":
         return "nothing: only a draft and a target on this machine speculate"
     return "nothing"
@@ -247,19 +250,22 @@ def _speculation(
             isinstance(target, str)
             and target.partition(":")[0].partition("?")[0] not in _NO_SERVERS
         )
-        advice = "a server has its own flags for speculation (docs/servers.md); leave speculate out"
-        advice = advice if is_server else "set it in the engine's options, and leave speculate out"
+        advice = (
+            "leave speculate out, and use the server's own flags for speculation (docs/servers.md)"
+        )
+        advice = (
+            advice
+            if is_server
+            else ("leave speculate out, and set speculation in the engine's options")
+        )
         raise OptionError(
             "speculate",
-            f"{speculate} is for a target of this machine, embedded or hf:MODEL: {advice}",
+            f"{speculate} needs a target on this machine, embedded or hf:MODEL: {advice}",
         )
     if speculate == "suffix":
         return SpeculationOptions(speculate="suffix"), ""
     if not drafter:
-        problem = (
-            "lets the draft of the run propose tokens, so the draft must be a model of this "
-            "machine: embedded or hf:MODEL"
-        )
+        problem = "needs a draft on this machine that proposes tokens: embedded or hf:MODEL"
         raise OptionError(
             "speculate", f"{speculate} {problem}; use another draft, or leave speculate out"
         )
@@ -420,7 +426,7 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
                 "or use it as a drafter"
             )
             raise OptionError(
-                "engine", f"{name!r} replaces {model.loss.model!r} with a loss: {advice}"
+                "engine", f"{name!r} is a lossy replacement of {model.loss.model!r}: {advice}"
             )
         return found
     try:
@@ -434,7 +440,7 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
         if kept.loss
         else ""
     )
-    loss = f"{kept.name} replaces it ({stands}): {kept.loss}"
+    loss = f"{kept.name} replaces the model ({stands}): {kept.loss}"
     return found._replace(folder=str(zoo.folder(kept.name)), loss=loss)
 
 

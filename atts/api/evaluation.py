@@ -112,7 +112,7 @@ def common_problems(
     if not both:
         raise DatasetError(
             comparison.against,
-            "none of the problems to run is graded in it",
+            "that run graded none of the problems to run",
             "Compare with a run on the same problems",
         )
     return drawn_order(both, seed)
@@ -238,7 +238,7 @@ class evaluate:
     async def result(self) -> RunResult:
         """Wait until the run ends, and return its result."""
         await self._done.wait()
-        assert self._result is not None, "a failed run cancels the task that waits for it"
+        assert self._result is not None, "a failed run cancels the task that waits for the run"
         return self._result
 
     async def _follow(self, send: MemoryObjectSendStream[Notice]) -> None:
@@ -372,7 +372,7 @@ def _changed_problems(
     if not changed:
         changed = ["problems"]
         here["problems"] = "others"
-        there["problems"] = f"{stored.problems} with another text or order"
+        there["problems"] = f"{stored.problems} problems with another text or order"
     now |= here
     then |= there
     return changed
@@ -435,7 +435,9 @@ class Session:
             changed = replace(self.setup, policy=replace(self.setup.policy, **policy))
             if not {*changed.roles} <= {*plan.roles}:
                 missing = next(role for role in changed.roles if role not in plan.roles)
-                problem = f"it needs the {missing}, which this session's method does not open"
+                problem = (
+                    f"the policy needs the {missing}, which this session's method does not open"
+                )
                 raise OptionError("policy", problem)
             plan = replace(
                 plan,
@@ -543,7 +545,9 @@ class SyncSession:
         :raises EngineError: an engine cannot be opened.
         """
         if self._open is not None:
-            raise UsageError("this session is open already; use it, or make another one")
+            raise UsageError(
+                "this session is already open; use the open session, or create another"
+            )
         self._process = os.getpid()
         self._opening = Future()
         self._is_interrupted = False
@@ -635,7 +639,8 @@ class SyncSession:
         if os.getpid() != self._process:
             raise EngineUnavailable(
                 "atts",
-                f"process {self._process} opened the session, and this is a forked child of it",
+                f"process {self._process} opened the session, and the current process is a forked "
+                f"child of that process",
                 "Open another session in the child",
             )
         return self._open

@@ -36,12 +36,14 @@ class PairChoice:
     ] = None
     backend: Annotated[
         Place,
-        "where the models of the pair run: in servers on this machine (target :8000, draft "
-        ":8001) or local",
+        "place of the pair's models: servers on this machine (target :8000, draft :8001), or "
+        "local (in this process)",
     ] = "vllm"
-    draft_servers: Annotated[int, "number of servers of a pair's draft: ports 8001, 8002, ..."] = 1
+    draft_servers: Annotated[
+        int, "number of draft servers of the pair, on ports 8001, 8002, ..."
+    ] = 1
     target_servers: Annotated[
-        int, "number of servers of a pair's target: ports 8000, 8100, ..."
+        int, "number of target servers of the pair, on ports 8000, 8100, ..."
     ] = 1
 
     def __post_init__(self) -> None:

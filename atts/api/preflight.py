@@ -206,9 +206,11 @@ def _mean_rollout(
         words = f"as in {past.directory}: the same models and method, {past.rollouts:,} rollouts"
         grown = setup.rate / past.rate if past.rate > 0 else 1.0
         if not math.isclose(grown, 1.0):
-            words += f" at rate {past.rate:g}; the target's share is assumed to grow with the rate"
+            words += (
+                f" at rate {past.rate:g}; atts assumes that the target's share grows with the rate"
+            )
         if past.dataset != dataset:
-            words += f"; that run was on {past.dataset}, so this is only a guess"
+            words += f"; the earlier run was on {past.dataset}, so the estimate is only a guess"
         return Tokens(past.mean.draft, past.mean.scored, past.mean.target * grown), words
     if set(setup.asked) == {"embedded"}:
         return _from_solutions(setup, problems)
@@ -243,11 +245,13 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
     if not texts:
         return (
             None,
-            "no earlier run of the embedded models on these problems, so the cost is unknown",
+            "no earlier run of the embedded models on the given problems, so the cost is unknown",
         )
     tokenizer = Tokenizer.from_file(str(path("draft") / "tokenizer.json"))
     length = sum(len(encoded.ids) for encoded in tokenizer.encode_batch(texts)) / len(texts)
-    words = f"the worked solutions of {len(texts)} of these problems have {length:.0f} tokens on average"
+    words = (
+        f"the worked solutions of {len(texts)} of the problems have {length:.0f} tokens on average"
+    )
     if setup.method == "target-only":
         return Tokens(0, 0, length), words
     if _accepts_everything(setup):
@@ -257,7 +261,8 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
         # The target writes in addition to the draft's chunk, so fewer chunks are drafted.
         drafted = length / (1 + setup.rate)
     words += (
-        f"; the target is assumed to write one more chunk for {setup.rate:g} of the drafted chunks"
+        f"; atts assumes that the target writes a chunk for a share of {setup.rate:g} of the "
+        f"drafted chunks"
     )
     return Tokens(drafted, drafted, drafted * setup.rate), words
 
@@ -435,9 +440,9 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
             continue
         count = "1 rollout" if placement.rollouts == 1 else f"{placement.rollouts} rollouts"
         seen = f"{placement}; the cache holds {count}"
-        start = f"`atts pairs {pair.name} --card {kind}` prints their commands"
+        start = f"`atts pairs {pair.name} --card {kind}` prints the commands of the servers"
         if kind not in here:
-            advice = f"Run this where the servers are to run; {start}"
+            advice = f"Run `atts doctor` on the machine of the servers; {start}"
             yield Check("memory", "warn", f"{seen}; this machine has no {kind}", advice)
         elif placement.count > here.count(kind):
             yield Check("memory", "fail", seen, "Use a smaller pair, or larger cards")
@@ -462,7 +467,7 @@ def _memory_elsewhere(configuration: Configuration, pair: Pair) -> Check:
             fitting.append(f"{placement.count} x {kind}{form}")
     held_by = f"{' or '.join(fitting)} would hold" if fitting else "no usual card holds"
     seen = f"this machine has no GPU; {held_by} {pair.name}"
-    return Check("memory", "warn", seen, "Name your card with --card for its shares of memory")
+    return Check("memory", "warn", seen, "Name a card with --card to see its shares of memory")
 
 
 def _local_memory(pair: Pair, setup: Setup, kind: str, here: Sequence[str]) -> Check:
@@ -472,7 +477,7 @@ def _local_memory(pair: Pair, setup: Setup, kind: str, here: Sequence[str]) -> C
     tokens = setup.run_policy.bounds().max_tokens
     counts = tuple(range(1, min(2, here.count(kind)) + 1)) or (1, 2)
     placement = local_placement(pair, kind, tokens, setup.concurrency, counts, setup.roles)
-    serve = f"`atts pairs {pair.name} --card {kind}` prints server commands for it"
+    serve = f"`atts pairs {pair.name} --card {kind}` prints server commands for the pair"
     if placement is None:
         seen = f"{pair.name} does not fit on {counts[-1]} x {kind} in this process"
         return Check("memory", "fail" if kind in here else "warn", seen, f"Serve it: {serve}")
@@ -514,7 +519,10 @@ async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
                 advice = ""
                 # A start command helps only if no server answered.
                 if pair is not None and isinstance(error, EngineUnavailable):
-                    advice = f"`atts pairs {pair.name} --card CARD` prints its start command"
+                    advice = (
+                        f"`atts pairs {pair.name} --card CARD` prints the start command of "
+                        "the server"
+                    )
                 yield Check(role, "fail", str(error), advice)
                 continue
             for check in _one(role, opened[role], pair):
@@ -539,7 +547,7 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
             role,
             "warn",
             f"{spec.model} is served, but the pair names {wanted}",
-            "Scores and prompts may not suit it",
+            "Scores and prompts of the pair may not suit the served model",
         )
     finding = dict(spec.findings).get("speculation", "")
     if finding and "does not speculate" not in finding:
@@ -573,14 +581,16 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
             yield Check(
                 role,
                 "warn",
-                "its log-probabilities are after temperature, so every chunk is scored again",
+                "the server applies the temperature to its log-probabilities, so atts scores "
+                "every chunk again",
                 advice,
             )
     if len(engines) == 2:
-        seen = "one for both models"
+        seen = "one tokenizer for both models"
         if draft.spec.tokenizer != target.spec.tokenizer:
             seen = (
-                "two: chunks are encoded again for the other model, and scores are means per token"
+                "two tokenizers: atts encodes chunks again for the other model, and scores are "
+                "means per token"
             )
         yield Check("tokenizers", "ok", seen)
     yield from _templates(setup, engines)
@@ -589,13 +599,17 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
     if shortest <= most:
         advice = f"Serve with a longer context (--max-model-len), or give --max-tokens {max(1, shortest - 512)}"
         yield Check(
-            "context", "warn", f"{shortest:,} tokens, but a rollout alone may have {most:,}", advice
+            "context",
+            "warn",
+            f"a context of {shortest:,} tokens, but a rollout alone may have {most:,} tokens",
+            advice,
         )
     else:
         yield Check(
             "context",
             "ok",
-            f"{shortest:,} tokens are enough for a rollout of {most:,} and its problem",
+            f"a context of {shortest:,} tokens has room for a problem and a rollout of {most:,} "
+            f"tokens",
         )
 
 
@@ -616,7 +630,9 @@ def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
         yield Check("templates", "ok", seen)
     if len(set(thinks.values())) == 2:
         opens = next(role for role, opened in thinks.items() if opened)
-        advice = "Its first chunks are improbable for the other model, so expect more escalations"
+        advice = (
+            "The first chunks of one model are improbable for the other, so expect more escalations"
+        )
         yield Check(
             "templates",
             "warn",
@@ -650,6 +666,6 @@ async def _trial(setup: Setup, engines: Mapping[Role, Engine]) -> Check:
     return Check(
         "trial",
         "ok",
-        f"the draft wrote {len(written.ids)} tokens; their perplexity under the target is "
-        f"{scores.perplexity:.2f}",
+        f"the draft wrote {len(written.ids)} tokens with a perplexity of {scores.perplexity:.2f} "
+        f"under the target",
     )

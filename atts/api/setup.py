@@ -87,8 +87,8 @@ def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | 
     if abstain is None or labelled is None:
         raise OptionError(
             "abstain",
-            "abstain and labelled need each other: the largest share of wrong answers, and a "
-            "graded run",
+            "abstain (the largest share of wrong answers) and labelled (a graded run) need each "
+            "other",
         )
     risk, kept = _parsed_risk(abstain)
     run = open_run(Path(labelled))
@@ -96,7 +96,7 @@ def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | 
     if run.setting("abstain") is not None:
         raise OptionError(
             "labelled",
-            f"the run in {labelled} abstained as well; make the labelled run without abstain",
+            f"the run in {labelled} used abstain too; make the labelled run without abstain",
         )
     undone = (run.manifest.problems or 0) - state.done
     if undone > 0:
@@ -144,8 +144,8 @@ class Setup:
     # aci meets the rate over the whole run, so it can escalate more on hard problems
     rate_scope: Annotated[
         CalibrationMode,
-        "scope in which the rate is met: split, marginal and aci over all chunks, question in each "
-        "question, question-turn in each question's turns",
+        "scope of the rate: all chunks (split, marginal, aci), each question (question), or each "
+        "turn of a question (question-turn)",
     ] = "aci"
     by_length: Annotated[
         bool | None,
@@ -160,13 +160,13 @@ class Setup:
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
     conditions: Annotated[
         Conditions,
-        "what to do with scores made under other conditions: match refuses them, ignore uses "
-        "them with a warning",
+        "action if scores were made under other conditions: match refuses such scores, ignore "
+        "uses them with a warning",
     ] = "match"
     on_unscored: Annotated[
         OnUnscored,
-        "what to do if many chunks in a row have no usable score: stop ends the run and keeps its "
-        "work, escalate lets the target rewrite them",
+        "action if many chunks in a row have no usable score: stop ends the run and keeps its "
+        "work, escalate lets the target rewrite such chunks",
     ] = "stop"
     give_up_after: Annotated[
         float,
@@ -196,8 +196,8 @@ class Setup:
     # speculation does not change the text
     speculate: Annotated[
         Speculate,
-        "what proposes tokens to a local target: auto is the draft if it is compatible, draft "
-        "is always the draft",
+        "source of proposed tokens for a local target: draft always uses the draft, auto only a "
+        "compatible draft",
     ] = "auto"
     seed: Annotated[int, "random seed"] = 0
     concurrency: Annotated[int, "rollouts in flight at once, over all problems"] = 64
@@ -471,7 +471,8 @@ class Setup:
         if not 0 < self.accept_when_agreeing <= 1:
             raise OptionError(
                 "accept_when_agreeing",
-                f"{self.accept_when_agreeing} is not a share of siblings that agree; give one above 0, up to 1",
+                f"{self.accept_when_agreeing} is not a share of agreeing rollouts; give a share "
+                f"above 0, up to 1",
             )
         if not isinstance(gate, ConformalGate):
             raise OptionError(
@@ -662,5 +663,5 @@ def load_problems(
     else:
         problems = tuple(dataset)
     if not problems:
-        raise DatasetError(str(dataset)[:60], "it holds no problem")
+        raise DatasetError(str(dataset)[:60], "the dataset has no problem")
     return problems[:limit]

@@ -295,8 +295,8 @@ async def run_sweep(planned: Sweep, watch: Watch = unwatched) -> SweepEnd:
     if (planned.directory / JOURNAL).exists():
         raise JournalError(
             planned.directory,
-            "it is the directory of a run, but a sweep is a directory of runs",
-            "Choose another",
+            "the directory belongs to a single run, but a sweep needs a directory for several runs",
+            "Choose another directory with --out",
         )
     planned.directory.mkdir(parents=True, exist_ok=True)
     with locked(planned.directory / LOCK, planned.directory):
@@ -342,7 +342,8 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
                     judged = [rule for rule in rules if rule.kind == "prm"]
                     if len(judged) > 1:
                         raise OptionError(
-                            "score.reward", "a sweep asks one reward model; sweep each by itself"
+                            "score.reward",
+                            "a sweep uses one reward model; make a sweep for each reward model",
                         )
                     for rule in judged:
                         target = beside_reward_model(target, rule)
@@ -412,10 +413,10 @@ def _keep(planned: Sweep) -> None:
     if (directory / SWEEP).exists():
         stored = load_run_set(directory)
         if [*stored.over] != [*over]:
-            raise _another(directory, f"it varies {', '.join(stored.over)}")
+            raise _another(directory, f"that sweep varies {', '.join(stored.over)}")
         for name in {**settings, **stored.settings}:
             if settings.get(name) != stored.settings.get(name):
-                raise _another(directory, f"its {name} is {stored.settings.get(name)!r}")
+                raise _another(directory, f"{name} of that sweep is {stored.settings.get(name)!r}")
         points = {one.name: one for one in stored.points} | points
         over = {
             name: tuple(dict.fromkeys((*stored.over[name], *values)))
@@ -426,7 +427,9 @@ def _keep(planned: Sweep) -> None:
 
 def _another(directory: Path, what: str) -> JournalError:
     return JournalError(
-        directory, f"another sweep is here: {what}", "Choose another directory with --out"
+        directory,
+        f"the directory belongs to another sweep: {what}",
+        "Choose another directory with --out",
     )
 
 

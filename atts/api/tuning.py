@@ -148,7 +148,9 @@ class TuneAdvice:
             )
         if self.acceptance:
             shares = ", ".join(f"{share:.2f}" for share in self.acceptance)
-            lines.append(f"accepted if all before were accepted, by position: {shares}")
+            lines.append(
+                f"share accepted by position, if all earlier tokens were accepted: {shares}"
+            )
         lines.append(f"--speculative-config {self._quoted}")
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)

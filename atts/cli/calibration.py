@@ -392,7 +392,7 @@ def check_run(directory: Path, as_json: bool) -> None:
     calibration = build_report(directory, page_bytes=0).report.calibration
     if calibration is None:
         raise CheckFailed(
-            f"{directory}: the gate of this run took no decisions, so there is nothing to check"
+            f"{directory}: the gate of this run took no decisions, so the run has no rate to check"
         )
     problems = [
         f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}"

@@ -98,8 +98,8 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         first, second = comparison.unscored
         between = comparison.if_right.difference.signed()
         lines.append(
-            f"{'':16}unscored, counted as wrong: {first} and {second}; if they were correct: difference "
-            f"{between}"
+            f"{'':16}unscored answers count as wrong: {first} and {second}; if unscored answers "
+            f"are correct: difference {between}"
         )
     if comparison.mcnemar is not None:
         pairs = comparison.mcnemar
@@ -121,13 +121,14 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         elif math.isnan(cost.ratio):
             ratio = "none in either"
         elif math.isnan(cost.low):
-            ratio = f"{cost.ratio:.3f} (one problem has no interval)"
+            ratio = f"{cost.ratio:.3f} (no interval for a single problem)"
         name = "seconds it took" if cost.name == "seconds" else cost.name.replace("_", " ")
         form = ",.6f" if cost.name == "dollars" else ",.1f"
         lines.append(f"{name:<16}{cost.first:>12{form}}{cost.second:>12{form}}   {ratio}")
     if any(cost.name == "seconds" for cost in comparison.costs):
         lines.append(
-            "Problems run side by side, so a run takes less time than the sum of these seconds."
+            "Problems run in parallel, so a run takes less time than the sum of the seconds per "
+            "problem."
         )
     return [*lines, "Brackets are 95 % intervals over problems."]
 
@@ -143,16 +144,18 @@ def _is_same(first: Comparison, second: Comparison) -> bool:
 def _coin_lines(methods: tuple[str, str]) -> list[str]:
     """Return lines that interpret the difference as the gain over a coin, if one run is a coin."""
     first, second = methods
-    fair = "It is fair if both spent the same number of target tokens."
+    fair = "The comparison is fair if both runs spent the same number of target tokens."
     if first == "coin" and second not in ("coin", ""):
         return [
             "",
-            f"The first run is a coin: the difference is the gain of {second} over it. {fair}",
+            f"The first run is a coin: the difference is the gain of {second} over the coin. "
+            f"{fair}",
         ]
     if second == "coin" and first not in ("coin", ""):
         return [
             "",
-            f"The second run is a coin: the gain of {first} is the difference reversed. {fair}",
+            f"The second run is a coin: the gain of {first} over the coin is minus the "
+            f"difference. {fair}",
         ]
     return []
 
@@ -172,7 +175,9 @@ def _accuracy_lines(name: str, accuracy: Comparison) -> list[str]:
             if accuracy.problems_needed <= _MANY
             else f"more than {_MANY:,}"
         )
-        lines.append(f"{'':16}{needed} problems like these give 80 % power for such a difference")
+        lines.append(
+            f"{'':16}{needed} similar problems give 80 % power for a difference of this size"
+        )
     return lines
 
 
@@ -184,7 +189,8 @@ def certify(
         list[Path], typer.Argument(help="Run directories of policies on the same problems.")
     ],
     epsilon: Annotated[
-        float, typer.Option(help="How much less often than the target a policy may be correct.")
+        float,
+        typer.Option(help="Largest loss of accuracy that a policy may have against the target."),
     ] = 0.02,
     delta: Annotated[
         float, typer.Option(help="Probability with which the certificate may be wrong.")
@@ -193,7 +199,8 @@ def certify(
         bool,
         typer.Option(
             "--lost",
-            help="Bound the answers lost, including those lost by sampling, instead of the net loss.",
+            help="Bound the correct answers lost, including losses by sampling, instead of the "
+            "net loss of accuracy.",
         ),
     ] = False,
     as_json: Json = False,
@@ -318,7 +325,9 @@ def replay(
         for option, value in others.items():
             if value is not None:
                 raise OptionError(
-                    option, "this option decides on chunks, but --rules on whole rollouts"
+                    option,
+                    "this option changes decisions on chunks, but --rules compares rules "
+                    "for whole rollouts",
                 )
         _play_rules(directory, rules, samples, orders, seed, match, as_json=as_json)
         return
@@ -428,12 +437,12 @@ def _difference(compared: Comparison | None) -> str:
 def _rule_notes(found: Referee) -> Iterator[str]:
     """Yield the meaning of the columns, and notes on omitted rollouts and rules."""
     yield (
-        "changed: answers that differ from the vote of all rollouts. less all: accuracy minus "
-        "that of all rollouts' vote."
+        "changed: share of answers that differ from the vote of all rollouts. less all: accuracy "
+        "minus the accuracy of that vote."
     )
     yield (
-        "less fixed: accuracy minus that of a fixed number of rollouts with as many "
-        f"{found.unit}. 1 point: problems that show a"
+        "less fixed: accuracy minus the accuracy of a fixed number of rollouts with as many "
+        f"{found.unit}. 1 point: number of problems that show a"
     )
     yield "difference of 1 point from all rollouts' vote (80 % power). Brackets are 95 % intervals over problems."
     about = [
@@ -443,8 +452,8 @@ def _rule_notes(found: Referee) -> Iterator[str]:
     if found.censored:
         yield ""
         yield (
-            f"{found.censored:,} rollouts were stopped before they could answer and are left out, "
-            "which favours fast ones; --early-stop none records all"
+            f"{found.censored:,} rollouts were stopped before an answer and are left out, which "
+            "favours fast rollouts; --early-stop none records all rollouts"
         )
     if found.ungraded:
         yield f"{found.ungraded:,} problems have no verdict and are left out"
@@ -516,7 +525,7 @@ def _replay_accuracy(side: ReplaySide) -> str:
     """Return the text of the accuracy, or of its bounds if the record does not determine it."""
     accuracy = side.accuracy
     if accuracy.method == "bounds":
-        return f"unknown, between {accuracy.low:.3f} and {accuracy.high:.3f}"
+        return f"not known, but between {accuracy.low:.3f} and {accuracy.high:.3f}"
     return accuracy.brief("-")
 
 
@@ -524,17 +533,20 @@ def _off_policy_lines(replayed: Replay) -> Iterator[str]:
     """Yield notes on numbers that the record alone does not determine."""
     if replayed.off_policy > 0:
         yield (
-            f"{100 * replayed.off_policy:.1f} % of the rollouts left the recorded path, so the "
-            "rest of their text is unknown."
+            f"{100 * replayed.off_policy:.1f} % of the rollouts leave the recorded path, so the "
+            "later text of such rollouts is unknown."
         )
     if replayed.undecided:
         yield (
             f"The votes of {replayed.undecided:,} of {len(replayed.answers):,} problems are "
-            "unknown. The bounds of the accuracy assume that all rollouts of unknown end are "
-            "wrong, or that all are correct, each with its 95 % interval."
+            "unknown. The lower bound of the accuracy counts rollouts with an unknown end as "
+            "wrong, and the upper bound counts them as correct; both include the 95 % interval."
         )
     if replayed.censored:
-        yield f"{replayed.censored:,} problems are left out: their rollouts were stopped before any could answer."
+        yield (
+            f"{replayed.censored:,} problems are left out, because all their rollouts were "
+            "stopped before an answer."
+        )
     if replayed.off_policy > 0 or replayed.undecided or replayed.censored:
         yield ""
 
@@ -585,7 +597,7 @@ def _advice_lines(advice: Advice) -> list[str]:
     lines += _best_lines(advice)
     lines += ["", "Pareto-optimal settings, per problem:", *_option_lines(advice.options)]
     if advice.other_rates:
-        lines += ["", "Rates that were not run, decided again on the recorded scores:"]
+        lines += ["", "Estimates for rates without a run, from decisions on the recorded scores:"]
         lines.append(
             f"  {'rate':>5}{'realised':>10}{'target tokens':>15}   accuracy between     rollouts "
             f"unknown"
@@ -597,7 +609,9 @@ def _advice_lines(advice: Advice) -> list[str]:
                 f"{between:<21}"
                 f"{100 * guess.off_policy:>14.1f} %"
             )
-        lines.append("  To know more, run one of them (--limit 20) and plan from both runs.")
+        lines.append(
+            "  For better numbers, run one of these rates (--limit 20) and plan from both runs."
+        )
     if advice.chunks is not None:
         lines += ["", *_chunk_lines(advice.chunks)]
     lines += ["", "Measured speeds:"]
@@ -668,8 +682,8 @@ def _option_columns(cells: Sequence[str]) -> str:
 def _chunk_lines(advice: ChunkAdvice) -> list[str]:
     lines = [
         f"Chunks: the draft's limit of {advice.limit} tokens ended {100 * advice.cut:.1f} % of "
-        f"them; {100 * advice.fixed:.0f} % of a rollout's time is a fixed time per turn (fit "
-        f"{advice.fit:.2f})."
+        f"the chunks; {100 * advice.fixed:.0f} % of a rollout's time is a fixed time per turn "
+        f"(fit {advice.fit:.2f})."
     ]
     for choice in advice.choices:
         lines.append(

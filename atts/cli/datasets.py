@@ -204,8 +204,8 @@ def grade(
     fallback: Annotated[
         Literal["none", "statement", "number"],
         typer.Option(
-            help="Answer to use for a text without a box or mark: none, a value that the last "
-            "sentence states, or the last number."
+            help="Answer of a text without a box or mark: none, a value that the last sentence "
+            "states, or the last number."
         ),
     ] = "statement",
     relative: Annotated[
@@ -230,8 +230,8 @@ def grade(
     judge: Annotated[
         str,
         typer.Option(
-            help="Model that is asked about unscored answers, such as vllm:URL; same formats as the "
-            "target of a run. Its verdicts are marked `judged`."
+            help="Model that judges unscored answers, such as vllm:URL; same formats as the "
+            "target of a run. Verdicts of the model are marked `judged`."
         ),
     ] = "",
     judge_prompt: Annotated[

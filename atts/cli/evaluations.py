@@ -35,7 +35,8 @@ def evaluate(
     shard: Annotated[
         str | None,
         typer.Option(
-            help="Run one part: 2/3 is every third problem from the second on; see `atts merge`.",
+            help="Run one part of the problems: 2/3 runs every third problem, starting with the "
+            "second; see `atts merge`.",
             metavar="I/N",
         ),
     ] = None,
@@ -44,7 +45,7 @@ def evaluate(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Print what would run and its expected tokens; run nothing."
+            "--dry-run", help="Print the planned run and its expected tokens; run nothing."
         ),
     ] = False,
     as_json: Annotated[
@@ -155,7 +156,9 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     """Return the lines of a dry run for people."""
     output = "new"
     if estimate.done:
-        output = f"{estimate.done} of {estimate.problems} problems are done there"
+        output = (
+            f"{estimate.done} of {estimate.problems} problems are already done in this directory"
+        )
     lines = [
         f"{estimate.dataset}: {estimate.problems} problems x {configuration['samples']} rollouts, "
         f"method {configuration['method']}, rate {configuration['rate']:g}",
@@ -241,7 +244,8 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         (
             "tokens written",
             f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target "
-            f"({100 * summary.target_share:.1f} %); {usage.wasted_tokens:,} of them discarded",
+            f"({100 * summary.target_share:.1f} %); {usage.wasted_tokens:,} of these tokens "
+            "discarded",
         ),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
         ("cost", "" if result.cost is None else f"${result.cost:,.4f}"),
@@ -305,7 +309,7 @@ def _answered_by(result: RunResult) -> str:
     """Return how the answers were made."""
     if result.combined is None:
         return "majority vote of each problem's rollouts"
-    return "vote of each problem's rollouts, combined by the target if it split"
+    return "vote of each problem's rollouts; the target combined split votes"
 
 
 def _leaning(result: RunResult) -> str:
@@ -316,8 +320,8 @@ def _leaning(result: RunResult) -> str:
     if not spared:
         return ""
     return (
-        f"; leaves out {spared:,} cancelled by settled votes, so it favours fast rollouts "
-        "(--early-stop none runs all)"
+        f"; without {spared:,} rollouts that settled votes cancelled, so pass@1 favours fast "
+        f"rollouts (--early-stop none runs all)"
     )
 
 
@@ -347,7 +351,7 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
     return [
         (
             "answered",
-            f"{_share(answered.share)}   of the problems; the others count as wrong",
+            f"{_share(answered.share)}   of the problems; unanswered problems count as wrong",
         ),
         ("wrong of these", _share(answered.wrong)),
         ("promised", answered.guarantee),

@@ -77,7 +77,7 @@ OPTIONS: Mapping[str, Parameter] = {
         "Sample only from the most likely tokens with this total probability.", "1", kind=float
     ),
     "combine": _key(
-        "How a problem with a split vote gets its answer: vote, select, synthesize, or auto.",
+        "Way to answer a problem with a split vote: vote, select, synthesize, or auto.",
         "vote",
     ),
     "early_stop": _key(
@@ -85,11 +85,15 @@ OPTIONS: Mapping[str, Parameter] = {
         "change), likely.",
         "certain",
     ),
-    "rate_scope": _key("Scope in which the rate is met: aci (the run), question, ...", "aci"),
+    "rate_scope": _key(
+        "Scope of the rate: aci (the whole run), question (each question), ...", "aci"
+    ),
     "scores": _key("Calibration scores to start from: a file, or a run directory.", metavar="FILE"),
     "pair": _key("Name of a pair of draft and target; see `atts pairs`.", "none"),
     "backend": _key(
-        "Where the models of --pair run: vllm, sglang (servers here) or local.", "vllm"
+        "Place of the models of --pair: vllm or sglang (servers on this machine), or local (in "
+        "this process).",
+        "vllm",
     ),
     "draft": _key(
         "Draft model: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, ...", "embedded"
@@ -98,7 +102,7 @@ OPTIONS: Mapping[str, Parameter] = {
     "dataset": Parameter(
         "dataset", Parameter.KEYWORD_ONLY, default=_DATASET, annotation=str | None
     ),
-    "limit": _key("Number of problems to run, from the first on.", "all", kind=int),
+    "limit": _key("Number of problems to run, starting with the first.", "all", kind=int),
     "file": _key("Read the benchmark from this file instead of the hub."),
     "column": _key(
         "Column of a file for a field, such as text=Question; repeatable.", kind=list[str]
@@ -147,7 +151,7 @@ OPTIONS: Mapping[str, Parameter] = {
     ),
     "compare_to": _key("Earlier run to compare with, for --stop-when.", metavar="RUN"),
     "on_unscored": _key(
-        "What to do if the target stops giving usable scores: stop, or escalate chunks "
+        "Action if the target stops giving usable scores: stop the run, or escalate chunks "
         "without a score.",
         "stop",
     ),
@@ -158,8 +162,8 @@ OPTIONS: Mapping[str, Parameter] = {
         metavar="SECONDS",
     ),
     "stop_when": _key(
-        "Stop early if the run is shown to differ from --compare-to (decided), or also if both are "
-        "shown to be within 2 points (decided=2).",
+        "Stop early when the run is shown to differ from --compare-to (decided); with decided=2, "
+        "also when the difference is shown to be at most 2 points.",
         metavar="decided[=POINTS]",
     ),
 }

@@ -85,8 +85,8 @@ def pairs(
     server_version: Annotated[
         str,
         typer.Option(
-            help="Version of vLLM for the printed commands, such as 0.29; flags that it lacks are "
-            "left out.",
+            help="Version of vLLM for the printed commands, such as 0.29; flags that this version "
+            "lacks are left out.",
             show_default="the newest known version",
             metavar="VERSION",
         ),
@@ -168,8 +168,8 @@ def _local_table(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
             rest = f"{parts[0]:>12}{parts[1]:>13}{placement.rollouts:>10}"
             yield f"{pair.name:<26}{kind:<9}{cards:<10}{rest}"
     yield (
-        "GB of weights + cache, bfloat16; rollouts: how many of a run's 64 fit at once in full "
-        "length. Computed, not yet measured on a GPU."
+        "GB of weights + cache, bfloat16; rollouts: number of a run's 64 rollouts that fit at "
+        "once in full length. These sizes are computed, not yet measured on a GPU."
     )
 
 
@@ -213,13 +213,17 @@ def _table(chosen: list[Pair], placed: dict[str, dict[str, GpuPlacement | None]]
         cards = "".join(f"{_count(placement):<10}" for placement in placed[pair.name].values())
         yield f"{pair.name:<26}{sizes:>12}{tokens:>8}{chunk:>7}  {system:<8}{cards}".rstrip()
     yield (
-        "GB of weights; cards: the fewest on which both fit (* target in fp8). Sizes are "
-        "computed, not yet measured."
+        "GB: size of the weights. Cards: smallest number that holds both models (* target in "
+        "fp8). Sizes are computed, not yet measured."
     )
 
 
 def _without(pair: Pair, card: str) -> str:
-    return f"it does not fit on eight {card}" if pair.size("target").layers else "no GPU is needed"
+    return (
+        f"the pair does not fit on eight {card}"
+        if pair.size("target").layers
+        else "no GPU is needed"
+    )
 
 
 def _count(placement: GpuPlacement | None) -> str:
@@ -312,19 +316,21 @@ def probe(
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="Folder or hub id of the tokenizer; by default the one that the server names."
+            help="Folder or hub id of the tokenizer; by default the tokenizer that the server "
+            "names."
         ),
     ] = "",
     dialect: Annotated[
         str,
         typer.Option(
-            help="API of the server, such as vllm; auto: detect it; an unknown name lists all.",
+            help="API of the server, such as vllm; auto: detect the API; an unknown name lists "
+            "all APIs.",
             metavar="DIALECT",
         ),
     ] = "auto",
     need: Annotated[
         Literal["nothing", "sample", "score", "rate"],
-        typer.Option(help="Fail with exit code 5 unless the server can do this."),
+        typer.Option(help="Ability that the server must have, or the exit code is 5."),
     ] = "nothing",
     key_file: Annotated[
         Path | None,
@@ -374,7 +380,7 @@ def tune(
     ],
     load: Annotated[
         str,
-        typer.Option(help="Numbers of requests in flight, which are timed one after the other."),
+        typer.Option(help="Numbers of requests in flight to time, such as 1,4,16."),
     ] = "1,4,16,64",
     tokens: Annotated[int, typer.Option(help="Tokens of each timed request.")] = 64,
     most: Annotated[int, typer.Option(help="Most tokens to propose.")] = 8,

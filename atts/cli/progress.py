@@ -129,7 +129,7 @@ def line(snapshot: ProgressSnapshot) -> str:
     if snapshot.left:
         time += f", about {duration(snapshot.left)} left"
     if snapshot.state == "draining":
-        parts.insert(0, "stopping: saving calls in flight")
+        parts.insert(0, "stopping: atts saves the calls in flight")
     elif snapshot.state == "over":
         parts.insert(0, "ended")
     return "; ".join([*parts, time])

@@ -130,7 +130,9 @@ def report(
     if out is not None and str(out) == "-":
         if following:
             raise OptionError(
-                "--follow", "standard output cannot be written twice; name a file with --out"
+                "--follow",
+                "--follow needs a file, because standard output cannot be rewritten; "
+                "name a file with --out",
             )
         hand_out(render(build_report(directory, compare_to or ()), named))
         return
@@ -342,7 +344,7 @@ def _journal_lines(checked: JournalCheck) -> list[str]:
     return [
         f"{checked.directory}: {checked.lines:,} whole lines of {sessions}; "
         f"{checked.complete:,} {'problem' if checked.complete == 1 else 'problems'} complete, {checked.open:,} open",
-        *([f"{checked.lost:,} bytes after them are {after}"] if checked.lost else []),
+        *([f"{checked.lost:,} bytes after these lines are {after}"] if checked.lost else []),
     ]
 
 
@@ -464,11 +466,13 @@ def _lines(made: Imported) -> Iterator[str]:
     if made.dollars:
         yield f"cost: ${made.dollars:,.4f}"
     if not made.referenced and not made.graded:
-        yield "nothing could be graded: the files have no references; name a dataset with --dataset"
+        yield (
+            "no answer could be graded, because the files have no references; name a dataset "
+            "with --dataset"
+        )
     if made.unknown:
         yield (
-            "not in the dataset, so they keep the ids of the files: "
-            f"{_count(made.unknown, 'problem')}"
+            "problems that are not in the dataset keep the ids of the files: {_count(made.unknown, 'problem')}"
         )
 
 

@@ -47,7 +47,8 @@ def serve(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A single model whose rollouts vote, instead of a pair; same formats as --draft.",
+            help="A single model whose rollouts vote, instead of a pair of models; same formats "
+            "as --draft.",
             show_default="none: a pair",
         ),
     ] = None,
@@ -105,8 +106,8 @@ def serve(
         Literal["draft", "policy"],
         typer.Option(
             help=(
-                "How to answer requests for titles, tags and follow-ups that Open WebUI sends by "
-                "itself: by one rollout of the draft, or by the requested policy."
+                "Way to answer Open WebUI's automatic requests for titles, tags and follow-ups: "
+                "one rollout of the draft, or the requested policy."
             )
         ),
     ] = "draft",
@@ -196,7 +197,7 @@ def _one_model(context: typer.Context, setup: Setup, model: str) -> Setup:
     """
     for option in ("pair", "draft", "target"):
         if context.params.get(option) is not None:
-            raise OptionError("--model", f"{model} serves alone; leave --{option} out")
+            raise OptionError("--model", f"{model} is the only model; leave --{option} out")
     return replace(setup, draft=model, target=model, method="draft-only")
 
 
@@ -281,7 +282,7 @@ def view(
     try:
         server = view_server(port, status)
     except OSError as error:
-        raise UsageError(f"--port {port}: cannot listen there ({error.strerror})") from error
+        raise UsageError(f"--port {port}: cannot listen on this port ({error.strerror})") from error
     with server:
         say(f"atts shows {source} on http://127.0.0.1:{server.server_port}/atts/view", flush=True)
         with suppress(KeyboardInterrupt):  # Ctrl-C is the way to end the command
@@ -301,7 +302,7 @@ def _page_of(address: str) -> str:
     try:
         with build_opener(ProxyHandler({})).open(page, timeout=_PAGE_SECONDS) as answer:
             if b"atts view" not in answer.read(2_000):
-                problem = "the server that answers there is not `atts serve`"
+                problem = "the server at this address is not `atts serve`"
     except OSError as error:
         problem = str(error)
     if problem:

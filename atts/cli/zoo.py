@@ -33,8 +33,8 @@ def add(
     base: Annotated[
         str,
         typer.Option(
-            help="Model of the zoo on which an adapter (LoRA) was trained, or which has files "
-            "that the folder lacks.",
+            help="Model of the zoo on which an adapter (LoRA) was trained, or that has files that "
+            "the folder lacks.",
             show_default="the model that an adapter names",
         ),
     ] = "",
@@ -63,11 +63,11 @@ def add(
         lambda _: [
             f"{name}: {megabytes(model.bytes)}, {len(model.digests)} blocks, "
             + (
-                "none of them shared, so all are stored"
+                "no block is shared, so all blocks are stored"
                 if model.is_whole
-                else "some of them shared"
+                else "some blocks are shared"
             ),
-            f"Its engine's name: zoo:{zoo}/{name}",
+            f"Engine name of the model: zoo:{zoo}/{name}",
         ],
     )
 
@@ -158,8 +158,8 @@ def compare(
     apart: Annotated[
         float,
         typer.Option(
-            help="Largest distance of parameters, relative to the norm of the model's block; "
-            "unrelated blocks have about 1.4."
+            help="Largest distance of two blocks' parameters, relative to the norm of the model's "
+            "block; unrelated blocks are about 1.4 apart."
         ),
     ] = 1.0,
     lossy: Annotated[
@@ -167,9 +167,7 @@ def compare(
     ] = 0.01,
     keep: Annotated[
         str | None,
-        typer.Option(
-            help="Name under which to store the model with all these blocks.", metavar="NAME"
-        ),
+        typer.Option(help="Name for a stored model with all replaced blocks.", metavar="NAME"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -195,10 +193,11 @@ def compare(
         )
     elif compared.kept is not None:
         say(f"{keep} has {len(compared.kept.stands)} replaced blocks: {compared.kept}")
-        say(f"Its engine's name: zoo:{zoo}/{name}?lossy={lossy:g}")
+        say(f"Engine name of the model: zoo:{zoo}/{name}?lossy={lossy:g}")
     if keep is not None and compared.kept is None:
         raise CheckFailed(
-            f"nothing is kept, because no block diverges by at most {lossy:g} nats per token"
+            f"the zoo stores no new model, because no block diverges by at most {lossy:g} nats "
+            f"per token"
         )
 
 

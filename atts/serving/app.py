@@ -394,7 +394,7 @@ async def run_server(
         listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise UsageError(
-            f"--host {host} --port {port}: cannot listen there ({error.strerror})"
+            f"--host {host} --port {port}: cannot listen on this address ({error.strerror})"
         ) from error
     with listener:
         responses = Responses(service)

@@ -296,7 +296,7 @@ def test_the_command_prints_a_row_or_an_object_per_rule(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--rules", "all", "--rate", "0.3"], "--rate: this option decides on chunks"),
+        (["--rules", "all", "--rate", "0.3"], "--rate: this option changes decisions on chunks"),
         (["--orders", "3"], "--orders: it needs --rules"),
         (["--match", "tokens"], "--match: it needs --rules"),
     ],

@@ -114,7 +114,7 @@ def test_votes_without_a_verdict_are_shown_with_their_possible_effect(
     assert found.if_right is not None
     assert found.if_right.difference.value == pytest.approx(0.25)
     assert (
-        "unscored, counted as wrong: 1 and 2; if they were correct: difference +0.250 ["
+        "unscored answers count as wrong: 1 and 2; if unscored answers are correct: difference +0.250 ["
         in atts("compare", str(a), str(b)).out
     )
     assert (
@@ -143,7 +143,7 @@ def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[
     command = ("eval", "arithmetic[:3]", "--samples", "8", *scripted)
     some = atts(*command, "--out", "runs/some").out
     every = atts(*command, "--early-stop", "none", "--out", "runs/every").out
-    leaning = r"pass@1 .*leaves out \d+ cancelled by settled votes, so it favours fast rollouts"
+    leaning = r"pass@1 .*without \d+ rollouts that settled votes cancelled, so pass@1 favours fast"
     assert re.search(leaning, some)
     assert "favours fast" not in every
 
@@ -175,7 +175,7 @@ def test_one_problem_has_a_ratio_without_an_interval(atts: Any, tmp_path: Path) 
     """With one problem the ratio is printed without an interval instead of with "nan"."""
     a = results(tmp_path / "a.jsonl", [{"id": 1, "correct": True, "target_tokens": 7}])
     printed = atts("compare", str(a), str(a)).out
-    assert "1.000 (one problem has no interval)" in printed
+    assert "1.000 (no interval for a single problem)" in printed
     assert "nan" not in printed
 
 

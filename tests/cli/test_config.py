@@ -252,7 +252,7 @@ def test_a_dry_run_names_the_basis_of_its_estimate(
     assert first["directory"] in larger["basis"]
     # scripted models solve none of these, so that run gives no power
     assert first["power"] == []
-    assert larger["power"][0].startswith("all rollouts of 4 problems ended alike")
+    assert larger["power"][0].startswith("all rollouts of 4 problems had the same result")
 
 
 def test_a_dry_run_prints_the_detectable_difference(atts: Any, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_replay_prints_a_table_of_both_runs(atts: Atts, runs: Path) -> None:
     """The table has the numbers of the run and of the replay, and says how reliable the replay is."""
     said = atts("replay", str(runs / "atts"), "--rate", "0.7")
     assert said.code == 0
-    for words in ("recorded", "replayed", "nominal rate 0.7", "left the recorded path"):
+    for words in ("recorded", "replayed", "nominal rate 0.7", "leave the recorded path"):
         assert words in said.out
     tokens = [line for line in said.out.splitlines() if line.startswith("tokens")]
     assert len(tokens) == 3
@@ -204,7 +204,7 @@ def test_check_exits_with_5_if_the_rate_was_missed(atts: Atts, runs: Path) -> No
     assert said.code == 5
     assert "off target" in said.err
     alone = atts("calibration", "check", str(runs / "alone"))
-    assert (alone.code, "nothing to check" in alone.err) == (5, True)
+    assert (alone.code, "no rate to check" in alone.err) == (5, True)
 
 
 def _bent(journal: bytes) -> bytes:

@@ -206,11 +206,11 @@ def test_a_dry_run_names_the_proposer(atts: Callable[..., Any]) -> None:
         line for line in off.out.splitlines() if "output" in line
     ]
     server = atts("eval", "arithmetic[:1]", "--target", "vllm:http://h:1/M", "--dry-run")
-    assert "nothing: only a draft and a target on this machine speculate" in server.out
+    assert "nothing: atts speculates only if draft and target run on this machine" in server.out
     named = atts("eval", "arithmetic[:1]", "--set", "speculate=pearl", "--dry-run")
     assert "by the draft (speculate pearl)" in named.out
     own = atts("eval", "arithmetic[:1]", "--target", "embedded?k=3", "--dry-run")
-    assert "as the target's address says" in own.out
+    assert "the drafter named in the target's address" in own.out
 
 
 def test_the_key_does_not_change_an_engine_object() -> None:

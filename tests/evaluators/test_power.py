@@ -82,7 +82,7 @@ def test_single_samples_give_no_split_of_variance() -> None:
     assert variance_split([[True], [False]]) is None
     alike = variance_split([[True, True], [True, True]])
     assert alike is not None
-    assert str(alike).startswith("all rollouts of 2 problems ended alike")
+    assert str(alike).startswith("all rollouts of 2 problems had the same result")
 
 
 def test_no_detectable_difference_exceeds_100_points() -> None:

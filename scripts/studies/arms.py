@@ -581,9 +581,9 @@ def _table(where: str, clock: Literal["seconds", "processor"], found: Mapping[st
         if clock == "processor"
         else "A toy model with true log-probabilities. At most 16 draft and 4 target requests run at once;"
         " a draft token takes 12 ms, a target token 45 ms, about as in the published runs.",
-        headline=f"at nominal rate {RATE:g}, the published rule escalates {rates[0]}, ours under the "
-        f"same policy {rates[1]}"
-        f". Our default spends where it helps and promises less: {rates[2]}",
+        headline=f"at rate {RATE:g} the published rule escalates {rates[0]}, atts with the same "
+        f"policy {rates[1]}. "
+        f"The default of atts, with no promise by question, escalates {rates[2]}",
     )
 
 
@@ -661,8 +661,8 @@ def study_ablations(options: Options) -> list[Table]:
             f"No default is changed on fewer than {_ENOUGH} problems; this run has {count}. Each "
             "choice has several options, so a single "
             "narrow win is weaker evidence than its interval suggests.",
-            headline=f"of {len(chosen)} choices, those that another option beats: "
-            f"{', '.join(changed) or 'none'}",
+            headline=f"defaults that another option beats: {', '.join(changed) or 'none'} "
+            f"(of {len(chosen)})",
         ),
     ]
 

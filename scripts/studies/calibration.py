@@ -131,9 +131,9 @@ def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> 
         "largest error in 500 decisions | AUROC in (question, turn) | agreement with "
         "the sort",
         rows,
-        headline=f"by turn the published rule is off by {by_turn}, by question by {by_question}; "
-        f"ours by "
-        f"**{our_turn}** and **{our_question}** (root mean squares, nominal {rate:g})",
+        headline=f"error by turn: published rule {by_turn}, atts **{our_turn}**; "
+        f"by question: published rule {by_question}, atts **{our_question}** "
+        f"(root mean squares, nominal rate {rate:g})",
     )
 
 

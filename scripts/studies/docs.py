@@ -103,16 +103,17 @@ def pages() -> dict[str, str]:
 _GPUS = """\
 # Pairs on GPUs
 
-This table is for people with GPUs who choose a pair. It shows for every pair and card whether both models open in one
-process, and how many rollouts they can process at once. `atts pairs --local` prints it for the installed version:
-`scripts/docs` computes this page with the same functions that an engine calls when it opens. Nothing on this page has
-been measured on a GPU yet.
+This page is for people with GPUs who choose a pair. The table shows for every pair and card whether both models open in
+one process, and how many rollouts they can process at once. `atts pairs --local` prints the table of the installed
+version. `scripts/docs` computes this page with the same functions that an engine calls when it opens. Nothing on this
+page has been measured on a GPU yet.
 
-The memory of a model is given as gigabytes of weights + cache in bfloat16. Each engine also reserves 1.5 GB, and 8 %
-of a card stays free for other programs. "At once" counts the whole rollouts that fit into the cache, of the 64 that a
-run starts. With two GPUs, the target has the first and the draft the second. A model that is larger than two cards
-needs a server: the last column is the number of cards that vLLM needs for the pair (* with the target in FP8), and
-`atts pairs PAIR --card CARD` prints the commands.
+The columns *draft* and *target* contain gigabytes of weights + cache in bfloat16. Each engine also reserves 1.5 GB, and
+8 % of a card's memory is kept free for other programs. The column *at once* counts the whole rollouts that fit into the
+cache, at most the 64 that a run starts. With two GPUs, the target has the first GPU and the draft the second. A pair
+needs servers if it is too large for two cards, or has 4-bit weights or a mixture of experts. The last column is the
+number of cards that vLLM needs for the pair; an asterisk means the target in FP8. `atts pairs PAIR --card CARD` prints
+the commands.
 
 | pair | tokens per rollout | card | opens on | draft | target | at once | with servers |
 |---|---|---|---|---|---|---|---|"""

@@ -227,7 +227,7 @@ def beside(name: str, pairs: Sequence[Pair]) -> Table:
         "checker | correct verdicts | false equal | exceptions | median ms | p99 ms | × "
         "atts' median",
         rows,
-        headline=f"right verdicts on {len(pairs)} pairs: {shares}",
+        headline=f"correct verdicts on {len(pairs)} pairs: {shares}",
     )
 
 

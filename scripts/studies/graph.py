@@ -261,8 +261,8 @@ def _overhead(options: Options) -> Table:
         "back end | slots draft/target | graph, recording | by hand, recording | graph / hand "
         "(bar: 2.5)",
         rows,
-        headline=f"{rows[0][2]} us of processor per rollout of 12 calls; where calls wait for "
-        f"slots {rows[1][2]} us",
+        headline=f"{rows[0][2]} us of processor time per rollout of 12 calls; {rows[1][2]} us if "
+        f"calls wait for slots",
     )
 
 
@@ -377,7 +377,7 @@ def verdict(tally: Tally) -> Table:
         f"minutes; {tally.failed_rollouts} rollouts failed as planned by the fault schedule, "
         "and the journal records "
         "these failures.",
-        f"Journal compared with live: {tally.compared} outcomes compared, {len(wrong)} differences"
+        f"{tally.compared} outcomes in the journal were compared with the live ones: {len(wrong)} differences"
         + (
             f" (first: {wrong[0]})"
             if wrong
@@ -475,7 +475,7 @@ def study_crash(options: Options) -> list[Table]:
             say(f"crash: {rows[-1][0]}: {crashes.kills} kills, {crashes.full_disks} full disks")
     full = sum(int(row[2] or 0) for row in rows)
     notes = (
-        f"{kills} SIGKILLs in {len(rows)} runs, about half of them in the middle of a write, and "
+        f"The {len(rows)} runs had {kills} SIGKILLs, about half of them in the middle of a write, and "
         f"{full} full disks.",
         f"A repeated call was in flight when its process was killed; at most "
         f"{crashing.SLOTS} calls are in flight at a time.",

@@ -317,7 +317,7 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         f"run: {written * 1e6:.0f} us per target token, "
         f"{scored * 1e6:.0f} us per scored token ({scored / written:.2f} of it), "
         f"{drafted * 1e6:.0f} us per draft token ({drafted / written:.2f}).",
-        headline=f"**{found['atts'].speed_up(base)}** times its speed, {words.split(',')[0]}",
+        headline=f"**{found['atts'].speed_up(base)}** times as fast, {words.split(',')[0]}",
     )
 
 
@@ -459,8 +459,9 @@ def _headline(ledger: Ledger, m: int) -> str:
     alone = ledger.of("target-only", m)
     seeds = len({piece.seed for piece in alone.pieces})
     return (
-        f"accuracy **{points(ours.minus(alone, right))}** points compared with the target alone, with "
-        f"{100 * ours.each('target') / alone.each('target'):.1f} % of its target tokens "
+        f"votes are **{points(ours.minus(alone, right))}** points more accurate than target-only; the "
+        f"target writes "
+        f"{100 * ours.each('target') / alone.each('target'):.1f} % as many tokens as target-only "
         f"({len(alone.by_problem(right))} problems x {m} samples x {seeds} seeds)"
     )
 

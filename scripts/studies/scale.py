@@ -647,13 +647,13 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
     runs = [one for every in seen.runs.values() for one in every]
     waited = sum(one.taken.waited for one in runs) / sum(one.taken.wall for one in runs)
     words = f"wall time {_words(errors['wall'])}" if waited < 0.05 else (
-        f"wall time cannot be judged here: threads that were ready had to wait for a processor for "
-        f"{100 * waited:.0f} % of it "
+        f"wall time cannot be judged on this machine, because ready threads waited for a processor "
+        f"for {100 * waited:.0f} % of that time "
         f"({_words(errors['wall'])})"
     )  # fmt: skip
     summary = (
-        f"{len(runs)} live runs of {len(seen.runs)} kinds: processor time "
-        f"{_words(errors['processor'])} (bar: 10 %); "
+        f"{len(runs)} live runs of {len(seen.runs)} kinds: simulated processor time "
+        f"{_words(errors['processor'])} (goal: 10 %); "
         f"{words}."
     )
     return Table.of(
@@ -1028,18 +1028,18 @@ class _Grids:
                     rows.append((pair.name, samples, rate, *gains))
                     if samples == 16 and rate == 0.2:
                         parts.append(
-                            f"{pair.name.split('/')[0]} draft: **{times(gains[0])}** the target "
-                            f"alone "
-                            f"({times(gains[1])} where decided votes stop), {times(gains[3])} "
+                            f"{pair.name.split('/')[0]} draft: **{times(gains[0])}** as fast as "
+                            f"target-only "
+                            f"({times(gains[1])} if decided votes stop), {times(gains[3])} as "
                             f"sorted rounds, "
-                            f"{times(gains[4])} question by question"
+                            f"{times(gains[4])} as question by question"
                         )
         return Table.of(
             "Gains: the same work and the same share of target tokens",
             "pair | samples | rate | over target-only | with early stop | with chunks "
             "replaced | over top-b rounds | over question by question",
             rows,
-            headline="with a 70B target, 16 samples, rate 0.2: " + "; ".join(parts),
+            headline="70B target, 16 samples, rate 0.2: " + "; ".join(parts),
         )
 
     def turns(self) -> Table:
@@ -1116,9 +1116,8 @@ class _Grids:
             "flight",
             _SCALING,
             rows,
-            headline=f"a fixed evaluation uses up to {well} replicas well (efficiency above one "
-            f"half) and gets "
-            f"{times(atts[-1][1])} from {atts[-1][0]}",
+            headline=f"fixed evaluation: efficiency above one half up to {well} replicas; "
+            f"{times(atts[-1][1])} as fast with {atts[-1][0]} replicas",
             chart=Chart("replicas", "tokens/s", "method", "log", "log"),
         )
 
@@ -1136,7 +1135,7 @@ class _Grids:
             "0.2",
             _SCALING,
             rows,
-            headline=f"with as much work per replica, {last[1]} replicas write **{last[3]:,.0f} "
+            headline=f"constant work per replica: {last[1]} replicas write **{last[3]:,.0f} "
             f"tokens/s** at "
             f"efficiency {last[5]:.2g}",
             chart=Chart("replicas", "tokens/s", "method", "log", "log"),

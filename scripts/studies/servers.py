@@ -117,7 +117,7 @@ def study_remote(options: Options) -> list[Table]:
         "Ratios compare interleaved rounds, and "
         "processor time is the client's alone. The first round is not counted. Garbage "
         "is collected every 20,000 new objects, as in the command line.",
-        headline=f"{ours[2]} requests/s at {ours[0]} in flight, {ours[3]} of a bare aiohttp loop's",
+        headline=f"{ours[2]} requests/s at {ours[0]} in flight, {ours[3]} times a bare aiohttp loop",
     )
     return [table]
 

@@ -313,7 +313,7 @@ def _peak_memory_mb() -> float | None:
 
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "grading_policies.md"
-_MARK = "a test compares it where the pairs are at hand.\n"
+_MARK = "a test generates the tables again if the pairs are available.\n"
 """Last line of the page's text that is written by hand; the rest is generated."""
 
 
@@ -327,9 +327,9 @@ def document() -> str | None:
     for tag, tagged in groupby(rows, key=lambda row: str(row["tag"])):
         found = [_row(row) for row in tagged]
         agreed = sum(row[-1] for row in found)
-        parts.append(
-            f"## {tag.removeprefix('policy:')}\n\n{agreed} of {len(found)} as the reader.\n"
-        )
+        pairs = "pair" if len(found) == 1 else "pairs"
+        parts.append(f"## {tag.removeprefix('policy:')}\n")
+        parts.append(f"The grader agrees with the reader on {agreed} of {len(found)} {pairs}.\n")
         parts.append("| | reference | answer | reader | ours | rule |\n|---|---|---|---|---|---|")
         parts += ["| " + " | ".join(row[:-1]) + " |" for row in found]
         parts.append("")

@@ -105,7 +105,7 @@ class ConformalGate:
         self._issued = issued
 
     def preview(self, features: Features) -> Decision:
-        """Ask for a score, and number the request."""
+        """Request a score for every chunk; the decision has the number of the request."""
         decision = Decision(
             "verify",
             float(self.calibrator.rate),

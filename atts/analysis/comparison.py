@@ -279,10 +279,10 @@ class Compared:
 def compare(
     first: GradedRun, second: GradedRun, *, seed: int = 0, points: float | None = None
 ) -> Compared:
-    """Pair the problems that both sides have; with `points`, also one by one until they are
-    distinguished.
+    """Pair the problems that both sides have; with `points`, also test after every problem whether
+    the sides differ.
 
-    :raises DatasetError: there are none.
+    :raises DatasetError: the sides have no problem in common.
     """
     common = [name for name in first.problems if name in second.problems]
     if not common:

@@ -56,9 +56,11 @@ class StepLog:
     def __init__(self, *, keeps_reasons: bool = False) -> None:
         self._texts: dict[str, int] = {}  # each different text, with its number
         self._spellings: list[str] = []
-        self._codes = array("I")  # four texts a step: kind, question, action, origin
-        self._numbers = array("q")  # turn, sample, issue, and flags for the values that are present
-        self._values = array("d")  # rate, score, p, length, left
+        # four numbers of texts per step: kind, question, action, origin
+        self._codes = array("I")
+        # per step: turn, sample, issue, and flags for the values that are present
+        self._numbers = array("q")
+        self._values = array("d")  # per step: rate, score, p, length, left
         self._keeps_reasons = keeps_reasons
         self._reasons = bytearray()
         self._reason_ends = array("Q")

@@ -104,10 +104,10 @@ def trace(run: Run, out: str | Path | None = None) -> Path:
 def compare(first: Run, second: Run, *, points: float | None = None, seed: int = 0) -> Compared:
     """Compare the second run with the first, problem by problem.
 
-    A run is a directory, a JSONL file of results, or a result. The field `sequential` says after
-    how many problems, in an order drawn by `seed`, a test after every problem decides the
-    comparison. With `points` above 0, it may also decide that the difference is within that many
-    points.
+    A run is a directory, a JSONL file of results, or a result. With `points`, problems are also
+    tested one after the other, in an order drawn by `seed`. The field `sequential` has the number of
+    problems after which this test shows a difference, or a difference of less than `points` if that
+    is above 0.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises DatasetError: a file holds no results, or the two have no graded problem in common.

@@ -553,7 +553,8 @@ async def run_pilot(
 
 def _first_arms(rate: float) -> list[_Planned]:
     """Return the first arms: either model alone, exact, a coin, every score, and whole problems."""
-    # a coin needs no score, but escalating whole problems needs the score of whole problems
+    # The gate decides on whole problems only with the score kind "disagreement"; the coin does not
+    # look at this score.
     whole_problems = {"escalates": "problem", "score.kind": "disagreement", "rate": rate}
     return [
         _Planned("draft-only", {"method": "draft-only"}),

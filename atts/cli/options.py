@@ -176,8 +176,8 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
     parameter replaces the key of the same name.
     """
 
-    # Typer reads a function's signature, so one is made of the keys' options and the command's
-    # parameters.
+    # Typer reads the options from a function's signature. This builds a signature from the options
+    # of the keys and the parameters of the command.
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
         inner = signature(function, eval_str=True)
         context, *rest = inner.parameters.values()

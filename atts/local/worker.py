@@ -290,13 +290,14 @@ def join_loops(config: WorkerConfig, share: Callable[[int], None]) -> WorkerConf
 
 
 def broken(error: BaseException) -> FailureReply:
-    """Return the last message of a loop that failed because of a bug in atts, or because a part of
-    its model was lost.
-    """
+    """Return the failure that a step loop reports before it ends because of an unexpected error."""
     if isinstance(error, EngineError):
         return FailureReply.of(error)
     return FailureReply(
-        0, "broken", f"its step loop broke ({type(error).__name__}: {error})", "Please report this"
+        0,
+        "broken",
+        f"the step loop ended with an error ({type(error).__name__}: {error})",
+        "Please report this",
     )
 
 

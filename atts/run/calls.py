@@ -1336,13 +1336,15 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
     logprobs = completion.logprobs
     may_lack = spec.logprobs == "none" or request.logprobs == "unneeded"
     if len(logprobs) != len(ids) and (logprobs or not may_lack):
-        raise BadReply(spec.name, f"{len(logprobs)} log-probabilities came with {len(ids)} ids")
+        raise BadReply(
+            spec.name, f"the reply has {len(logprobs)} log-probabilities for {len(ids)} ids"
+        )
     if len(ids) > request.max_tokens:
         raise BadReply(
-            spec.name, f"{len(ids)} tokens came back, but only {request.max_tokens} were allowed"
+            spec.name, f"the reply has {len(ids)} tokens, {request.max_tokens} were requested"
         )
     if ids and not 0 <= min(ids) <= max(ids) < spec.vocabulary:
-        raise BadReply(spec.name, "the reply contains an id outside the vocabulary")
+        raise BadReply(spec.name, "the reply has an id outside the vocabulary")
     if any(map(math.isnan, logprobs)):
         raise BadReply(spec.name, "a log-probability is not a number")
 
@@ -1356,14 +1358,14 @@ _ABSURD = -1000.0
 def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> None:
     """Check that there is one log-probability per suffix token, and none above 0; -inf is allowed.
 
-    :raises BadReply: the number of log-probabilities is wrong, a value is impossible, or the drawn
-        beginning is.
+    :raises BadReply: the number of log-probabilities is wrong, or a value or the drawn beginning is
+        impossible.
     """
     logprobs = scores.logprobs
     if len(logprobs) != len(request.suffix):
         raise BadReply(
             spec.name,
-            f"{len(logprobs)} log-probabilities came back for {len(request.suffix)} tokens",
+            f"the reply has {len(logprobs)} log-probabilities for {len(request.suffix)} tokens",
         )
     if max(logprobs) > 1e-4 or any(map(math.isnan, logprobs)):  # rounding may exceed 0 a little
         raise BadReply(spec.name, "a log-probability is above 0 or not a number")

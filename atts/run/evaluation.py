@@ -614,7 +614,7 @@ class _Run:
             watches.cancel_scope.cancel()
         result = self._result(anyio.current_time() - began)
         if result.status == "finished" and self._taken and result.coarse_chunks:
-            self._recorder.record(Warned("coarse chunks", f"chunks {result.coarse_chunks}"))
+            self._recorder.record(Warned("coarse chunks", result.coarse_chunks))
         more = speculated_since(proposed, self._plan.target)
         if self._journal is not None:
             await self._journal.close(

@@ -227,7 +227,7 @@ def _brief(value: Json) -> Json:
     return value if len(text) <= 40 else text[:39] + "…"
 
 
-# up to this mean number of judged chunks per rollout, a chunk counts as most of a rollout
+# Chunks are called too long if at most so many are judged per rollout, on average.
 _COARSE = 2.0
 
 

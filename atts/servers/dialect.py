@@ -120,9 +120,9 @@ class Dialect(ABC):
 
     @abstractmethod
     async def identify(self, client: Client, model: str) -> Identity:
-        """Ask who is there; remember model and routes for the calls to come.
+        """Identify the server, and store its model and routes for later calls.
 
-        :raises UnsupportedByEngine: another kind of server, or it does not have that model.
+        :raises UnsupportedByEngine: the server is of another kind, or does not have the model.
         """
 
     @abstractmethod
@@ -153,7 +153,7 @@ class Dialect(ABC):
         )
 
     async def running(self, client: Client) -> int | None:
-        """Return how many requests the server is processing; None if it does not report that."""
+        """Return how many requests the server is processing; None if the server does not report it."""
         return None
 
     async def drafted(self, client: Client) -> DraftCounts | None:
@@ -163,7 +163,7 @@ class Dialect(ABC):
         return None
 
     async def speculation(self, client: Client) -> str | None:
-        """Return how the server speculates: "" if it does not, None if it does not report that."""
+        """Return how the server speculates: "" if it does not, None if the server does not report it."""
         return None
 
     def _priority(self, request: SampleRequest | ScoreRequest) -> dict[str, int]:
@@ -322,7 +322,7 @@ async def tokens_of(client: Client, body: dict[str, Any]) -> TokenIds:
 async def in_queue(client: Client, running: str, waiting: str = "") -> int | None:
     """Return the number of running and waiting requests, from these gauges at /metrics.
 
-    It is None if the server does not have them.
+    The result is None if the server lacks the gauges.
     """
     text = (await client.look("/metrics")).body.decode(errors="replace")
     at_work = metric(text, running)
@@ -450,7 +450,9 @@ class DialectClient:
         def read(reply: bytes) -> list[dict[int, float]]:
             rows: list[dict[int, float]] = self._read(lister.read_top, reply, ids)
             if len(rows) != len(ids) - 1:
-                raise BadReply(self._name, f"{len(rows)} lists of tokens for {len(ids)} ids")
+                raise BadReply(
+                    self._name, f"the reply has {len(rows)} lists of tokens for {len(ids)} ids"
+                )
             kept = list[dict[int, float]]()
             for row in rows[len(prefix) - 1 :]:
                 if not row or not are_scores(tuple(row.values())):
@@ -477,7 +479,7 @@ class DialectClient:
         return await self._ratings.of(ids)
 
     def _sampled(self, request: SampleRequest) -> Awaitable[tuple[RawCompletion, int, Ending]]:
-        """Request a completion; return it, the number of its ids that count, and why it ended.
+        """Request a completion; return it, the number of ids before its end, and why it ended.
 
         If the server stopped without a stop string, an end token or a full length, the reply is
         refused and the client sends the request again.
@@ -512,8 +514,9 @@ class DialectClient:
     async def _raw(
         self, sampled: RawCompletion, request: SampleRequest, length: int
     ) -> tuple[float, ...]:
-        """Return raw log-probs of the ids that count: as sent if those are raw, else from a request
-        for scores.
+        """Return the raw log-probs of the first `length` ids.
+
+        If the server sent no raw log-probs, they are requested as scores.
         """
         sent = sampled.logprobs[:length]
         is_whole = len(sent) == length and None not in sent
@@ -557,7 +560,7 @@ class DialectClient:
         def read(reply: bytes) -> float:
             value = self._read(forcer.read_forced, reply, token)
             if not are_logprobs((value,)):
-                raise BadReply(self._name, f"a log-probability of {value}")
+                raise BadReply(self._name, f"the reply has a log-probability of {value}")
             return value
 
         return await self.client.ask(make, read, self.dialect.abort, len(ids) + 1)
@@ -574,7 +577,8 @@ class DialectClient:
                 return None
             if len(scores.logprobs) != len(request.suffix):
                 raise BadReply(
-                    self._name, f"{len(scores.logprobs)} scores for {len(request.suffix)} tokens"
+                    self._name,
+                    f"the reply has {len(scores.logprobs)} scores for {len(request.suffix)} tokens",
                 )
             if not are_scores(scores.logprobs):
                 raise BadReply(self._name, "a score is above 0 or not a number")
@@ -640,7 +644,7 @@ class _RatingCache:
 def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec) -> None:
     """Check that ids and log-probs can be correct.
 
-    :raises BadReply: if they cannot.
+    :raises BadReply: if they cannot be correct.
     :raises NoVisibleText: the model reasoned up to its limit, and the server shows nothing of it.
     """
     ids = sampled.ids
@@ -648,14 +652,14 @@ def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec
     if not ids and sampled.finish == "length" and spec.logprobs == "none":
         raise NoVisibleText(spec.name, request.max_tokens)
     if not ids:
-        raise BadReply(spec.name, "it wrote nothing")
+        raise BadReply(spec.name, "the reply has no tokens")
     if len(ids) > request.max_tokens:
-        problem = f"the server wrote {len(ids)} tokens, but only {request.max_tokens} were allowed"
+        problem = f"the reply has {len(ids)} tokens, {request.max_tokens} were requested"
         raise BadReply(spec.name, problem)
     if min(ids) < 0 or max(ids) >= spec.vocabulary:
-        raise BadReply(spec.name, f"the reply contains an id outside 0..{spec.vocabulary - 1}")
+        raise BadReply(spec.name, f"the reply has an id outside 0..{spec.vocabulary - 1}")
     if len(logprobs) != len(ids) and (logprobs or spec.logprobs != "none"):
-        problem = f"{len(logprobs)} log-probabilities came with {len(ids)} ids"
+        problem = f"the reply has {len(logprobs)} log-probabilities for {len(ids)} ids"
         raise BadReply(spec.name, problem)
     if not are_logprobs(logprobs):
         raise BadReply(spec.name, "a log-probability is above 0 or not a number")

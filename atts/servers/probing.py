@@ -154,7 +154,7 @@ class ServerProbe:
         return Known(tuple(findings), known, written.ids, values, convention, fingerprint)
 
     async def again(self, known: Known) -> Seen:
-        """Request again the values and the convention that identify the server."""
+        """Repeat the requests for the values and the convention that identify the server."""
         seen = await self.glance(known)
         if isinstance(self._dialect, Scorer) and self._dialect.speaks != "text":
             return seen._replace(convention=await self._measure_convention())
@@ -437,9 +437,9 @@ def require_unchanged(
     known: Known,
     seen: Seen,
 ) -> None:
-    """Compare a server with the one that was opened, by its identity and by the test results.
+    """Check that a server still has the identity and the test results that it had when it was opened.
 
-    :raises UnsupportedByEngine: if they differ.
+    :raises UnsupportedByEngine: the server has changed.
     """
     changes: list[str] = []
 

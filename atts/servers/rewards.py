@@ -172,7 +172,7 @@ class RemoteRewardModel:
                 if len(rows) != steps:
                     raise BadReply(
                         _NAME,
-                        f"{len(rows)} rewards came back for {steps} steps that end with the "
+                        f"the reply has {len(rows)} rewards for {steps} steps that end with the "
                         f"separator {self._separator!r}",
                     )
                 row = rows[-1]

@@ -122,7 +122,7 @@ def offer_of(name: str, models: Mapping[Role, str]) -> Offer:
 
 
 class RequestError(Exception):
-    """A request is refused; this becomes an error body in the format of OpenAI's API."""
+    """Refusal of a request, with an error body in the format of OpenAI's API."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ def parse_chat(
 
     With `housekeeping`, requests that chat programs send by themselves get one draft rollout.
 
-    :raises RequestError: if the server would not do something that the body requests.
+    :raises RequestError: if the server does not support something that the body requests.
     """
     given = checked(body, KINDS_OF_CHAT, _UNSUPPORTED_IN_CHAT, needed=("model", "messages"))
     if given.get("n", 1) != 1:
@@ -452,7 +452,7 @@ def build_request(
 ) -> SolveRequest:
     """Return the request from the fields that both APIs share.
 
-    :raises RequestError: if the server would not do something that the fields request.
+    :raises RequestError: if the server does not support something that the fields request.
     """
     extra = given.get("atts", {})
     for name in extra:
@@ -629,7 +629,7 @@ def turns_of(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     """Return the text of a message's content.
 
-    :raises RequestError: a part of it is of another kind than text.
+    :raises RequestError: a part of the content is not text.
     """
     if isinstance(content, str):
         return content

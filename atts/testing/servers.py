@@ -143,7 +143,7 @@ class BlockCache:
 
 
 class Refusal(Exception):
-    """The server refuses a request, with a status and a message."""
+    """Refusal of a request, with a status and a message."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -151,7 +151,7 @@ class Refusal(Exception):
 
 
 class Aborted(Refusal):
-    """A request was aborted while the engine worked on it."""
+    """Abort of a request while the engine works on it."""
 
     def __init__(self) -> None:
         super().__init__(499, "aborted")
@@ -207,7 +207,7 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class ServerCall:
-    """One call of a route: the server's state, the body and headers sent, and the call's fault."""
+    """One call of a route: the server's state, the body and headers sent, and the fault to simulate."""
 
     state: ServerState
     body: Mapping[str, Any]

@@ -130,8 +130,9 @@ def _mod(args: list[Fraction], limits: Limits) -> Fraction:
 
 
 def remainder(node: Node, modulus: int) -> int | None:
-    """Return a value's remainder, reducing powers as they are computed; None if the value is not
-    whole.
+    """Return a whole value modulo `modulus`; None if the value is not shown to be whole.
+
+    Powers are reduced while they are computed, so they never become large.
     """
     if node.kind == "number" and node.value is not None and node.value.denominator == 1:
         return int(node.value) % modulus
@@ -728,7 +729,7 @@ class Evaluator(Arithmetic):
         return rule(self, near[0])
 
     def stepped(self, name: str, item: Approx) -> Approx:
-        """Return floor or ceiling; a value within its error of an integer counts as that integer."""
+        """Return floor or ceiling; a value whose error bound contains an integer counts as that integer."""
         if item.is_complex:
             raise Undecided("a step of a complex number")
         nearest = self.mp.nint(item.value)

@@ -64,9 +64,9 @@ class StageCosts:
         number = 2 if setup.config.options.dtype == "bfloat16" else 4
         # bytes of keys and values per token
         self._bytes = 2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number
-        self._row = [1e-4, 1e-4]
-        self._byte = 1e-9  # seconds per row: for single rows, and for many rows together
-        self._hops: dict[int, float] = {}
+        self._row = [1e-4, 1e-4]  # seconds per row: for single rows, and for many rows together
+        self._byte = 1e-9  # seconds per byte of keys and values
+        self._hops: dict[int, float] = {}  # least seconds of a message both ways, keyed by worker
 
     def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
         """Learn from a part of a step: the time from sending to answer, and the time within the
@@ -78,7 +78,11 @@ class StageCosts:
         self._hops[worker] = min(whole - inside, (1 + _LATEST / 100) * self._hops.get(worker, inf))
 
     def brought(self, size: int, seconds: float) -> None:
-        """Learn the time that keys and values took for half of their way."""
+        """Learn the time of fetching keys and values of `size` bytes.
+
+        They are sent twice, from a worker to the loop and from the loop to a worker; `seconds` is the
+        time of the first half.
+        """
         self._byte += _LATEST * (2 * seconds / size - self._byte)
 
     def instance(self, worker: int, own: tuple[int, bool], lacks: int, wait: float) -> Instance:

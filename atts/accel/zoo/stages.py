@@ -82,7 +82,7 @@ class StageReply(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Request for keys and values of some slots, which another worker lacks."""
+    """Request to a worker for its keys and values of some slots, which another worker lacks."""
 
     name: str
     slots: Ints

@@ -110,7 +110,7 @@ def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:
 def preset(name: str) -> Preset:
     """Return the preset of that name.
 
-    :raises OptionError: there is none.
+    :raises OptionError: no preset has this name.
     """
     for row in PRESETS:
         if row.name == name:

@@ -551,7 +551,7 @@ class SimpleJumper(Persisted):
     def update(self, p: float) -> None:
         """Bet on one p-value.
 
-        :raises CalibrationInputError: if it is outside [0, 1].
+        :raises CalibrationInputError: if the p-value is outside [0, 1].
         """
         if not 0 <= p <= 1:
             raise CalibrationInputError("p-value", p, "a number in [0, 1]")
@@ -802,7 +802,7 @@ class Health:
 def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
     """Return the health of stored scores at a rate; `seed` draws the halves of the questions.
 
-    :raises CalibrationInputError: if there are none.
+    :raises CalibrationInputError: if there are no scores.
     """
     if not len(stored):
         raise CalibrationInputError("stored scores", 0, "at least one")

@@ -344,7 +344,7 @@ class Calibrator(Persisted):
         joins the pools in order of issue. A decision without a score (verification was skipped or
         failed) counts only for the rate.
 
-        :raises CalibrationInputError: if its score is not in the declared domain.
+        :raises CalibrationInputError: if the score of the decision is not in the declared domain.
         """
         is_escalated = decision.action == "escalate" if escalated is None else escalated
         question = decision.question
@@ -569,7 +569,7 @@ class Calibrator(Persisted):
         """Return a calibrator that continues from a saved state.
 
         :raises CalibrationInputError: if `state` is not the state of a calibrator.
-        :raises FingerprintError: if it was made under other conditions than `fingerprint`.
+        :raises FingerprintError: if the state was made under other conditions than `fingerprint`.
         """
         if state.get("kind") != _KIND or state.get("version") != _VERSION:
             raise CalibrationInputError(
@@ -634,7 +634,8 @@ class Calibrator(Persisted):
         """Return the calibrator that `save` wrote.
 
         :raises CalibrationInputError: if the file is missing, damaged or something else.
-        :raises FingerprintError: if it was made under other conditions than `fingerprint`.
+        :raises FingerprintError: if the calibrator was made under other conditions than
+            `fingerprint`.
         """
         return cls.restored(read_state(path), fingerprint)
 

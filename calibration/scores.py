@@ -347,9 +347,9 @@ def check_stored(
 ) -> None:
     """Refuse stored scores that a calibrator of this mode cannot start from.
 
-    :raises FingerprintError: if they were made under other conditions.
-    :raises CalibrationInputError: if there are none but mode "split" needs some, or if the lengths
-        are needed but not known.
+    :raises FingerprintError: if the scores were made under other conditions.
+    :raises CalibrationInputError: if mode "split" has no stored scores, or if lengths are needed
+        but not known.
     """
     if not len(stored) and mode == "split":
         raise CalibrationInputError(

@@ -392,7 +392,7 @@ class RolloutBuilder:
     ) -> Chunk:
         """Write one chunk after the rollout and the `pending` chunks, from the exact token state.
 
-        :raises ContextOverflow: if not one more token fits.
+        :raises ContextOverflow: if the context has no room for one more token.
         :raises EngineError: if the engine failed for good.
         """
         request = self.request(role, pending, turn)
@@ -434,7 +434,7 @@ class RolloutBuilder:
     ) -> SampleRequest:
         """Return the request by which a model writes the next chunk.
 
-        :raises ContextOverflow: if not one more token fits.
+        :raises ContextOverflow: if the context has no room for one more token.
         """
         room = self.room_left(pending) if pending else self._room
         ids = self.ids(role, pending) if pending else self._ids[role]

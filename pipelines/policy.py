@@ -383,7 +383,8 @@ class Policy:
     def _check_thinking(self) -> None:
         """Check that the thinking budget leaves a token for the answer and ends in a text.
 
-        :raises OptionError: if it does not.
+        :raises OptionError: if the budget leaves no token for the answer, or does not end in a
+            text.
         """
         if self.thinking_tokens is None:
             return

@@ -66,7 +66,7 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
     target's; there the target's token is used, and the draft continues after it. If the target
     alone writes at least as many tokens per second, it writes alone, which gives the same text.
 
-    :raises ContextOverflow: if not one more token fits.
+    :raises ContextOverflow: if the context has no room for one more token.
     :raises EngineError: if an engine failed for good.
     """
     earlier = _earlier_writer(builder)

@@ -276,7 +276,7 @@ def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target
 def build_stage(setup: StageSetup) -> StageModel:
     """Return the layers of one stage and their cache, in the thread that will compute them.
 
-    :raises EngineError: they cannot be loaded.
+    :raises EngineError: the layers cannot be loaded.
     """
     set_threads(setup.config)
     cache, model, _ = _stage(setup)

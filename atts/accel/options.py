@@ -145,7 +145,7 @@ class StageOptions:
     def check_beside(self, options: LocalOptions, speculation: SpeculationOptions) -> None:
         """Check that an engine with these other options can have stages.
 
-        :raises OptionError: it cannot.
+        :raises OptionError: one of the options rules out stages.
         """
         if self.stages > 1 and speculation.speculate == "mirror":
             raise OptionError(

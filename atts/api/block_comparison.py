@@ -62,7 +62,7 @@ def compare_blocks(
     :raises OptionError: an adapter's model, or a name that is taken.
     :raises DatasetError: the problems cannot be read.
     :raises ZooError: there is no such model.
-    :raises EngineError: it cannot be opened.
+    :raises EngineError: a model cannot be opened.
     """
     store = Zoo(zoo)
     if keep is not None:

@@ -265,10 +265,10 @@ def merge(runs: Sequence[Run], out: str | Path) -> Merged:
     With a gate that learns nothing, every decision is the same as in a single process. A gate that
     learns has learnt from its shard only, and each shard meets its rate.
 
-    :raises UsageError: they are not the shards of one evaluation, all over; or a result was kept in
-        memory only.
-    :raises FingerprintError: they ran under different settings.
-    :raises JournalError: one cannot be read, or `out` not be written.
+    :raises UsageError: the runs are not the finished shards of one evaluation, or a result was kept
+        in memory only.
+    :raises FingerprintError: the runs have different settings.
+    :raises JournalError: a run cannot be read, or `out` cannot be written.
     """
     return merge_runs([directory_of(run) for run in runs], Path(out))
 
@@ -305,7 +305,7 @@ async def calibrate(
     call continues it.
 
     :raises OptionError: the setup names something unknown.
-    :raises DatasetError: it cannot be read, or holds nothing.
+    :raises DatasetError: the dataset cannot be read, or has no problems.
     :raises EngineError: an engine cannot be opened or is lost.
 
     >>> import anyio
@@ -336,7 +336,7 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
     """Return every score that a run decided on, in order, with the conditions of the scores.
 
     :raises JournalError: there is no run, or it cannot be read.
-    :raises CalibrationInputError: its gate saw no score.
+    :raises CalibrationInputError: the run's gate saw no score.
     """
     if isinstance(run, RunResult) and run.directory is None:
         manifest = run.manifest
@@ -369,8 +369,8 @@ def judge_of(run: str | Path, rate: float = 0.2, seed: int = 0) -> AdvantageJudg
     """Fit a learned judge on a run of method trial, whose coins chose the escalated chunks.
 
     :raises JournalError: there is no run, or it cannot be read.
-    :raises UsageError: it is a run of another method, or nothing in it was graded.
-    :raises CalibrationInputError: it has too few problems.
+    :raises UsageError: the run has another method, or no graded problem.
+    :raises CalibrationInputError: the run has too few problems.
     """
     # loaded where it is used: reading journals whole is slow to import
     from atts.analysis import takeover_examples
@@ -488,8 +488,8 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
     parts.
 
     :raises JournalError: there is no run, or it cannot be read.
-    :raises CalibrationInputError: its method has no calibrator, or the calibrators cannot be put
-        together.
+    :raises CalibrationInputError: the method of the run has no calibrator, or the calibrators
+        cannot be merged.
     """
     recorded = open_run(directory_of(run))
     whole: Calibrator | None = None

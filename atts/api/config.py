@@ -52,7 +52,7 @@ Said = tuple[Key, object, str, str]
 def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
     """Yield the values of a TOML file; the names of its tables are dotted.
 
-    :raises OptionError: it cannot be read, is not TOML, or has an unknown key.
+    :raises OptionError: the file cannot be read, is not TOML, or has an unknown key.
     """
     for name, value in flat(_file_tables(path)):
         key = _known_key(name, keys, str(path))
@@ -74,7 +74,7 @@ def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
 def from_environment(environment: Mapping[str, str], keys: Mapping[str, Key]) -> Iterator[Said]:
     """Yield the values of ATTS_* variables.
 
-    :raises OptionError: one is unknown.
+    :raises OptionError: a variable is unknown.
     """
     by_variable = {key.variable: key for key in keys.values()}
     for variable, words in environment.items():
@@ -237,7 +237,7 @@ class Job:
     def caps(self) -> Caps:
         """Return the caps on what the run may spend.
 
-        :raises OptionError: one is impossible.
+        :raises OptionError: a cap is impossible.
         """
         return Caps(
             max_total_tokens=self.max_total_tokens,
@@ -261,7 +261,7 @@ class Job:
     def load(self) -> Dataset:
         """Load the problems with a record of where they came from.
 
-        :raises DatasetError: they cannot be read, or there are none.
+        :raises DatasetError: the problems cannot be read, or there are none.
         """
         from atts.evaluators import LoadOptions, load_dataset
 

@@ -378,7 +378,7 @@ class _LocalWords(NamedTuple):
     ) -> _LocalWords:
         """Return the options changed by the settings, each of which must belong to one of them.
 
-        :raises OptionError: one is unknown or impossible.
+        :raises OptionError: a setting is unknown or impossible.
         """
         from atts.accel import SpeculationOptions, StageOptions
         from atts.local import LocalOptions

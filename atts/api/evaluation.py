@@ -106,7 +106,7 @@ def common_problems(
 ) -> tuple[Problem, ...]:
     """Return the problems that both runs have, in the order in which they will run.
 
-    :raises DatasetError: there are none.
+    :raises DatasetError: the runs have no problem in common.
     """
     both = [problem for problem in problems if problem.id in comparison.votes]
     if not both:
@@ -541,7 +541,7 @@ class SyncSession:
     def __enter__(self) -> Self:
         """Open the session.
 
-        :raises UsageError: if it is already open; all threads must share one `with` block.
+        :raises UsageError: if the session is already open; all threads must share one `with` block.
         :raises EngineError: an engine cannot be opened.
         """
         if self._open is not None:

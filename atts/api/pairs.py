@@ -129,7 +129,7 @@ def ports(role: Role, servers: int) -> list[int]:
 def find_pair(name: str) -> Pair:
     """Return the pair of that name.
 
-    :raises OptionError: there is none.
+    :raises OptionError: no pair has this name.
     """
     if name not in known_pairs():
         raise OptionError(

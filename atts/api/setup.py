@@ -635,7 +635,7 @@ def _graded_by(
 ) -> Any:
     """Call a user's grader; a boolean becomes a verdict with the grader's name as its rule.
 
-    :raises TypeError: if it returned something else.
+    :raises TypeError: if the grader returned something else.
     """
     from atts.evaluators import Verdict
 
@@ -652,7 +652,7 @@ def load_problems(
 ) -> tuple[Problem, ...]:
     """Load a benchmark by name or a file; a sequence of problems is returned as a tuple.
 
-    :raises DatasetError: it cannot be read, or holds nothing.
+    :raises DatasetError: the file cannot be read, or has no problems.
     """
     if limit is not None and limit < 1:
         raise OptionError("limit", f"{limit} leaves no problem")

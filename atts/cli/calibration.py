@@ -72,7 +72,7 @@ def scores_of(
 ) -> StoredScores:
     """Read scores of any kind of source with their conditions.
 
-    :raises CalibrationInputError: there are none, or one is not a score.
+    :raises CalibrationInputError: the source has no scores, or a value that is not a score.
     """
     from atts.api import stored_scores
     from atts.calibration import StoredScores, scale_named
@@ -92,7 +92,7 @@ def scores_of(
 def records_of(file: str, per_question: int | None, scale: str) -> list[dict[str, Any]]:
     """Read records in their order, with all fields that a file of lines gives them.
 
-    :raises CalibrationInputError: there are none, or one cannot be read.
+    :raises CalibrationInputError: the source has no records, or one that cannot be read.
     """
     from atts.calibration import is_state, parse_lines
     from atts.files import read_ordinary

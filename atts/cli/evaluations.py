@@ -500,7 +500,7 @@ def axes(given: Sequence[str]) -> dict[str, list[object]]:
     >>> axes(["rate=0.1,0.2", 'draft=["hf:a", "hf:b"]'])
     {'rate': ['0.1', '0.2'], 'draft': ['hf:a', 'hf:b']}
 
-    :raises OptionError: one is not of that form, or a key comes twice.
+    :raises OptionError: an item is not of the form KEY=VALUE,VALUE, or a key is given twice.
     """
     values_by_key = dict[str, list[object]]()
     for words in given:

@@ -223,7 +223,7 @@ def configured(
 def named_values(pairs: Sequence[str], option: str, form: str) -> dict[str, str]:
     """Return the values of a repeatable option such as `--column FIELD=COLUMN`, by name.
 
-    :raises OptionError: one is not of that form.
+    :raises OptionError: a value is not of that form.
     """
     values = dict[str, str]()
     for pair in pairs:

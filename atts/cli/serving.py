@@ -233,7 +233,7 @@ def _keys(file: Path | None) -> dict[str, str]:
 def _shares(given: Sequence[str]) -> dict[str, float]:
     """Return the shares of users.
 
-    :raises OptionError: one is not USER=SHARE.
+    :raises OptionError: a value is not USER=SHARE.
     """
     shares: dict[str, float] = {}
     for text in given:

@@ -91,7 +91,7 @@ def solve(
 def text_of(problem: str) -> str:
     """Return the text of a problem given as text, as a file or as - for stdin.
 
-    :raises UsageError: there are none, or they are not text.
+    :raises UsageError: stdin has no text, or bytes that are not text.
     """
     named = Path(problem)
     try:

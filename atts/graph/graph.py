@@ -213,7 +213,8 @@ class Admission:
     def submit(self, group: AdmissionGroup, priority: int, problem: int) -> None:
         """Queue a group, and start as many rollouts as places allow.
 
-        :raises OptionError: if its rollouts start together but need more places than there are.
+        :raises OptionError: the rollouts of a group start together but need more places than the
+            graph has.
         """
         if group.unit > self.places:
             raise OptionError(

@@ -89,7 +89,7 @@ class Format:
 def text_of(row: Row, *names: str) -> str:
     """Return the first of these fields that is a text or a number.
 
-    :raises RecordError: if there is none.
+    :raises RecordError: if no field is a text or a number.
     """
     found = optional_text(row, *names)
     if found is None:
@@ -139,7 +139,7 @@ def table_of(row: Row, name: str) -> Row:
 def list_of(row: Row, *names: str) -> Sequence[Any]:
     """Return the first of these fields that is a list.
 
-    :raises RecordError: if there is none.
+    :raises RecordError: if no field is a list.
     """
     for name in names:
         value: Any = row.get(name)
@@ -666,7 +666,7 @@ _SCORE = "score."
 def check_columns(columns: Mapping[str, str]) -> None:
     """Check that the named fields exist.
 
-    :raises OptionError: if one does not, naming it.
+    :raises OptionError: if a named field does not exist; the message names the field.
     """
     for name in columns:
         if name not in FIELDS and not name.startswith(_SCORE):

@@ -305,7 +305,7 @@ class _EvalArchive:
 def _unpacked(data: bytes) -> bytes:
     """Return the content of frames of Zstandard.
 
-    :raises ImportError: nothing here reads it.
+    :raises ImportError: no installed package can read Zstandard.
     """
     if importlib.util.find_spec("pyarrow") is not None:
         arrow = importlib.import_module("pyarrow")

@@ -625,7 +625,7 @@ def _usage(sample: ForeignSample) -> Usage:
 def check_format(name: str, known: Mapping[str, Format]) -> Format:
     """Return the format with this name.
 
-    :raises OptionError: if there is none.
+    :raises OptionError: if no format has this name.
     """
     if name not in known:
         raise OptionError("format", f"{name!r} is unknown", [*known], name)
@@ -635,7 +635,7 @@ def check_format(name: str, known: Mapping[str, Format]) -> Format:
 def check_out(out: Path) -> None:
     """Check that the run directory is not standard output.
 
-    :raises UsageError: if it is "-".
+    :raises UsageError: if the run directory is "-".
     """
     if str(out) == "-":
         raise UsageError("--out: '-' is not a directory; name one for the run")

@@ -387,7 +387,7 @@ def check_journal(directory: Path) -> JournalCheck:
     """Read a run, finished or not, and return the contents before the first damaged line.
 
     :raises JournalError: there is no run, or its manifest is damaged.
-    :raises StorageError: it cannot be read.
+    :raises StorageError: the journal cannot be read.
     """
     run = open_run(directory)
     state = RunState()

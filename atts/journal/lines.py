@@ -593,7 +593,7 @@ class Journal:
     def _look(self, handle: int, size: int) -> None:
         """Check that the file still has its name and its contents.
 
-        :raises OSError: it was deleted, moved, replaced or cut.
+        :raises OSError: the file was deleted, moved, replaced or shortened.
         """
         if not is_same_file(handle, self.path):
             raise OSError(

@@ -73,7 +73,7 @@ class Manifest:
     def check(self, stored: Manifest, directory: Path) -> None:
         """Check that a run to resume was started under the same settings.
 
-        :raises FingerprintError: if not, naming every field that differs.
+        :raises FingerprintError: if a setting differs; the message names every field that differs.
         """
         old = dict(stored.decisive())
         new = dict(self.decisive())
@@ -158,7 +158,7 @@ def load_manifest(path: Path) -> Manifest | None:
 
     :raises JournalCorrupt: the file is damaged.
     :raises JournalVersion: another version wrote it.
-    :raises StorageError: it cannot be read.
+    :raises StorageError: the manifest cannot be read.
     """
     with storage(path):
         if not path.exists():

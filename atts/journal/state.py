@@ -469,7 +469,7 @@ class RunState:
     def apply(self, entry: Entry) -> Outcome | None:
         """Apply an entry, and return the outcome of the problem that it completes, if any.
 
-        :raises JournalCorrupt: it cannot have come after the entries before it.
+        :raises JournalCorrupt: the entry is impossible after the entries before it.
         """
         try:
             return self._apply(entry)

@@ -24,7 +24,7 @@ SPARE_SLOTS = 2
 def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> torch.device:
     """Return the device of a model: the one in `named`, or else the one in its engine's options.
 
-    :raises ModelLoadError: it is not there.
+    :raises ModelLoadError: the device does not exist.
     """
     wanted = named or config.options.device
     count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
@@ -136,7 +136,7 @@ def allocate_cache(
 
     Its size was computed earlier. It is halved only if memory has become scarce since then.
 
-    :raises OutOfMemory: not even one whole context fits.
+    :raises OutOfMemory: there is no room for a single context.
     """
     model = config.model
     tokens = config.options.kv_tokens or default_tokens(config, dtype, device)
@@ -168,7 +168,7 @@ def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
     On a GPU, the cache has room for all tokens that the rollouts in flight can fill, as far as the
     other engine of the pair leaves memory for the cache.
 
-    :raises OutOfMemory: not even one rollout fits.
+    :raises OutOfMemory: there is no room for a single rollout.
     """
     per_token = config.kv_floats_per_token * dtype.itemsize
     if device.type != "cuda":

@@ -58,7 +58,7 @@ class Accelerator(Protocol):
     def check(self, options: LocalOptions) -> None:
         """Check that the accelerator can be added to an engine with these options.
 
-        :raises OptionError: it cannot.
+        :raises OptionError: the accelerator cannot be added.
         """
         ...
 
@@ -221,7 +221,7 @@ class LocalEngine:
         """Open the engine if it is not open, or if its step loop has ended. See
         `atts.servers.pool.Replica`.
 
-        :raises EngineError: it cannot be opened.
+        :raises EngineError: the engine cannot be opened.
         """
         if self._opened is not None and self._opened.end is not None:
             await self.__aexit__(None, None, None)

@@ -163,8 +163,8 @@ def read_adapter(
 ) -> dict[str, LowRank]:
     """Read a LoRA adapter from a safetensors file, with its settings from a folder.
 
-    :raises ModelLoadError: it is damaged, of another shape than the model, or more than LoRA of its
-        layers' matrices.
+    :raises ModelLoadError: the adapter is damaged, has another shape than the model, or is not a
+        LoRA adapter of its layers' matrices.
     """
     said = read_object(settings / ADAPTER_CONFIG, name)
     if problem := next(_problems(said), ""):
@@ -452,7 +452,7 @@ def free_memory() -> int | None:
 def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
     """Return the adapter that is stored with a model; it is empty if there is none.
 
-    :raises ModelLoadError: it cannot be used.
+    :raises ModelLoadError: the adapter cannot be used.
     """
     file = adapter_file(folder)
     return read_adapter(file, folder / ADAPTER, config, name) if file else {}
@@ -751,6 +751,6 @@ def check_weights(folder: Path, config: ModelConfig, name: str) -> None:
 def check_adapter(folder: Path, file: Path, config: ModelConfig, name: str) -> None:
     """Check that a file holds an adapter for a model with this configuration.
 
-    :raises ModelLoadError: it does not.
+    :raises ModelLoadError: the adapter does not fit the model.
     """
     read_adapter(TensorFile(file, None), folder, config, name)

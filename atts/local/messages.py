@@ -41,7 +41,7 @@ class LoopBuilder(Protocol):
     ) -> tuple[Loop, WorkerReady]:
         """Load the model and build its loop, in the thread or process that will run it.
 
-        :raises EngineError: it cannot be loaded.
+        :raises EngineError: the model cannot be loaded.
         """
         ...
 

@@ -47,7 +47,7 @@ class LocalOptions:
     def check(self) -> None:
         """Check that every option is known and possible.
 
-        :raises OptionError: one is not.
+        :raises OptionError: an option is unknown or impossible.
         """
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             known = ["auto", "cpu", "cuda", "cuda:0", "cuda:1"]
@@ -72,7 +72,7 @@ class LocalOptions:
 def check_choices(options: object, **kinds: object) -> None:
     """Check that each of these options is one of the values of its type.
 
-    :raises OptionError: one is not.
+    :raises OptionError: an option has another value.
     """
     for option, kind in kinds.items():
         choice = getattr(options, option)
@@ -83,7 +83,7 @@ def check_choices(options: object, **kinds: object) -> None:
 def check_positive(options: object, *names: str) -> None:
     """Check that these options are positive if they are given.
 
-    :raises OptionError: one is not.
+    :raises OptionError: an option is not positive.
     """
     for option in names:
         value = getattr(options, option)

@@ -108,7 +108,7 @@ class ThreadWorker:
         more helpers than cores, they sleep between the parts of a step, and two threads are slower
         than one. So nothing is loaded in the caller's thread.
 
-        :raises EngineError: it could not be loaded.
+        :raises EngineError: the model could not be loaded.
         """
         with import_lock:
             from atts.local.builder import build_loop, set_threads  # imports torch
@@ -185,7 +185,7 @@ class ProcessWorker:
         """Send the child its configuration and wait until the model is loaded. Reports are
         delivered by another thread.
 
-        :raises EngineError: it could not be loaded.
+        :raises EngineError: the model could not be loaded.
         """
         process = self._process
         assert process is not None, "opened once, before it is closed"
@@ -259,7 +259,7 @@ class LoopWorker(Protocol):
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Load the model; reports are then delivered by another thread.
 
-        :raises EngineError: it could not be loaded.
+        :raises EngineError: the model could not be loaded.
         """
         ...
 

@@ -185,7 +185,7 @@ def require_template(folder: Path, name: str) -> None:
     """Refuse a model folder without a chat template, before anything is loaded.
 
     :raises UnsupportedByEngine: the folder holds no chat template.
-    :raises ModelLoadError: it holds no model but a GGUF file.
+    :raises ModelLoadError: the folder has a GGUF file but no other model.
     """
     refuse_gguf(folder, name)
     path = folder / "tokenizer_config.json"

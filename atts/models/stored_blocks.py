@@ -233,7 +233,7 @@ class _Mark(msgspec.Struct):
 def check_schema(zoo: Path) -> None:
     """Check that a folder is a zoo that this version can read.
 
-    :raises ZooError: it is not.
+    :raises ZooError: the folder is not such a zoo.
     """
     advice = "Name a folder that `atts zoo add` made"
     try:
@@ -257,7 +257,7 @@ def block_path(zoo: Path, digest: str) -> Path:
 def file_digest(path: Path) -> str:
     """Return the digest of a file's content.
 
-    :raises OSError: it cannot be read.
+    :raises OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:

@@ -1330,7 +1330,7 @@ def _recorded_error(event: CallFailed) -> EngineError:
 def check_completion(completion: Completion, request: SampleRequest, spec: EngineSpec) -> None:
     """Check that the parts of a completion agree with each other and with the request.
 
-    :raises BadReply: if they do not.
+    :raises BadReply: if the parts do not agree.
     """
     ids = completion.ids
     logprobs = completion.logprobs

@@ -54,7 +54,7 @@ class Shard:
         >>> Shard.parse("2/3").take("abcdefgh")
         'beh'
 
-        :raises OptionError: it is not a shard.
+        :raises OptionError: the text is not a shard.
         """
         number, _, of = text.partition("/")
         if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
@@ -64,7 +64,7 @@ class Shard:
     def take(self, problems: Any) -> Any:
         """Return the shard's part of a sequence.
 
-        :raises OptionError: it is empty.
+        :raises OptionError: the shard's part is empty.
         """
         part = problems[self.number - 1 :: self.of]
         if not part:

@@ -163,8 +163,8 @@ class Abstain:
     def check(self, manifest: Manifest) -> None:
         """Check that the run has the settings of the labelled run.
 
-        :raises FingerprintError: if its settings differ.
-        :raises OptionError: if its problems are the labelled problems.
+        :raises FingerprintError: if the settings differ.
+        :raises OptionError: if the run's problems are the labelled problems.
         """
         if manifest.dataset and manifest.dataset == self.labelled.dataset:
             raise OptionError(
@@ -504,7 +504,7 @@ class RunResult:
     def outcomes(self) -> Iterator[Outcome]:
         """Yield every finished problem whole, in the order of finishing, read from the journal.
 
-        :raises JournalError: it cannot be read.
+        :raises JournalError: the journal cannot be read.
         """
         if self.directory is None:
             yield from self.kept

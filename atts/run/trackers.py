@@ -798,7 +798,7 @@ def final_numbers(result: RunResult) -> dict[str, float]:
 def _module(name: str, extra: str) -> Any:
     """Import a tracker's package.
 
-    :raises MissingExtra: it is not installed.
+    :raises MissingExtra: the package is not installed.
     """
     try:
         return import_module(name)

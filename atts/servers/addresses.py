@@ -84,7 +84,8 @@ def read_server(address: str) -> ServerAddress:
     >>> server.url, server.dialect, server.model
     ('https://api.openai.com/v1', 'chat', 'gpt-4o')
 
-    :raises OptionError: it holds no URL, several, or a setting that is unknown or impossible.
+    :raises OptionError: the address has no URL, several URLs, or a setting that is unknown or
+        impossible.
     """
     scheme, _, rest = address.partition(":")
     if scheme not in _SCHEMES:

@@ -62,8 +62,8 @@ def decode(text: bytes, kind: Any) -> Any:
     >>> decode(b'{"logprob": -0.5}', dict[str, float])
     {'logprob': -0.5}
 
-    :raises ValueError: it is not whole JSON, nested too deeply, or of another type: `true` is no
-        number, "1" neither.
+    :raises ValueError: the text is not complete JSON, is nested too deeply, or has another type:
+        `true` and "1" are not numbers.
     """
     decoder = _decoder(kind)
     try:
@@ -381,12 +381,12 @@ Transport = AiohttpTransport | HttpxTransport
 async def _whole(
     status: int, headers: Mapping[str, str], chunks: AsyncIterable[bytes], most: int
 ) -> bytes:
-    """Read a body, and inflate it as it comes.
+    """Read a body, and inflate it while it arrives.
 
-    Neither the bytes that come nor those they become are ever more than `most`: an error is then
-    cut, an answer refused.
+    Neither the received nor the inflated bytes exceed `most`: a longer answer is refused, and a
+    longer error is cut.
 
-    :raises ReplyRejected: it is longer, or in an encoding that nothing here asked for.
+    :raises ReplyRejected: the body is too long, or has an encoding that atts did not request.
     """
     encoding = headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "deflate"):

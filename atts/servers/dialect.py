@@ -265,7 +265,7 @@ def seed_of(request: SampleRequest, bits: int) -> int:
 def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
     """Read a reply with status 200 as a value of this type.
 
-    :raises ValueError: if it is not such a value.
+    :raises ValueError: if the reply is not such a value.
     :raises EngineError: for any other status.
     """
     if reply.status != 200:

@@ -149,9 +149,9 @@ class RemoteEngine(BaseEngine):
         """Connect, wait while the server loads, identify it, and test that it can do what is
         needed.
 
-        :raises UnsupportedByEngine: if it cannot do what is needed.
-        :raises FingerprintError: if it has another tokenizer.
-        :raises EngineUnavailable: if it cannot be reached.
+        :raises UnsupportedByEngine: if the server cannot do what is needed.
+        :raises FingerprintError: if the server has another tokenizer.
+        :raises EngineUnavailable: if the server cannot be reached.
         """
         self._client = client = Client(self._name, self.url, self.options)
         self._clock = clock()
@@ -182,9 +182,9 @@ class RemoteEngine(BaseEngine):
     async def recheck(self) -> None:
         """Identify the server again and compare, because a restarted server may be a different one.
 
-        :raises UnsupportedByEngine: it is another engine, version, model or convention than was
-            opened.
-        :raises EngineUnavailable: it cannot be reached.
+        :raises UnsupportedByEngine: the engine, version, model or log-prob convention differs from
+            the one that was opened.
+        :raises EngineUnavailable: the server cannot be reached.
         """
         if self._state == "new":
             await self.open()
@@ -207,7 +207,7 @@ class RemoteEngine(BaseEngine):
     def _compare(self, identity: Identity, seen: Seen) -> None:
         """Compare the server with the one that was opened.
 
-        :raises UnsupportedByEngine: it is another.
+        :raises UnsupportedByEngine: the server is another one.
         """
         assert self._known is not None, "an open engine was probed"
         assert self._identity is not None, "an open engine was identified"
@@ -312,7 +312,7 @@ class RemoteEngine(BaseEngine):
         """Test the capabilities that servers of this kind claim, and remove from the spec those
         that fail.
 
-        :raises UnsupportedByEngine: it does not do what is needed.
+        :raises UnsupportedByEngine: the server cannot do what is needed.
         """
         requests = self._requests()
         spec = self.spec
@@ -344,7 +344,7 @@ class RemoteEngine(BaseEngine):
 
         None where it does not speculate, or does not count.
 
-        :raises EngineError: it is not open, or cannot be reached.
+        :raises EngineError: the engine is not open, or the server cannot be reached.
         """
         return await self._requests().dialect.drafted(self._opened())
 
@@ -364,7 +364,7 @@ class RemoteEngine(BaseEngine):
 async def wait_ready(client: Client) -> None:
     """Wait while the server says that it is loading.
 
-    :raises EngineUnavailable: it cannot be reached, or still loads after `wait_seconds`.
+    :raises EngineUnavailable: the server cannot be reached, or still loads after `wait_seconds`.
     """
     now = clock()
     patience = client.options.wait_seconds
@@ -488,7 +488,7 @@ async def find_dialect(client: Client, name: str) -> Dialect:
 async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
     """Identify the server.
 
-    :raises UnsupportedByEngine: if it has another dialect, or lacks the model.
+    :raises UnsupportedByEngine: if the server has another dialect, or lacks the model.
     """
     try:
         return await dialect.identify(client, model)
@@ -558,7 +558,8 @@ def require_capabilities(
 ) -> None:
     """Check that this kind of server can do what is needed; a server that scores can also rate.
 
-    :raises UnsupportedByEngine: if not, naming the missing capabilities.
+    :raises UnsupportedByEngine: if a capability is missing; the message names the missing
+        capabilities.
     """
     missing = needs - can
     if "score" in can:
@@ -573,7 +574,7 @@ def require_capabilities(
 async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name: str) -> Tokenizer:
     """Return the given tokenizer, or load the one that the user or the server named.
 
-    :raises ModelLoadError: there is none.
+    :raises ModelLoadError: the tokenizer cannot be found.
     """
     if wanted is not None and not isinstance(wanted, str | Path):
         return wanted
@@ -656,8 +657,9 @@ async def probe(
 
     Nothing but another tokenizer is refused: the report says what does not hold.
 
-    :raises EngineError: it cannot be reached, speaks nothing we know, or lacks the model.
-    :raises FingerprintError: its tokenizer is another than the one given.
+    :raises EngineError: the server cannot be reached, speaks an unknown dialect, or lacks the
+        model.
+    :raises FingerprintError: the server's tokenizer differs from the given one.
     """
     engine = RemoteEngine(
         url,

@@ -56,8 +56,8 @@ class Replica(Engine, Protocol):
     async def recheck(self) -> None:
         """Open the engine if it was never opened, else check that it is still the same engine.
 
-        :raises EngineUnavailable: it cannot be reached.
-        :raises EngineError: it is another.
+        :raises EngineUnavailable: the engine cannot be reached.
+        :raises EngineError: the engine is another one.
         """
         ...
 
@@ -362,7 +362,7 @@ def _weight(name: str, rollout: str) -> bytes:
 def require_alike(name: str, ours: EngineSpec, theirs: EngineSpec, advice: str) -> None:
     """Refuse engines whose results must not be mixed.
 
-    :raises FingerprintError: they are not.
+    :raises FingerprintError: the engines differ.
     """
     one = ours.fingerprint()
     other = theirs.fingerprint()

@@ -194,7 +194,8 @@ def chance_of(values: Sequence[float]) -> float:
     >>> chance_of([0.25, 0.75]), chance_of([0.0])
     (0.75, 0.5)
 
-    :raises BadReply: there are more than two numbers, as in an embedding, or one is not finite.
+    :raises BadReply: the row has more than two numbers, as an embedding has, or a number is not
+        finite.
     """
     if not 1 <= len(values) <= 2:
         raise BadReply(

@@ -511,7 +511,7 @@ class Service:
     def check(self, request: SolveRequest) -> None:
         """Check, before any work, that a request can run.
 
-        :raises RequestError: if it cannot, naming the field.
+        :raises RequestError: if the request cannot run; the error names the field.
         """
         base, _ = self._opened()
         try:
@@ -690,7 +690,7 @@ class Service:
     def find(self, run: str) -> ServedRun:
         """Return a run by its id.
 
-        :raises RequestError: if there is none, or it was dropped.
+        :raises RequestError: if no run has this id, or the run was dropped.
         """
         if run not in self.runs:
             raise RequestError(f"there is no run {run!r}", status=404, param="run")

@@ -168,7 +168,7 @@ class RunStatus:
     def __init__(self, directory: Path) -> None:
         """Open the run directory.
 
-        :raises JournalError: if it does not contain a run.
+        :raises JournalError: if the directory does not contain a run.
         """
         self._run = open_run(directory)
         self._size = -1
@@ -392,7 +392,7 @@ class _Handler(BaseHTTPRequestHandler):
 def view_server(port: int, status: Callable[[], dict[str, Any]]) -> ThreadingHTTPServer:
     """Return a server that shows a status on this machine; the caller runs and closes it.
 
-    :raises OSError: if it cannot listen on the port.
+    :raises OSError: if the server cannot listen on the port.
     """
     return ThreadingHTTPServer((HOST, port), partial(_Handler, status))
 

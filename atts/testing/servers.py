@@ -262,7 +262,7 @@ class ServerCall:
     def check_model(self) -> None:
         """Check that the call names this server's model.
 
-        :raises Refusal: it names another model.
+        :raises Refusal: the call names another model.
         """
         if self.body.get("model") != self.state.model:
             raise Refusal(
@@ -274,7 +274,7 @@ class ServerCall:
     def check_room(self, ids: TokenIds, limit: int) -> None:
         """Check that the prompt and the requested tokens fit into the context.
 
-        :raises Refusal: they do not fit.
+        :raises Refusal: prompt and tokens do not fit.
         """
         most = self.state.context_length
         wanted = len(ids) + limit

@@ -449,8 +449,8 @@ def paired_power(split: VarianceSplit, problems: int, samples: int, spread: floa
 
     `spread` is the variance over problems of the true difference; use 0 if it is not known.
 
-    :raises OptionError: there are fewer than two problems or one sample, the spread is negative, or
-        all rollouts ended alike, so there is no variance.
+    :raises OptionError: the number of problems is below two, the number of samples is below one,
+        the spread is negative, or the rollouts have no variance because all have the same result.
     """
     if problems < 2 or samples < 1:
         raise OptionError(

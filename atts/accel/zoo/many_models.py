@@ -551,7 +551,7 @@ class ZooLoader:
     def __call__(self, config: WorkerConfig) -> Chain[NativeModel]:
         """Load a model.
 
-        :raises EngineError: it cannot be loaded.
+        :raises EngineError: the model cannot be loaded.
         """
         folder = config.folder
         shape = config.model

@@ -243,7 +243,7 @@ def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup
     """Divide a model's layers into stages of about equal size in bytes; the first stage also has
     the embedding and the head.
 
-    :raises UnsupportedByEngine: there are more stages than layers.
+    :raises UnsupportedByEngine: the number of stages exceeds the number of layers.
     """
     model = config.model
     stages = options.stages

@@ -289,7 +289,7 @@ def tensors_of(folder: Path, model: StoredModel, stack: ExitStack) -> dict[str, 
 def unadapted(model: StoredModel, option: str) -> StoredModel:
     """Return the model if it has no adapter.
 
-    :raises OptionError: it has an adapter.
+    :raises OptionError: the model has an adapter.
     """
     if model.base:
         raise OptionError(
@@ -453,7 +453,7 @@ class Zoo:
     def names(self) -> list[str]:
         """List the models by name.
 
-        :raises ZooError: it is not a zoo, or one of a newer version.
+        :raises ZooError: the directory is not a zoo, or is a zoo of a newer version.
         """
         check_schema(self.directory)
         with storage(self.directory):
@@ -486,14 +486,14 @@ class Zoo:
         """Describe which models share blocks, and their sizes; models with a damaged manifest are
         left out.
 
-        :raises ZooError: it is not a zoo, or one of a newer version.
+        :raises ZooError: the directory is not a zoo, or is a zoo of a newer version.
         """
         return contents(str(self.directory), self._known(), self._size())
 
     def damage(self) -> list[str]:
         """Compare every block with its digest; return one line for each damaged model.
 
-        :raises ZooError: it is not a zoo, or one of a newer version.
+        :raises ZooError: the directory is not a zoo, or is a zoo of a newer version.
         """
         found = list[str]()
         for name in self.names():
@@ -664,7 +664,7 @@ class Zoo:
         At most `most` blocks per place are returned. Their distance is at most `apart`, relative to
         the length of the model's own block.
 
-        :raises OptionError: it is an adapter's model.
+        :raises OptionError: the model is an adapter.
         :raises ZooError: there is no such model, or its manifest is damaged.
         """
         unadapted(self.model(name), "NAME")

@@ -79,7 +79,7 @@ def _is_large(built: BuiltReport) -> bool:
 def as_format(name: str, known: Sequence[F]) -> F:
     """Return the format of this name, which may be an abbreviation.
 
-    :raises OptionError: there is none.
+    :raises OptionError: no format has this name.
     """
     for each in known:
         if each == {"md": "markdown"}.get(name, name):

@@ -40,7 +40,7 @@ def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
     """Return the library of this key, from the cache or newly built, and a description of any
     problem with the cache.
 
-    :raises UnsupportedByEngine: it can neither be loaded nor built.
+    :raises UnsupportedByEngine: the library can neither be loaded nor built.
     :raises OSError: no disk takes it.
     """
     folder, trouble = _cache_folder()

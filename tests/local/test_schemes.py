@@ -67,7 +67,7 @@ def test_changing_schemes_changes_no_token(
     folder = trained(folder, tmp_path / "heard") if has_exit else folder
     fans = set[Guessing]()
     drafter: Any = transport if transport is DrafterProcess else OverlappedDrafter
-    begin = drafter.begin_anew
+    begin = drafter.restart_drafting
 
     def seen(self: Any, guessing: Guessing) -> None:
         fans.add(guessing)
@@ -75,7 +75,7 @@ def test_changing_schemes_changes_no_token(
 
     monkeypatch.setattr("atts.accel.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.accel.overlap.schemes.SchemeControl", Changing)
-    monkeypatch.setattr(drafter, "begin_anew", seen)
+    monkeypatch.setattr(drafter, "restart_drafting", seen)
     # On a busy machine the process may take seconds for a job that it began.
     monkeypatch.setattr("atts.accel.overlap.process.PATIENCE", 60.0)
     plain = run(folder, [orders])

@@ -139,7 +139,7 @@ class Drafting(NamedTuple):
         """Handle a message; return whether it was the last one of its step."""
         listener = self.target.listener
         if isinstance(message, Guessing):
-            self.drafter.begin_anew(message)
+            self.drafter.restart_drafting(message)
             return False
         if not isinstance(message, DraftStep):
             self.target.listen(None)

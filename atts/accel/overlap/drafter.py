@@ -452,7 +452,7 @@ class OverlappedDrafter(ModelDrafter):
         """
         return ModelDrafter(self._model, self._config, self._rows, self._target_vocabulary)
 
-    def begin_anew(self, guessing: Guessing) -> None:
+    def restart_drafting(self, guessing: Guessing) -> None:
         """Cancel the current drafting work, and set the way to guess outcomes from now on.
 
         :raises RuntimeError: the drafter does not end its work, or the work failed.

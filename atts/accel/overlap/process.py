@@ -151,7 +151,7 @@ class DrafterProcess(Proposer):
         """Return why no branch was proposed."""
         return self.stats.silence or super().silence()
 
-    def begin_anew(self, guessing: Guessing) -> None:
+    def restart_drafting(self, guessing: Guessing) -> None:
         """Cancel the current drafting work, and set the way to guess outcomes from now on.
 
         :raises RuntimeError: the other process does not answer, or is gone.

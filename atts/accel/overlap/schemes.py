@@ -255,7 +255,7 @@ class AdaptiveDrafting(Proposer, Lengths):
         """Propose with the scheme whose turn it is."""
         if self._scheme != self._asked:
             self._asked = self._scheme
-            self._ahead.begin_anew(self._guessing[max(0, self._scheme - 1)])
+            self._ahead.restart_drafting(self._guessing[max(0, self._scheme - 1)])
         return self._used.propose(asks)
 
     @property

@@ -307,7 +307,7 @@ def test_a_synchronous_session_is_open_once_at_a_time() -> None:
     session = SyncSession(Setup(draft="scripted", target="scripted", method="draft-only"))
     for _ in range(2):
         with session:
-            with pytest.raises(UsageError, match="open already"), session:
+            with pytest.raises(UsageError, match="already open"), session:
                 pass
             assert session.solve("What is 1 + 1?").status == "answered"
     with pytest.raises(EngineUnavailable, match="not open"):

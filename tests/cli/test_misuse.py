@@ -707,7 +707,7 @@ CASES = [
         "sweep onto a run",
         "sweep --draft scripted --target scripted --out runs/atts",
         DISK,
-        ("it is the directory of a run",),
+        ("belongs to a single run",),
     ),
     Case(
         "sweep onto a damaged set",

@@ -102,7 +102,7 @@ def test_too_few_labelled_problems_are_refused_with_the_number_needed(
     with pytest.raises(OptionError, match="are not finished"):
         evaluate_sync(NEW, abstaining(tmp_path / "half"))
     evaluate_sync(NEW, abstaining(labelled), directory=tmp_path / "withheld")
-    with pytest.raises(OptionError, match="abstained as well"):
+    with pytest.raises(OptionError, match="used abstain too"):
         evaluate_sync(NEW, abstaining(tmp_path / "withheld"))
     with pytest.raises(OptionError, match="need each other"):
         evaluate_sync(NEW, replace(SETUP, abstain=".1"))
